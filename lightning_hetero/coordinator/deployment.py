@@ -281,6 +281,17 @@ class Deployment:
             for name in move.run():
                 progress.advance(move.bytes_of(name))
 
+    def share(self, plan: Plan) -> None:
+        """Let replicas take other shares from the next step on. The plan differs in nothing else.
+
+        Raises:
+            WorkerError: If a worker was lost.
+        """
+        self.coordinator.connections.check_linked()
+        self.plan = plan
+        self.hand_overs.plan = plan
+        self.coordinator.layers.share(Placement.of(plan))
+
     def paths(self) -> dict[str, str]:
         """The path in the module of each tensor on a worker, by its name there."""
         tensors = chain(self._root.named_parameters(), self._root.named_buffers())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from types import MappingProxyType
@@ -332,10 +332,13 @@ class Holdings:
 
     def names_by_stepper(self, names: Iterable[str]) -> list[tuple[Member, list[str]]]:
         """The workers that step some of these parameters, each with their names."""
-        return self._grouped(
-            names,
-            lambda name: (self.owner_of[name],) if name in self._split else self.holders_of[name],
-        )
+        return self._grouped(names, self.steppers)
+
+    def steppers(self, name: str) -> tuple[Member, ...]:
+        """The workers that step a parameter; none if this process does."""
+        if name not in self.owner_of:
+            return ()
+        return (self.owner_of[name],) if name in self._split else self.holders_of[name]
 
     @cached_property
     def holders_of(self) -> dict[str, tuple[Member, ...]]:
@@ -434,6 +437,10 @@ class RemoteLayers:
         for worker in list(connections.members):
             connections.request(worker, m.Launch())
         connections.finish(connections.workers)
+
+    def share(self, placement: Placement) -> None:
+        """Go on with a placement of the same stages, of which replicas take other shares."""
+        self.holdings = replace(self.holdings, placement=placement)
 
     def fetch(self, names: Sequence[str], progress: Progress | None = None) -> dict[str, Tensor]:
         """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.

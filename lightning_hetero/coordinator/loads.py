@@ -137,14 +137,15 @@ class PassedOn:
         worker: The worker that gets them.
         waiting: Names, the workers that have them, and bytes.
         send: Sends a message to a worker.
-        note_arrival: Called with each name that the worker has confirmed.
+        note_arrival: Called with each name that the worker has confirmed; returns whether no other
+            worker gets it any more.
         arrived: By the worker that had them, the tensors that it has not been told to free yet.
     """
 
     worker: Member
     waiting: deque[tuple[str, Member, int]]
     send: Callable[[Member, m.Message], None]
-    note_arrival: Callable[[str], None]
+    note_arrival: Callable[[str], bool]
     arrived: dict[Member, list[str]]
     _under_way: dict[str, tuple[Member, int]] = field(default_factory=dict)
 
@@ -171,8 +172,8 @@ class PassedOn:
         """Note a confirmation of the worker; other messages are ignored."""
         if isinstance(message, m.Loaded) and message.name in self._under_way:
             source, _ = self._under_way.pop(message.name)
-            self.arrived.setdefault(source, []).append(message.name)
-            self.note_arrival(message.name)
+            if self.note_arrival(message.name):
+                self.arrived.setdefault(source, []).append(message.name)
 
 
 def send_all(

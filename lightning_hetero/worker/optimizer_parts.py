@@ -50,12 +50,18 @@ class Belongings:
         }
         return Belongings(states, {n: a for n, a in self.averages.items() if n in names})
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Drop what belongs to the tensors of these names."""
+    def drop_states(self, names: Iterable[str]) -> None:
+        """Drop the optimizers' states of the tensors of these names."""
         for name in names:
-            self.averages.pop(name, None)
             for own in self.states.values():
                 own.pop(name, None)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Drop what belongs to the tensors of these names."""
+        names = [*names]
+        self.drop_states(names)
+        for name in names:
+            self.averages.pop(name, None)
 
 
 class TrainedSide:
@@ -98,19 +104,21 @@ class TrainedSide:
             m.FetchOptimizerState: self._on_fetch_optimizer_state,
         }
 
-    def train_anew(self, kept: Collection[str]) -> None:
+    def train_anew(self, kept: Collection[str], stepped: Callable[[str], bool]) -> None:
         """Take optimizers and averages apart; the layers have changed.
 
         Args:
             kept: The tensors that the layers go on with; what belongs to the others is `leaving`.
+            stepped: Whether this worker steps a parameter from now on.
         """
         former = Belongings(
             {number: self._all_states(number) for number in self._known_optimizers()},
             {**self._awaiting.averages, **self._averages.present},
         )
         self._awaiting = former.restrict_to(set(kept))
-        former.drop(kept)
+        # Also what goes to another worker and stays here.
         self.leaving = former
+        self._awaiting.drop_states([name for name in kept if not stepped(name)])
         self._optimizers = {}
         self._averages = WeightAverages({})
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..devices.copies import Copies
 from ..errors import RemoteProtocolError
+from ..pipeline.placement import COORDINATOR_STAGE
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensors import TensorSpec
@@ -113,6 +114,12 @@ class ReplicaSide:
         """Whether this worker answers for a parameter."""
         return self._owner_of.get(name, self._number) == self._number
 
+    def is_stepped(self, name: str) -> bool:
+        """Whether this worker steps a parameter."""
+        owner = self._owner_of.get(name, self._number)
+        is_split = any(each.is_split for each in self._shared if name in each.owner_of)
+        return owner == self._number or (owner != COORDINATOR_STAGE and not is_split)
+
     def end(self, number: int) -> None:
         """Forget the exchanges up to one of this number."""
         self._round, self._waits_for = max(self._round, number), None
@@ -142,6 +149,8 @@ class ReplicaSide:
         part = message.round, message.content, message.source
         if message.round < self._round:
             return
+        if len(tensors) != len(message.names):
+            raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
         ahead = {number for number, *_ in (*self._parts, part) if number > self._round}
         if len(ahead) > _MOST_AHEAD or part in self._whole:
             raise RemoteProtocolError(

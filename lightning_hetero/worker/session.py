@@ -356,9 +356,9 @@ class StageSession:
         if self._budget is not None:
             self._budget.reserve(parameters)
         built, held = self._layers.build(message)
-        self._training.train_anew(message.kept)
         self._neighbors.expect(message)
         self._replicas.expect(message)
+        self._training.train_anew(message.kept, self._replicas.is_stepped)
         self._connect(message.receivers)
         stages = zip(message.stages, built, strict=True)
         self._runner = Runner(
@@ -384,7 +384,7 @@ class StageSession:
             seed=seed,
             dtype=dtype,
             compiled=CompiledLayers() if spec.compile else None,
-            state=LayerState(numbered_layers(layers)),
+            state=LayerState(numbered_layers(layers), is_shared=len(spec.holders) > 1),
         )
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:

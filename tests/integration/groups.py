@@ -6,7 +6,7 @@ stage on workers have one group, in the order of the micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -87,6 +87,29 @@ class InGroups(pl.Callback):
             self._sums.put()
 
 
+class InTurns(pl.Callback):
+    """Adds up each window by another plan.
+
+    Args:
+        sums: One for each window; their plans have as many micro-batches.
+        window: The micro-batches of an optimizer step.
+    """
+
+    def __init__(self, sums: Sequence[InGroups], window: int) -> None:
+        self._sums = sums
+        self._window = window
+        self._num_taken = 0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for each in self._sums:
+            each.on_fit_start(trainer, pl_module)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        number = self._num_taken // self._window
+        self._num_taken += 1
+        self._sums[number].on_after_backward(trainer, pl_module)
+
+
 def fit_in_groups(
     module: Module, plan: Plan, data: Any, accumulate: int = 1, **options: Any
 ) -> Module:
@@ -112,6 +135,7 @@ def fit_padded_in_groups(module: TinyModule, plan: Plan, batches: Iterable[Any])
             loss += weight * float(own.detach())
         sums.put()
         optimizer.step()
+        optimizer.zero_grad()
         schedule.step()
         module.losses.append(loss)
     return module

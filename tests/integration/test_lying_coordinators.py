@@ -63,7 +63,7 @@ LIES = {
     "a stamp of the past": Lie(
         m.ApplyOptimizer,
         instead(forwards=0),
-        r"belongs behind 0 forwards and \d backwards of step 2",
+        r"belongs behind 0 forwards and \d backwards",
     ),
     "a stamp that never comes true": Lie(
         m.BeginStep,
