@@ -215,6 +215,20 @@ def test_processes_keep_their_numbers_when_layers_move(workers: list[str], tmp_p
             assert row.get(f"stage/{number}/busy_share", 0.0) <= 1.0
 
 
+def test_a_stage_gets_replicas_and_loses_them_in_mid_run(
+    workers: list[str], tmp_path: Path
+) -> None:
+    order = ["line", "replicas between layers of the coordinator", "a warm spare", "both ends"]
+    plans = [shaped(workers, EVERY_SHAPE[shape], PIECES) for shape in order]
+    names = ["coordinator", *workers[:2]]
+    moves = Moves(dict(enumerate(plans[1:], start=1)))
+    look(tmp_path, HeteroPipelineStrategy(workers[:2], plans[0]), len(plans), moves)
+    assert moves.moved == [1, 2, 3]
+    trace = trace_in(tmp_path)
+    for step, plan in enumerate(plans):
+        check_trace(trace, plan, step, names)
+
+
 def test_pictures_and_metrics_number_processes_alike(workers: list[str], tmp_path: Path) -> None:
     """After the move the layers come to `b` first; it is still process 2."""
     plans = [shaped(workers, SHAPES[shape], PIECES) for shape in ("line", "the other way round")]
