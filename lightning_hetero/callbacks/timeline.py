@@ -39,6 +39,9 @@ TRACE_NAME, CHART_NAME = "timeline.json", "timeline.svg"
 _WHO = "timeline"
 
 FORMAT = "lightning-hetero timeline 2"
+EXCHANGED = "ReplicaTensors"
+"""The message with gradients or weights from another replica of a stage."""
+
 PREDICTED = 1000
 """Add this to the number of a process to get the process id that shows its predicted actions."""
 
@@ -332,4 +335,7 @@ def _shares(process: ProcessSpans) -> dict[str, Any]:
         "waiting_us": 1e6 * process.seconds("wait"),
         "transferring_us": 1e6 * process.seconds("take", "pack"),
         "sent_bytes": sum(span.num_bytes for span in process.spans if span.kind == "send"),
+        "from_replicas_bytes": sum(
+            span.num_bytes for span in process.spans if span.message == EXCHANGED
+        ),
     }

@@ -146,6 +146,11 @@ def test_a_run_of_every_shape_shows_who_did_what(
     check_trace(trace, plan, 1, names)
     # The rules of a trace hold for predicted actions too: no process does two at a time.
     steps = trace["otherData"]["steps"]
+    exchanged = {
+        names[each["process"]]: each["from_replicas_bytes"] for each in steps[-1]["processes"]
+    }
+    replicas = {name for pair in Placement.of(plan).exchanges for name in pair}
+    assert {name for name, num_bytes in exchanged.items() if num_bytes} == replicas
     assert all(("predicted" in step) is not plan.has_replicas for step in steps)
     record, row = read_run(tmp_path), rows_of(tmp_path)[-1]
     assert record.problems == []
