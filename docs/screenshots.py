@@ -47,6 +47,7 @@ from lightning_hetero.report.run_record import read_run
 from lightning_hetero.report.topology import (
     MEMORY_PARTS,
     THIS_MACHINE,
+    Hop,
     Link,
     Memory,
     Place,
@@ -111,8 +112,10 @@ def example() -> Topology:
             Place(name, number, "", device, (Range(number, layers),), memory(gib, shares))
             for number, (name, device, layers, gib, shares) in enumerate(_STAGES, start=1)
         ],
-        route=[0, 1, 2, 3, 0],
-        links=[Link(speed, speed) for speed in (wired, first, second, wired)],
+        hops=[
+            Hop(number, number, (number + 1) % 4, Link(speed, speed))
+            for number, speed in enumerate((wired, first, second, wired))
+        ],
         facts=[
             "32 micro-batches, at most 8 in flight",
             "predicted: 3,663 tokens/s, bubble 13 %",

@@ -22,7 +22,7 @@ from ..pipeline.placement import COORDINATOR_STAGE
 from ..plan import Plan
 from ..protocol.fields import ACTIONS, Span
 from ..report.charts import chart_of
-from ..telemetry.ranges import stages_as_text
+from ..telemetry.ranges import Range, stages_as_text
 from ..telemetry.step import (
     Prediction,
     ProcessSpans,
@@ -39,6 +39,9 @@ TRACE_NAME, CHART_NAME = "timeline.json", "timeline.svg"
 _WHO = "timeline"
 
 FORMAT = "lightning-hetero timeline 2"
+EXCHANGED = "ReplicaTensors"
+"""The message with gradients or weights from another replica of a stage."""
+
 PREDICTED = 1000
 """Add this to the number of a process to get the process id that shows its predicted actions."""
 
@@ -314,10 +317,15 @@ def _process(process: ProcessSpans) -> dict[str, Any]:
     return {
         "process": process.number,
         "name": process.name,
-        "ranges": [{"stage": each.stage, "layers": [*each.layers]} for each in process.ranges],
+        "ranges": [_range(each) for each in process.ranges],
         "clock_offset_seconds": process.clock.knots[-1].offset_seconds,
         "clock_error_seconds": process.clock.error_seconds,
     }
+
+
+def _range(held: Range) -> dict[str, Any]:
+    found: dict[str, Any] = {"stage": held.stage, "layers": [*held.layers]}
+    return found if held.share is None else {**found, "share": [*held.share]}
 
 
 def _shares(process: ProcessSpans) -> dict[str, Any]:
@@ -327,4 +335,7 @@ def _shares(process: ProcessSpans) -> dict[str, Any]:
         "waiting_us": 1e6 * process.seconds("wait"),
         "transferring_us": 1e6 * process.seconds("take", "pack"),
         "sent_bytes": sum(span.num_bytes for span in process.spans if span.kind == "send"),
+        "from_replicas_bytes": sum(
+            span.num_bytes for span in process.spans if span.message == EXCHANGED
+        ),
     }

@@ -37,6 +37,7 @@ from ..profiler.dry_run import NoSample
 from ..profiler.kept import Measured
 from ..profiler.measure import ProfilingOptions
 from ..profiler.run import ProfilingRun
+from ..telemetry.ranges import share_as_text
 from ..transport.deadlines import Deadlines
 from .arguments import (
     StepOptions,
@@ -343,12 +344,7 @@ class Site:
         for number, stage in enumerate(plan.remote_stages, start=1):
             first, end = stage.layers
             also = "the input embedding and " if stage.embedding else ""
-            who = stage.worker
-            if len(stage.workers) > 1:
-                shares = zip(stage.workers, stage.present_shares, strict=True)
-                parts = ", ".join(f"{share} to {name}" for name, share in shares)
-                who = f"{len(stage.workers)} processes; of every {sum(stage.present_shares)} "
-                who += f"micro-batches {parts}"
+            who = _holders_as_text(stage)
             rank_zero_info(f"stage {number}: {also}layers {first} to {end - 1} on {who}")
             if stage.dtype == "float16" and scaler is None:
                 rank_zero_info(
@@ -360,6 +356,15 @@ class Site:
             f"each batch is cut into {plan.micro_batches} micro-batches ({what}), "
             f"at most {plan.max_in_flight} in flight"
         )
+
+
+def _holders_as_text(stage: StagePlan) -> str:
+    """The processes of a stage, replicas with their shares: ``a (2 of 3), b (1 of 3)``."""
+    if len(stage.workers) == 1:
+        return stage.worker
+    shares = stage.present_shares
+    pairs = zip(stage.workers, shares, strict=True)
+    return ", ".join(f"{name} ({share_as_text(share, sum(shares))})" for name, share in pairs)
 
 
 def _all_on_one(workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:

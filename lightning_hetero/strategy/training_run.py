@@ -468,7 +468,7 @@ def _coordinator(place: Place, module: pl.LightningModule, layers: Sequence[Deco
 
 
 def _worker(place: Place, equipment: Equipment, deployment: Deployment) -> Place:
-    stages = [stage for stage in deployment.plan.remote_stages if stage.worker == place.name]
+    stages = [stage for stage in deployment.plan.remote_stages if place.name in stage.workers]
     layers = [deployment.modules_of(stage) for stage in stages]
     weights = sum(
         stored_bytes(held, deployment.weights_dtype_of(stage))

@@ -229,7 +229,7 @@ class RecordedStep:
         """The stages by their numbers."""
         coordinator, *workers = self.processes
         found = [StageSpans(0, coordinator.name, [*map(_to_stage, coordinator.spans)])]
-        num_stages = 1 + sum(len(each.ranges) for each in workers)
+        num_stages = 1 + max((held.stage for each in workers for held in each.ranges), default=0)
         for process in workers:
             for place, held in enumerate(process.ranges):
                 own = [
@@ -343,9 +343,11 @@ class Prediction:
 def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Prediction | None:
     """The prediction of a step.
 
-    It is None for steps that the simulator does not know: a micro-batch passes through the stages
-    several times, or the batch is cut at the boundary only.
+    It is None for steps that the simulator does not know: a stage has replicas, a micro-batch
+    passes through the stages several times, or the batch is cut at the boundary only.
     """
+    if plan.has_replicas:
+        return None
     if profile is not None:
         try:
             candidate = candidate_of(plan, profile)

@@ -16,7 +16,7 @@ from lightning_hetero.errors import WorkerUnreachable
 
 from ..conftest import worker_process
 from ..integration.moves import Moves
-from ..integration.shapes import SHAPES, shaped
+from ..integration.shapes import REPLICAS, SHAPES, shaped
 from ..models import TinyModule, loader, trainer
 from .answers import answer
 from .command import run
@@ -72,7 +72,7 @@ def looked_at(
     shapes: list[str],
 ) -> list[str]:
     """What `top` shows at the end of a run whose layers move from shape to shape."""
-    plans = [shaped(workers, SHAPES[shape], 2) for shape in shapes]
+    plans = [shaped(workers, (SHAPES | REPLICAS)[shape], 2) for shape in shapes]
     module = Looking(monkeypatch, workers[:2])
     moves = Moves(dict(enumerate(plans[1:], start=1)))
     strategy = HeteroPipelineStrategy(workers[:2], plans[0])
@@ -92,6 +92,15 @@ def test_all_stages_of_a_worker_are_shown(
         for part in (lines[rows[0] : rows[1]], lines[rows[1] :])
     ]
     assert found == [["1: 0 to 0", "3: 2 to 2", "5: 4 to 4"], ["2: 1 to 1", "4: 3 to 3"]]
+
+
+def test_replicas_are_shown_with_the_same_layers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: list[str]
+) -> None:
+    """A warm spare trains too: it steps the optimizer."""
+    lines = looked_at(monkeypatch, capsys, workers, ["a warm spare"])
+    rows = [line for line in lines if "training" in line]
+    assert [re.findall(r"\d: \d to \d", row) for row in rows] == [["1: 1 to 4"]] * 2
 
 
 def test_a_worker_that_a_move_left_without_layers_is_idle(
