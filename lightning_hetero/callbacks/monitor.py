@@ -275,4 +275,10 @@ def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[
     for name, norm in deployment.coordinator.training.gradient_norms().items():
         for holder in placement.holders(int(name.partition(".")[0])):
             norms.setdefault(number_of[holder], []).append(norm)
+    if placement.hosted is not None:
+        # The sums of all replicas are in the gradients here.
+        held = [deployment.layers[number].module for number in placement.hosted.layers]
+        sums = [p.grad for layer in held for p in layer.parameters() if p.grad is not None]
+        for name in placement.hosted.workers:
+            norms.setdefault(number_of[name], []).extend(gradient_norms(sums))
     return {f"stage/{number}/gradient_norm": total_norm(found) for number, found in norms.items()}

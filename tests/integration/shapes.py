@@ -36,6 +36,16 @@ REPLICAS: dict[str, Shape] = {
     "a warm spare": [("C", 0, 1), ("ab", 1, 5, [1, 0])],
 }
 
+HOSTED: dict[str, Shape] = {
+    "the coordinator beside a worker": [("aC", 0, 5, [2, 1])],
+    "the coordinator beside a worker, between its own layers": [
+        *(("C", 0, 1), ("Ca", 1, 4, [1, 2]), ("C", 4, 5))
+    ],
+    "the coordinator in the first of two stages": [("aC", 0, 3), ("b", 3, 5)],
+    "the coordinator in the last of two stages": [("b", 0, 2), ("aC", 2, 5)],
+}
+"""The coordinator is one of the replicas."""
+
 RING: Shape = one_each("CabaC")
 """Both ends, and the workers linked both ways."""
 

@@ -12,7 +12,7 @@ import yaml
 from lightning_hetero import cli
 
 from ..conftest import worker_process
-from ..integration.shapes import REPLICAS, SHAPES, shaped
+from ..integration.shapes import HOSTED, REPLICAS, SHAPES, shaped
 from ..pretrained import save_tiny
 
 PROJECT = """
@@ -111,7 +111,7 @@ def test_workers_that_compute_right_pass_and_nothing_is_trained(
     assert left == {"config.yaml", "my_project.py"}
 
 
-@pytest.mark.parametrize("shape", SHAPES | REPLICAS)
+@pytest.mark.parametrize("shape", SHAPES | REPLICAS | HOSTED)
 def test_workers_of_every_shape_are_verified_stage_by_stage(
     project: Path,
     workers: list[str],
@@ -120,7 +120,7 @@ def test_workers_of_every_shape_are_verified_stage_by_stage(
     shape: str,
 ) -> None:
     (project / "my_project.py").write_text(PROJECT.replace("(4, attention", "(5, attention"))
-    plan = shaped(workers, (SHAPES | REPLICAS)[shape], 2)
+    plan = shaped(workers, (SHAPES | REPLICAS | HOSTED)[shape], 2)
     plan.to_yaml("plan.yaml")
     configure(workers[:2], "plan.yaml")
     code, shown = verify(monkeypatch, capsys)
@@ -130,7 +130,7 @@ def test_workers_of_every_shape_are_verified_stage_by_stage(
     stages = [
         (name, [str(stage.layers[0]), "to", str(stage.layers[1] - 1)])
         for stage in plan.remote_stages
-        for name in stage.workers
+        for name in stage.remote_workers
     ]
     assert [(row[0], row[1:4]) for row in rows[:-1]] == stages
     assert rows[-1][:2] == ["all", "together"]
