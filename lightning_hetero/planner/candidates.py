@@ -32,16 +32,8 @@ from ..plan import (
 )
 from .costs import START, BothEnds, Cost, End, Holder, Need, Option, cost_at, layer_seconds
 from .profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Profile
-from .simulation import (
-    Hop,
-    Pipeline,
-    Simulation,
-    StageTimes,
-    busy_seconds_of_media,
-    least_seconds,
-    predict,
-    predict_below,
-)
+from .routes import Hop, Pipeline, StageTimes, busy_seconds_of_media, least_seconds
+from .simulation import Simulation, predict, predict_below
 
 Range = tuple[int, int]
 Hops = tuple[Sequence[Hop], Sequence[Hop]]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..plan import COORDINATOR, Dtype
 from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, ModelProfile
-from .simulation import Speed
+from .routes import Speed
 from .split import Matrix
 
 KEPT_FREE = 0.05

@@ -35,7 +35,7 @@ from ..plan import COORDINATOR
 from .candidates import Arrangement, Candidate, Costs, spans_of
 from .experts import best_apart
 from .orders import Orders, interchangeable, place, place_all, place_at, place_behind
-from .simulation import Speed, least_bottleneck
+from .routes import Speed, least_bottleneck
 
 ALL_ORDERS_UP_TO = 5
 """Workers up to which all subsets in all orders are tried: 325 arrangements."""

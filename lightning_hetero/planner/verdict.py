@@ -21,8 +21,8 @@ from .costs import Option
 from .feasibility import shortages
 from .prediction import running_costs
 from .profile import HEAD, DeviceProfile
+from .routes import Hop, Speed, least_bottleneck
 from .search import LEAST_GAIN, Search, speeds_of
-from .simulation import Hop, Speed, least_bottleneck
 from .solver import Solution
 
 NO_GAIN = 1.005

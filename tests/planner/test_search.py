@@ -19,12 +19,13 @@ from lightning_hetero.plan import COORDINATOR, most_started
 from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs
 from lightning_hetero.planner.orders import Orders, interchangeable, place_at
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
+from lightning_hetero.planner.routes import Hop, Pipeline, StageTimes
 from lightning_hetero.planner.search import (
     LEAST_GAIN,
     LEAST_GAIN_IN_FLIGHT,
     Search,
 )
-from lightning_hetero.planner.simulation import Hop, Pipeline, StageTimes, simulate
+from lightning_hetero.planner.simulation import simulate
 from lightning_hetero.planner.solver import Wishes, solve
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
