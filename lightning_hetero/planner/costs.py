@@ -281,7 +281,7 @@ class Holder:
         seconds = self.device.optimizer_seconds
         return _sums(seconds.get(kind, 0.0) for kind in self._model.layers)
 
-    def need(self, option: Option, first: Index, end: Index, in_flight: int) -> Need:
+    def need(self, option: Option, first: Index, end: Index, in_flight: Numbers) -> Need:
         """The memory that a stage needs with this many micro-batches in flight."""
         kept, working = self._kept(option, first, end), self._working(option, first, end)
         parts = [self._model.part(name) for name in self.ends if name in ENDS]
