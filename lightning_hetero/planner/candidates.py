@@ -37,7 +37,7 @@ from ..plan import (
 )
 from .costs import START, BothEnds, Cost, End, Holder, Need, Numbers, Option, cost_at, layer_seconds
 from .profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Profile
-from .replicas import Part, Team, exchange_seconds, most_in_flight
+from .replicas import Part, Team, exchange_seconds, most_in_flight, optimizer_part
 from .routes import (
     Hop,
     Pipeline,
@@ -240,6 +240,12 @@ class Candidate:
         return [seat.layers for seat in self.seats]
 
     @property
+    def ranges_of_teams(self) -> list[Range]:
+        """The layers of each stage, with those of the coordinator at both ends."""
+        between = [team[0].layers for team in self.teams]
+        return [self.seats[0].layers, *between, self.seats[-1].layers]
+
+    @property
     def has_lone_seats(self) -> bool:
         """Whether each worker has one seat, and its stage for itself."""
         return len(self.workers) == len(self.seats) - 2 and not self.has_replicas
@@ -325,14 +331,47 @@ class Candidate:
     @cached_property
     def exchange_seconds(self) -> float:
         """The seconds of a step for which replicas exchange gradients and weights."""
-        teams = [
-            Team([seat.name for seat in team], self._gradient_bytes(team[0]))
+        return exchange_seconds(self._exchanging, self.costs.link)
+
+    @property
+    def _exchanging(self) -> list[Team]:
+        return [
+            Team([seat.name for seat in team], self.gradient_bytes(team[0]))
             for team in self.teams
             if len(team) > 1
         ]
-        return exchange_seconds(teams, self.costs.link)
 
-    def _gradient_bytes(self, seat: Seat) -> float:
+    def bytes_sent(self, source: str, target: str) -> float:
+        """The bytes that one process sends to another one in a step."""
+        pipeline, names = self.pipeline, [seat.name for seat in self.seats]
+        replicas = pipeline.replicas
+        numbers = range(len(names)) if replicas is None else replicas.numbers
+        crossing = crossing_bytes(
+            self.costs.profile.model,
+            pipeline.num_stages,
+            self.costs.batch_size,
+            self.embedding_left,
+            self.narrowings,
+        )
+        found = 0.0
+        for way, count in pipeline.ways.items():
+            for one, other in pairwise([*way, 0]):
+                forward, backward = crossing[numbers[other] - 1 if other else numbers[one]]
+                ends, part = (names[one], names[other]), count / self.micro_batches
+                found += part * forward * (ends == (source, target))
+                found += part * backward * (ends == (target, source))
+        for team in self._exchanging:
+            for one_name, other_name, num_bytes in team.transfers():
+                found += num_bytes * ({one_name, other_name} == {source, target})
+        return found
+
+    @property
+    def gradient_bytes_of_teams(self) -> list[float]:
+        """The gradients of each stage that has replicas."""
+        return [self.gradient_bytes(team[0]) for team in self.teams if len(team) > 1]
+
+    def gradient_bytes(self, seat: Seat) -> float:
+        """The gradients of a seat's parameters."""
         need = self.holder(seat).need(seat.option, *seat.layers, in_flight=1)
         return float(need.gradients)
 
@@ -340,7 +379,7 @@ class Candidate:
         holder, (forward, backward) = self.holder(seat), seat.layer_seconds
         before, optimizer = holder.before_layers, holder.optimizer_seconds(*seat.layers)
         if seat.part is not None:
-            optimizer *= seat.part.optimizer_part(seat.name)
+            optimizer *= optimizer_part(seat.name, seat.part.optimizer, seat.part.num)
         if seat is self.seats[0]:
             last = self.seats[-1]
             optimizer += self.holder(last).optimizer_seconds(*last.layers)
@@ -429,7 +468,8 @@ class Candidate:
             return holder.need(seat.option, *seat.layers, self.in_flight)
         count = most_in_flight(part.share, part.total, self.max_started, self.in_flight)
         need = holder.need(seat.option, *seat.layers, count)
-        return of_replica(need, part.optimizer_part(seat.name), count * part.kept_bytes)
+        stepped = optimizer_part(seat.name, part.optimizer, part.num)
+        return of_replica(need, stepped, count * part.kept_bytes)
 
     def plan(self) -> Plan:
         """The candidate as a plan, without stages that have no layers."""

@@ -84,11 +84,12 @@ class Part:
     optimizer: ReplicaOptimizer | None = None
     kept_bytes: float = 0.0
 
-    def optimizer_part(self, name: str) -> float:
-        """The part of the stage's parameters that a replica steps."""
-        if self.optimizer is None:
-            return float(name == COORDINATOR)
-        return 1.0 if self.optimizer == "each" else 1 / self.num
+
+def optimizer_part(name: str, optimizer: ReplicaOptimizer | None, num: int) -> float:
+    """The part of a stage's parameters that one of its ``num`` replicas steps."""
+    if optimizer is None:
+        return float(name == COORDINATOR)
+    return 1.0 if optimizer == "each" else 1 / num
 
 
 def most_in_flight(share: Any, total: Any, started: int, limit: int) -> Any:
@@ -165,10 +166,17 @@ def _phase_seconds(transfers: Iterable[tuple[str, str, float]], link_of: LinkOf)
     return max(busy.values(), default=0.0) + latency
 
 
+def whole_counts(seconds: Numbers, count: int, fixed_seconds: Numbers | float = 0.0) -> Counts:
+    """The `fair_counts` among those in which each replica has at least one micro-batch; there must
+    be as many."""
+    return 1 + fair_counts(seconds, count - len(seconds), fixed_seconds + seconds)
+
+
 def shares_of(seconds: Sequence[float], count: int, fixed_seconds: Sequence[float]) -> list[int]:
-    """Shares of ``count`` micro-batches by `fair_counts`; as equal as possible where the seconds of
-    a replica are not known."""
-    if not all(map(math.isfinite, seconds)):
-        return [math.ceil((count - index) / len(seconds)) for index in range(len(seconds))]
-    found: list[int] = fair_counts(np.array(seconds), count, np.array(fixed_seconds)).tolist()
+    """Shares of ``count`` micro-batches by `whole_counts`; as equal as possible where the seconds
+    of a replica are not known, or micro-batches are too few."""
+    num = len(seconds)
+    if count < num or not all(map(math.isfinite, seconds)):
+        return [math.ceil((count - index) / num) for index in range(num)]
+    found: list[int] = whole_counts(np.array(seconds), count, np.array(fixed_seconds)).tolist()
     return found

@@ -405,6 +405,8 @@ class _Ways:
             [seconds * count for seconds, count in zip(each, pipeline.counts, strict=True)]
         )
         self._busy[0] += pipeline.num_microbatches * pipeline.loss_seconds
+        # The least seconds before any loss and behind any loss.
+        self._ahead = self._behind_loss = math.inf
         # By process, the least seconds before its first action and behind its last one.
         self._first = [math.inf] * pipeline.num_processes
         self._last = [math.inf] * pipeline.num_processes
@@ -427,6 +429,7 @@ class _Ways:
         if len(way) < pipeline.num_stages:
             ahead += pipeline.own_times.forward_seconds
             behind += pipeline.own_times.backward_seconds
+        self._ahead, self._behind_loss = min(self._ahead, ahead), min(self._behind_loss, behind)
         return ahead + pipeline.loss_seconds + behind
 
     @property
@@ -443,7 +446,7 @@ class _Ways:
         in_all = sum(number * self._passing[way] for way, number in self._counts.items())
         bounds = [
             in_all / pipeline.limit(0),
-            min(self._passing.values()) + (count - 1) * pipeline.loss_seconds,
+            self._ahead + count * pipeline.loss_seconds + self._behind_loss,
             max(self._passing.values()),
             *(count * busy for busy in pipeline.media_seconds.values()),
         ]
