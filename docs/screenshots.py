@@ -39,14 +39,15 @@ from lightning_hetero import (
     StageMonitor,
     StagePlan,
 )
-from lightning_hetero.cli.top import table
-from lightning_hetero.discovery.status import Sighting, WorkerStatus, ask_status, seen_again
+from lightning_hetero.cli.top import Sighting, seen_again, table
+from lightning_hetero.discovery.find import WorkerStatus, ask_status
 from lightning_hetero.report.diagram import diagram
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import read_run
 from lightning_hetero.report.topology import (
     MEMORY_PARTS,
     THIS_MACHINE,
+    Hop,
     Link,
     Memory,
     Place,
@@ -111,8 +112,10 @@ def example() -> Topology:
             Place(name, number, "", device, (Range(number, layers),), memory(gib, shares))
             for number, (name, device, layers, gib, shares) in enumerate(_STAGES, start=1)
         ],
-        route=[0, 1, 2, 3, 0],
-        links=[Link(speed, speed) for speed in (wired, first, second, wired)],
+        hops=[
+            Hop(number, number, (number + 1) % 4, Link(speed, speed))
+            for number, speed in enumerate((wired, first, second, wired))
+        ],
         facts=[
             "32 micro-batches, at most 8 in flight",
             "predicted: 3,663 tokens/s, bubble 13 %",

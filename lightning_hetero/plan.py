@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -187,13 +187,6 @@ class Plan:
         ]
 
     @property
-    def coordinator_narrowing(self) -> Narrowing:
-        """The rounding of what the coordinator sends: activations to the first remote stage,
-        gradients to the last one."""
-        narrowings = self.narrowings
-        return Narrowing(narrowings[0].activation_dtype, narrowings[-1].gradient_dtype)
-
-    @property
     def stage_narrowings(self) -> list[Narrowing]:
         """The rounding of what each remote stage sends: activations downstream, gradients
         upstream."""
@@ -201,6 +194,12 @@ class Plan:
             Narrowing(after.activation_dtype, before.gradient_dtype)
             for before, after in pairwise(self.narrowings)
         ]
+
+    def differs_in_shares_only(self, other: Plan) -> bool:
+        """Whether another plan moves no layer, and changes nothing but shares of replicas."""
+        stages = [replace(stage, shares=None) for stage in self.stages]
+        others = [replace(stage, shares=None) for stage in other.stages]
+        return self != other and replace(self, stages=stages) == replace(other, stages=others)
 
     @property
     def max_in_flight(self) -> int:

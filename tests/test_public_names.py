@@ -46,7 +46,10 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
 
 KEYS_OF_PLANS: dict[type, str] = {
     Plan: "stages micro_batches in_flight",
-    StagePlan: ("workers layers recompute dtype activation_dtype gradient_dtype compile embedding"),
+    StagePlan: (
+        "workers layers recompute dtype activation_dtype gradient_dtype compile embedding "
+        "shares optimizer"
+    ),
 }
 
 KEYS_OF_PROFILES: dict[type, str] = {

@@ -88,7 +88,13 @@ class StageMonitor(pl.Callback):
     which the layers come to them in the first plan. A worker keeps its number when layers move;
     without layers it logs nothing. The values of a worker with several stages, and those of a
     coordinator with the first and the last layers, are of all its layers together. If each worker
-    has one stage, N is the number of the stage. Unknown values are left out:
+    has one stage, N is the number of the stage.
+
+    Where a stage is on several processes, each of them is logged by itself. Its times and tokens
+    are those of the micro-batches that it runs, and its gradient norm is that of the whole sums.
+    Its ``optimizer_ms`` includes the exchange of gradients with the others.
+
+    Unknown values are left out:
 
     - ``stage/N/busy_share``, ``transferring_share``, ``waiting_share``: the shares of the step in
       which the process computes, packs and unpacks messages, and has nothing to do. They add up to
@@ -267,6 +273,12 @@ def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[
     placement = Placement.of(deployment.plan)
     norms: dict[int, list[float]] = {0: gradient_norms(here)}
     for name, norm in deployment.coordinator.training.gradient_norms().items():
-        owner = placement.owner(int(name.partition(".")[0]))
-        norms.setdefault(number_of[owner], []).append(norm)
+        for holder in placement.holders(int(name.partition(".")[0])):
+            norms.setdefault(number_of[holder], []).append(norm)
+    if placement.hosted is not None:
+        # The sums of all replicas are in the gradients here.
+        held = [deployment.layers[number].module for number in placement.hosted.layers]
+        sums = [p.grad for layer in held for p in layer.parameters() if p.grad is not None]
+        for name in placement.hosted.workers:
+            norms.setdefault(number_of[name], []).extend(gradient_norms(sums))
     return {f"stage/{number}/gradient_norm": total_norm(found) for number, found in norms.items()}

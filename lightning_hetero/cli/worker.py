@@ -25,14 +25,14 @@ from rich.text import Text
 
 from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
-from ..launch.manifests import kind_here, unit_text
+from ..launch.local import service_manager_here, unit_text
 from ..model.allowed_imports import Allowed
-from ..pipeline.stage_layers import KeptTensors
 from ..transport.address import Address
 from ..transport.handshake import address_of, listen
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import FILE_VARIABLE, Token, find_token_file
 from ..worker.owner import Owner, RunRecord
+from ..worker.shelf import KeptTensors
 from ..worker.supervisor import Place, Supervisor, serve_one_session, serve_one_session_anew
 from ..worker.worker import Worker
 from .options import add_unit_option
@@ -108,7 +108,7 @@ def _unit(options: argparse.Namespace) -> str:
     command = [sys.executable, "-m", "lightning_hetero", *others]
     environment = {key: os.environ[key] for key in (FILE_VARIABLE,) if key in os.environ}
     where = str(options.listen)
-    kind = options.print_unit or kind_here()
+    kind = options.print_unit or service_manager_here()
     return unit_text(kind, command, os.getcwd(), environment, where)
 
 

@@ -28,6 +28,7 @@ from ..errors import (
     WorkerLost,
 )
 from ..pipeline.placement import Placement
+from ..pipeline.rule import Key
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import BufferPool
@@ -63,12 +64,13 @@ class Connections:
     Attributes:
         members: The connected workers, by their numbers; an idle one that is lost is left out.
         workers: Those that serve stages; before `assign`, all of them.
-        serving: The worker that serves each stage, by the stage's number.
+        ways: By micro-batch and visit of the present step, the worker of each stage on its way.
         deadlines: As given.
         equipment: The equipment of this process, as it told the workers.
         step: The number of the present step; 0 before the first one.
         in_flight: The most micro-batches in flight in the present step.
         asides: Takes messages that answer no request, by their kind.
+        num_exchanges: The exchanges of replicas that were asked for.
         has_torn_step: Whether a worker has failed inside an optimizer step.
         is_ending: Tells whether SIGTERM has asked this process to end.
 
@@ -87,7 +89,7 @@ class Connections:
         self.deadlines = deadlines
         self.members: list[Member] = []
         self.workers: list[Member] = []
-        self.serving: dict[int, Member] = {}
+        self.ways: dict[Key, dict[int, Member]] = {}
         self.step = 0
         self.in_flight = 1
         self.asides: dict[type, Aside] = {
@@ -95,6 +97,7 @@ class Connections:
             m.Resumed: self._on_resumed,
             m.NeighborUnreachable: self._on_neighbor_unreachable,
         }
+        self.num_exchanges = 0
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
@@ -151,8 +154,6 @@ class Connections:
         for worker in self.members:
             worker.stages = placement.stages_of(worker.name)
         self.workers = [worker for worker in self.members if worker.stages]
-        serving = [(number, worker) for worker in self.workers for number in worker.stages]
-        self.serving = dict(sorted(serving, key=lambda pair: pair[0]))
 
     @property
     def worker_equipment(self) -> dict[str, m.Equipment]:
@@ -236,10 +237,13 @@ class Connections:
         if worker in self.workers:
             raise loss
 
-    def broadcast(self, message: m.Message, *tensors: Tensor) -> None:
-        """Queue a message for every worker that serves a stage."""
+    def broadcast(
+        self, message: m.Message | Callable[[Member], m.Message], *tensors: Tensor
+    ) -> None:
+        """Queue a message, or one made for each of them, for all workers that serve stages."""
         for worker in self.workers:
-            self.send(worker, message, *tensors)
+            each = message if isinstance(message, m.Message) else message(worker)
+            self.send(worker, each, *tensors)
 
     def receive(self, patience_seconds: float | None = None) -> tuple[Member, Frame]:
         """Wait for the next message that is no aside.
@@ -458,7 +462,7 @@ class Connections:
     def _forward(self, source: Member, frame: Frame) -> bool:
         """Forward a frame of a worker, in the thread that has read it; false if it is for us."""
         message = frame.message
-        if isinstance(message, m.MovedTensor):
+        if isinstance(message, (m.MovedTensor, m.ReplicaTensors)):
             return self._forward_moved(source, frame, message.member)
         if isinstance(message, m.Activation):
             sending_stage = message.stage - 1
@@ -466,8 +470,9 @@ class Connections:
             sending_stage = message.stage + 1
         else:
             return False
-        target = self.serving.get(message.stage)
-        if target not in source.cannot_reach or sending_stage not in source.stages:
+        way = self.ways.get(message.key, {})
+        target = way.get(message.stage)
+        if target not in source.cannot_reach or way.get(sending_stage) is not source:
             return False
         most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self.in_flight
         target.channel.pass_on(frame, most_queued)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from itertools import chain
 from typing import NoReturn
@@ -49,8 +49,9 @@ from .layers import (
 )
 from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
-from .own_layers import check_can_be_compiled, prepare_own
+from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
 from .progress import Progress
+from .replicas import HostedReplicas
 from .session import Coordinator
 from .whole_batches import NOTHING_SAID, BatchOptions, HandOvers
 
@@ -75,7 +76,7 @@ class TensorsAway:
         remote: Fetches and stores their tensors.
         weights: The checkpoint that the model is loaded from, if its weights are still there.
         changed: Tensors that may differ from that checkpoint, because they were trained.
-        are_there: The layers that workers have already.
+        kept: The numbers of layers that workers have too and that keep their weights here.
 
     Attributes:
         names_of: The name of each tensor on its worker.
@@ -90,14 +91,13 @@ class TensorsAway:
         remote: RemoteLayers,
         weights: CheckpointWeights | None,
         changed: Collection[Tensor] = (),
-        are_there: Collection[int] = (),
+        kept: Collection[int] = (),
     ) -> None:
-        leaving = {number: layer for number, layer in layers.items() if number not in are_there}
-        _check_weights_can_be_sent(leaving, weights)
         self.names_of = {tensor: name for name, tensor in named_tensors(layers)}
         self.loss: WeightsLost | None = None
         self.progress: Progress | None = None
         self._layers = layers
+        self._kept = kept
         self._remote = remote
         self._weights = weights
         self._sent = {name for name, _ in named_tensors(layers)}
@@ -125,9 +125,10 @@ class TensorsAway:
     def lose(self, error: BaseException, remedy: str) -> WeightsLost:
         """Note that the weights cannot be fetched; returns the error to raise."""
         cause = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
+        kept = f" Those of {describe_layers(self._kept)} are here." if self._kept else ""
         self.loss = WeightsLost(
-            f"The weights of {describe_layers(self._layers)} have not come home from the workers. "
-            f"{cause} Build the module anew and {remedy}."
+            f"The weights of {describe_layers(self._layers)} have not come home from the workers."
+            f"{kept} {cause} Build the module anew and {remedy}."
         )
         return self.loss
 
@@ -186,6 +187,7 @@ class Deployment:
         trained: Knows which of their parameters train.
         hand_overs: Takes hidden states to the stages and back.
         draws: The random numbers of this process's part of the steps.
+        hosted: The layers of which this process is a replica; None if there are none.
 
     Raises:
         ModelError: If the layers cannot live apart.
@@ -203,8 +205,6 @@ class Deployment:
         batches: BatchOptions = NOTHING_SAID,
         before: Deployment | None = None,
     ) -> None:
-        if plan.has_replicas:
-            raise PlanError("Stages on several workers are not part of this version yet.")
         self.plan = plan
         self.coordinator = coordinator
         self.layers = layers
@@ -229,16 +229,30 @@ class Deployment:
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._names = {number: layer.name for number, layer in away.items()}
         self._away = {number: layer.module for number, layer in away.items()}
+        placement = Placement.of(plan)
+        hosted = {} if placement.hosted is None else self._modules(placement.hosted.layers)
+        self._empty = {n: layer for n, layer in self._away.items() if n not in hosted}
         weights = weights_in_checkpoint(root)
         changed, are_there = ((), ()) if before is None else before._changed_and_away
-        self.tensors = TensorsAway(self._away, coordinator.layers, weights, changed, are_there)
+        check_weights_can_be_sent(
+            {n: layer for n, layer in self._away.items() if n not in are_there}, weights
+        )
+        self.tensors = TensorsAway(self._empty, coordinator.layers, weights, changed, hosted)
         rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
-        self.trained = TrainedParameters(coordinator.training, self.tensors.names_of, rounded)
+        names_of = {tensor: name for name, tensor in named_tensors(self._away)}
+        self.trained = TrainedParameters(coordinator.training, names_of, rounded)
         recorder = coordinator.telemetry.recorder
         self.hand_overs = HandOvers(
             coordinator.stages, recorder, self._away, plan, batches, self._follow
         )
-        self._hollow = HollowLayers(away, self._exchange, self.tensors)
+        self._hollow = HollowLayers(
+            away,
+            self._exchange,
+            self.tensors,
+            self._pass_by,
+            hosted,
+            lambda: self._attributes.follow(),
+        )
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.connections.equipment)
         remote = remote_stages(root, stages, plan, weights, self.weights_dtype_of)
@@ -248,18 +262,27 @@ class Deployment:
         else:
             self._move(remote, seed)
             before._hollow.fill(home)
+        self.hosted = None
+        if hosted:
+            copies = coordinator.stages.copies
+            self.hosted = HostedReplicas(
+                placement, hosted, coordinator.layers, self._hollow, copies
+            )
         self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(
             away, coordinator.connections, coordinator.layers, differing
         )
-        self._adjusted = prepare_own(root, layers, plan, self.draws)
 
     def _send(self, stages: Sequence[RemoteStage], seed: int) -> None:
         """Give the stages to their workers."""
         placement = Placement.of(self.plan)
         sizes = {name: tensor.nbytes for name, tensor in named_tensors(self._away)}
+        num_bytes = sum(
+            len(placed.workers) * sum(tensor.nbytes for _, tensor in named_tensors(stage.layers))
+            for stage, placed in zip(stages, placement.stages, strict=True)
+        )
         what = "Sending layers to the workers"
-        with closing(self.coordinator.layers.progress(what, sum(sizes.values()))) as progress:
+        with closing(self.coordinator.layers.progress(what, num_bytes)) as progress:
             for name in self.coordinator.layers.deploy(stages, placement, seed):
                 progress.advance(sizes[name])
 
@@ -276,6 +299,20 @@ class Deployment:
         with closing(remote.progress("Moving layers", move.num_bytes)) as progress:
             for name in move.run():
                 progress.advance(move.bytes_of(name))
+
+    def share(self, plan: Plan) -> None:
+        """Let replicas take other shares from the next step on. The plan differs in nothing else.
+
+        Raises:
+            WorkerError: If a worker was lost.
+        """
+        self.coordinator.connections.check_linked()
+        self.plan = plan
+        self.hand_overs.plan = plan
+        placement = Placement.of(plan)
+        self.coordinator.layers.share(placement)
+        if self.hosted is not None:
+            self.hosted.placement = placement
 
     def paths(self) -> dict[str, str]:
         """The path in the module of each tensor on a worker, by its name there."""
@@ -323,14 +360,15 @@ class Deployment:
             yield
         except BaseException as error:
             self._hooks = self._hollow_out()
-            self._adjusted = prepare_own(self._root, self.layers, self.plan, self.draws)
             if self.coordinator.layers.holdings.placement != Placement.of(self.plan):
                 # The workers have moved, and this process has not followed.
                 self.tensors.lose(error, "continue from the last checkpoint")
             raise
 
     def _hollow_out(self) -> ExitStack:
-        """Make the layers hollow; returns their hooks on the model, which `close` removes."""
+        """Make the layers hollow, and prepare those that stay; returns the hooks on the model,
+        which `close` removes."""
+        self._adjusted = prepare_hosted(self.layers, self.plan, self.draws)
         names = list(self._names.values())
         are_cut = any(absent_in(module) for module in self._away.values())
         collecting = CollectingHooks(self._root, names, are_cut=are_cut)
@@ -339,7 +377,11 @@ class Deployment:
             hooks.callback(self._hollow.caches.remove)
             hooks.callback(collecting.remove)
             self._hollow.hollow()
+            self._adjusted += prepare_own(self._root, self.layers, self.plan, self.draws)
             return hooks.pop_all()
+
+    def _modules(self, numbers: Iterable[int]) -> dict[int, nn.Module]:
+        return {number: self._away[number] for number in numbers}
 
     @property
     def modules_away(self) -> list[nn.Module]:
@@ -512,8 +554,17 @@ class Deployment:
         """Refuse a plan whose layers cannot live apart, before anything has changed.
 
         Raises:
+            PlanError: If the coordinator is a replica in one of the plans.
             ModelError: With the reason.
         """
+        if self.plan.differs_in_shares_only(plan):
+            return
+        if any(stage.is_hosted for stage in (*self.plan.stages, *plan.stages)):
+            raise PlanError(
+                "Layers do not move during a run while the coordinator is a replica of some, or to "
+                "a plan in which it is one. Save a checkpoint, end the run, and begin a new one "
+                "with the other plan and `ckpt_path`."
+            )
         HollowLayers(self._leaving(plan), self._exchange, self.tensors).check()
 
     def _leaving(self, plan: Plan) -> dict[int, DecoderLayer]:
@@ -548,9 +599,16 @@ class Deployment:
         self._warn_of_buffers()
         return returned.hidden, returned.collected
 
+    def _pass_by(self, number: int) -> None:
+        """Seed the code behind a hollow layer as behind one that stays here."""
+        if is_seeded(self._away[number]):
+            self.draws.pass_by(number)
+
     def _follow(self, has_backward: bool) -> None:
         """Bring the stages up to date before hidden states leave."""
         self._attributes.follow()
+        if self.hosted is not None:
+            self.hosted.follow(is_trial=self.hand_overs.are_trials)
         if has_backward:
             self.trained.follow()
 
@@ -593,7 +651,7 @@ def _check_not_lost(module: nn.Module) -> None:
         remote.check_not_lost()
 
 
-def _check_weights_can_be_sent(
+def check_weights_can_be_sent(
     layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
 ) -> None:
     # What was trained there is lost; what the model was made from would come in its place.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,9 @@ from ..model.tensors import (
     state_in,
     stored_in_four_bits,
 )
-from ..pipeline.placement import Placement
+from ..pipeline.placement import PlacedStage, Placement, deal
 from ..pipeline.stage_layers import describe_parameters
-from ..plan import Dtype, Narrowing, Plan, StagePlan
+from ..plan import COORDINATOR, Dtype, Narrowing, Plan, StagePlan
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import DTYPES, dtype_name
@@ -39,6 +40,8 @@ from .connections import Connections
 from .loads import Load, send_all
 from .member import Member
 from .progress import Progress, ProgressInLines, ProgressOfBytes
+
+NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class RemoteStage:
         narrowing: The dtypes to which the worker rounds the activations that it sends downstream,
             and the gradients that it sends upstream.
         compile: As in the plan.
+        is_split: Whether replicas each step a part of the parameters.
     """
 
     recipe: Recipe | BlocksRecipe
@@ -66,6 +70,7 @@ class RemoteStage:
     weights_dtype: torch.dtype | None = None
     narrowing: Narrowing = Narrowing()
     compile: bool = False
+    is_split: bool = False
 
     @property
     def tensor_dtypes(self) -> dict[str, torch.dtype]:
@@ -84,23 +89,29 @@ class RemoteStage:
         if lacks:
             raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
 
-    def spec(self, number: int, downstream: int) -> m.StageSpec:
-        """What the worker builds.
+    def spec(
+        self, number: int, holders: Sequence[int] = (), owner_of: Mapping[str, int] = NOBODY
+    ) -> m.StageSpec:
+        """What a worker builds.
 
         Args:
             number: The stage's number.
-            downstream: The number of the worker of the next stage; 0 for the coordinator.
+            holders: The numbers of the processes that hold it, if there are several.
+            owner_of: The number of the process that answers for each tensor then.
         """
+        parameters = describe_parameters(self.layers, self.tensor_dtypes)
         return m.StageSpec(
             number=number,
             recipe=self.recipe.to_json(),
-            parameters=describe_parameters(self.layers, self.tensor_dtypes),
+            parameters=parameters,
             recompute=self.recompute,
-            downstream=downstream,
             dtype=self.dtype,
             activation_dtype=self.narrowing.activation_dtype,
             gradient_dtype=self.narrowing.gradient_dtype,
             compile=self.compile,
+            holders=list(holders),
+            owners=[owner_of[spec.name] for spec in parameters] if holders else [],
+            is_split=self.is_split,
         )
 
 
@@ -171,6 +182,7 @@ def remote_stages(
             weights_dtype=weights_dtype_of(stage),
             narrowing=narrowing,
             compile=stage.compile,
+            is_split=stage.optimizer == "split",
         )
         for stage, layers, narrowing in zip(
             plan.remote_stages, stages, plan.stage_narrowings, strict=True
@@ -232,14 +244,14 @@ class Holdings:
 
     Args:
         stages: The stages by their numbers.
-        member_of: The worker of each stage.
+        members: The workers by their names.
         tensors: How the workers hold each tensor, by its name.
-        owner_of: The worker of each tensor that has been sent.
+        owner_of: For each tensor that has been sent, the worker that answers for it.
         placement: Who serves which stage.
     """
 
     stages: Mapping[int, RemoteStage] = field(default_factory=dict)
-    member_of: Mapping[int, Member] = field(default_factory=dict)
+    members: Mapping[str, Member] = field(default_factory=dict)
     tensors: Mapping[str, HeldTensor] = field(default_factory=dict)
     owner_of: Mapping[str, Member] = field(default_factory=dict)
     placement: Placement = Placement(())
@@ -249,6 +261,20 @@ class Holdings:
         """The layers of all stages by their numbers."""
         stages = self.stages.values()
         return {number: layer for stage in stages for number, layer in stage.layers.items()}
+
+    def holders(self, number: int) -> list[Member]:
+        """The workers of a stage, in the plan's order."""
+        return [self.members[name] for name in self.placement.stage(number).workers]
+
+    @property
+    def workers(self) -> list[Member]:
+        """The workers with a stage, in the order in which the layers come to them."""
+        return [self.members[name] for name in self.placement.workers]
+
+    def way(self, microbatch: int, is_whole: bool) -> dict[int, Member]:
+        """The worker of each stage that a micro-batch passes; see `Placement.route`."""
+        route = self.placement.route(microbatch, is_whole)
+        return {number: self.members[name] for number, name in route}
 
     def stages_of(self, worker: Member) -> list[RemoteStage]:
         """The stages of one worker, in the order of their numbers."""
@@ -262,22 +288,29 @@ class Holdings:
         receivers: Collection[Member] = (),
     ) -> m.Deploy:
         """The request to build a worker's stages; the other arguments are as in `Deploy`."""
-        found, placement = [], self.placement
+        placement = self.placement
         peers = {other.number: other for other in receivers}
-        for number in placement.stages_of(worker.name):
-            behind = self.member_of.get(placement.after(number))
-            found.append(self.stages[number].spec(number, behind.number if behind else 0))
-            if behind is not None and behind is not worker:
-                peers[behind.number] = behind
+        for source, target in (*placement.links, *placement.exchanges):
+            if source == worker.name and target in self.members:
+                peers[self.members[target].number] = self.members[target]
         return m.Deploy(
             worker.number,
-            found,
-            len(self.stages),
+            [self._spec(number) for number in placement.stages_of(worker.name)],
             [m.PeerSpec(n, str(peer.address), peer.session) for n, peer in peers.items()],
             seed,
             list(kept),
             [other.number for other in receivers],
         )
+
+    def _spec(self, number: int) -> m.StageSpec:
+        """What the workers of a stage build."""
+        stage, placed = self.stages[number], self.placement.stage(number)
+        if len(placed.processes) == 1:
+            return stage.spec(number)
+        numbers = {COORDINATOR: 0, **{name: self.members[name].number for name in placed.workers}}
+        owners = owners_of(stage.layers, placed)
+        owner_of = {name: numbers[owner] for name, owner in owners.items()}
+        return stage.spec(number, [numbers[name] for name in placed.processes], owner_of)
 
     def of_stage(self, number: int) -> dict[str, HeldTensor]:
         """The tensors of one stage."""
@@ -290,11 +323,54 @@ class Holdings:
         return {name: self.tensors[name] for name, owner in owners if owner is worker}
 
     def names_by_owner(self, names: Iterable[str]) -> list[tuple[Member, list[str]]]:
-        """The workers that hold some of these tensors, each with the names of its own."""
+        """The workers that answer for some of these tensors, each with the names of its own."""
+        return self._grouped(names, lambda name: (self.owner_of[name],))
+
+    def names_by_holder(self, names: Iterable[str]) -> list[tuple[Member, list[str]]]:
+        """The workers that hold some of these tensors, each with their names."""
+        return self._grouped(names, self.holders_of.__getitem__, self._hosted)
+
+    def names_by_stepper(self, names: Iterable[str]) -> list[tuple[Member, list[str]]]:
+        """The workers that step some of these parameters, each with their names."""
+        return self._grouped(names, self.steppers)
+
+    def steppers(self, name: str) -> tuple[Member, ...]:
+        """The workers that step a parameter; none if this process does."""
+        if name not in self.owner_of:
+            return ()
+        return (self.owner_of[name],) if name in self._split else self.holders_of[name]
+
+    @cached_property
+    def holders_of(self) -> dict[str, tuple[Member, ...]]:
+        """The workers that hold each tensor, in the plan's order."""
+        return {
+            name: tuple(self.holders(number))
+            for number, stage in self.stages.items()
+            for name, _ in named_tensors(stage.layers)
+        }
+
+    @cached_property
+    def _split(self) -> set[str]:
+        split = [stage for stage in self.stages.values() if stage.is_split]
+        return {name for stage in split for name, _ in named_tensors(stage.layers)}
+
+    @cached_property
+    def _hosted(self) -> set[str]:
+        """The tensors for which the coordinator answers, though workers hold them too."""
+        placed = self.placement.hosted
+        hosted = {} if placed is None else self.stages[placed.number].layers
+        return {name for name, _ in named_tensors(hosted)}
+
+    def _grouped(
+        self,
+        names: Iterable[str],
+        workers_of: Callable[[str], Iterable[Member]],
+        also: Collection[str] = (),
+    ) -> list[tuple[Member, list[str]]]:
         found: dict[Member, list[str]] = {}
         for name in dict.fromkeys(names):
-            if name in self.owner_of:
-                found.setdefault(self.owner_of[name], []).append(name)
+            for worker in workers_of(name) if name in self.owner_of or name in also else ():
+                found.setdefault(worker, []).append(name)
         return sorted(found.items(), key=lambda item: item[0].number)
 
     def dtypes(self) -> set[torch.dtype]:
@@ -351,18 +427,30 @@ class RemoteLayers:
             tensors.update(held_tensors(stage.layers, stage.tensor_dtypes))
         owner_of: dict[str, Member] = {}
         numbered = dict(enumerate(stages, start=1))
-        self.holdings = Holdings(numbered, connections.serving, tensors, owner_of, placement)
+        members = {worker.name: worker for worker in connections.members}
+        self.holdings = Holdings(numbered, members, tensors, owner_of, placement)
         for number, stage in numbered.items():
-            stage.check_can_be_held(connections.serving[number])
+            for worker in self.holdings.holders(number):
+                stage.check_can_be_held(worker)
         for worker in list(connections.members):
             connections.send(worker, self.holdings.deploy_message(worker, seed))
         loads = [load_of(worker, self.holdings.stages_of(worker)) for worker in connections.members]
+        answering = {
+            name: owner
+            for number, stage in numbered.items()
+            for name, owner in owners_of(stage.layers, placement.stage(number)).items()
+        }
         for worker, name in send_all(loads, self.receive):
-            owner_of[name] = worker
+            if answering[name] == worker.name:
+                owner_of[name] = worker
             yield name
         for worker in list(connections.members):
             connections.request(worker, m.Launch())
         connections.finish(connections.workers)
+
+    def share(self, placement: Placement) -> None:
+        """Go on with a placement of the same stages, of which replicas take other shares."""
+        self.holdings = replace(self.holdings, placement=placement)
 
     def fetch(self, names: Sequence[str], progress: Progress | None = None) -> dict[str, Tensor]:
         """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
@@ -404,10 +492,38 @@ class RemoteLayers:
     def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Bring gradients of remote parameters here, as new CPU tensors; a parameter without a
         gradient is left out."""
-        self.connections.check_usable()
         asked = self.holdings.names_by_owner(names)
-        answers = self._asked_tensors(m.FetchGradients, asked)
-        return {name: gradient for _, name, gradient, _ in answers}
+        return {name: gradient for _, name, gradient in self.gradients_of(asked)}
+
+    def gradients_of(
+        self, asked: Sequence[tuple[Member, list[str]]]
+    ) -> Iterator[tuple[Member, str, Tensor]]:
+        """Bring the gradients that some workers have of parameters of these names; yields each
+        with the worker and the name."""
+        self.connections.check_usable()
+        for worker, name, gradient, _ in self._asked_tensors(m.FetchGradients, asked):
+            yield worker, name, gradient
+
+    def fingerprints_of(
+        self, workers: Sequence[Member], names: Sequence[str]
+    ) -> Callable[[], list[tuple[Member, list[bytes]]]]:
+        """Ask several workers for the fingerprints of the same tensors, between two steps; the
+        function that is returned waits for them."""
+        request = m.FetchFingerprints(self.connections.step, list(names))
+        for worker in workers:
+            self.connections.send(worker, request)
+
+        def answered() -> list[tuple[Member, list[bytes]]]:
+            found = self.connections.collect(m.Fingerprints, workers)
+            for worker, answer in found:
+                with self.connections.blaming(worker):
+                    if len(answer.found) != len(names):
+                        raise RemoteProtocolError(
+                            f"It sent {len(answer.found)} fingerprints of {len(names)} tensors."
+                        )
+            return [(worker, answer.found) for worker, answer in found]
+
+        return answered
 
     def _asked_tensors(
         self,
@@ -433,7 +549,7 @@ class RemoteLayers:
         self.connections.check_usable()
         loads = [
             Load(worker, iter(self._contents_for(own, tensors)), is_built=True)
-            for worker, own in self.holdings.names_by_owner(tensors)
+            for worker, own in self.holdings.names_by_holder(tensors)
         ]
         for _ in send_all(loads, self.receive):
             pass
@@ -532,8 +648,21 @@ class PlainAttributes:
                     layer = self._layers[change.layer_index]
                     text, gone = write_change(change, layer.name)
                     message = m.SetAttributes(change.layer_index, change.path, text, gone)
-                    self._connections.send(holdings.member_of[number], message)
+                    for worker in holdings.holders(number):
+                        self._connections.send(worker, message)
         self._unsent = []
+
+
+def owners_of(layers: Mapping[int, nn.Module], stage: PlacedStage) -> dict[str, str]:
+    """The process that answers for each tensor of a stage: the coordinator, if it has them too;
+    else its workers share those that train, and those that do not."""
+    named = [*named_tensors(layers)]
+    if stage.is_hosted:
+        return {name: COORDINATOR for name, _ in named}
+    trained = {name: tensor.nbytes for name, tensor in named if tensor.requires_grad}
+    frozen = {name: tensor.nbytes for name, tensor in named if not tensor.requires_grad}
+    owners = deal(trained, stage.processes) | deal(frozen, stage.processes)
+    return {name: owners[name] for name, _ in named}
 
 
 def changed_since_recipe(

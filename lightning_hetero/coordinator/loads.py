@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from ..model.four_bit import State
-from ..pipeline.stage_layers import Content, fingerprint_of
+from ..model.tensors import Content
 from ..protocol import messages as m
 from ..protocol.frames import Frame
+from ..protocol.tensors import fingerprint_of
 from .member import Member
 
 # The most that may be under way to a worker: two tensors of any size, or more small ones up to what
@@ -85,7 +85,7 @@ class Load:
         name, tensor, state = found
         content = Content(tensor, state)
         if name in self._held and self._is_worth_asking(name, content):
-            self.worker.channel.send(m.OfferTensor(name, fingerprint_of(content)))
+            self.worker.channel.send(m.OfferTensor(name, fingerprint_of(content.parts)))
             self._under_way.append((name, content))
         else:
             self._send(name, content)
@@ -137,14 +137,15 @@ class PassedOn:
         worker: The worker that gets them.
         waiting: Names, the workers that have them, and bytes.
         send: Sends a message to a worker.
-        note_arrival: Called with each name that the worker has confirmed.
+        note_arrival: Called with each name that the worker has confirmed; returns whether no other
+            worker gets it any more.
         arrived: By the worker that had them, the tensors that it has not been told to free yet.
     """
 
     worker: Member
     waiting: deque[tuple[str, Member, int]]
     send: Callable[[Member, m.Message], None]
-    note_arrival: Callable[[str], None]
+    note_arrival: Callable[[str], bool]
     arrived: dict[Member, list[str]]
     _under_way: dict[str, tuple[Member, int]] = field(default_factory=dict)
 
@@ -171,28 +172,12 @@ class PassedOn:
         """Note a confirmation of the worker; other messages are ignored."""
         if isinstance(message, m.Loaded) and message.name in self._under_way:
             source, _ = self._under_way.pop(message.name)
-            self.arrived.setdefault(source, []).append(message.name)
-            self.note_arrival(message.name)
-
-
-class Sending(Protocol):
-    """Tensors on their way to one worker, as `Load` is."""
-
-    worker: Member
-
-    @property
-    def is_done(self) -> bool: ...
-
-    @property
-    def bytes_under_way(self) -> int: ...
-
-    def send_next(self) -> Iterator[str]: ...
-
-    def take(self, message: m.Message) -> None: ...
+            if self.note_arrival(message.name):
+                self.arrived.setdefault(source, []).append(message.name)
 
 
 def send_all(
-    loads: Sequence[Sending], receive: Callable[[int], tuple[Member, Frame]]
+    loads: Sequence[Load | PassedOn], receive: Callable[[int], tuple[Member, Frame]]
 ) -> Iterator[tuple[Member, str]]:
     """Send several workers their tensors; yields the worker and the name of each tensor.
 

@@ -5,24 +5,24 @@
     b [2,4]   2 passed on by b to a
 
 Nothing that changes hands passes through this process, and what stays is not even read. A worker
-keeps a tensor until its next worker has confirmed it. So after an error each tensor is with a
-worker, and the holdings say with which.
+keeps a tensor until its next workers have confirmed it. So after an error each tensor is with a
+worker, and the holdings say with which. A replica that steps a parameter and did not before gets it
+anew, from the worker that has its optimizer's state.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
 from ..model.tensors import stored_in_four_bits
 from ..pipeline.placement import Placement
-from ..pipeline.transfers import transfers
 from ..protocol import messages as m
 from .answers import held_tensors
-from .layers import Holdings, RemoteLayers, RemoteStage
-from .loads import Load, PassedOn, Sending, send_all
+from .layers import Holdings, RemoteLayers, RemoteStage, owners_of
+from .loads import Load, PassedOn, send_all
 from .member import Member
 
 # A parameter that trains travels with the state of its optimizer: most have two such tensors.
@@ -58,15 +58,21 @@ class LayerMove:
         self._before = remote.holdings
         self._after = _holdings(stages, placement, remote.connections.members)
         for number, stage in self._after.stages.items():
-            stage.check_can_be_held(self._after.member_of[number])
+            for worker in self._after.holders(number):
+                stage.check_can_be_held(worker)
         self._sources = _sources(self._before, self._after, is_on_disk)
+        # The workers that still get a tensor from another one.
+        self._num_left = Counter(
+            name for (name, target), source in self._sources.items() if source not in (None, target)
+        )
         # While layers move: what each worker has by now.
         self._meanwhile = dict(self._before.tensors), dict(self._before.owner_of)
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the tensors that travel."""
-        return sum(self.bytes_of(name) for name in self._sources if not self._is_kept(name))
+        travel = ((n, t) for (n, t), source in self._sources.items() if source is not t)
+        return sum(self.bytes_of(name) for name, _ in travel)
 
     def bytes_of(self, name: str) -> int:
         """The bytes of one tensor."""
@@ -80,20 +86,20 @@ class LayerMove:
                 have them then, and no step can run any more.
         """
         remote, connections, before = self._remote, self._remote.connections, self._before
-        workers = {*before.member_of.values(), *self._after.member_of.values()}
+        workers = {*before.workers, *self._after.workers}
         involved = [worker for worker in connections.members if worker in workers]
         tensors, owner_of = self._meanwhile
         remote.is_between_plans = True
         remote.holdings = Holdings(
-            before.stages, before.member_of, tensors, owner_of, before.placement
+            before.stages, before.members, tensors, owner_of, before.placement
         )
         connections.assign(self._after.placement)
         connections.workers = involved  # also those that give all their layers away
         for worker in involved:
             connections.send(worker, self._deploy_message(worker))
         self._wait_until_built(involved)
-        loads: list[Sending] = [*self._loads(), *self._passed_on()]
-        for _, name in send_all(loads, remote.receive):
+        loads = map(self._load_of, self._after.workers)
+        for _, name in send_all([*loads, *self._passed_on()], remote.receive):
             yield name
         for worker in involved:
             connections.request(worker, m.Launch())
@@ -102,11 +108,11 @@ class LayerMove:
         remote.holdings, remote.is_between_plans = self._after, False
 
     def _deploy_message(self, worker: Member) -> m.Deploy:
-        kept = [name for name in self._names_from(worker) if self._is_kept(name)]
+        kept = [n for (n, target), source in self._sources.items() if target is source is worker]
         receivers = dict.fromkeys(
-            self._after.owner_of[name]
-            for name in self._names_from(worker)
-            if not self._is_kept(name)
+            target
+            for (_, target), source in self._sources.items()
+            if source is worker and target is not worker
         )
         return self._after.deploy_message(worker, self._seed, kept, [*receivers])
 
@@ -116,18 +122,15 @@ class LayerMove:
             worker, frame = self._remote.receive(0)
             if isinstance(frame.message, m.Built):
                 waiting.discard(worker)
-                for name in self._names_from(worker):
-                    if self._is_kept(name):
-                        self._note_arrival(name)  # it may have another dtype there now
-
-    def _loads(self) -> list[Load]:
-        """What goes from this process to each worker."""
-        return [self._load_of(worker) for worker in dict.fromkeys(self._after.member_of.values())]
+                for (name, target), source in self._sources.items():
+                    if target is source is worker:
+                        self._note_arrival(name, worker)  # it may have another dtype there now
 
     def _load_of(self, worker: Member) -> Load:
-        owner_of = self._after.owner_of
-        from_here = [name for name, source in self._sources.items() if source is None]
-        names = {name for name in from_here if owner_of[name] is worker}
+        """What goes from this process to a worker."""
+        names = {
+            n for (n, target), source in self._sources.items() if target is worker and not source
+        }
         stages = self._after.stages_of(worker)
         contents = chain.from_iterable(stage.contents(names) for stage in stages)
         is_packed_there = partial(stored_in_four_bits, self._after.layers)
@@ -137,27 +140,27 @@ class LayerMove:
         """What each worker gets from other workers."""
         arrived: dict[Member, list[str]] = {}
         found: dict[Member, PassedOn] = {}
-        for name, source in self._sources.items():
-            target = self._after.owner_of[name]
+        for (name, target), source in self._sources.items():
             if source is None or source is target:
                 continue
             times = _TIMES_WITH_STATE if self._after.tensors[name].is_trained else 1
-            send, note = self._remote.connections.send, self._note_arrival
+            send, note = self._remote.connections.send, partial(self._note_passed_on, target)
             passed_on = found.setdefault(target, PassedOn(target, deque(), send, note, arrived))
             passed_on.waiting.append((name, source, times * self.bytes_of(name)))
         return list(found.values())
 
-    def _note_arrival(self, name: str) -> None:
-        """Note that a tensor is with its worker under the new plan."""
+    def _note_passed_on(self, target: Member, name: str) -> bool:
+        """Note that a worker has a tensor of another one; returns whether that was the last one
+        that gets it."""
+        self._note_arrival(name, target)
+        self._num_left[name] -= 1
+        return not self._num_left[name]
+
+    def _note_arrival(self, name: str, target: Member) -> None:
+        """Note that a tensor is with a worker under the new plan."""
         tensors, owner_of = self._meanwhile
-        tensors[name], owner_of[name] = self._after.tensors[name], self._after.owner_of[name]
-
-    def _is_kept(self, name: str) -> bool:
-        return self._sources[name] is self._after.owner_of[name]
-
-    def _names_from(self, source: Member) -> list[str]:
-        """The tensors that come from a worker, or stay with it."""
-        return [name for name, each in self._sources.items() if each is source]
+        if self._after.owner_of.get(name, target) is target:
+            tensors[name], owner_of[name] = self._after.tensors[name], target
 
 
 def _holdings(
@@ -166,29 +169,31 @@ def _holdings(
     """What the workers hold when all tensors of a plan have come."""
     named = {member.name: member for member in members}
     numbered = dict(enumerate(stages, start=1))
-    member_of = {number: named[placement.stage(number).processes[0]] for number in numbered}
     tensors, owner_of = {}, {}
     for number, stage in numbered.items():
         held = held_tensors(stage.layers, stage.tensor_dtypes)
         tensors.update(held)
-        owner_of.update(dict.fromkeys(held, member_of[number]))
-    return Holdings(numbered, member_of, tensors, owner_of, placement)
+        owners = owners_of(stage.layers, placement.stage(number))
+        owner_of.update({name: named[o] for name, o in owners.items() if o in named})
+    return Holdings(numbered, named, tensors, owner_of, placement)
 
 
 def _sources(
     before: Holdings, after: Holdings, is_on_disk: Callable[[str], bool]
-) -> Mapping[str, Member | None]:
-    """Where each tensor of the new stages comes from: a worker, or None for this process."""
-    source_of = {t.layer: t.source for t in transfers(before.placement, after.placement)}
-    workers = {worker.name: worker for worker in before.member_of.values()}
-    found: dict[str, Member | None] = {}
+) -> Mapping[tuple[str, Member], Member | None]:
+    """Where each worker gets each tensor of its new stages: from a worker, which may be itself, or
+    None for this process."""
+    found: dict[tuple[str, Member], Member | None] = {}
     for name, held in after.tensors.items():
-        layer = int(name.partition(".")[0])
-        source = workers.get(source_of.get(layer, after.owner_of[name].name))
-        if source is None or before.owner_of.get(name) is not source:
-            found[name] = None  # it is new in its layer, or its layer was here
-        elif before.tensors[name].spec.dtype != held.spec.dtype and is_on_disk(name):
-            found[name] = None
-        else:
-            found[name] = source
+        owner = before.owner_of.get(name)
+        is_read_again = (
+            owner is not None
+            and before.tensors[name].spec.dtype != held.spec.dtype
+            and is_on_disk(name)
+        )
+        for target in after.holders_of[name]:
+            found[name, target] = None if is_read_again else owner
+            has_it = target in before.holders_of.get(name, ()) and not is_read_again
+            if has_it and (target in before.steppers(name) or target not in after.steppers(name)):
+                found[name, target] = target
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -45,23 +46,26 @@ class Steps(Protocol):
     """The part of `RemoteStages` that optimizers need.
 
     Attributes:
-        norms_due: Parameters of the last stage that have received gradients.
+        norms_due: For each worker that has got gradients from here, the parameters that train.
+        has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
+        on_last_backward: Called when all gradients before an optimizer's step have been sent.
     """
 
-    norms_due: set[str]
+    norms_due: dict[Member, set[str]]
+    has_new_gradients: bool
+    on_last_backward: Callable[[], None]
 
     def present_step(self) -> int:
         """The step that gradients belong to."""
 
-    def stamp(self) -> dict[str, int]:
-        """What every stage has done in the present step."""
+    def stamp(self, worker: Member) -> dict[str, int]:
+        """What a worker's stages have done in the present step."""
 
-    def stamp_of_sent(self) -> dict[str, int]:
-        """The forwards of the present step that have been sent."""
+    def stamp_of_all(self, worker: Member) -> dict[str, int]:
+        """What was sent through a worker's stages in the present step."""
 
-    @property
-    def last_stage(self) -> int:
-        """The number of the last stage."""
+    def stamp_of_sent(self, worker: Member) -> dict[str, int]:
+        """The forwards of the present step that were sent through a worker's stages."""
 
 
 class OptimizerParts:
@@ -92,6 +96,7 @@ class OptimizerParts:
         self._stepping = ExitStack()
         # The class name of each optimizer, and the names of its parameters.
         self._optimized: dict[int, tuple[str, set[str]]] = {}
+        stages.on_last_backward = self._reduce
 
     def build(
         self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
@@ -99,13 +104,14 @@ class OptimizerParts:
         """Give every stage its part of an optimizer."""
         names = {name for group in groups for name in group.parameters}
         self._optimized[optimizer] = class_name, names
-        owner_of = self.layers.holdings.owner_of
+        steppers = self.layers.holdings.names_by_stepper(names)
+        stepped = {worker: {*own} for worker, own in steppers}
         for worker in self._connections.workers:
             packer = Packer()
             packed_defaults = packer.pack(dict(defaults), "An optimizer default")
             specs = [
                 m.GroupSpec(
-                    [name for name in group.parameters if owner_of.get(name) is worker],
+                    [name for name in group.parameters if name in stepped.get(worker, ())],
                     packer.pack(dict(group.options), "An optimizer option"),
                 )
                 for group in groups
@@ -122,9 +128,10 @@ class OptimizerParts:
         self._is_applying = True
         packer = Packer()
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
-        step = self._stages.present_step()
-        message = m.ApplyOptimizer(step, optimizer, values, **self._stages.stamp())
-        self._connections.broadcast(message, *packer.tensors)
+        self._reduce()
+        step, number = self._stages.present_step(), self._next_exchange()
+        make = partial(m.ApplyOptimizer, step, optimizer, values, number)
+        self._broadcast(make, *packer.tensors)
         self._stepping.close()
         self._stepping.enter_context(self._recorder.span("optimizer", message=APPLY))
 
@@ -186,21 +193,41 @@ class OptimizerParts:
             packer = Packer()
             value = packer.pack(dict(values), f"the optimizer state of {name}")
             message = m.LoadOptimizerState(optimizer, name, value)
-            worker = self.layers.holdings.owner_of[name]
-            self._connections.send(worker, message, *packer.tensors)
+            for worker, _ in self.layers.holdings.names_by_stepper([name]):
+                self._connections.send(worker, message, *packer.tensors)
 
     def average_weights(
         self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
     ) -> None:
         """Change every stage's running average of its weights; does not wait for it."""
         self._connections.check_usable()
-        message = m.AverageWeights(action, num_averaged, decay, **self._stages.stamp())
-        self._connections.broadcast(message)
+        self._broadcast(partial(m.AverageWeights, action, num_averaged, decay))
+
+    def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Bring gradients of remote parameters here, as new CPU tensors; a parameter without a
+        gradient is left out."""
+        self._reduce()
+        return self.layers.fetch_gradients(names)
+
+    def _reduce(self) -> None:
+        """Let replicas add up their gradients when what was sent has run; does not wait for it."""
+        if self._stages.has_new_gradients and self.layers.holdings.placement.exchanges:
+            number, stamp = self._next_exchange(), self._stages.stamp_of_all
+            self._connections.broadcast(lambda worker: m.ReduceGradients(number, **stamp(worker)))
+        self._stages.has_new_gradients = False
+
+    def _next_exchange(self) -> int:
+        self._connections.num_exchanges += 1
+        return self._connections.num_exchanges
+
+    def _broadcast(self, make: Callable[..., m.Message], *tensors: Tensor) -> None:
+        """Send all workers a request that belongs behind what their stages have done."""
+        self._connections.broadcast(lambda worker: make(**self._stages.stamp(worker)), *tensors)
 
     def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
         """Freeze remote parameters, or train them, from the next forward on."""
-        for worker, own in self.layers.holdings.names_by_owner(names):
-            message = m.SetTrained(own, requires_grad, **self._stages.stamp_of_sent())
+        for worker, own in self.layers.holdings.names_by_holder(names):
+            message = m.SetTrained(own, requires_grad, **self._stages.stamp_of_sent(worker))
             self._connections.send(worker, message)
 
     def zero_gradients(self, names: Sequence[str], set_to_none: bool) -> None:
@@ -210,10 +237,10 @@ class OptimizerParts:
         neighbor, and could overtake this request.
         """
         self._connections.check_usable()
-        self._stages.norms_due = set()
-        asked = self.layers.holdings.names_by_owner(names)
+        self._stages.norms_due.clear()
+        asked = self.layers.holdings.names_by_holder(names)
         for worker, own in asked:
-            message = m.ZeroGradients(own, set_to_none, **self._stages.stamp())
+            message = m.ZeroGradients(own, set_to_none, **self._stages.stamp(worker))
             self._connections.request(worker, message)
         self._connections.finish([worker for worker, _ in asked])
 
@@ -227,10 +254,10 @@ class OptimizerParts:
 
         Before you call it you may only look at gradients here.
         """
+        self._reduce()
         workers = self._connections.workers
         step = self._stages.present_step()
-        message = m.MeasureNorms(step, optimizer, **self._stages.stamp())
-        self._connections.broadcast(message)
+        self._broadcast(partial(m.MeasureNorms, step, optimizer))
 
         def answered() -> dict[str, float]:
             with self._recorder.span("wait", message="Norms"):
@@ -249,21 +276,18 @@ class OptimizerParts:
     ) -> None:
         optimized = None if optimizer is None else self._optimized[optimizer][1]
         check_norms(norms, self.layers.holdings.of(worker), optimized)
-        due = self._stages.norms_due
+        due = self._stages.norms_due.get(worker, set())
         due = due if optimized is None else due.intersection(optimized)
-        last = self._connections.serving.get(self._stages.last_stage)
-        if worker is last and due and not norms:
+        if due and not norms:
             raise RemoteProtocolError(
                 f"It received gradients and told no norm, not even that of {min(due)!r}."
             )
 
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
         """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
+        self._reduce()
         step = self._stages.present_step()
-        message = m.ClipGradients(
-            step, optimizer, clipping.factor, clipping.value, **self._stages.stamp()
-        )
-        self._connections.broadcast(message)
+        self._broadcast(partial(m.ClipGradients, step, optimizer, clipping.factor, clipping.value))
 
 
 class RemoteOptimizer:

@@ -1,4 +1,7 @@
-"""The layers that stay with the coordinator: compiled, run again and seeded as a stage's are."""
+"""The layers that stay with the coordinator: compiled, run again and seeded as a stage's are.
+
+So are the layers of which it is a replica, for the micro-batches that it runs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from ..model.override import ForwardOverride
 from ..model.tensors import has_four_bit
 from ..pipeline.draws import Draws
 from ..pipeline.stage import compiled
-from ..plan import Plan
+from ..plan import COORDINATOR, Plan, StagePlan
 from ..protocol.messages import Equipment
 from .layers import obstacles_to_compiling
 
@@ -30,19 +33,21 @@ def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment:
         ModelError: With the remedy.
     """
     for stage in plan.stages:
-        if stage.is_local and stage.compile:
+        if COORDINATOR in stage.workers and stage.compile:
             own = {number: layers[number].module for number in stage.layer_indices}
             if found := obstacles_to_compiling(equipment, has_four_bit(own)):
                 raise ModelError(f"The coordinator cannot compile its layers: {' '.join(found)}")
 
 
-def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[Callable[[], None]]:
-    """Compile the coordinator's layers, and let them run again in the backward, if the plan wants
+def adjust_own(
+    layers: Sequence[DecoderLayer], stages: Sequence[StagePlan]
+) -> list[Callable[[], None]]:
+    """Compile the layers of stages here, and let them run again in the backward, if the plan wants
     it. Returns functions that make the layers ordinary again."""
     adjusted: list[Callable[[], None]] = []
-    for stage in plan.stages:
+    for stage in stages:
         wanted = [(stage.compile, _Compiled), (stage.recompute, _Recomputed)]
-        for number in stage.layer_indices if stage.is_local else ():
+        for number in stage.layer_indices:
             overrides = [kind(layers[number].module) for is_wanted, kind in wanted if is_wanted]
             adjusted += [override.put_on().take_off for override in overrides]
     return adjusted
@@ -61,6 +66,15 @@ def seed_own(layers: Mapping[int, nn.Module], draws: Draws) -> list[Callable[[],
         Functions that make the layers ordinary again.
     """
     return [_Seeded(layer, number, draws).put_on().take_off for number, layer in layers.items()]
+
+
+def is_seeded(layer: nn.Module) -> bool:
+    """Whether the calls of a layer, and the code behind them, draw from streams of their own.
+
+    torch's own embedding draws nothing: the code around it draws from one stream, wherever the
+    embedding is.
+    """
+    return type(layer) is not nn.Embedding
 
 
 class _Seeded(ForwardOverride):
@@ -117,7 +131,19 @@ def prepare_own(
         plan: The plan.
         draws: Knows the place in the step.
     """
-    return [*adjust_own(layers, plan), *seed_own(_own_layers(root, layers, plan), draws)]
+    local = [stage for stage in plan.stages if stage.is_local]
+    return [*adjust_own(layers, local), *seed_own(_own_layers(root, layers, plan), draws)]
+
+
+def prepare_hosted(
+    layers: Sequence[DecoderLayer], plan: Plan, draws: Draws
+) -> list[Callable[[], None]]:
+    """Adjust and seed the layers of which this process is a replica, as `prepare_own` does it with
+    its own. Call it before they become hollow: the overrides hold where they run here."""
+    hosted = [stage for stage in plan.stages if stage.is_hosted]
+    numbers = [number for stage in hosted for number in stage.layer_indices]
+    modules = {number: layers[number].module for number in numbers}
+    return [*adjust_own(layers, hosted), *seed_own(modules, draws)]
 
 
 def _own_layers(
@@ -129,7 +155,6 @@ def _own_layers(
     if not any(stage.embedding for stage in plan.stages):
         with suppress(ModelError):
             embedding = find_embedding(root, layers).module
-            # torch's own class draws nothing.
-            if type(embedding) is not nn.Embedding:
+            if is_seeded(embedding):
                 found[EMBEDDING_LAYER] = embedding
     return found

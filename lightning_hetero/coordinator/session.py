@@ -54,12 +54,13 @@ class Coordinator:
         copies = device_for(device).copies()
         self.connections = Connections(workers, deadlines, identity, copies.receive_pool)
         self.telemetry = Telemetry(self.connections, device)
+        self._has_served = False
         recorder = self.telemetry.recorder
         self.layers = RemoteLayers(self.connections)
         self.stages = RemoteStages(self.connections, self.layers, recorder, copies)
         self.training = OptimizerParts(self.connections, self.layers, self.stages, recorder)
 
-    def serve(self, names: Sequence[str], narrowing: Narrowing) -> None:
+    def serve(self, names: Sequence[str], narrowings: Sequence[Narrowing] = ()) -> None:
         """Prepare for a plan.
 
         The first plan of a run frees the workers that it does not need. Later ones keep theirs
@@ -67,12 +68,13 @@ class Coordinator:
 
         Args:
             names: The workers of the plan, which the first plan numbers in this order.
-            narrowing: The dtypes to which this process rounds activations and gradients it sends.
+            narrowings: The rounding at each boundary, as a plan has it; none without any.
         """
-        if not self.connections.serving:
+        if not self._has_served:
             self.connections.keep(names)
-        self.stages.norms_due = set()
-        self.stages.narrowing = narrowing
+        self._has_served = True
+        self.stages.norms_due.clear()
+        self.stages.narrowings = narrowings
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""

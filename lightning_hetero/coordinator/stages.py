@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -13,6 +15,7 @@ from ..devices.copies import Copies
 from ..errors import HeteroError, RemoteProtocolError
 from ..pipeline.boundary import Activation, Gradients, Surroundings
 from ..pipeline.codec import (
+    Leg,
     decode_activation,
     decode_gradients,
     encode_activation,
@@ -33,9 +36,6 @@ from .connections import Connections
 from .layers import RemoteLayers
 from .member import Member
 
-FIRST_STAGE = 1
-"""The number of the stage that takes activations from this process."""
-
 
 class OutgoingArguments:
     """The arguments of the layers for one micro-batch, on their way to all stages.
@@ -55,41 +55,41 @@ class OutgoingArguments:
         self._hosts = {id(original): host for original, host in pairs}
         self._digests = Digests(self._hosts)
 
-    def send(self, worker: Member, stage: int, layers: Container[int]) -> None:
-        """Send a worker the arguments of a stage's layers.
+    def send(self, worker: Member, leg: Leg, layers: Container[int]) -> None:
+        """Send a worker the arguments of a stage's layers, and the micro-batch's way through it.
 
         Raises:
             LocalProtocolError: If an argument cannot be sent.
         """
         if self._copy.is_immediate:
             try:
-                message, tensors = self._say(worker, stage, layers)
+                message, tensors = self._say(worker, leg, layers)
                 worker.channel.send(message, *tensors)
             except BaseException:
                 worker.forget_constants()
                 raise
         else:
             # An argument that cannot be sent is refused here, in the thread of the caller.
-            message, _ = self._pack(stage, layers, Packer())
-            worker.channel.send_later(message, partial(self._encode, worker, stage, layers))
+            message, _ = self._pack(leg, layers, Packer())
+            worker.channel.send_later(message, partial(self._encode, worker, leg, layers))
 
-    def _encode(self, worker: Member, stage: int, layers: Container[int]) -> list[memoryview]:
+    def _encode(self, worker: Member, leg: Leg, layers: Container[int]) -> list[memoryview]:
         self._copy.wait()
         try:
-            message, tensors = self._say(worker, stage, layers)
+            message, tensors = self._say(worker, leg, layers)
             return encode_frame(Frame(message, tuple(tensors)))
         except HeteroError:
             worker.forget_constants()
             raise
 
-    def _say(self, worker: Member, stage: int, layers: Container[int]) -> Content:
+    def _say(self, worker: Member, leg: Leg, layers: Container[int]) -> Content:
         with worker.constants_lock:
             packer = Packer(worker.constants, self._digests)
-            message, tensors = self._pack(stage, layers, packer)
+            message, tensors = self._pack(leg, layers, packer)
         return message, [self._hosts.get(id(tensor), tensor) for tensor in tensors]
 
-    def _pack(self, stage: int, layers: Container[int], packer: Packer) -> Content:
-        return encode_arguments(self._step, self._key, self._surroundings, layers, packer, stage)
+    def _pack(self, leg: Leg, layers: Container[int], packer: Packer) -> Content:
+        return encode_arguments(self._step, self._key, self._surroundings, layers, packer, leg)
 
 
 class RemoteStages:
@@ -105,28 +105,34 @@ class RemoteStages:
 
     Attributes:
         copies: As given.
-        narrowing: The dtypes to which this process rounds the activations that it sends to the
-            first stage, and the gradients that it sends to the last stage.
+        narrowings: The rounding at each boundary: from this process to the first stage, to the
+            last one, and back to this process; none without any.
         num_tokens: Positions of hidden states that were sent for training.
         dropout_step: The number of the present step for dropout masks, which trials do not count.
-        norms_due: Parameters of the last stage that have received gradients in this step or in
-            those accumulated before.
+        norms_due: For each worker that has got gradients from here, in this step or in those
+            accumulated before, the parameters of its stage that train.
+        has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
+        is_before_step: Whether an optimizer steps behind the present batch.
+        on_last_backward: Called when all gradients of such a batch have been sent.
     """
 
     def __init__(
         self, connections: Connections, layers: RemoteLayers, recorder: Recorder, copies: Copies
     ) -> None:
         self.copies = copies
-        self.narrowing = Narrowing()
+        self.narrowings: Sequence[Narrowing] = ()
         self.num_tokens = 0
         self.dropout_step = 0
-        self.norms_due: set[str] = set()
+        self.norms_due: dict[Member, set[str]] = {}
+        self.has_new_gradients = False
+        self.is_before_step = False
+        self.on_last_backward: Callable[[], None] = lambda: None
         self._connections = connections
         self._layers = layers
         self._recorder = recorder
         self._due = DueAnswers()
         self._timings: list[tuple[str, m.Timings]] = []
-        self._forget_counts()
+        self._counts = _Counts()
         connections.asides[m.Timings] = self._on_timings
 
     def begin_step(self, max_in_flight: int, accumulate: bool, is_trial: bool = False) -> None:
@@ -145,31 +151,32 @@ class RemoteStages:
         self._due = DueAnswers()
         keeps_gradients = accumulate or is_trial
         if not keeps_gradients:
-            self.norms_due = set()
-        message = m.BeginStep(
-            connections.step, max_in_flight, keeps_gradients, self.dropout_step, **self.stamp()
+            self.norms_due.clear()
+            self.has_new_gradients = False
+        begin = partial(
+            m.BeginStep, connections.step, max_in_flight, keeps_gradients, self.dropout_step
         )
-        self._forget_counts()
+        stamps = [(worker, self.stamp(worker)) for worker in connections.members]
+        self._counts, connections.ways = _Counts(), {}
         # An idle worker counts the steps too, since it may get layers before a later one.
-        for worker in list(connections.members):
-            connections.send(worker, message)
+        for worker, stamp in stamps:
+            connections.send(worker, begin(**stamp))
 
-    def stamp(self) -> dict[str, int]:
-        """What every stage has done in the present step, for requests that belong behind it."""
-        return {"forwards": self._num_forwards_done, "backwards": self._num_backwards_done}
+    def stamp(self, worker: Member) -> dict[str, int]:
+        """What a worker's stages have done together in the present step, for requests that belong
+        behind it."""
+        counts = self._counts
+        return {"forwards": counts.returned[worker], "backwards": counts.gone_back[worker]}
 
-    def stamp_of_sent(self) -> dict[str, int]:
-        """The forwards of the present step that have been sent, for requests that belong between
-        these and the next ones."""
-        return {"forwards": self._num_forwards_sent}
+    def stamp_of_all(self, worker: Member) -> dict[str, int]:
+        """What was sent through a worker's stages in the present step, forwards and backwards."""
+        counts = self._counts
+        return {"forwards": counts.sent[worker], "backwards": counts.sent_back[worker]}
 
-    def _forget_counts(self) -> None:
-        self._num_forwards_sent = self._num_forwards_done = self._num_backwards_done = 0
-
-    @property
-    def last_stage(self) -> int:
-        """The number of the stage that sends activations to this process."""
-        return len(self._layers.holdings.stages)
+    def stamp_of_sent(self, worker: Member) -> dict[str, int]:
+        """The forwards of the present step that were sent through a worker's stages, for requests
+        that belong between these and the next ones."""
+        return {"forwards": self._counts.sent[worker]}
 
     def present_step(self) -> int:
         """The step that gradients belong to; begins one if no forward has run yet."""
@@ -179,21 +186,26 @@ class RemoteStages:
 
     def abort_step(self) -> None:
         """Make every stage forget the present step; never raises."""
-        self.norms_due = set()
-        self._forget_counts()
+        self.norms_due.clear()
+        self.has_new_gradients = False
+        # What was under way may still come back, so its ways stay known.
+        self._counts = _Counts()
         if self._connections.step > 0:
             with contextlib.suppress(HeteroError):
-                self._connections.broadcast(m.AbortStep(self._connections.step))
+                step, exchanges = self._connections.step, self._connections.num_exchanges
+                self._connections.broadcast(m.AbortStep(step, exchanges))
 
     def drop_caches(self, numbers: Sequence[int]) -> None:
         """Let every stage forget key-value caches."""
         self._connections.check_usable()
         self._connections.broadcast(m.DropCaches(list(numbers)))
 
-    def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+    def send_forward(
+        self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool = False
+    ) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
         with self._recorder.span("pack", key, "Activation"):
-            self._send_forward(key, hidden, surroundings)
+            self._send_forward(key, hidden, surroundings, is_whole)
         if surroundings.grad_enabled and key.visit == 0:
             # Token ids for an embedding on a worker have no dimension of features.
             shape = hidden.shape[:-1] if hidden.is_floating_point() else hidden.shape
@@ -201,30 +213,49 @@ class RemoteStages:
             self.num_tokens += num_tokens
             self._recorder.note_training(num_tokens)
 
-    def _send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+    def _send_forward(
+        self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool
+    ) -> None:
+        holdings, step = self._layers.holdings, self._connections.step
+        way = holdings.way(key.microbatch, is_whole)
         self._due.note_forward(key, hidden, surroundings)
-        self._num_forwards_sent += 1
-        step = self._connections.step
+        self._connections.ways[key] = way
         arguments = OutgoingArguments(step, key, surroundings, self.copies)
-        serving = self._connections.serving
-        for number, stage in self._layers.holdings.stages.items():
-            arguments.send(serving[number], number, stage.layers)
+        for leg, worker in self._counts.legs(key, way):
+            arguments.send(worker, leg, holdings.stages[leg.stage].layers)
+        first = min(way)
         with torch.set_grad_enabled(surroundings.grad_enabled):
-            dtype = self.narrowing.activation_dtype
-            content = encode_activation(step, key, Activation(hidden), dtype, stage=FIRST_STAGE)
-        send_copied(serving[FIRST_STAGE].channel, content, self.copies)
+            dtype = self._narrowing_at(first - 1).activation_dtype
+            content = encode_activation(step, key, Activation(hidden), dtype, stage=first)
+        send_copied(way[first].channel, content, self.copies)
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of a returned activation to the last stage."""
         self._due.note_backward(key)
-        last = self.last_stage
-        if not self.norms_due and any(gradient is not None for gradient in gradients.tensors):
-            held = self._layers.holdings.of_stage(last).items()
-            self.norms_due = {name for name, each in held if each.is_trained}
+        self.has_new_gradients = True
+        way = self._connections.ways[key]
+        last = max(way)
+        if way[last] not in self.norms_due and any(g is not None for g in gradients.tensors):
+            holdings = self._layers.holdings
+            self.norms_due[way[last]] = {
+                name
+                for name, each in holdings.of_stage(last).items()
+                if each.is_trained and holdings.owner_of.get(name) is way[last]
+            }
         with self._recorder.span("pack", key, "Gradients"):
-            dtype = self.narrowing.gradient_dtype
-            content = encode_gradients(self._connections.step, key, gradients, dtype, stage=last)
-            send_copied(self._connections.serving[last].channel, content, self.copies)
+            dtype = self._narrowing_at(last).gradient_dtype
+            ordered = replace(gradients, places=self._counts.places(way))
+            content = encode_gradients(self._connections.step, key, ordered, dtype, stage=last)
+            send_copied(way[last].channel, content, self.copies)
+
+    def note_last_backward(self) -> None:
+        """All gradients of the step have been sent."""
+        if self.is_before_step:
+            self.on_last_backward()
+
+    def _narrowing_at(self, boundary: int) -> Narrowing:
+        """The rounding behind a stage; 0 is the boundary behind this process's first layers."""
+        return self.narrowings[boundary] if self.narrowings else Narrowing()
 
     def receive(self) -> Returned:
         """Wait for the next activation or gradients of the present step."""
@@ -250,34 +281,46 @@ class RemoteStages:
             return None
         with connections.blaming(worker):
             if isinstance(message, m.Activation):
-                narrowing = self._narrowing_of(message, worker, self.last_stage)
+                way = self._way_from(message, worker, max)
+                narrowing = self._layers.holdings.stages[max(way)].narrowing
                 check_narrowed(message.narrowed, narrowing.activation_dtype)
                 decode = partial(decode_activation, message)
                 activation = self.copies.to_device(frame.tensors, decode)
                 self._due.take_activation(message.key, activation, holdings.layers, holdings.dtypes)
-                self._num_forwards_done += 1
+                self._counts.returned.update(way.values())
                 return Returned(message.key, activation)
             if isinstance(message, m.Gradient):
-                narrowing = self._narrowing_of(message, worker, FIRST_STAGE)
+                way = self._way_from(message, worker, min)
+                narrowing = self._layers.holdings.stages[min(way)].narrowing
                 check_narrowed(message.narrowed, narrowing.gradient_dtype)
                 decoding = partial(decode_gradients, message)
                 gradients = self.copies.to_device(frame.tensors, decoding)
                 self._due.take_gradients(message.key, gradients)
-                self._num_backwards_done += 1
+                self._counts.gone_back.update(way.values())
                 return Returned(message.key, gradients)
         return None
 
-    def _narrowing_of(
-        self, message: m.Activation | m.Gradient, sender: Member, stage: int
-    ) -> Narrowing:
-        """The rounding of a stage's results; refuses a result of another stage."""
-        expected = self._connections.serving[stage]
+    def _way_from(
+        self,
+        message: m.Activation | m.Gradient,
+        sender: Member,
+        end: Callable[[Iterable[int]], int],
+    ) -> dict[int, Member]:
+        """The way of a micro-batch that has come back; refuses what another stage than the one at
+        its end has sent."""
+        kind, way = type(message).__name__, self._connections.ways.get(message.key)
+        if way is None:
+            raise RemoteProtocolError(
+                f"Nobody waits for its {kind} of micro-batch {message.microbatch}, visit "
+                f"{message.visit}."
+            )
+        stage, expected = end(way), way[end(way)]
         if sender is not expected or message.stage != COORDINATOR_STAGE:
             raise RemoteProtocolError(
-                f"{type(message).__name__} should come from stage {stage}, which {expected.name} "
+                f"{kind} should come from stage {stage}, which {expected.name} "
                 f"serves, and for stage {COORDINATOR_STAGE}; it is for stage {message.stage}."
             )
-        return self._layers.holdings.stages[stage].narrowing
+        return way
 
     def take_timings(self) -> list[tuple[str, m.Timings]]:
         """The timings that workers have sent since the last call, each with the worker's name."""
@@ -286,3 +329,48 @@ class RemoteStages:
 
     def _on_timings(self, worker: Member, message: m.Timings) -> None:
         self._timings.append((worker.name, message))
+
+
+@dataclass
+class _Counts:
+    """What the workers' stages do in one step, by what was sent to them and what has returned.
+
+    Attributes:
+        sent: The forwards that were sent through each worker's stages.
+        sent_back: The backwards that were sent through them.
+        returned: Those that have returned to this process.
+        gone_back: The backwards that have returned.
+    """
+
+    sent: Counter[Member] = field(default_factory=Counter)
+    sent_back: Counter[Member] = field(default_factory=Counter)
+    returned: Counter[Member] = field(default_factory=Counter)
+    gone_back: Counter[Member] = field(default_factory=Counter)
+    # By worker, stage and visit; by worker and stage.
+    _forwards: Counter[tuple[Member, int, int]] = field(default_factory=Counter)
+    _backwards: Counter[tuple[Member, int]] = field(default_factory=Counter)
+
+    def legs(self, key: Key, way: Mapping[int, Member]) -> Iterator[tuple[Leg, Member]]:
+        """Count a forward; yields its way through each stage, with the stage's worker."""
+        self.sent.update(way.values())
+        for number, worker in way.items():
+            before, behind = way.get(number - 1), way.get(number + 1)
+            counted = worker, number, key.visit
+            yield (
+                Leg(
+                    number,
+                    before.number if before else 0,
+                    behind.number if behind else 0,
+                    self._forwards[counted],
+                ),
+                worker,
+            )
+            self._forwards[counted] += 1
+
+    def places(self, way: Mapping[int, Member]) -> tuple[int, ...]:
+        """Count a backward; returns its place in each stage, the last stage first."""
+        counted = [(worker, number) for number, worker in sorted(way.items(), reverse=True)]
+        found = tuple(self._backwards[each] for each in counted)
+        self._backwards.update(counted)
+        self.sent_back.update(way.values())
+        return found

@@ -225,6 +225,9 @@ class HandOvers:
         options: The user's options.
         follow: Brings the stages up to date before hidden states leave; its argument tells whether
             a backward follows.
+
+    Attributes:
+        plan: The deployed one.
     """
 
     def __init__(
@@ -238,7 +241,7 @@ class HandOvers:
     ) -> None:
         self._stages = stages
         self._recorder = recorder
-        self._plan = plan
+        self.plan = plan
         self._follow = follow
         self._whole_batches = WholeBatches(layers, plan, options, self._try)
         # Numbers the hand-overs of the present step; None outside of a step.
@@ -283,6 +286,11 @@ class HandOvers:
         finally:
             self._trial_is_cut = None
 
+    @property
+    def are_trials(self) -> bool:
+        """Whether the present hand-overs leave nothing behind."""
+        return self._trial_is_cut is not None
+
     @contextmanager
     def cut_step(self) -> Iterator[None]:
         """Inside, every hand-over belongs to a micro-batch's turn."""
@@ -317,7 +325,7 @@ class HandOvers:
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)
         # An evaluation, or a user's own call of the model, is a step by itself.
-        with self.whole_batch_step(self._plan.micro_batches, accumulate=True):
+        with self.whole_batch_step(self.plan.micro_batches, accumulate=True):
             return self._exchange_whole(request, count())
 
     def _exchange_whole(self, request: Request, visits: Iterator[int]) -> Activation:
@@ -329,7 +337,7 @@ class HandOvers:
             return self._join(pieces, dim, visit)
         anchor = torch.zeros((), requires_grad=True)
         kinds: list[str] = []
-        exchange = Exchange(self._stages, visit, self._plan.max_in_flight, dim)
+        exchange = Exchange(self._stages, visit, self.plan.max_in_flight, dim)
         hidden, *others = Boundary.apply(  # type: ignore[no-untyped-call]
             request.hidden, anchor, exchange, pieces, kinds
         )
@@ -344,6 +352,6 @@ class HandOvers:
         return self._join(tried, dim, next(self._trials))
 
     def _join(self, pieces: Sequence[Request], dim: int, visit: int) -> Activation:
-        found = Exchange(self._stages, visit, self._plan.max_in_flight).forward(pieces)
+        found = Exchange(self._stages, visit, self.plan.max_in_flight).forward(pieces)
         device = pieces[0].hidden.device
         return join_activations(found, dim).map(lambda tensor: tensor.to(device))

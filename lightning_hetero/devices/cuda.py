@@ -22,6 +22,8 @@ from .device import Accelerator, Clock, Moment
 class Cuda(Accelerator, device_type="cuda"):
     """One GPU of NVIDIA or AMD."""
 
+    is_in_torch = torch.backends.cuda.is_built()  # true for ROCm too
+
     @property
     def memory_name(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)

@@ -74,9 +74,11 @@ class Device:
         needs_triton: Whether `torch.compile` makes programs for such a device with triton.
         has_flash_attention: Whether flash attention could run on such a device.
         trial_size: Rows of the matrices that a trial of a dtype multiplies.
+        is_in_torch: Whether this torch was built for such devices; if not, none can be in use.
     """
 
     device_type: ClassVar[str] = ""
+    is_in_torch: ClassVar[bool] = True
     out_of_memory_texts: ClassVar[tuple[str, ...]] = ("out of memory",)
     overcommits: ClassVar[bool] = False
     needs_triton: ClassVar[bool] = True
@@ -305,7 +307,7 @@ GeneratorStates = Mapping[type[Device], list[Tensor]]
 
 def generator_states() -> GeneratorStates:
     """The present states of all generators in use."""
-    return {kind: kind.generator_states() for kind in BACKENDS.values()}
+    return {kind: kind.generator_states() for kind in BACKENDS.values() if kind.is_in_torch}
 
 
 def restore_generators(states: GeneratorStates) -> None:
@@ -331,7 +333,9 @@ def seed_generators(seed: int) -> None:
     use: half a millisecond under Lightning.
     """
     for kind in BACKENDS.values():
-        kind.seed_generators(seed)
+        # The flag is read faster than a device is asked whether it is in use.
+        if kind.is_in_torch:
+            kind.seed_generators(seed)
 
 
 def processor_name() -> str:

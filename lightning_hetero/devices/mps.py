@@ -16,6 +16,8 @@ from .main_memory import resident_bytes
 class Mps(Device, device_type="mps"):
     """The GPU of an Apple machine."""
 
+    is_in_torch = torch.backends.mps.is_built()
+
     out_of_memory_texts = ("MPS backend out of memory",)
 
     @property

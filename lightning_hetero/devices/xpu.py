@@ -12,6 +12,8 @@ from .device import Accelerator
 class Xpu(Accelerator, device_type="xpu"):
     """One Intel GPU."""
 
+    is_in_torch = torch.xpu._is_compiled()
+
     out_of_memory_texts = ("out of memory", "OUT_OF_DEVICE_MEMORY")
 
     def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Find the workers of our token on the local network, and greet each of them."""
+"""Find the workers of our token on the local network, greet each, and ask what a worker does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Empty
 
 from ..errors import DiscoveryError, WorkerUnreachable
 from ..protocol import messages as m
+from ..protocol.frames import Frame
 from ..transport.address import Address
 from ..transport.channel import Inbox
 from ..transport.deadlines import Deadlines
@@ -129,6 +131,37 @@ def speak_with(
 
     with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
         return list(threads.map(answer, announcements))
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """A worker's equipment, and what it does."""
+
+    equipment: m.Equipment
+    status: m.Status
+
+
+def ask_status(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerStatus:
+    """Ask a worker what it does; its run is not interrupted.
+
+    Raises:
+        WorkerUnreachable: If the worker does not answer, or refuses.
+    """
+    inbox = Inbox()
+    channel, welcome = dial(address, "watcher", "", deadlines, identity)
+    channel.start(inbox)
+    try:
+        content = inbox.get(timeout=deadlines.connect_seconds).content
+    except Empty:
+        content = None
+    finally:
+        channel.close()
+    if isinstance(content, Frame) and isinstance(content.message, m.Status):
+        return WorkerStatus(welcome.equipment, content.message)
+    said = content.message if isinstance(content, Frame) else content
+    raise WorkerUnreachable(
+        f"The worker at {address} did not tell its status: {said or 'no answer arrived'}."
+    )
 
 
 def _equipment_of(address: Address, deadlines: Deadlines, identity: Identity) -> m.Equipment:

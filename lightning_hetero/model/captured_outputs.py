@@ -178,20 +178,34 @@ def _gathered(output: Any) -> list[tuple[Any, ...]]:
 
 
 class SilencedHooks:
-    """Removes a layer's collecting hooks until `restore`: a hollow layer computes no outputs."""
+    """Silences a layer's collecting hooks until `restore`: a hollow layer computes no outputs.
 
-    def __init__(self, layer: nn.Module) -> None:
+    Args:
+        layer: The layer.
+        is_heard: Tells at each call of a hook whether it collects all the same; None for never.
+    """
+
+    def __init__(self, layer: nn.Module, is_heard: Callable[[], bool] | None = None) -> None:
         self._taken: list[tuple[nn.Module, int, Callable[..., Any]]] = []
         for module in layer.modules():
             for key, hook in list(module._forward_hooks.items()):
                 if is_collecting(hook):
                     self._taken.append((module, key, module._forward_hooks.pop(key)))
+                    if is_heard is not None:
+                        module._forward_hooks[key] = _heard_at_times(hook, is_heard)
 
     def restore(self) -> None:
         """Put the hooks back."""
         for module, key, hook in self._taken:
             module._forward_hooks[key] = hook
         self._taken.clear()
+
+
+def _heard_at_times(hook: Callable[..., Any], is_heard: Callable[[], bool]) -> Callable[..., Any]:
+    def collect(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs) if is_heard() else None
+
+    return collect
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -14,14 +14,29 @@ State dicts get their content from where the tensors are:
                                                   (a half: of each of its children)
     load_state_dict ─▶ content meant for a meta tensor ─▶ store
 
+Layers may be kept: they are hollow too, and their weights are here all the same. While the run is
+`running_here`, the kept layers run as ordinary ones, and the run of hollow layers is the rest:
+
+    hidden ─▶ layer 4 ─▶ layer 5 ─▶ hidden ─▶ layer 6 ─▶ hidden
+              kept       kept                 record, then exchange(hidden, [call 6])
+
 Nothing here knows which process computes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -48,6 +63,7 @@ from .placeholders import (
 )
 from .tensors import (
     check_can_be_emptied,
+    emptied,
     empty_tensors,
     flatten,
     keys_of,
@@ -213,6 +229,25 @@ class _Records(threading.local):
     assumptions: Any = None
 
 
+@dataclass(frozen=True)
+class _Span:
+    """The layers that are hollow at present: the first, the last and the first with a cache."""
+
+    first: int | None
+    last: int | None
+    first_with_cache: int
+
+    @classmethod
+    def of(cls, layers: Mapping[int, nn.Module]) -> _Span:
+        with_cache = (n for n, layer in layers.items() if not is_second_half(layer))
+        first_with_cache = min({*with_cache} - {EMBEDDING_LAYER}, default=0)
+        return cls(min(layers, default=None), max(layers, default=None), first_with_cache)
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
+
+
 class HollowLayers:
     """A run of consecutive hollow layers.
 
@@ -221,6 +256,9 @@ class HollowLayers:
         exchange: Takes the hidden states, the recorded calls and the kinds of outputs that the
             model collects; returns the hidden states behind the last layer, and those outputs.
         remote: Access to the weights for ``state_dict`` and ``load_state_dict``.
+        pass_by: Called with the number of each layer that returns a placeholder.
+        kept: The numbers of the layers that keep their weights, the first or the last of the run.
+        follow: Called before kept layers run here.
 
     Attributes:
         caches: The key-value caches of forwards through these layers.
@@ -228,15 +266,27 @@ class HollowLayers:
     """
 
     def __init__(
-        self, layers: Mapping[int, DecoderLayer], exchange: Exchange, remote: RemoteTensors
+        self,
+        layers: Mapping[int, DecoderLayer],
+        exchange: Exchange,
+        remote: RemoteTensors,
+        pass_by: Callable[[int], None] = lambda _number: None,
+        kept: Collection[int] = (),
+        follow: Callable[[], None] = lambda: None,
     ) -> None:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
         self._exchange = exchange
-        with_cache = (n for n, layer in self._modules.items() if not is_second_half(layer))
-        self._first_with_cache = min({*with_cache} - {EMBEDDING_LAYER}, default=0)
+        self._pass_by = pass_by
+        self._kept = {n: layer for n, layer in self._modules.items() if n in kept}
+        self._emptied = {n: layer for n, layer in self._modules.items() if n not in kept}
+        self._follow = follow
+        self._whole, self._rest = _Span.of(self._modules), _Span.of(self._emptied)
+        # What is hollow at present, whether kept layers run here, and what they begin with then.
+        self._span, self._is_here = self._whole, False
+        self._enter: Callable[[Tensor], Tensor] = _as_it_is
         self.caches = HollowCaches()
-        self.state_dicts = HollowStateDicts(self._modules, remote)
+        self.state_dicts = HollowStateDicts(self._emptied, remote)
         self._held: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
         self._records = _Records()
         self._undo = ExitStack()
@@ -245,7 +295,7 @@ class HollowLayers:
         self._tuple_lengths: dict[Hashable, int] = {}
 
     def hollow(self) -> None:
-        """Empty the layers and override their forwards.
+        """Empty the layers that are not kept, and override the forwards of all.
 
         Raises:
             ModelError: If a forward hook on a layer would never fire.
@@ -253,18 +303,58 @@ class HollowLayers:
         self._check_layers()
         if EMBEDDING_LAYER in self._modules:
             look_past_meta()
-        empty_tensors(self._modules)
-        mark_as_away(tensor for _, tensor in named_tensors(self._modules))
+        empty_tensors(self._emptied)
+        mark_as_away(tensor for _, tensor in named_tensors(self._emptied))
         self._held = list(self._parameters_and_buffers())
         for number, layer in self._modules.items():
-            self._undo.callback(SilencedHooks(layer).restore)
+            is_heard = (lambda: self._is_here) if number in self._kept else None
+            self._undo.callback(SilencedHooks(layer, is_heard).restore)
             self._switches[number] = AdapterSwitches(layer)
             self._undo.callback(self._switches[number].release)
             self._undo.callback(_HollowForward(layer, self, number).put_on().take_off)
+        for layer in self._emptied.values():
             hold_in_place(layer)
             self._undo.callback(let_move, layer)
         self.state_dicts.attach()
         self._undo.callback(self.state_dicts.detach)
+
+    @contextmanager
+    def running_here(self, enter: Callable[[Tensor], Tensor] = _as_it_is) -> Iterator[None]:
+        """Inside, kept layers run as ordinary ones, whichever thread calls them.
+
+        Args:
+            enter: Called with the hidden states that the first kept layer gets; it gets the result.
+        """
+        before = self._span, self._is_here, self._enter
+        self._span, self._is_here, self._enter = self._rest, True, enter
+        try:
+            yield
+        finally:
+            self._span, self._is_here, self._enter = before
+
+    def runs_here(self, number: int) -> bool:
+        """Whether a layer runs as an ordinary one at present."""
+        return self._is_here and number in self._kept
+
+    def enter(
+        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a kept layer gets that is about to run here.
+
+        Raises:
+            ModelError: If the layers on workers before it were not all called, or its adapters were
+                switched.
+        """
+        self._check_adapters(number)
+        if number != min(self._kept):
+            return args, kwargs
+        self.check_finished()
+        self._follow()
+        hidden, rest, others = take_hidden(number, args, kwargs)
+        entered = self._enter(hidden)
+        if "hidden_states" in kwargs:
+            return rest, {**others, "hidden_states": entered}
+        return (entered, *rest), others
 
     def check(self) -> None:
         """Refuse layers that cannot be hollow. Nothing has changed then.
@@ -273,7 +363,7 @@ class HollowLayers:
             ModelError: With the reason and the remedy.
         """
         self._check_layers()
-        check_can_be_emptied(self._modules)
+        check_can_be_emptied(self._emptied)
 
     def _check_layers(self) -> None:
         for layer in self._layers.values():
@@ -286,16 +376,16 @@ class HollowLayers:
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill some of the layers' tensors."""
-        for name, _ in list(named_tensors(self._modules)):
+        for name, _ in list(named_tensors(self._emptied)):
             if name in tensors:
-                set_tensor(self._modules, name, tensors[name], state_in(tensors, name))
+                set_tensor(self._emptied, name, tensors[name], state_in(tensors, name))
 
     def release(self) -> None:
         """Make the layers ordinary again, as they are: empty, unless `fill` has filled them.
 
         `hollow` makes them hollow again.
         """
-        unmark(tensor for _, tensor in named_tensors(self._modules))
+        unmark(tensor for _, tensor in named_tensors(self._emptied))
         self._undo.close()
 
     def forget_calls(self) -> None:
@@ -313,7 +403,7 @@ class HollowLayers:
             self.forget_calls()
             raise ModelError(
                 "The forward pass left the decoder layers after "
-                f"{describe_layer(calls[-1].layer_index)}; layers up to {max(self._modules)} live "
+                f"{describe_layer(calls[-1].layer_index)}; layers up to {self._span.last} live "
                 "on workers and must all be called. Keep layers that the model may skip or calls "
                 "alone with the coordinator."
             )
@@ -324,7 +414,7 @@ class HollowLayers:
         After an exception the caller must call `forget_calls`.
         """
         hidden, args, kwargs = take_hidden(number, args, kwargs)
-        layer, is_first = self._modules[number], number == min(self._modules)
+        layer, is_first = self._modules[number], number == self._span.first
         if is_first:
             self.check_finished()
             refuse_away(f"Layer {number}", hidden)
@@ -334,7 +424,7 @@ class HollowLayers:
         else:
             self._check_continues(number, hidden)
         refuse_away(f"Layer {number}", (args, kwargs))
-        if number == self._first_with_cache:
+        if number == self._span.first_with_cache:
             self.caches.begin(number, layer, args, kwargs)
         self._check_adapters(number)
         sent: Tensor = self._records.sent
@@ -343,10 +433,11 @@ class HollowLayers:
         modes = [name for name, m in self._inside[number] if m.training != layer.training]
         call = LayerCall(number, layer.training, args, kwargs, length, cache, tuple(modes))
         self._records.calls.append(call)
-        if number == max(self._modules):
+        if number == self._span.last:
             hidden = self._leave()
         else:
             hidden = self._records.hidden = self._behind(call, hidden, sent.device)
+            self._pass_by(number)
         return (hidden, *[None] * (length - 1)) if length else hidden
 
     def _behind(self, call: LayerCall, hidden: Tensor, device: torch.device) -> HiddenStatesAway:
@@ -373,7 +464,7 @@ class HollowLayers:
         if call.layer_index == EMBEDDING_LAYER:
             found, uncertain = embedded_on_meta(layer, hidden), set()
         else:
-            with shapes_only(layer):
+            with self._tried(call.layer_index):
                 result = result_on_meta(layer, call.layer_index, hidden, call.args, call.kwargs)
             found = hidden if result is None else result[1]
             uncertain |= {"shape", "dtype"} if result is None else set()
@@ -387,14 +478,15 @@ class HollowLayers:
         calls, sent = self._records.calls, self._records.sent
         self.forget_calls()
         kinds = wanted_kinds()
-        if HIDDEN_STATES in kinds and any(absent_in(layer) for layer in self._modules.values()):
+        called = (self._modules[call.layer_index] for call in calls)
+        if HIDDEN_STATES in kinds and any(map(absent_in, called)):
             raise ModelError(
                 "The hidden states between layers cannot be collected from halves of layers; call "
                 "the model without output_hidden_states, or leave out `cut_layers`."
             )
         hidden, collected = self._exchange(sent, calls, kinds)
         # With the embedding on a worker, the first collected hidden states come back from there.
-        add_collected(None if EMBEDDING_LAYER in self._modules else sent, collected)
+        add_collected(None if self._span.first == EMBEDDING_LAYER else sent, collected)
         self._records.assumptions.settle(hidden)
         return hidden
 
@@ -412,10 +504,17 @@ class HollowLayers:
         if key not in self._tuple_lengths:
             if isinstance(hidden, HiddenStatesAway):
                 hidden = hidden.form().on_meta
-            with shapes_only(layer):
+            with self._tried(number):
                 length = expected_result(layer, number, hidden, args, kwargs)[0]
             self._tuple_lengths[key] = length
         return self._tuple_lengths[key]
+
+    @contextmanager
+    def _tried(self, number: int) -> Iterator[None]:
+        """Inside, a layer may be tried on ``meta``."""
+        layer = self._modules[number]
+        with emptied(layer) if number in self._kept else nullcontext(), shapes_only(layer):
+            yield
 
     def _check_adapters(self, number: int) -> None:
         if self._switches[number].have_changed():
@@ -430,8 +529,8 @@ class HollowLayers:
         self,
     ) -> Iterator[tuple[str, Mapping[str, Tensor | None], str, Tensor]]:
         """Each tensor with its full name, and with the dictionary and key that hold it."""
-        for name, tensor in named_tensors(self._modules):
-            owner, leaf, _ = locate(self._modules, name)
+        for name, tensor in named_tensors(self._emptied):
+            owner, leaf, _ = locate(self._emptied, name)
             number, _, inner = name.partition(".")
             held = owner._parameters if leaf in owner._parameters else owner._buffers
             yield f"{self._layers[int(number)].name}.{inner}", held, leaf, tensor
@@ -485,6 +584,9 @@ class _HollowForward(ForwardOverride):
         self._number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> LayerResult:
+        if self.run.runs_here(self._number):
+            args, kwargs = self.run.enter(self._number, args, kwargs)
+            return self.below(*args, **kwargs)  # type: ignore[no-any-return]
         try:
             return self.run.call(self._number, args, kwargs)
         except BaseException:

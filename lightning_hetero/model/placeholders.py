@@ -278,6 +278,11 @@ _SENTENCE = (
     "here; read it with `state_dict()` and write it with `load_state_dict()`, average weights with "
     "`lightning_hetero.callbacks.StageWeightAveraging`, or keep the layer with the coordinator."
 )
+# Reads what is known here. Each step reads these of every parameter, so they are not searched for
+# tensors first.
+_READS = frozenset(
+    getattr(Tensor, name).__get__ for name in ("dtype", "grad", "is_meta", "requires_grad", "shape")
+)
 _FLAGS = frozenset({"requires_grad_", "retain_grad"})
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _REFUSED = {f"__i{name}__" for name in _OPERATORS} | {"__setitem__", "data ="}
@@ -290,8 +295,12 @@ class _Away:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name, kwargs = _name_of(function), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if function in _READS and args[0].is_meta:
+                known = function(*args)
+                if not isinstance(known, Tensor):
+                    return known
+            name, kwargs = _name_of(function), kwargs or {}
             if name == "__reduce_ex__":
                 raise ModelError(
                     "A parameter or buffer of a layer that lives on a worker cannot be copied or "

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,23 @@ def named_tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor
             yield f"{number}.{name}", parameter
         for name, buffer in layer.named_buffers(remove_duplicate=False):
             yield f"{number}.{name}", buffer
+
+
+class Content(NamedTuple):
+    """A tensor, with its state if it is stored in 4 bits."""
+
+    tensor: Tensor
+    state: State
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The tensor, under an empty name, and the tensors of its state by their names."""
+        return {"": self.tensor, **self.state}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor and its state."""
+        return sum(part.nbytes for part in self.parts.values())
 
 
 def named_contents(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor, State]]:
@@ -159,6 +177,31 @@ def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
     for name, tensor in list(named_tensors(layers)):
         if not tensor.is_meta:
             set_tensor(layers, name, torch.empty_like(tensor, device="meta"))
+
+
+@contextmanager
+def emptied(layer: nn.Module) -> Iterator[None]:
+    """Inside, ``meta`` tensors stand for the parameters and buffers of a layer, which stay as they
+    are."""
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    places: list[dict[str, Any]] = [
+        tensors for module in layer.modules() for tensors in (module._parameters, module._buffers)
+    ]
+    try:
+        for tensors in places:
+            held.append((tensors, dict(tensors)))
+            tensors.update({leaf: _on_meta(t) for leaf, t in tensors.items()})
+        yield
+    finally:
+        for tensors, before in held:
+            tensors.update(before)
+
+
+def _on_meta(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    found = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
 def check_can_be_emptied(layers: Mapping[int, nn.Module]) -> None:

@@ -59,13 +59,16 @@ class Activation:
 class Gradients:
     """One gradient, or None, for each tensor of an activation, in its order.
 
-    With ``keeps_graph`` another backward of the same activation may follow. Call ``land`` before
-    you compute with the gradients.
+    With ``keeps_graph`` another backward of the same activation may follow. ``places`` has a number
+    for the stage that takes the gradients, and for each one before it: the backwards that its
+    process runs in it before this one; nothing means those that have come. Call ``land`` before you
+    compute with the gradients.
     """
 
     tensors: tuple[Tensor | None, ...]
     keeps_graph: bool = False
     land: Land = field(default=already_here, compare=False, repr=False)
+    places: tuple[int, ...] = ()
 
 
 def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
@@ -99,6 +102,8 @@ class Surroundings:
         collect: The kinds of outputs that the model collects besides the hidden states.
         land: Call this before you compute with the tensors.
         is_trial: Whether the forward leaves nothing behind; see `on_trial`.
+        place: How many forwards of the same visit the stage's process runs in it before this one;
+            None for those whose arguments have come.
     """
 
     grad_enabled: bool
@@ -107,6 +112,7 @@ class Surroundings:
     collect: Sequence[str] = ()
     land: Land = field(default=already_here, compare=False, repr=False)
     is_trial: bool = False
+    place: int | None = None
 
     @property
     def tensors(self) -> Sequence[Tensor]:

@@ -9,6 +9,7 @@ and float16 round each number. int8 rounds the numbers of a block to 255 steps o
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -72,15 +73,32 @@ def _spread(scales: Tensor, length: int) -> Tensor:
     return scales.repeat_interleave(INT8_BLOCK, dim=-1)[..., :length]
 
 
+@dataclass(frozen=True)
+class Leg:
+    """A micro-batch's way through one stage.
+
+    Args:
+        stage: The stage's number.
+        upstream: The number of the process that the hidden states come from.
+        downstream: The number of the process that they go to.
+        place: How many forwards of the same visit the process runs in this stage before.
+    """
+
+    stage: int = 0
+    upstream: int = 0
+    downstream: int = 0
+    place: int = 0
+
+
 def encode_arguments(
     step: int,
     key: Key,
     surroundings: Surroundings,
     layers: Container[int],
     packer: Packer,
-    stage: int = 0,
+    leg: Leg = Leg(),
 ) -> tuple[m.Arguments, Sequence[Tensor]]:
-    """Encode the arguments of a stage with these layers.
+    """Encode the arguments of a stage with these layers, and the micro-batch's way through it.
 
     Raises:
         LocalProtocolError: If an argument cannot be sent.
@@ -108,7 +126,7 @@ def encode_arguments(
         calls=calls,
         kept=packer.kept,
         is_trial=surroundings.is_trial,
-        stage=stage,
+        **vars(leg),
     )
     return message, packer.tensors
 
@@ -149,7 +167,12 @@ def decode_arguments(
         raise RemoteProtocolError(f"The outputs {message.collect} cannot be collected.")
     dtype = None if autocast is None else DTYPES[autocast]
     surroundings = Surroundings(
-        message.grad_enabled, dtype, calls, message.collect, is_trial=message.is_trial
+        message.grad_enabled,
+        dtype,
+        calls,
+        message.collect,
+        is_trial=message.is_trial,
+        place=message.place,
     )
     if surroundings.has_cache and message.grad_enabled:
         raise RemoteProtocolError("A key-value cache carries no gradients.")
@@ -214,7 +237,9 @@ def encode_gradients(
     is_present = [gradient is not None for gradient in gradients.tensors]
     present = [gradient for gradient in gradients.tensors if gradient is not None]
     narrowed, sent = _narrowed(present, wire_dtype)
-    return m.Gradient(step, *key, is_present, gradients.keeps_graph, narrowed, stage=stage), sent
+    keeps_graph, places = gradients.keeps_graph, list(gradients.places)
+    message = m.Gradient(step, *key, is_present, keeps_graph, narrowed, places, stage=stage)
+    return message, sent
 
 
 def decode_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradients:
@@ -228,7 +253,7 @@ def decode_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradie
         raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
     left = iter(tensors)
     found = tuple(next(left) if is_present else None for is_present in message.is_present)
-    return Gradients(found, message.keeps_graph)
+    return Gradients(found, message.keeps_graph, places=tuple(message.places))
 
 
 def _narrowed(

@@ -1,13 +1,18 @@
 """Draws: the random numbers of a step, which depend on their place in it, not on who computes what.
 
     step 7, micro-batch 3    embedding ─▶ layer 0 ─▶ layer 1 ─▶ head, loss
-    seeded by                7, 3         7, 0, 3    7, 1, 3    (7, 3 goes on)
+    layers are seeded by                  7, 0, 3    7, 1, 3
+    the code around them by  7, 3         7, 0, 3, "behind"
+                                                     7, 1, 3, "behind"
 
 Every call of a decoder layer draws from a stream of its own, here and on workers alike. It is
 seeded by step, layer, micro-batch and visit, which counts the micro-batch's earlier calls of the
-layer. All other code of a micro-batch draws from one stream, which neither layers nor other
-micro-batches change. So dropout masks are the same under every plan, in a forward that runs again,
-and in a replay.
+layer. All other code of a micro-batch draws from streams that begin anew behind each such call,
+wherever the layer is. So dropout masks are the same under every plan, in a forward that runs again,
+and in a replay. No state of a generator is saved for that, which would take longer than to seed.
+
+The code of a whole batch draws from torch's own stream, as on one device. There the generators are
+saved around each layer of this process.
 """
 
 from __future__ import annotations
@@ -15,27 +20,23 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
-from ..devices.device import (
-    GeneratorStates,
-    forked_generators,
-    generator_states,
-    restore_generators,
-    seed_generators,
-)
+from ..devices.device import forked_generators, seed_generators
 from ..errors import ModelError
 from ..model.layers import describe_layer
 from ..model.placeholders import tensors_in
 
 
-def seed_action(seed: int, *place: int) -> None:
-    """Seed torch by a place: step, layer, micro-batch and visit; or step and micro-batch for the
-    code between the layers."""
+def seed_action(seed: int, *place: int | str) -> None:
+    """Seed torch by a place: step, layer, micro-batch and visit for a layer, and with ``"behind"``
+    for the code behind it; step and micro-batch for the code with which a micro-batch begins."""
     digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
     seed_generators(int.from_bytes(digest, "little") >> 1)
 
@@ -52,16 +53,28 @@ class _Input(NamedTuple):
     @classmethod
     def of(cls, arguments: Any) -> _Input | None:
         """The memory of the first floating-point tensor; None if there is no such memory."""
-        for tensor in tensors_in(arguments):
-            # A sparse tensor has no storage.
-            if tensor.is_floating_point() and torch._C._has_storage(tensor):
-                storage = StorageWeakRef(tensor.untyped_storage())
-                return cls(storage, int(tensor.storage_offset()))
-        return None
+        # Hidden states mostly come first, and are found faster so.
+        found = arguments
+        while isinstance(found, tuple) and found:
+            found = found[0]
+        if not _has_memory(found):
+            found = next(filter(_has_memory, tensors_in(arguments)), None)
+        if found is None:
+            return None
+        return cls(StorageWeakRef(found.untyped_storage()), int(found.storage_offset()))
 
 
-class MicrobatchDraws:
-    """The random numbers of one micro-batch in this process.
+def _has_memory(value: Any) -> bool:
+    """Whether a value is a floating-point tensor with a storage, which a sparse one lacks."""
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and bool(torch._C._has_storage(value))
+    )
+
+
+class BatchDraws:
+    """The random numbers that the layers of this process draw in the step of a whole batch.
 
     Args:
         seed: The seed of the run.
@@ -69,21 +82,25 @@ class MicrobatchDraws:
         microbatch: The number of the micro-batch; 0 for a whole batch.
     """
 
-    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+    def __init__(self, seed: int, step: int, microbatch: int = 0) -> None:
         self._seed, self._step, self._microbatch = seed, step, microbatch
-        self._states: GeneratorStates | None = None
         # By layer, the inputs of its calls so far.
         self._inputs: defaultdict[int, list[_Input | None]] = defaultdict(list)
 
+    def of_call(self, layer: int, visit: int) -> AbstractContextManager[None]:
+        """Inside, a call of a layer draws from its own stream."""
+        return self.of_call_apart(layer, visit)
+
     @contextmanager
-    def going_on(self) -> Iterator[None]:
-        """Inside, the code between the layers draws on where it was when it last ended."""
-        if self._states is None:
-            seed_action(self._seed, self._step, self._microbatch)
-        else:
-            restore_generators(self._states)
-        yield
-        self._states = generator_states()
+    def of_call_apart(self, layer: int, visit: int) -> Iterator[None]:
+        """Inside, a call of a layer draws from its own stream; the code around it goes on in the
+        present one, which nobody else can restore."""
+        with forked_generators():
+            self.seed_call(layer, visit)
+            yield
+
+    def pass_by(self, layer: int) -> None:
+        """Note that the code has come to the end of its call of a layer on a worker."""
 
     def seed_call(self, layer: int, visit: int) -> None:
         """Seed torch for a call of a layer."""
@@ -99,8 +116,56 @@ class MicrobatchDraws:
         return [visit for visit, each in enumerate(self._inputs[layer]) if each == given]
 
     def num_calls(self, layer: int) -> int:
-        """How often the micro-batch has called a layer."""
+        """How often the batch has called a layer."""
         return len(self._inputs[layer])
+
+
+class MicrobatchDraws(BatchDraws):
+    """The random numbers of one micro-batch: the code behind each layer is seeded by its place."""
+
+    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+        super().__init__(seed, step, microbatch)
+        self._num_hand_overs = 0
+        # The last layer of the latest hand-over.
+        self._last_away: int | None = None
+
+    def go_on(self) -> None:
+        """Seed torch for the code with which the micro-batch begins, or for that behind its latest
+        hand-over."""
+        if self._last_away is None:
+            seed_action(self._seed, self._step, self._microbatch)
+        else:
+            self.seed_behind(self._last_away, self._num_hand_overs - 1)
+
+    def note_hand_over(self, last_layer: int) -> None:
+        """Note that the micro-batch is away up to a layer. Call `go_on` when it comes back."""
+        self._last_away = last_layer
+        self._num_hand_overs += 1
+
+    @override
+    def of_call(self, layer: int, visit: int) -> AbstractContextManager[None]:
+        return _Call(self, layer, visit)
+
+    @override
+    def pass_by(self, layer: int) -> None:
+        self.seed_behind(layer, self._num_hand_overs)
+
+    def seed_behind(self, layer: int, visit: int) -> None:
+        """Seed torch for the code behind a call of a layer."""
+        seed_action(self._seed, self._step, layer, self._microbatch, visit, "behind")
+
+
+class _Call:
+    """Inside, a call of a layer runs. The functions of `contextlib` would take twice as long."""
+
+    def __init__(self, microbatch: MicrobatchDraws, layer: int, visit: int) -> None:
+        self._microbatch, self._layer, self._visit = microbatch, layer, visit
+
+    def __enter__(self) -> None:
+        self._microbatch.seed_call(self._layer, self._visit)
+
+    def __exit__(self, *_error: object) -> None:
+        self._microbatch.seed_behind(self._layer, self._visit)
 
 
 class Draws:
@@ -112,8 +177,8 @@ class Draws:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        # The latest micro-batch whose code ran, and whether its code runs now.
-        self._microbatch: MicrobatchDraws | None = None
+        # The latest batch whose code ran, and whether its code runs now.
+        self._batch: BatchDraws | None = None
         self._is_inside = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,7 +186,7 @@ class Draws:
         return Draws, (self.seed,)
 
     def microbatch(self, step: int, microbatch: int) -> MicrobatchDraws:
-        """The random numbers of a micro-batch that has not begun; of a whole batch, micro-batch 0.
+        """The random numbers of a micro-batch that has not begun.
 
         Args:
             step: The number of the step for dropout masks.
@@ -129,23 +194,30 @@ class Draws:
         """
         return MicrobatchDraws(self.seed, step, microbatch)
 
+    def whole_batch(self, step: int) -> BatchDraws:
+        """The random numbers of a whole batch that has not begun.
+
+        Args:
+            step: The number of the step for dropout masks.
+        """
+        return BatchDraws(self.seed, step)
+
     @contextmanager
-    def of(self, microbatch: MicrobatchDraws | None) -> Iterator[None]:
-        """Inside, code of a micro-batch runs: a part of its forward, or of its backward."""
+    def of(self, batch: BatchDraws | None) -> Iterator[None]:
+        """Inside, code of a batch runs: a part of its forward, or of its backward."""
         before = self._is_inside
-        self._microbatch, self._is_inside = microbatch, microbatch is not None
+        self._batch, self._is_inside = batch, batch is not None
         try:
             yield
         finally:
             self._is_inside = before
 
     def of_latest(self) -> AbstractContextManager[None]:
-        """Inside, the backward of the latest micro-batch runs."""
-        return self.of(self._microbatch)
+        """Inside, the backward of the latest batch runs."""
+        return self.of(self._batch)
 
-    @contextmanager
-    def of_layer(self, layer: int, arguments: Any) -> Iterator[None]:
-        """Inside, a decoder layer of this process runs; the code around it draws on undisturbed.
+    def of_layer(self, layer: int, arguments: Any) -> AbstractContextManager[None]:
+        """Inside, a decoder layer of this process runs, and draws what it would on a worker.
 
         Outside of steps, layers draw from the stream of the code around them.
 
@@ -156,32 +228,37 @@ class Draws:
         Raises:
             ModelError: If the layer runs again in a backward, and nobody knows for which call.
         """
-        microbatch = self._microbatch
-        visit = None if microbatch is None else self._visit(microbatch, layer, arguments)
-        if microbatch is None or visit is None:
-            yield
-            return
-        with forked_generators():
-            microbatch.seed_call(layer, visit)
-            yield
+        batch = self._batch
+        visit = None if batch is None else self._visit(batch, layer, arguments)
+        if batch is None or visit is None:
+            return nullcontext()
+        return (batch.of_call if self._is_inside else batch.of_call_apart)(layer, visit)
 
-    def _visit(self, microbatch: MicrobatchDraws, layer: int, arguments: Any) -> int | None:
+    def pass_by(self, layer: int) -> None:
+        """Let the code behind a layer on a worker draw what it would behind a layer here.
+
+        Call it behind each such layer but the last one of a hand-over.
+        """
+        if self._batch is not None and self._is_inside:
+            self._batch.pass_by(layer)
+
+    def _visit(self, batch: BatchDraws, layer: int, arguments: Any) -> int | None:
         """The visit of a call of a layer; None outside of a step."""
         given = _Input.of(arguments)
         # Only a forward that the user's own checkpointing runs again is inside of a backward.
         if torch._C._current_graph_task_id() == -1:
-            return microbatch.note_call(layer, given) if self._is_inside else None
-        visits = microbatch.visits_of(layer, given)
+            return batch.note_call(layer, given) if self._is_inside else None
+        visits = batch.visits_of(layer, given)
         if len(visits) == 1:
             return visits[0]
         if not visits and not self._is_inside:
             return None
         # Checkpointing that keeps inputs elsewhere gives a copy.
-        if not visits and microbatch.num_calls(layer) == 1:
+        if not visits and batch.num_calls(layer) == 1:
             return 0
         raise ModelError(
             f"The forward of {describe_layer(layer)} runs again in the backward, and which of its "
-            f"{microbatch.num_calls(layer)} calls in the step that is cannot be told, so it could "
+            f"{batch.num_calls(layer)} calls in the step that is cannot be told, so it could "
             "draw wrong dropout masks. Switch gradient checkpointing off for the coordinator's "
             "layers, and write `recompute: true` into the plan."
         )

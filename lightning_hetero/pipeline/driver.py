@@ -9,15 +9,20 @@ waits inside the autograd engine:
 
 Lightning's order is forward, `zero_grad`, backward. The driver runs backwards inside that forward,
 so `StepGradients` hides their gradients from `zero_grad` until Lightning's own backward.
+
+Where the coordinator is a replica of the only stage, some micro-batches never leave it. The graph
+of such a micro-batch is cut before the stage's layers all the same: other micro-batches come back
+later and end before it does, and what is before the layers adds up in the order of micro-batches.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -30,7 +35,7 @@ from .draws import Draws, MicrobatchDraws
 from .handover import Request, Returned, Stages
 from .placement import COORDINATOR_STAGE
 from .recorder import ActionKind, Recorder
-from .rule import Action, GradientOrder, Key, choose
+from .rule import Action, GradientOrder, Key, choose, startable
 from .turns import Finished, HandedOver, Turn, TurnThreads
 
 
@@ -49,6 +54,24 @@ class MicrobatchStep:
     loss_factor: Callable[[], float]
 
 
+class HostedLayers(Protocol):
+    """The layers of the stage of which the coordinator is a replica."""
+
+    def stays(self, microbatch: int) -> bool:
+        """Whether the coordinator runs these layers for a micro-batch."""
+
+    def never_leaves(self, microbatch: int) -> bool:
+        """Whether it runs all layers for a micro-batch."""
+
+    def running(self, enter: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        """Inside, the layers run here.
+
+        Args:
+            enter: Called with the hidden states before the layers if a micro-batch never leaves;
+                its result goes into them.
+        """
+
+
 @dataclass
 class Driver:
     """Runs the micro-batches of a step, and one step after the other.
@@ -62,6 +85,7 @@ class Driver:
         recorder: Sums up the coordinator's own actions.
         check_piece: Called with a micro-batch's number after each piece of its forward; it may
             refuse what that has done.
+        hosted: The layers that run here for some micro-batches; None if there are none.
     """
 
     stages: Stages
@@ -71,6 +95,7 @@ class Driver:
     starts_first: bool = False
     recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")))
     check_piece: Callable[[int], None] = lambda _microbatch: None
+    hosted: HostedLayers | None = None
 
     def run(
         self,
@@ -111,11 +136,15 @@ class Driver:
 
 @dataclass
 class _Visit:
-    """One hand-over of a micro-batch: where its graph ends, and the leaves where it goes on."""
+    """One hand-over of a micro-batch: where its graph ends, and the leaves where it goes on.
+
+    With ``is_here`` nothing was handed over: the layers that follow run in this process.
+    """
 
     key: Key
     out: Tensor
     leaves: tuple[Tensor, ...] = ()
+    is_here: bool = False
 
 
 @dataclass
@@ -143,6 +172,8 @@ class _RunningStep:
         self._results: dict[int, Any] = {}
         self._activations: dict[Key, Activation] = {}
         self._gradients: dict[Key, Gradients] = {}
+        # The visits whose gradients are away, in the order in which they were sent.
+        self._sent_back: deque[Key] = deque()
         self._not_started = set(range(len(self.work)))
         self._losses_have_graphs: list[bool] = []
         self._threads = TurnThreads()
@@ -156,7 +187,13 @@ class _RunningStep:
             for returned in self.driver.stages.take_arrived():
                 self._take(returned)
             ready = self._ready()
-            action = choose(ready, self._in_flight, self.max_started, self.driver.starts_first)
+            action = choose(
+                ready,
+                self._in_flight,
+                self.max_started,
+                self.driver.starts_first,
+                [action for action in ready if self._runs_layers(action)],
+            )
             if action is None:
                 self._take(self.driver.stages.receive())
                 continue
@@ -178,13 +215,35 @@ class _RunningStep:
         self._threads.close()
 
     def _ready(self) -> list[Action]:
-        # Of the micro-batches that have not started, the rule only ever takes the first.
-        first = [min(self._not_started)] if self._not_started else []
-        ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in first]
+        # Of the micro-batches that have not started, the rule only ever takes the first of a kind.
+        ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in self._startable()]
         ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]
-        # In the order in which they have come, so that sums have one order.
-        ready += [Action(COORDINATOR_STAGE, "B", key) for key in list(self._gradients)[:1]]
+        # In the order in which they were sent, so that sums have one order.
+        if self._sent_back and self._sent_back[0] in self._gradients:
+            ready.append(Action(COORDINATOR_STAGE, "B", self._sent_back[0]))
+        index = self._order.next_loss
+        if index is not None and index in self._losses:
+            key = Key(index, len(self._in_flight[index].visits))
+            ready.append(Action(COORDINATOR_STAGE, "B", key))
         return ready
+
+    def _startable(self) -> list[int]:
+        if self.driver.hosted is None:
+            return [min(self._not_started)] if self._not_started else []
+        in_flight, window = len(self._in_flight), self._order.window
+        return startable(self._not_started, self._stays, in_flight, self.max_started, window)
+
+    def _stays(self, index: int) -> bool:
+        """Whether a micro-batch never leaves this process."""
+        hosted = self.driver.hosted
+        return hosted is not None and hosted.never_leaves(index)
+
+    def _runs_layers(self, action: Action) -> bool:
+        """Whether an action runs all layers of a micro-batch, forward or backward."""
+        index = action.key.microbatch
+        if not self._stays(index):
+            return False
+        return index in (self._not_started if action.kind == "F" else self._losses)
 
     def _kind_of(self, action: Action) -> ActionKind:
         """A forward that goes on behind the stages computes the head and the loss."""
@@ -218,7 +277,9 @@ class _RunningStep:
 
     def _go_on(self, index: int, run: Callable[[], HandedOver | Finished]) -> None:
         microbatch = self._in_flight[index]
-        with self.driver.draws.of(microbatch.draws), microbatch.draws.going_on():
+        where = self._where(index, partial(self._enter, index))
+        with where, self.driver.draws.of(microbatch.draws):
+            microbatch.draws.go_on()
             report = run()
         self.driver.check_piece(index)
         if isinstance(report, Finished):
@@ -227,7 +288,23 @@ class _RunningStep:
         request: Request = report.request
         key = Key(index, len(microbatch.visits))
         microbatch.visits.append(_Visit(key, request.hidden))
+        microbatch.draws.note_hand_over(request.surroundings.calls[-1].layer_index)
         self.driver.stages.send_forward(key, request.hidden, request.surroundings)
+
+    def _where(
+        self, index: int, enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
+    ) -> AbstractContextManager[None]:
+        """Inside, hosted layers are where a micro-batch needs them: here, or away."""
+        hosted = self.driver.hosted
+        return nullcontext() if hosted is None or not hosted.stays(index) else hosted.running(enter)
+
+    def _enter(self, index: int, hidden: Tensor) -> Tensor:
+        """Cut the graph of a micro-batch before layers that run here."""
+        if not (torch.is_grad_enabled() and hidden.requires_grad):
+            return hidden  # nothing before the layers trains
+        leaf, visits = _leaf_on(hidden.device, hidden), self._in_flight[index].visits
+        visits.append(_Visit(Key(index, len(visits)), hidden, (leaf,), is_here=True))
+        return leaf
 
     def _finish_forward(self, index: int, result: Any) -> None:
         """Note the loss of a micro-batch, and start its backward when it is its turn."""
@@ -241,12 +318,17 @@ class _RunningStep:
         self._losses[index] = self.driver.loss_of(result)
         self._go_back()
 
-    def _go_back(self) -> None:
-        """Run the backwards of losses and send gradients, as far as their order allows."""
+    def _go_back(self, chosen: int | None = None) -> None:
+        """Run the backwards of losses and send gradients, as far as their order allows.
+
+        The backward of a loss with all layers is an action of its own: it runs if it is ``chosen``.
+        """
         order = self._order
         while True:
             index, key = order.next_loss, order.next_gradient
             if index is not None and index in self._losses:
+                if self._stays(index) and index != chosen:
+                    return
                 self._run_loss_backward(index, self._losses.pop(index))
                 visits = self._in_flight[index].visits
                 order.note_loss(len(visits))
@@ -256,6 +338,8 @@ class _RunningStep:
                 self._send_gradients(key.microbatch)
             else:
                 return
+            if order.is_done:
+                self.driver.stages.note_last_backward()
 
     def _run_loss_backward(self, index: int, loss: Tensor | None) -> None:
         if loss is None or (factor := self._in_flight[index].loss_factor()) <= 0:
@@ -272,7 +356,10 @@ class _RunningStep:
     def _backward(self, key: Key) -> None:
         """Run the backward of the piece before a hand-over, whose gradient has come."""
         index = key.microbatch
-        gradients = self._gradients.pop(key)
+        if index in self._losses:
+            self._go_back(chosen=index)
+            return
+        gradients = self._gradients.pop(self._sent_back.popleft())
         gradients.land()
         gradient = gradients.tensors[0]
         visit = self._in_flight[index].visits.pop()
@@ -288,7 +375,7 @@ class _RunningStep:
         microbatch = self._in_flight[index]
         has_more = bool(microbatch.visits)
         apart = self.driver.gradients.of_microbatch(index, microbatch.visits_several_times)
-        with apart, self.driver.draws.of(microbatch.draws):
+        with apart, self._where(index), self.driver.draws.of(microbatch.draws):
             torch.autograd.backward(start, gradient, retain_graph=has_more)
 
     def _send_gradients(self, index: int) -> None:
@@ -297,9 +384,14 @@ class _RunningStep:
         if not visits:
             self._end(index)
             return
-        gradients = Gradients(tuple(leaf.grad for leaf in visits[-1].leaves))
-        visits[-1].leaves = ()
-        self.driver.stages.send_backward(visits[-1].key, gradients)
+        visit = visits[-1]
+        gradients = Gradients(tuple(leaf.grad for leaf in visit.leaves))
+        visit.leaves = ()
+        self._sent_back.append(visit.key)
+        if visit.is_here:
+            self._gradients[visit.key] = gradients
+        else:
+            self.driver.stages.send_backward(visit.key, gradients)
 
     def _end(self, index: int) -> None:
         self.driver.gradients.finish_microbatch(index)
@@ -319,7 +411,7 @@ class StepGradients:
         tied: Parameters that several parts of the model use, such as an embedding that is also
             the head. One micro-batch adds to their gradients in several backwards. These parts
             are summed per micro-batch first, as a single backward does, so sums are bit-equal. So
-            are all gradients of a micro-batch that visits the stages several times.
+            are all gradients from the first micro-batch on that visits the stages several times.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
@@ -334,6 +426,7 @@ class StepGradients:
         self._partial: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._ended: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._num_added = 0
+        self._is_all_apart = False
 
     def begin(self, accumulate: bool) -> None:
         """Start a step; with ``accumulate`` it adds to the present gradients."""
@@ -361,7 +454,8 @@ class StepGradients:
         Args:
             visits_several_times: Whether it visits the stages several times.
         """
-        apart = self._parameters if visits_several_times else self._tied
+        self._is_all_apart = self._is_all_apart or visits_several_times
+        apart = self._parameters if self._is_all_apart else self._tied
         total = self._take(apart)
         mine = self._partial.setdefault(microbatch, {})
         self._put(apart, [mine.get(parameter) for parameter in apart])

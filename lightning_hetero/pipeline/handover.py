@@ -42,11 +42,23 @@ class Stages(Protocol):
     def abort_step(self) -> None:
         """Make every stage forget the present step; this must not raise."""
 
-    def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
-        """Send hidden states to the first stage, and each stage its layers' arguments."""
+    def send_forward(
+        self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool = False
+    ) -> None:
+        """Send hidden states to the first stage, and each stage its layers' arguments.
+
+        Args:
+            key: The micro-batch and visit.
+            hidden: The hidden states.
+            surroundings: The arguments.
+            is_whole: Whether it is a piece of a whole batch, whose layers only workers run.
+        """
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of an activation that has come back to the last stage."""
+
+    def note_last_backward(self) -> None:
+        """All gradients of the step have been sent."""
 
     def receive(self) -> Returned:
         """Wait for the next activation or gradients to come back."""
@@ -112,7 +124,7 @@ class Exchange:
 
         def send(key: Key) -> None:
             piece = pieces[key.microbatch]
-            self.stages.send_forward(key, piece.hidden, piece.surroundings)
+            self.stages.send_forward(key, piece.hidden, piece.surroundings, is_whole=True)
 
         return self._stream(send, len(pieces), Activation)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 from ..plan import COORDINATOR, Plan
 
@@ -208,6 +208,13 @@ class Placement:
         holders = [(COORDINATOR,), *(stage.processes for stage in self.stages), (COORDINATOR,)]
         found = [(a, b) for here, there in pairwise(holders) for a in here for b in there]
         return tuple(dict.fromkeys((a, b) for a, b in found if a != b))
+
+    @cached_property
+    def exchanges(self) -> tuple[tuple[str, str], ...]:
+        """Which workers add up gradients with which others: both orders of each pair."""
+        stages = [stage for stage in self.stages if not stage.is_hosted]
+        pairs = [pair for stage in stages for pair in permutations(stage.workers, 2)]
+        return tuple(dict.fromkeys(pairs))
 
     def peers(self, process: str) -> tuple[str, ...]:
         """Whom a process exchanges activations and gradients with."""

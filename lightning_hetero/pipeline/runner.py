@@ -6,9 +6,11 @@ process is a whole pipeline.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from ..errors import ModelError, RemoteProtocolError
 from .boundary import Activation, Gradients, Surroundings
@@ -27,22 +29,33 @@ class _StageInputs:
     activations: dict[Key, Activation] = field(default_factory=dict)
     gradients: dict[Key, Gradients] = field(default_factory=dict)
     taken: set[tuple[type, Key]] = field(default_factory=set)
-    num_forwards: int = 0
     num_backwards: int = 0
+    # The forwards of each visit that have run, and that have been announced.
+    num_forwards_of: Counter[int] = field(default_factory=Counter)
+    num_announced_of: Counter[int] = field(default_factory=Counter)
+    # The forwards of a visit, and the backwards, by how many of them run before.
+    forward_at: dict[tuple[int, int], Key] = field(default_factory=dict)
+    backward_at: dict[int, Key] = field(default_factory=dict)
+
+    @property
+    def num_forwards(self) -> int:
+        """The forwards that have run in the present step."""
+        return self.num_forwards_of.total()
 
     def ready(self) -> list[Action]:
         """The actions that may run, so that every run adds the same numbers in the same order.
 
-        Backwards run in the order in which their gradients have come, which is the order in which
-        the coordinator has sent them; and so do the forwards of one visit.
+        Backwards run in the order in which the coordinator has sent their gradients, and so do the
+        forwards of one visit, whichever process they come through.
         """
         number = self.stage.stage_index
-        found = [Action(number, "B", key) for key in list(self.gradients)[:1]]
-        visits: set[int] = set()
-        for key in self.activations:
-            if key.visit not in visits and key in self.surroundings:
+        found = []
+        if (key := self.backward_at.get(self.num_backwards)) is not None:
+            found.append(Action(number, "B", key))
+        for visit in self.num_announced_of:
+            key = self.forward_at.get((visit, self.num_forwards_of[visit]))
+            if key is not None and key in self.activations:
                 found.append(Action(number, "F", key))
-            visits.add(key.visit)
         return found
 
     def take(self, key: Key, arrived: Content) -> None:
@@ -55,15 +68,24 @@ class _StageInputs:
         if (kind, key) in self.taken or (kind is Gradients and key in self.gradients):
             raise RemoteProtocolError(f"{self._named(kind, key)} came twice in one step.")
         if isinstance(arrived, Surroundings):
+            place = self.num_announced_of[key.visit] if arrived.place is None else arrived.place
+            self._put(self.forward_at, (key.visit, place), key, self._named(kind, key))
+            self.num_announced_of[key.visit] += 1
             self.surroundings[key] = arrived
         elif isinstance(arrived, Activation):
             self.activations[key] = arrived
         elif (Activation, key) in self.taken:
+            place = next(iter(arrived.places), self.num_backwards + len(self.gradients))
+            self._put(self.backward_at, place, key, self._named(kind, key))
             self.gradients[key] = arrived
         else:
             raise RemoteProtocolError(f"{self._named(kind, key)} came without its activation.")
         if not (isinstance(arrived, Gradients) and arrived.keeps_graph):
             self.taken.add((kind, key))
+
+    def _put(self, order: dict[Any, Key], place: Any, key: Key, name: str) -> None:
+        if order.setdefault(place, key) != key:
+            raise RemoteProtocolError(f"{name} came for the place of {order[place]}.")
 
     def _named(self, kind: type, key: Key) -> str:
         number = self.stage.stage_index
@@ -76,7 +98,11 @@ class _StageInputs:
         self.surroundings.clear()
         self.activations.clear()
         self.gradients.clear()
-        self.num_forwards = self.num_backwards = 0
+        self.forward_at.clear()
+        self.backward_at.clear()
+        self.num_forwards_of.clear()
+        self.num_announced_of.clear()
+        self.num_backwards = 0
 
 
 class Runner:
@@ -157,7 +183,7 @@ class Runner:
         Arguments come from the coordinator, an activation from upstream, and gradients from
         downstream in the order of the activation's tensors. Neighbors may learn of a new step, or
         of an abort, earlier or later than this process: an arrival of a later step is kept until
-        that step begins.
+        that step begins. Arguments and gradients know their place in the order of sums.
 
         Raises:
             RemoteProtocolError: If the stage is elsewhere, or it has come before, or it is
@@ -190,20 +216,23 @@ class Runner:
         """
         inputs, key = self._of[action.stage_index], action.key
         if action.kind == "B":
-            gradients = inputs.stage.backward(key, inputs.gradients.pop(key))
+            given = inputs.gradients.pop(key)
+            gradients = inputs.stage.backward(key, given)
+            del inputs.backward_at[inputs.num_backwards]
             inputs.num_backwards += 1
             if not any(stage.has_saved(key.microbatch) for stage in self.stages):
                 self._in_flight.discard(key.microbatch)
-            return gradients
+            return replace(gradients, places=given.places[1:])
         surroundings = inputs.surroundings.pop(key)
         output = inputs.stage.forward(key, inputs.activations.pop(key), surroundings)
-        inputs.num_forwards += 1
+        del inputs.forward_at[key.visit, inputs.num_forwards_of[key.visit]]
+        inputs.num_forwards_of[key.visit] += 1
         if output.requires_grad:
             self._in_flight.add(key.microbatch)
         return output
 
     def has_done(self, forwards: int, backwards: int, is_exact: bool) -> bool:
-        """Whether every stage has run so many forwards and backwards of the present step.
+        """Whether the stages have run so many forwards and backwards of the present step together.
 
         Before the first step, and after `abort`, there is nothing to wait for.
 
@@ -211,23 +240,21 @@ class Runner:
             is_exact: Whether more of them are an error.
 
         Raises:
-            ModelError: If a stage has done more.
+            ModelError: If they have done more.
         """
         if self._is_over:
             return True
-        for number, inputs in self._of.items():
-            done = inputs.num_forwards, inputs.num_backwards
-            if is_exact and (done[0] > forwards or done[1] > backwards):
-                raise ModelError(
-                    f"A request came that belongs behind {forwards} forwards and {backwards} "
-                    f"backwards of step {self.step}, and stage {number} has run {done[0]} and "
-                    f"{done[1]} already. Call what works on gradients or weights between two "
-                    "batches, and not while one is on its way through the stages."
-                )
-        return all(
-            inputs.num_forwards >= forwards and inputs.num_backwards >= backwards
-            for inputs in self._of.values()
-        )
+        num_forwards = sum(inputs.num_forwards for inputs in self._of.values())
+        num_backwards = sum(inputs.num_backwards for inputs in self._of.values())
+        if is_exact and (num_forwards > forwards or num_backwards > backwards):
+            numbers = " and ".join(str(number) for number in self._of)
+            raise ModelError(
+                f"A request came that belongs behind {forwards} forwards and {backwards} "
+                f"backwards of step {self.step}, and stage {numbers} has run {num_forwards} and "
+                f"{num_backwards} already. Call what works on gradients or weights between two "
+                "batches, and not while one is on its way through the stages."
+            )
+        return num_forwards >= forwards and num_backwards >= backwards
 
     def _inputs(self, number: int) -> _StageInputs:
         if number not in self._of:

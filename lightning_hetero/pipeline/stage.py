@@ -229,10 +229,13 @@ class LayerState:
 
     Args:
         layers: The layers by number, with attributes as on the coordinator.
+        is_shared: Whether other processes hold the layers too. Then a forward that updates a buffer
+            is refused, because each process would keep another one.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module], is_shared: bool = False) -> None:
         self._layers = layers
+        self._is_shared = is_shared
         self._attributes = AttributeState(layers, _may_keep_state)
         self._modules = [
             (f"{number}.{path}".rstrip("."), module)
@@ -258,7 +261,7 @@ class LayerState:
         """Inside, a forward of all layers runs; without a micro-batch it is a trial.
 
         Raises:
-            ModelError: If the forward has changed an attribute.
+            ModelError: If the forward has changed an attribute, or a buffer of shared layers.
         """
         before = self._buffers()
         yield
@@ -267,6 +270,12 @@ class LayerState:
             return
         self._microbatches.add(microbatch)
         updated = _updated(before, self._buffers()) | self._statistics()
+        if updated and self._is_shared:
+            raise ModelError(
+                f"A forward updated the buffers {sorted(updated)[:3]} of layers that several "
+                "processes hold, and each of them would keep other ones. Give the stage to one "
+                "worker, or put these modules into evaluation mode."
+            )
         self._updated |= updated
         if is_again:
             self._note(updated, is_again=True)

@@ -140,13 +140,10 @@ def doubtful(model: ModelProfile, timings: Sequence[Timing]) -> list[Timing]:
         model: Has the parts that the timings are for.
         timings: All timings of the device; the ends of the coordinator are among them.
     """
-    rules = (_unsteady, _against_sizes, _against_recomputation, _against_alike, _against_layers)
-    doubted = {job_of(timing) for rule in rules for timing in rule(model, timings)}
+    rules = (_against_sizes, _against_recomputation, _against_alike, _against_layers)
+    contradicted = (timing for rule in rules for timing in rule(model, timings))
+    doubted = {*map(job_of, _varying(timings)), *map(job_of, contradicted)}
     return [timing for timing in timings if job_of(timing) in doubted]
-
-
-def _unsteady(_model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
-    return iter(_varying(timings))
 
 
 def _varying(timings: Sequence[Timing]) -> list[Timing]:

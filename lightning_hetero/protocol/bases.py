@@ -35,8 +35,9 @@ class LoadingRequest(Message, frozen=True):
 class StampedRequest(ServingRequest, frozen=True, kw_only=True):
     """Base of requests that have their place between forwards and backwards.
 
-    A worker carries one out when each of its stages has run so many ``forwards`` and ``backwards``
-    of the present step, however late or early it comes. More of them are an error if ``is_exact``.
+    A worker carries one out when its stages have run so many ``forwards`` and ``backwards`` of the
+    present step together, however late or early it comes. More of them are an error if
+    ``is_exact``.
     """
 
     is_exact: ClassVar[bool] = True

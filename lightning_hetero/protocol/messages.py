@@ -43,16 +43,19 @@ from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
 from .session import Message as Message
 from .session import Speaker, State, by, by_anyone, kinds_below
-from .specs import ParameterSpec as ParameterSpec
-from .specs import PeerSpec as PeerSpec
-from .specs import StageSpec as StageSpec
 from .tensors import TensorSpec
 from .values import CacheArgument as CacheArgument
 from .values import LayerArguments as LayerArguments
+from .values import ParameterSpec as ParameterSpec
+from .values import PeerSpec as PeerSpec
 from .values import Slot, Value
+from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
+
+# What replicas send each other.
+ReplicaContent = Literal["sums", "totals", "weights"]
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -235,7 +238,6 @@ class Deploy(Message, frozen=True):
     Args:
         member: The number of the worker that receives this.
         stages: All stages of the worker, in the order of their layers; an idle one has none.
-        num_stages: The number of stages of all workers.
         peers: The workers that it sends activations or tensors to.
         seed: Start of all dropout masks.
         kept: The tensors that the worker has and goes on with, with their optimizer state.
@@ -246,7 +248,6 @@ class Deploy(Message, frozen=True):
     requests = "building its layers"
     member: Count
     stages: list[StageSpec]
-    num_stages: Count
     peers: list[PeerSpec]
     seed: int
     kept: list[Name] = []
@@ -379,10 +380,12 @@ class BuffersUpdated(StageReport, Words, frozen=True):
 
 
 class Arguments(MicrobatchMessage, frozen=True):
-    """What the model called a stage's layers with for one micro-batch.
+    """What the model called a stage's layers with for one micro-batch, and the micro-batch's way.
 
-    ``kept`` maps tensors of the frame to the slots in which the stage keeps them for later. A trial
-    (``is_trial``) leaves nothing behind in the layers.
+    The hidden states come from the process ``upstream`` and go to the process ``downstream``; 0 is
+    the coordinator. ``place`` counts the forwards of the same visit that the process runs in this
+    stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
+    later. A trial (``is_trial``) leaves nothing behind in the layers.
     """
 
     grad_enabled: bool
@@ -391,6 +394,9 @@ class Arguments(MicrobatchMessage, frozen=True):
     calls: list[LayerArguments]
     kept: dict[Count, Slot] = {}
     is_trial: bool = False
+    upstream: Count = 0
+    downstream: Count = 0
+    place: Count = 0
 
 
 class Activation(MicrobatchMessage, frozen=True):
@@ -414,7 +420,8 @@ class Gradient(MicrobatchMessage, frozen=True):
     """The gradients of an activation on their way upstream.
 
     ``is_present`` says for each tensor of the activation whether its gradient is in the frame. With
-    ``keeps_graph`` another backward of the same activation may follow.
+    ``keeps_graph`` another backward of the same activation may follow. ``places`` has a number for
+    this stage and for each one before it: the backwards that its process runs in it before.
     """
 
     said = (
@@ -426,6 +433,7 @@ class Gradient(MicrobatchMessage, frozen=True):
     is_present: list[bool]
     keeps_graph: bool = False
     narrowed: list[Narrowed | None] = []
+    places: list[Count] = []
 
 
 class DropCaches(ServingRequest, frozen=True):
@@ -435,9 +443,13 @@ class DropCaches(ServingRequest, frozen=True):
 
 
 class AbortStep(ServingRequest, frozen=True):
-    """Drop the step: saved activations, gradients, pending actions, and all key-value caches."""
+    """Drop the step: saved activations, gradients, pending actions, and all key-value caches.
+
+    The exchanges of replicas up to ``round`` are over.
+    """
 
     step: Count
+    round: Count = 0
 
 
 class MeasureLayer(IdleRequest, frozen=True):
@@ -565,13 +577,51 @@ class LoadOptimizerState(ServingRequest, frozen=True):
 
 
 class ApplyOptimizer(StampedRequest, frozen=True):
-    """Step an optimizer with these group options."""
+    """Step an optimizer with these group options.
+
+    Replicas of which only owners step then exchange weights, which is the exchange ``round``.
+    """
 
     requests = "the optimizer's part of step {message.step}"
     recorded_as = "optimizer"
     step: Count
     optimizer: Count
     options: list[Value]
+    round: Count = 0
+
+
+class ReduceGradients(StampedRequest, frozen=True):
+    """Add up gradients with the workers that hold the same stages; exchanges are numbered."""
+
+    recorded_as = "optimizer"
+    round: Count
+
+
+class ReplicaTensors(Message, frozen=True):
+    """Gradients or weights from a worker that holds the same stage.
+
+    Args:
+        member: The number of the worker that takes it.
+        source: The number of the worker that sends it.
+        round: The number of the exchange.
+        content: ``sums`` for the owner of these parameters; ``totals`` or ``weights`` from it.
+        names: The parameters, one for each tensor.
+        is_last: Whether the sender has sent its whole part of the exchange.
+    """
+
+    said = (
+        by(Speaker.UPSTREAM, State.LINKED)
+        | by(Speaker.WORKER, State.SERVING)
+        | by(Speaker.COORDINATOR, State.SERVING)
+    )
+    is_kept = True
+    recorded_as = "optimizer"
+    member: Count
+    source: Count
+    round: Count
+    content: ReplicaContent
+    names: list[Name]
+    is_last: bool
 
 
 class Timings(StageReport, frozen=True):
@@ -688,6 +738,22 @@ class Status(Message, frozen=True):
     moment_seconds: LongSeconds
     used_bytes: Bytes
     stage: StageStatus | None
+
+
+class FetchFingerprints(ServingRequest, frozen=True):
+    """Asks for the fingerprints of tensors that the coordinator has too."""
+
+    requests = "comparing its weights"
+    step: Count
+    names: list[Name]
+
+
+class Fingerprints(Message, frozen=True):
+    """The fingerprints of the tensors that were asked for, in their order."""
+
+    said = by(Speaker.WORKER, State.SERVING)
+    step: Count
+    found: list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]]
 
 
 # All classes of messages, as a decoder needs them.

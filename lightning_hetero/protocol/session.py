@@ -202,7 +202,7 @@ _ENDS: dict[str, tuple[Speaker, Speaker]] = {
 }
 
 
-def opening_session(role: Role) -> Session:
+def opening_session(role: str) -> Session:
     """The end that opens a conversation in this role."""
     opener, answerer = _ENDS[role]
     return Session(opener, answerer)

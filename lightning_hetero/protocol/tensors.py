@@ -5,9 +5,10 @@ A pool reuses a receive buffer as soon as no tensor lives in it any more.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -114,6 +115,19 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     # Not reshape(-1): a tensor of one element may have any stride and still count as contiguous.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
     return numpy.packbits(flat).data if tensor.dtype == torch.bool else flat.data
+
+
+def fingerprint_of(parts: Mapping[str, Tensor]) -> bytes:
+    """SHA-256 of the names, dtypes, shapes and bytes of tensors.
+
+    Processors have instructions for SHA-256: it takes about an eighth of the time that a link of
+    1 Gbit/s takes for the bytes.
+    """
+    found = hashlib.sha256()
+    for name, tensor in parts.items():
+        found.update(f"{name} {TensorSpec.of(tensor)}\n".encode())
+        found.update(tensor_bytes(tensor))
+    return found.digest()
 
 
 def tensor_from_bytes(spec: TensorSpec, body: bytearray | memoryview, offset: int) -> Tensor:

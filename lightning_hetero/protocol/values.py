@@ -1,7 +1,8 @@
-"""Arguments of layers on the wire: trees of tuples, lists, dicts, numbers, texts and tensors.
+"""What messages say of layers: their arguments, their tensors, and the stages that hold them.
 
-A tree is split into a `Value`, which goes into a message, and a list of tensors, which goes into
-the frame's body. A tensor that occurs several times is sent once.
+Arguments are trees of tuples, lists, dicts, numbers, texts and tensors. A tree is split into a
+`Value`, which goes into a message, and a list of tensors, which goes into the frame's body. A
+tensor that occurs several times is sent once.
 
 Tensors that many calls have in common, such as rotary tables, stay with the receiver in slots: the
 sender then names the slot instead of sending the content. The sender alone decides which slot holds
@@ -20,7 +21,8 @@ import msgspec
 from torch import Tensor
 
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError
-from .fields import Count, LayerNumber, Name
+from ..plan import Dtype, WireDtype
+from .fields import Count, LayerNumber, Name, Text
 from .tensors import TensorSpec, tensor_bytes
 
 NUM_SLOTS = 32
@@ -195,6 +197,55 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tuple_length: Count
     cache: CacheArgument | None = None
     other_mode: list[Name] = []
+
+
+class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One parameter or buffer of a stage, named ``<layer index>.<name inside the layer>``."""
+
+    name: Name
+    tensor: TensorSpec
+    requires_grad: bool
+
+
+class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A stage to build.
+
+    Args:
+        number: The stage's number, from 1 on.
+        recipe: What the layers are built from, as JSON.
+        parameters: The tensors of the layers.
+        recompute: Whether its forwards run again in the backward.
+        dtype: The dtype in which the stage computes; None for its input's.
+        activation_dtype: The dtype to which the stage rounds the activations that it sends.
+        gradient_dtype: The dtype to which the stage rounds the gradients that it sends.
+        compile: Whether to compile the layers.
+        holders: The numbers of the processes that hold the stage, in the plan's order; none if one
+            worker alone does.
+        owners: For each of ``parameters`` the number of the process that answers for it; none if
+            one worker alone holds the stage.
+        is_split: Whether only owners step an optimizer.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    recipe: Text
+    parameters: list[ParameterSpec]
+    recompute: bool
+    dtype: Dtype | None = None
+    activation_dtype: WireDtype | None = None
+    gradient_dtype: WireDtype | None = None
+    compile: bool = False
+    holders: list[Count] = []
+    owners: list[Count] = []
+    is_split: bool = False
+
+
+class PeerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another worker: its number, where the coordinator reaches it, and the name of its session,
+    which only the right worker knows."""
+
+    member: Count
+    address: Name
+    session: Name
 
 
 class Packer:

@@ -319,7 +319,8 @@ def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
         y = _TITLE + index * panel.row_height
         yield _label(process, y)
         yield rectangle(left, y, panel.row_seconds * scale, _BAR, "bubble")
-        has_stages = len({each.stage for each in process.ranges}) > 1
+        # All actions of the coordinator have the number 0.
+        has_stages = process.number > 0 and len({each.stage for each in process.ranges}) > 1
         for span in process.actions:
             x = left + (span.start_seconds - panel.start_seconds) * scale
             yield from _action(span, has_stages, x, y, scale)

@@ -8,7 +8,7 @@
            └─────────┘     └─────────┘
 
 Each link is two lines: activations go one way, gradients go back beside them. Where a worker has
-several stages, `lanes` draws the picture.
+several stages, or a stage several processes, `lanes` draws the picture.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import PurePath
 
 from ..errors import PictureError
+from ..pipeline.placement import COORDINATOR_STAGE
 from ..telemetry.ranges import layers_as_text, stages_as_text
 from .card import (
     CARD_WIDTH,
@@ -78,7 +79,7 @@ class _Box:
 
 
 class _Diagram:
-    """The layout of the picture of workers with one stage each.
+    """The layout of the picture of workers with one stage for each.
 
     Coordinates are pixels from the upper left corner.
     """
@@ -102,7 +103,7 @@ class _Diagram:
             heading(self._topology, self._left, self._inner),
             self._band_content(),
             *(self._card(index) for index in range(len(self._topology.workers))),
-            *(self._wire(index) for index in range(len(self._topology.links))),
+            *(self._wire(index) for index in range(len(self._topology.hops))),
             self._arrival(),
             legend(self._legend_rows, self._left, self._bottom + 30),
             radius=14,
@@ -223,7 +224,7 @@ class _Diagram:
             else:
                 parts.append(text(x, y + 4.5, self._pill_text(part), "normal ink", "middle"))
         before, behind = self._topology.own_parts
-        chains = [before, behind] if self._topology.links else [[*before, *behind]]
+        chains = [before, behind] if self._topology.hops else [[*before, *behind]]
         parts += [
             _small_arrow(boxes[one], boxes[next_one])
             for chain in chains
@@ -244,7 +245,7 @@ class _Diagram:
     # the links
 
     def _wire(self, index: int) -> str:
-        link, last = self._topology.links[index], len(self._topology.links) - 1
+        link, last = self._topology.hops[index].link, len(self._topology.hops) - 1
         if index == 0:
             points = self._way_out()
             (x, _), is_straight = points[0], len(points) == 2
@@ -295,7 +296,7 @@ class _Diagram:
     def _way_home(self) -> list[Point]:
         """The line from the last stage to the coordinator's first part after the stages."""
         first = self._pill_boxes[self._topology.own_parts[1][0]]
-        last = self._boxes[self._topology.route[-2] - 1]
+        last = self._boxes[self._topology.hops[-1].source - 1]
         x = first.middle[0]
         if not self._is_wrapped and last.x + 20 <= x <= last.right - 20:
             return [(x, last.y), (x, first.bottom)]
@@ -348,17 +349,23 @@ def _lines(topology: Topology) -> Iterator[str]:
         if not hop.is_inside:
             arrow = _mermaid_arrow(hop, topology)
             yield f"  {ids[hop.source]} {arrow} {ids[hop.target]}"
+    for hop in topology.exchanges:
+        yield f"  {ids[hop.source]} {_mermaid_exchange(hop)} {ids[hop.target]}"
     for own, place in zip(ids, topology.places, strict=True):
         hue = HUES[topology.machines.index(place.machine) % len(HUES)]
         yield f"  style {own} stroke:{hue},stroke-width:2px"
 
 
 def _content(place: Place, topology: Topology) -> str:
-    held = stages_as_text(place.ranges) if len(place.ranges) > 1 else _layers_of(place)
+    shared = [held for held in place.ranges if held.stage != COORDINATOR_STAGE]
+    has_number = len(shared) > 1 or any(held.share is not None for held in shared)
+    held = stages_as_text(shared) if has_number else _layers_of(place)
     if place is topology.coordinator:
         before, behind = topology.own_parts
         frozen = {end: f"{end}, frozen" for end in topology.frozen_ends}
-        names = [part.name for part in [*before, *behind] if part.name != "data"]
+        names = [part.name for part in before if part.name != "data"]
+        names += [stages_as_text(shared)] if shared else []
+        names += [part.name for part in behind]
         held = " · ".join(frozen.get(name, name) for name in names)
     memory = "" if place.memory is None else _memory_in_words(place.memory)
     lines = [place.device, held, memory, " · ".join(place.marks)]
@@ -378,14 +385,23 @@ def _memory_in_words(memory: Memory) -> str:
 
 
 def _mermaid_arrow(hop: Hop, topology: Topology) -> str:
-    """The arrow of a link; it tells its two stages if a worker has several."""
-    link, last = hop.link, len(topology.links) - 1
+    """The arrow of a link; it tells its two stages if a worker has several, or a stage several
+    workers."""
+    link = hop.link
     above, below = labels(link)
-    what = [] if topology.is_line else [f"{hop.stage} ▸ {(hop.stage + 1) % (last + 1)}"]
+    after = (hop.stage + 1) % (topology.num_stages + 1)
+    what = [] if topology.is_line else [f"{hop.stage} ▸ {after}"]
     what += ["token ids"] if link.is_one_way else []
     said = " · ".join([*what, *(label.content for label in (*above, *below))])
     back = "" if link.is_one_way else "<"
     return f'{back}-- "{_said(said)}" -->' if said else f"{back}-->"
+
+
+def _mermaid_exchange(hop: Hop) -> str:
+    """The dotted line between two replicas; it tells their stage."""
+    known = [label.content for side in labels(hop.link) for label in side]
+    said = " · ".join([f"gradients of stage {hop.stage}", *known])
+    return f'<-. "{_said(said)}" .->'
 
 
 def _said(text: str) -> str:

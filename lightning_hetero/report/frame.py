@@ -47,10 +47,11 @@ def heading(topology: Topology, left: float, width: float) -> str:
 def legend_rows(topology: Topology, width: float) -> list[list[_Item]]:
     """The kind of each item of the legend and its words, in rows."""
     items = []
-    if topology.links:
-        ways = [link.is_one_way for link in topology.links]
+    if topology.hops:
+        ways = [hop.link.is_one_way for hop in topology.hops]
         items += [("token", "token ids")] if any(ways) else []
         items += [("activation", "activations"), ("gradient", "gradients")]
+        items += [("exchange", "gradients of replicas")] if topology.exchanges else []
     used = {
         name
         for place in topology.places

@@ -13,6 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..errors import PlanError
+from ..telemetry.ranges import Range
 from ..units import in_bytes, in_duration, in_micro_batches, in_percent
 from .charts import line_chart, shares_chart
 from .diagram import diagram
@@ -236,5 +237,10 @@ def _layers_of(record: RunRecord, number: int) -> str:
     if record.is_idle(number):
         return "none since a move"
     ranges = record.ranges.get(record.name_of(number), ())
-    held = [each.layers for each in ranges]
-    return ", ".join(f"{first} to {end - 1}" for first, end in held) or "none"
+    return ", ".join(map(_range_of, ranges)) or "none"
+
+
+def _range_of(held: Range) -> str:
+    first, end = held.layers
+    share = "" if held.share is None else f" ({held.share_as_text})"
+    return f"{first} to {end - 1}{share}"

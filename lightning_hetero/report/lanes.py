@@ -1,21 +1,40 @@
-"""The diagram of a topology in which a worker has several stages, as SVG.
+"""The diagram of a topology in which a worker has several stages or a stage has replicas, as SVG.
 
 Each process has a lane. The layers go from left to right, so that no arrow goes back:
 
     ┌ coordinator ┐  layers 0–1 ─┐                                   ┌▶ layer 6 ▸ head
     ┌ a ──────────┐              └▶ layers 2–3 ─┐     ┌▶ layer 5 ────┘
     ┌ b ──────────┐                             └▶ layer 4
+
+Replicas of a stage are above each other, each with its share of the micro-batches:
+
+    ┌ coordinator ┐  layer 0 ─┬┐               ┌┬▶ head
+    ┌ a ──────────┐           │└▶ 2 of 3 ──────┘│
+    ┌ b ──────────┐           └─▶ 1 of 3 ───────┘
 """
 
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import pairwise
 
-from ..telemetry.ranges import layers_as_text
+from ..telemetry.ranges import Range, layers_as_text
 from .card import CARD_WIDTH, CardGrid, card
 from .frame import LEGEND_ROW, MARGIN, heading, heading_height, legend, legend_rows, size_of
 from .links import LABEL_HEIGHT, both_ways, label_beside, labels_width
-from .svg import Point, arrow, elided, hue, moved, picture_file, rectangle, text, titled, width_of
+from .svg import (
+    Point,
+    arrow,
+    element,
+    elided,
+    hue,
+    moved,
+    picture_file,
+    rectangle,
+    text,
+    titled,
+    width_of,
+)
 from .topology import EMBEDDING, Hop, Topology
 
 _GAP = 64.0
@@ -24,6 +43,11 @@ _STOP_HEIGHT = 50.0
 _MOST_OF_STOP = 220.0
 # Between the line of a link and its labels.
 _ASIDE = 14.0
+# Links side by side in one gap: how many of them have labels, and the distance without any.
+_MOST_LABELLED = 6
+_APART = 16.0
+# The room of the line between replicas, at the right edge of their stops.
+_EXCHANGE = 22.0
 
 
 def lanes(topology: Topology) -> str:
@@ -35,13 +59,19 @@ class _Lanes:
     """The layout of the picture. Coordinates are pixels from the upper left corner.
 
     A stop is a place on the way of the activations: the coordinator's first part, each stage, and
-    the coordinator's last part.
+    the coordinator's last part. Each of these has a column, in which replicas have a stop each.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._grid = CardGrid.around(topology.places, CARD_WIDTH)
         self._stops = self._lines_of_stops()
+        # The links in the gap behind each column, from left to right, so that few lines cross: of
+        # those that lead down the longest first, of those that lead up the shortest.
+        self._gaps: list[list[Hop]] = [[] for _ in self._stops]
+        for hop in sorted(topology.hops, key=lambda hop: hop.source - hop.target):
+            if not hop.is_inside:
+                self._gaps[hop.stage].append(hop)
 
     def svg(self) -> str:
         topology = self._topology
@@ -52,8 +82,9 @@ class _Lanes:
             f"Topology: {topology.title or size_of(topology)}",
             heading(topology, MARGIN, self._inner),
             *(self._lane(index) for index in range(len(topology.places))),
-            *(self._stop(number) for number in range(len(self._stops))),
+            *(self._stop(n, place) for n, places in enumerate(self._stops) for place in places),
             *map(self._wire, topology.hops),
+            *(self._exchange(number) for number in range(len(self._stops))),
             legend(self._legend_rows, MARGIN, self._bottom + 30),
             radius=14,
         )
@@ -83,16 +114,16 @@ class _Lanes:
 
     # the stops
 
-    def _lines_of_stops(self) -> list[tuple[str, str]]:
-        """The two lines of text of each stop."""
+    def _lines_of_stops(self) -> list[dict[int, tuple[str, str]]]:
+        """For each column the two lines of text of each stop, by the index of its place."""
         topology = self._topology
         before, behind = topology.own_parts
-        found = [self._of_coordinator([part.name for part in before])]
-        held = {each.stage: each for place in topology.workers for each in place.ranges}
-        for number in range(1, len(topology.links)):
+        found = [{0: self._of_coordinator([part.name for part in before])}]
+        for number in range(1, topology.num_stages + 1):
             also = f", {EMBEDDING}" if number == 1 and self._embeds_on_worker else ""
-            found.append((layers_as_text(held[number].layers), f"stage {number}{also}"))
-        return [*found, self._of_coordinator([part.name for part in behind])]
+            held = topology.ranges_of_stage(number)
+            found.append({place: _of_stage(each, also) for place, each in held.items()})
+        return [*found, {0: self._of_coordinator([part.name for part in behind])}]
 
     def _of_coordinator(self, names: list[str]) -> tuple[str, str]:
         """The coordinator's parts in two lines, of which the layers have one."""
@@ -109,23 +140,45 @@ class _Lanes:
 
     @cached_property
     def _widths(self) -> list[float]:
-        """The width of each stop; it has room for the labels of the link before it."""
+        """The width of each column; it has room for the labels of the last link before it."""
         found = []
-        for number, (first, second) in enumerate(self._stops):
-            own = max(width_of(first, 12, is_bold=True), width_of(second, 11)) + 22
-            link = self._topology.links[number - 1] if number else None
-            # Labels begin in the middle of the gap, and end before the middle of the next one.
-            room = 0.0 if link is None else labels_width(link) + 2 * _ASIDE - _GAP
-            found.append(max(84.0, min(own, _MOST_OF_STOP), room))
+        for number, stops in enumerate(self._stops):
+            own = max(
+                max(width_of(first, 12, is_bold=True), width_of(second, 11))
+                for first, second in stops.values()
+            )
+            before = self._gaps[number - 1] if number else []
+            # Labels begin behind the last line of the gap, and end before the next gap's first.
+            room = self._labels_room(before[-1]) - _GAP if before else 0.0
+            room += _EXCHANGE if len(stops) > 1 else 0.0
+            found.append(max(84.0, min(own + 22, _MOST_OF_STOP), room))
+        return found
+
+    def _labels_room(self, hop: Hop) -> float:
+        """The room of a link's labels beside its line; 0 if they are left out."""
+        is_crowded = len(self._gaps[hop.stage]) > _MOST_LABELLED
+        width = 0.0 if is_crowded else labels_width(hop.link)
+        return width + 2 * _ASIDE if width else 0.0
+
+    @cached_property
+    def _bends(self) -> list[list[float]]:
+        """Where each link of each gap goes up or down, from the left edge of the gap."""
+        found = []
+        for hops in self._gaps:
+            at, bends = _GAP / 2, []
+            for hop in hops:
+                bends.append(at)
+                at += max(self._labels_room(hop), _APART)
+            found.append(bends)
         return found
 
     @cached_property
     def _columns(self) -> list[float]:
-        """The left edge of each stop."""
+        """The left edge of each column."""
         x, found = MARGIN + CARD_WIDTH + 28, []
-        for width in self._widths:
+        for width, bends in zip(self._widths, self._bends, strict=True):
             found.append(x)
-            x += width + _GAP
+            x += width + _GAP + (bends[-1] - bends[0] if bends else 0.0)
         return found
 
     def _lane(self, index: int) -> str:
@@ -134,8 +187,8 @@ class _Lanes:
         lane = rectangle(MARGIN, y, self._inner, self._grid.height, "lane", radius=12)
         return lane + moved(MARGIN, y, card(place, num_layers, machine, self._grid))
 
-    def _stop(self, number: int) -> str:
-        index, (first, second) = self._topology.route[number], self._stops[number]
+    def _stop(self, number: int, index: int) -> str:
+        first, second = self._stops[number][index]
         x, width = self._columns[number], self._widths[number]
         y, room, middle = self._middle(index) - _STOP_HEIGHT / 2, width - 12, x + width / 2
         parts = [
@@ -158,11 +211,13 @@ class _Lanes:
         start, end = self._ends(hop)
         if hop.is_inside:
             return arrow([start, end], "activation")
-        middle = start[0] + (end[0] - start[0]) / 2
-        points = [start, (middle, start[1]), (middle, end[1]), end]
+        x = start[0] + self._bends[hop.stage][self._gaps[hop.stage].index(hop)]
+        wire = both_ways([start, (x, start[1]), (x, end[1]), end], hop.link)
+        if not self._labels_room(hop):
+            return wire
         # Lanes have stops, which labels would meet; so labels are below the upper lane.
         below = self._y(min(hop.source, hop.target)) + self._grid.height + _BETWEEN_LANES / 2
-        return both_ways(points, hop.link) + label_beside(middle + _ASIDE, below, hop.link, "start")
+        return wire + label_beside(x + _ASIDE, below, hop.link, "start")
 
     def _ends(self, hop: Hop) -> tuple[Point, Point]:
         number = hop.stage
@@ -171,3 +226,21 @@ class _Lanes:
             self._columns[number + 1],
             self._middle(hop.target),
         )
+
+    def _exchange(self, number: int) -> str:
+        """The lines over which the replicas of a column exchange gradients."""
+        x = self._columns[number] + self._widths[number] - _EXCHANGE / 2
+        lines = []
+        for upper, lower in pairwise(self._stops[number]):
+            top, bottom = self._middle(upper) + _STOP_HEIGHT / 2, self._middle(lower)
+            path = f"M{x:g} {top:g} L{x:g} {bottom - _STOP_HEIGHT / 2:g}"
+            lines.append(element("path", d=path, class_="line exchange-line"))
+        if not lines:
+            return ""
+        return titled(f"replicas exchange gradients of stage {number}", *lines, class_="link")
+
+
+def _of_stage(held: Range, also: str) -> tuple[str, str]:
+    """The two lines of text of a stop of a stage."""
+    share = f" · {held.share_as_text}" if held.share is not None else ""
+    return layers_as_text(held.layers), f"stage {held.stage}{also}{share}"

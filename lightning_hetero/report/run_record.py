@@ -186,6 +186,16 @@ class RunRecord:
         """Whether a worker has no layers under the last plan."""
         return number > 0 and not self.ranges.get(self.name_of(number))
 
+    def is_spare(self, number: int) -> bool:
+        """Whether other processes run all micro-batches of all the process's stages."""
+        held = self.ranges.get(self.name_of(number), ())
+        return number > 0 and bool(held) and all(each.is_spare for each in held)
+
+    def is_replica(self, number: int) -> bool:
+        """Whether another process holds a stage of the process too."""
+        held = self.ranges.get(self.name_of(number), ())
+        return any(each.share is not None for each in held)
+
     def name_of(self, number: int) -> str:
         """The name of a process; ``worker 2`` if neither the run's facts nor its plan tell it.
 
@@ -383,16 +393,19 @@ def _of_loss(record: RunRecord) -> Iterator[str]:
 
 
 def _of_balance(record: RunRecord) -> Iterator[str]:
-    shares = record.typical_of_processes("busy_share")
+    found = record.typical_of_processes("busy_share")
+    shares = {number: share for number, share in found.items() if not record.is_spare(number)}
     if len(shares) < 2:
         return
     busiest = max(shares, key=lambda number: shares[number])
     others = statistics.mean(share for number, share in shares.items() if number != busiest)
+    is_replica = record.is_replica(busiest)
+    less = "a smaller share of the micro-batches" if is_replica else "fewer layers"
     if shares[busiest] - others > UNEVEN:
         yield (
             f"{_said(record, busiest)} is the bottleneck: it computes "
             f"{in_percent(shares[busiest])} of the step, the others {in_percent(others)}. Give it "
-            "fewer layers, or let plan='auto' measure again; replan=True moves layers during a run."
+            f"{less}, or let plan='auto' measure again; replan=True moves layers during a run."
         )
 
 

@@ -252,6 +252,7 @@ _COLOURS = {
     "token-head": ("fill", "#5b6880", "#9fb0c6"),
     "gradient-line": ("stroke", "#b4540f", "#f0a062"),
     "gradient-head": ("fill", "#b4540f", "#f0a062"),
+    "exchange-line": ("stroke", "#b4540f", "#f0a062"),
 }
 
 _RULES = {
@@ -267,6 +268,7 @@ _RULES = {
     "line": "fill:none;stroke-width:1.8",
     "gradient-line": "stroke-dasharray:5 4",
     "token-line": "stroke-dasharray:1.5 3.5",
+    "exchange-line": "stroke-dasharray:1.5 3.5",
     "trace": "fill:none;stroke-width:1.8;stroke-linejoin:round",
     "forward": "fill:#3b82c4",
     "backward": "fill:#d9822b",

@@ -9,15 +9,16 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import combinations, product
 
 from ..errors import PlanError
+from ..pipeline.placement import COORDINATOR_STAGE, Placement
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..planner.candidates import Candidate
 from ..planner.costs import Need
 from ..planner.feasibility import candidate_of
 from ..planner.profile import ENDS, Profile
-from ..telemetry.ranges import Ranges, layers_as_text, ranges_of
+from ..telemetry.ranges import Range, Ranges, layers_as_text, ranges_of
 from ..units import in_bytes_per_second, in_micro_batches, in_percent, in_seconds, in_short_bytes
 
 MEMORY_PARTS = ("weights", "training", "in flight", "other")
@@ -117,12 +118,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Hop:
-    """A step of the route.
+    """A step on the way of activations, or an exchange between two replicas.
 
     Args:
-        stage: The number of the stage that sends activations; 0 is the coordinator's.
-        source: The index of its place.
-        target: The index of the place that takes them.
+        stage: The number of the stage that sends activations; 0 is the coordinator's. Of an
+            exchange, the number of the stage that both hold.
+        source: The index of the place that sends.
+        target: The index of the place that takes what is sent.
         link: The link between the two.
     """
 
@@ -157,10 +159,11 @@ class Topology:
             embedding unless the first stage holds it.
         workers: The workers in the order in which the layers come to them, then those without
             layers.
-        route: The way of the activations: the index of each stage's place in `places`, from the
-            coordinator through all stages and back to the coordinator; empty without stages.
-        links: The links between each two neighbors of the route, also between two stages of one
-            place, which need none.
+        hops: The ways of the micro-batches: from the coordinator through all stages and back to the
+            coordinator, in the order of the stages, also between two stages of one place; empty
+            without stages. Behind and before a stage with replicas, there is a hop for each two
+            places between which a micro-batch goes.
+        exchanges: The replicas that exchange gradients with each other, each pair once.
         facts: Short phrases about the whole run.
         frozen_ends: Which of ``embedding`` and ``head`` do not train.
     """
@@ -169,8 +172,8 @@ class Topology:
     num_layers: int
     coordinator: Place
     workers: Sequence[Place]
-    route: Sequence[int]
-    links: Sequence[Link]
+    hops: Sequence[Hop]
+    exchanges: Sequence[Hop] = ()
     facts: Sequence[str] = ()
     frozen_ends: frozenset[str] = frozenset()
 
@@ -180,25 +183,39 @@ class Topology:
         return [self.coordinator, *self.workers]
 
     @property
-    def hops(self) -> list[Hop]:
-        """The links with their ends, along the route."""
-        ends = pairwise(self.route)
-        return [
-            Hop(n, *pair, link) for n, (pair, link) in enumerate(zip(ends, self.links, strict=True))
-        ]
+    def num_stages(self) -> int:
+        """The number of stages on workers."""
+        return max((held.stage for place in self.places for held in place.ranges), default=0)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several places hold the same stage."""
+        return any(held.share is not None for place in self.places for held in place.ranges)
 
     @property
     def is_line(self) -> bool:
-        """Whether each worker has one stage, or none of them has any."""
-        return not self.links or all(len(place.ranges) == 1 for place in self.workers)
+        """Whether each worker has one stage for itself, or none of them has any."""
+        has_one_each = all(len(place.ranges) == 1 for place in self.workers)
+        return not self.hops or (has_one_each and not self.has_replicas)
+
+    def ranges_of_stage(self, number: int) -> dict[int, Range]:
+        """The range of each place that holds a stage on workers, by the place's index."""
+        return {
+            index: held
+            for index, place in enumerate(self.places)
+            for held in place.ranges
+            if held.stage == number
+        }
 
     @property
     def own_parts(self) -> tuple[list[Part], list[Part]]:
-        """The coordinator's own parts before the stages, and after the stages."""
+        """The coordinator's own parts before the stages, and after the stages; without layers of
+        which it is a replica."""
         before, behind = [Part("data")], [Part("head"), Part("loss")]
         if not (self.workers and EMBEDDING in self.workers[0].marks):
             before.append(Part(EMBEDDING))
-        parts = [Part(layers_as_text(each.layers), each.layers) for each in self.coordinator.ranges]
+        alone = [each for each in self.coordinator.ranges if each.stage == COORDINATOR_STAGE]
+        parts = [Part(layers_as_text(each.layers), each.layers) for each in alone]
         first = [part for part in parts if part.layers is not None and part.layers[0] == 0]
         return [*before, *first], [*(part for part in parts if part not in first), *behind]
 
@@ -276,23 +293,45 @@ def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> 
     coordinator, *workers = (
         _place(name, number, ranges[name], plan) for number, name in enumerate(ranges)
     )
-    names = [*ranges]
-    route = [0, *(names.index(stage.worker) for stage in plan.remote_stages), 0]
-    links = []
-    if workers:
-        links = [Link(None, None, n.activation_dtype, n.gradient_dtype) for n in plan.narrowings]
-        if EMBEDDING in workers[0].marks:
-            links[0] = Link(is_one_way=True)
+    numbers = {name: number for number, name in enumerate(ranges)}
     bare = Topology(
         title=title,
         num_layers=num_layers,
         coordinator=coordinator,
         workers=workers,
-        route=route if workers else [],
-        links=links,
+        hops=_hops(plan, numbers) if workers else [],
+        exchanges=_exchanges(plan, numbers),
         facts=[f"{in_micro_batches(plan.micro_batches)}, at most {plan.max_in_flight} in flight"],
     )
     return bare if profile is None else with_profile(bare, plan, profile)
+
+
+def _hops(plan: Plan, numbers: Mapping[str, int]) -> list[Hop]:
+    """The hops that a step's micro-batches take, those between each two stages side by side."""
+    links = [Link(None, None, n.activation_dtype, n.gradient_dtype) for n in plan.narrowings]
+    if plan.remote_stages[0].embedding:
+        links[0] = Link(is_one_way=True)
+    placement = Placement.of(plan)
+    stages = [COORDINATOR_STAGE, *(stage.number for stage in placement.stages), COORDINATOR_STAGE]
+    ways = [
+        [numbers[placement.process(stage, microbatch)] for stage in stages]
+        for microbatch in range(plan.micro_batches)
+    ]
+    return [
+        Hop(number, *ends, link)
+        for number, link in enumerate(links)
+        for ends in sorted({(way[number], way[number + 1]) for way in ways})
+    ]
+
+
+def _exchanges(plan: Plan, numbers: Mapping[str, int]) -> list[Hop]:
+    """Who adds up gradients with whom; where the coordinator is a replica, it does so for all."""
+    found = []
+    for number, stage in enumerate(plan.remote_stages, start=1):
+        others = stage.remote_workers
+        pairs = combinations(others, 2) if not stage.is_hosted else product([COORDINATOR], others)
+        found += [Hop(number, numbers[one], numbers[two], Link()) for one, two in pairs]
+    return found
 
 
 def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
@@ -309,7 +348,8 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
         bare,
         coordinator=coordinator,
         workers=workers,
-        links=_measured_links(bare, profile),
+        hops=_measured(bare, bare.hops, profile),
+        exchanges=_measured(bare, bare.exchanges, profile),
         facts=[*bare.facts, _prediction(candidate)],
         # A head that shares the embedding's weight has no parameters of its own.
         frozen_ends=bare.frozen_ends | (frozen_ends if len(frozen_ends) == len(ENDS) else set()),
@@ -318,7 +358,7 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
 
 def _place(name: str, number: int, ranges: Ranges, plan: Plan) -> Place:
     is_here = name == COORDINATOR or name.startswith("local-")
-    stages = [stage for stage in plan.stages if stage.worker == name and stage.layer_indices]
+    stages = [stage for stage in plan.stages if name in stage.workers and stage.layer_indices]
     marks = marks_of(ranges, [_marks_of_stage(stage) for stage in stages])
     return Place(name, number, THIS_MACHINE if is_here else "", ranges=ranges, marks=marks)
 
@@ -364,17 +404,18 @@ def _by_part(need: Need) -> Mapping[str, float]:
     }
 
 
-def _measured_links(bare: Topology, profile: Profile) -> list[Link]:
+def _measured(bare: Topology, hops: Sequence[Hop], profile: Profile) -> list[Hop]:
+    """The hops with the speeds that were measured."""
     speeds = {
         (link.source, link.target): Speed(link.bytes_per_second, link.latency_seconds)
         for link in profile.links
     }
     names = [place.name for place in bare.places]
     found = []
-    for hop in bare.hops:
+    for hop in hops:
         source, target = names[hop.source], names[hop.target]
         there, back = speeds.get((source, target)), speeds.get((target, source))
-        found.append(replace(hop.link, forward=there, backward=back))
+        found.append(replace(hop, link=replace(hop.link, forward=there, backward=back)))
     return found
 
 

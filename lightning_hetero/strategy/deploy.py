@@ -25,6 +25,7 @@ from ..coordinator.deployment import Deployment, imports_of
 from ..coordinator.progress import progress_of_bytes
 from ..coordinator.session import Coordinator
 from ..coordinator.workers import Fleet
+from ..errors import PlanError
 from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..plan import Plan, StagePlan
@@ -36,6 +37,7 @@ from ..profiler.dry_run import NoSample
 from ..profiler.kept import Measured
 from ..profiler.measure import ProfilingOptions
 from ..profiler.run import ProfilingRun
+from ..telemetry.ranges import share_as_text
 from ..transport.deadlines import Deadlines
 from .arguments import (
     StepOptions,
@@ -229,8 +231,9 @@ class Site:
             coordinator: Connected to the workers.
             before: Where the layers are now, if they move.
         """
+        self._check_hosted(plan)
         if before is None:
-            coordinator.serve(plan.workers, plan.coordinator_narrowing)
+            coordinator.serve(plan.workers, plan.narrowings)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
@@ -246,10 +249,28 @@ class Site:
             before,
         )
         if before is not None:  # a plan that is refused changes nothing
-            coordinator.serve(plan.workers, plan.coordinator_narrowing)
+            coordinator.serve(plan.workers, plan.narrowings)
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment
+
+    def _check_hosted(self, plan: Plan) -> None:
+        """Refuse a training in which this process could not be a replica.
+
+        Raises:
+            PlanError: With the remedy.
+        """
+        hosted = [stage for stage in plan.stages if stage.is_hosted]
+        is_training = self.module.trainer.state.fn is TrainerFn.FITTING
+        if not hosted or not is_training or self._cuts_step:
+            return
+        kind = "manual optimization" if not self.module.automatic_optimization else "'boundary'"
+        raise PlanError(
+            f"The plan has layers {list(hosted[0].layers)} on {' and '.join(hosted[0].workers)}, "
+            f"and under {kind} this process runs none of them: training_step runs once for the "
+            "whole batch, whose hidden states all go to workers. Take the coordinator from the "
+            "stage, or use automatic optimization with `micro_batching='step'`."
+        )
 
     def bring_weights_here(self, deployment: Deployment | None) -> None:
         """Read the weights that this process needs, if they are still in their checkpoint."""
@@ -323,7 +344,8 @@ class Site:
         for number, stage in enumerate(plan.remote_stages, start=1):
             first, end = stage.layers
             also = "the input embedding and " if stage.embedding else ""
-            rank_zero_info(f"stage {number}: {also}layers {first} to {end - 1} on {stage.worker}")
+            who = _holders_as_text(stage)
+            rank_zero_info(f"stage {number}: {also}layers {first} to {end - 1} on {who}")
             if stage.dtype == "float16" and scaler is None:
                 rank_zero_info(
                     f"stage {number} computes in float16 without loss scaling, so that gradients "
@@ -334,6 +356,15 @@ class Site:
             f"each batch is cut into {plan.micro_batches} micro-batches ({what}), "
             f"at most {plan.max_in_flight} in flight"
         )
+
+
+def _holders_as_text(stage: StagePlan) -> str:
+    """The processes of a stage, replicas with their shares: ``a (2 of 3), b (1 of 3)``."""
+    if len(stage.workers) == 1:
+        return stage.worker
+    shares = stage.present_shares
+    pairs = zip(stage.workers, shares, strict=True)
+    return ", ".join(f"{name} ({share_as_text(share, sum(shares))})" for name, share in pairs)
 
 
 def _all_on_one(workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:

@@ -2,7 +2,8 @@
 
 `RemoteSteps` diverts a precision plugin, since Lightning sends every clipping and every step
 through it. No other module uses the private names that this relies on: the plugin's
-`_after_closure`, and the state that a GradScaler keeps for each optimizer.
+`_after_closure`, the state that a GradScaler keeps for each optimizer, and `_should_accumulate`,
+Lightning's own rule for the batches behind which the optimizer steps.
 
 `FollowedZeroGrad` is for manual optimization, where user code calls `zero_grad`. Under automatic
 optimization the backwards on the stages have already run when Lightning calls `zero_grad`, so the
@@ -16,6 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -35,9 +37,60 @@ from ..pipeline.optimizer import (
     optimizer_gradients,
     total_norm,
 )
+from ..pipeline.recorder import APPLY, Recorder
 from .arguments import scaler_of
 
 Versions = set[tuple[int, int]]
+
+
+def steps_behind_batch(trainer: pl.Trainer) -> bool:
+    """Whether Lightning lets the optimizer step behind the present batch."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def record_own_steps(
+    optimizers: Iterable[Optimizer], is_own: Callable[[Optimizer], bool], recorder: Recorder
+) -> ExitStack:
+    """Record the steps of optimizers that step on this process alone.
+
+    Args:
+        optimizers: All optimizers of the run.
+        is_own: Whether an optimizer has no part on a worker at present; the steps of all others are
+            recorded where they are sent.
+        recorder: Takes a span for each step, without the closure in it.
+
+    Returns:
+        What ends this when it is closed.
+    """
+    stepping = ExitStack()
+
+    def begin() -> None:
+        stepping.close()  # a step that an error has ended, or another one of this closure
+        stepping.enter_context(recorder.span("optimizer", message=APPLY))
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not is_own(optimizer):
+            return None
+        # The first argument is the optimizer itself.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            begin()
+            return None
+
+        def closure_then_begin() -> Any:
+            found = closure()
+            begin()
+            return found
+
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, closure_then_begin, *args[2:]), others
+
+    hooks = ExitStack()
+    hooks.callback(stepping.close)
+    for optimizer in optimizers:
+        hooks.callback(optimizer.register_step_pre_hook(before).remove)
+        hooks.callback(optimizer.register_step_post_hook(lambda *_: stepping.close()).remove)
+    return hooks
 
 
 class RemoteSteps:

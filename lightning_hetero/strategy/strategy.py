@@ -215,6 +215,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             )
         site.bring_weights_here(self.deployment)
         super().model_to_device()
+        if self.deployment is not None and self.deployment.hosted is not None:
+            self.deployment.hosted.note_present()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -324,7 +326,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         Call it between an optimizer step and the next ``training_step``, for example in a
         callback's `on_train_batch_start`. The plan may have any of the first plan's workers, in any
         order; one without layers stays connected. A layer goes straight from the worker that has it
-        to the next one, and what stays where it is is not sent. Key-value caches end.
+        to the next one, and what stays where it is is not sent. Key-value caches end. With other
+        shares of replicas alone nothing is sent at all.
 
         Raises:
             MisconfigurationException: Under manual optimization.
@@ -336,7 +339,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         run = self._run
         is_inside_window = isinstance(run, TrainingRun) and run.is_inside_window
         check_move(self._module(), self.deployment, plan, is_inside_window)
-        if isinstance(run, TrainingRun):
+        if isinstance(run, TrainingRun) and run.deployment.plan.differs_in_shares_only(plan):
+            run.deployment.share(plan)
+            leave_pictures(self._module().trainer, run.deployment, run.profile)
+        elif isinstance(run, TrainingRun):
             trainer = self._module().trainer
             with moving_averages(trainer, plan, lambda: run.deployment):
                 run.move(plan, self.optimizers, partial(self._redeploy, plan, run.deployment))
@@ -358,6 +364,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if self.deployment is not None:
             self.deployment.check_placed()
             self.deployment.coordinator.training.average_weights(action, num_averaged, decay)
+            if self.deployment.hosted is not None:
+                self.deployment.hosted.note_averages()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -48,7 +48,7 @@ from ..report.run_record import FACTS, Process, RunFacts
 from ..report.topology import Memory, Place, Topology, marks_of, topology_of, with_profile
 from .arguments import StepOptions, check_precision
 from .first_batch import first_batch_check
-from .optimizers import FollowedZeroGrad, RemoteSteps
+from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
 from .replan import Watch, settle
 from .training_step import BatchReader, BatchStep, MicrobatchedStep, WholeBatchStep
 
@@ -137,6 +137,14 @@ class TrainingRun(Run):
         self._remote_steps, self._step = self._attached(deployment, options, optimizers)
         self._watch = Watch(deployment, measured, self._step.recorder, moves)
         self._put_back = let_callbacks_be_copied(module.trainer)
+        if deployment.hosted is not None:
+            self._put_back.callback(deployment.hosted.attach(optimizers).close)
+        recorder = deployment.coordinator.telemetry.recorder
+        self._put_back.callback(
+            record_own_steps(
+                optimizers, lambda each: self._remote_steps.remote_of(each) is None, recorder
+            ).close
+        )
         stages = deployment.coordinator.stages
         figures = TrainingFigures(
             module.trainer, lambda: stages.num_tokens, lambda: self._watch.bottleneck
@@ -466,7 +474,7 @@ def _coordinator(place: Place, module: pl.LightningModule, layers: Sequence[Deco
 
 
 def _worker(place: Place, equipment: Equipment, deployment: Deployment) -> Place:
-    stages = [stage for stage in deployment.plan.remote_stages if stage.worker == place.name]
+    stages = [stage for stage in deployment.plan.remote_stages if place.name in stage.workers]
     layers = [deployment.modules_of(stage) for stage in stages]
     weights = sum(
         stored_bytes(held, deployment.weights_dtype_of(stage))

@@ -40,6 +40,7 @@ from ..pipeline.results import (
     weighted_mean,
 )
 from .arguments import FirstCheck, StepOptions, scaler_of
+from .optimizers import steps_behind_batch
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class WholeBatchStep(BatchStep):
         with (
             self._deployment.hand_overs.batch_of(self._reader.count(batch, rest)),
             self._deployment.hand_overs.whole_batch_step(num_pieces, self._accumulates),
-            draws.of(draws.microbatch(step, 0)),
+            draws.of(draws.whole_batch(step)),
         ):
             result = training_step()
         self._deployment.check_forward_finished()
@@ -220,6 +221,7 @@ class MicrobatchedStep(BatchStep):
             deployment.plan.starts_on_worker,
             self.recorder,
             self._flags.check,
+            deployment.hosted,
         )
 
     @override
@@ -247,15 +249,23 @@ class MicrobatchedStep(BatchStep):
         ]
         plan = self._deployment.plan
         self._flags.begin_step(len(work))
+        stages = self._deployment.coordinator.stages
+        stages.is_before_step = steps_behind_batch(self._module.trainer)
         with ExitStack() as stack:
             stack.enter_context(self._deployment.hand_overs.cut_step())
             stack.callback(stand_in(self._module, "log", log.log))
             stack.enter_context(metrics.gathering(self._module))
+            if self._deployment.hosted is not None:
+                stack.enter_context(self._deployment.hosted.step())
             results = self._driver.run(
                 step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
         log.publish(self._module.log)
-        return self._merge(results, weights.all, shares.all, scale)
+        merged = self._merge(results, weights.all, shares.all, scale)
+        if merged is None:
+            # There is no backward, and gradients of earlier batches may wait on the workers.
+            self._add_gradients()
+        return merged
 
     @property
     def _adds_up(self) -> bool:
@@ -334,6 +344,13 @@ class MicrobatchedStep(BatchStep):
         """Publish the gradients when Lightning runs its backward."""
         self._scaling.note(gradient, loss_scale)
         self._gradients.publish()
+        self._add_gradients()
+
+    def _add_gradients(self) -> None:
+        """Add up the sums of all replicas before the optimizer steps."""
+        hosted = self._deployment.hosted
+        if hosted is not None and steps_behind_batch(self._module.trainer):
+            hosted.add_gradients(self._deployment.trained.ever)
 
 
 class LossScaling:

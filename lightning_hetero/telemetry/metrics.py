@@ -46,6 +46,14 @@ class Window:
         """Whether no training happened."""
         return self.num_tokens == 0 or self.step_seconds <= 0
 
+    def tokens_of(self, process: int) -> float:
+        """The tokens that passed through a process: with replicas those of its own micro-batches,
+        which have the mean number of tokens."""
+        handed_over = self.totals[0].num_microbatches
+        if process == 0 or not handed_over:
+            return self.num_tokens
+        return self.num_tokens * self.totals[process].num_microbatches / handed_over
+
     def computing_seconds(self, process: int) -> float:
         """The time that a process spent on its actions."""
         return sum(self.totals[process].seconds.get(kind, 0.0) for kind in ACTIONS)
@@ -98,7 +106,7 @@ def process_metrics(window: Window, process: int) -> dict[str, float]:
     if process == 0:
         found["other_share"] = between / whole
     if busy > 0:
-        found["tokens_per_second"] = window.num_tokens / busy
+        found["tokens_per_second"] = window.tokens_of(process) / busy
     if totals.num_choices > 0:
         found["queue_depth"] = totals.num_ready / totals.num_choices
     return found | _of_one(totals, window.num_steps)

@@ -14,17 +14,30 @@ class Range:
     """Consecutive layers of one process.
 
     Args:
-        stage: The number of their stage; 0 for layers of the coordinator.
+        stage: The number of their stage; 0 for layers of the coordinator alone.
         layers: Half-open range.
+        share: How many micro-batches of a round the process runs, and how many the round has; None
+            if no other process holds the layers.
     """
 
     stage: int
     layers: tuple[int, int]
+    share: tuple[int, int] | None = None
 
     @property
     def num_layers(self) -> int:
         """The number of layers."""
         return self.layers[1] - self.layers[0]
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether other processes run all micro-batches."""
+        return self.share is not None and self.share[0] == 0
+
+    @property
+    def share_as_text(self) -> str:
+        """The share, as ``2 of 3``; ``warm spare`` without any, and empty without replicas."""
+        return "" if self.share is None else share_as_text(*self.share)
 
 
 Ranges = Sequence[Range]
@@ -32,15 +45,25 @@ Ranges = Sequence[Range]
 
 
 def ranges_of(plan: Plan) -> dict[str, tuple[Range, ...]]:
-    """The ranges of each process: the coordinator, then the workers as the layers come to them."""
+    """The ranges of each process: the coordinator, then the workers as the layers come to them.
+    Each replica of a stage has a range of its own, with its share."""
     found: dict[str, tuple[Range, ...]] = {COORDINATOR: ()}
     number = COORDINATOR_STAGE
     for stage in plan.stages:
         number += not stage.is_local
-        if stage.layer_indices:
-            held = Range(COORDINATOR_STAGE if stage.is_local else number, stage.layers)
-            found[stage.worker] = (*found.get(stage.worker, ()), held)
+        if not stage.layer_indices:
+            continue
+        shares = stage.present_shares
+        for name, share in zip(stage.workers, shares, strict=True):
+            of_round = (share, sum(shares)) if len(shares) > 1 else None
+            held = Range(COORDINATOR_STAGE if stage.is_local else number, stage.layers, of_round)
+            found[name] = (*found.get(name, ()), held)
     return found
+
+
+def share_as_text(share: int, total: int) -> str:
+    """A replica's part of the micro-batches: ``2 of 3``, or ``warm spare`` for none of them."""
+    return f"{share} of {total}" if share else "warm spare"
 
 
 def layers_as_text(*layers: tuple[int, int]) -> str:
@@ -56,8 +79,15 @@ def layers_as_text(*layers: tuple[int, int]) -> str:
 
 
 def stages_as_text(ranges: Ranges) -> str:
-    """The layers of a process by its stages: ``stage 1: layers 2–4, stage 3: layer 8``. Those of
-    the coordinator have no number."""
-    if all(each.stage == COORDINATOR_STAGE for each in ranges):
-        return layers_as_text(*(each.layers for each in ranges))
-    return ", ".join(f"stage {each.stage}: {layers_as_text(each.layers)}" for each in ranges)
+    """The layers of a process by its stages: ``stage 1: layers 2–4, stage 3: layer 8 (2 of 3)``,
+    with its share where others hold the stage too. Those of the coordinator alone have no number.
+    """
+    own = [each.layers for each in ranges if each.stage == COORDINATOR_STAGE]
+    found = [layers_as_text(*own)] if own or not ranges else []
+    found += [_stage_as_text(each) for each in ranges if each.stage != COORDINATOR_STAGE]
+    return ", ".join(found)
+
+
+def _stage_as_text(held: Range) -> str:
+    said = f"stage {held.stage}: {layers_as_text(held.layers)}"
+    return said if held.share is None else f"{said} ({held.share_as_text})"

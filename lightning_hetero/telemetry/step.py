@@ -83,7 +83,7 @@ class ClockMap:
 SAME_CLOCK = ClockMap([Knot(0.0, 0.0, 0.0)])
 
 
-def align(samples: Iterable[ClockSample], window_seconds: float = WINDOW_SECONDS) -> ClockMap:
+def align(samples: Iterable[ClockSample]) -> ClockMap:
     """The clock map that the pings of one peer give.
 
     Raises:
@@ -91,7 +91,7 @@ def align(samples: Iterable[ClockSample], window_seconds: float = WINDOW_SECONDS
     """
     groups: list[list[Knot]] = []
     for knot in sorted(map(Knot.of, samples), key=lambda knot: knot.moment_seconds):
-        if not groups or knot.moment_seconds - groups[-1][0].moment_seconds > window_seconds:
+        if not groups or knot.moment_seconds - groups[-1][0].moment_seconds > WINDOW_SECONDS:
             groups.append([])
         groups[-1].append(knot)
     if not groups:
@@ -221,7 +221,7 @@ class RecordedStep:
         """The stages by their numbers."""
         coordinator, *workers = self.processes
         found = [StageSpans(0, coordinator.name, [*map(_to_stage, coordinator.spans)])]
-        num_stages = 1 + sum(len(each.ranges) for each in workers)
+        num_stages = 1 + max((held.stage for each in workers for held in each.ranges), default=0)
         for process in workers:
             for place, held in enumerate(process.ranges):
                 own = [
@@ -335,9 +335,11 @@ class Prediction:
 def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Prediction | None:
     """The prediction of a step.
 
-    It is None for steps that the simulator does not know: a micro-batch passes through the stages
-    several times, or the batch is cut at the boundary only.
+    It is None for steps that the simulator does not know: a stage has replicas, a micro-batch
+    passes through the stages several times, or the batch is cut at the boundary only.
     """
+    if plan.has_replicas:
+        return None
     if profile is not None:
         try:
             candidate = candidate_of(plan, profile)

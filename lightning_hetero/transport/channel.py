@@ -26,6 +26,7 @@ from ..errors import ChannelError, HeteroError, RemoteProtocolError
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Action
 from ..protocol import messages as m
+from ..protocol.bases import InstantMessage
 from ..protocol.frames import Content, Frame, FrameReader, encode_body, encode_frame, encode_head
 from ..protocol.session import Session, State
 from ..protocol.tensors import BufferPool
@@ -247,7 +248,7 @@ class Channel:
         try:
             while True:
                 frame = self._next_frame(reader)
-                if not isinstance(frame.message, m.InstantMessage) and not self._forwards(frame):
+                if not isinstance(frame.message, InstantMessage) and not self._forwards(frame):
                     inbox.put(Arrival(self, frame))
                 del frame  # the next wait must not keep its tensors alive
         except Exception as error:  # the owner waits for the inbox, so any error must get there

@@ -110,17 +110,13 @@ def dial(
     """
     try:
         hello = m.Hello(m.PROTOCOL_VERSION, role, session_name, identity.equipment, member)
-        return _dial(address, role, hello, deadlines, identity.credentials)
+        return _dial(address, hello, deadlines, identity.credentials)
     except WorkerUnreachable as error:
         raise WorkerUnreachable(f"{error} {advice(address)}") from error
 
 
 def _dial(
-    address: Address,
-    role: Role,
-    hello: m.Hello,
-    deadlines: Deadlines,
-    credentials: Credentials | None,
+    address: Address, hello: m.Hello, deadlines: Deadlines, credentials: Credentials | None
 ) -> tuple[Channel, m.Welcome]:
     if credentials is None and not address.is_loopback:
         raise WorkerUnreachable(
@@ -130,7 +126,7 @@ def _dial(
     end = time.monotonic() + deadlines.connect_seconds
     while True:
         try:
-            return _open(address, role, hello, deadlines, credentials)
+            return _open(address, hello, deadlines, credentials)
         except _Replaced:
             # The next process listens at the same address already, or will in a moment.
             if time.monotonic() > end:
@@ -142,13 +138,9 @@ class _Replaced(WorkerUnreachable):
 
 
 def _open(
-    address: Address,
-    role: Role,
-    hello: m.Hello,
-    deadlines: Deadlines,
-    credentials: Credentials | None,
+    address: Address, hello: m.Hello, deadlines: Deadlines, credentials: Credentials | None
 ) -> tuple[Channel, m.Welcome]:
-    session, plain = opening_session(role), _connect(address, deadlines)
+    session, plain = opening_session(hello.role), _connect(address, deadlines)
     with ExitStack() as on_failure:
         on_failure.callback(plain.close)
         try:

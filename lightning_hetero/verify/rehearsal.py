@@ -1,4 +1,5 @@
 """Rehearses one training step: on one device, with each stage away alone, and with all stages away.
+A stage with replicas is away on each of its workers alone.
 
 The loss, activations and gradients of each step are compared with those of the first one.
 """
@@ -32,7 +33,7 @@ from ..pipeline.tolerance import (
     tolerance,
     worst_gradient,
 )
-from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
+from ..plan import COORDINATOR, Plan, StagePlan
 from ..profiler.dry_run import (
     NoSample,
     SampleBatch,
@@ -145,7 +146,7 @@ class Observer:
         }
         if deployment is not None:
             trained = [name for p, name in deployment.tensors.names_of.items() if p.requires_grad]
-            found |= deployment.coordinator.layers.fetch_gradients(trained)
+            found |= deployment.coordinator.training.fetch_gradients(trained)
         return found
 
 
@@ -201,7 +202,7 @@ class Rehearsal:
             expected = observer.step()
             widest = self._widest_sum(expected)
             stages = []
-            for stage in self.plan.remote_stages:
+            for stage in self._stages_of_workers:
                 rank_zero_info(f"layers {stage.layers[0]} to {stage.layers[1] - 1}: {stage.worker}")
                 found = self._step_away(observer, self._alone(stage))
                 stages.append(self._compare(stage.worker, [stage], found, expected, widest))
@@ -234,6 +235,15 @@ class Rehearsal:
         except NoSample as reason:
             raise BatchError(f"There is no batch to compare with: {reason}.") from reason
 
+    @property
+    def _stages_of_workers(self) -> list[StagePlan]:
+        """Each stage on each of its workers alone."""
+        return [
+            replace(stage, workers=[name], shares=None, optimizer=None)
+            for stage in self.plan.remote_stages
+            for name in stage.remote_workers
+        ]
+
     def _alone(self, stage: StagePlan) -> Plan:
         """A plan with one stage away and all other layers here, so that any error is of that
         stage. Tensors cross its boundaries without rounding."""
@@ -241,13 +251,15 @@ class Rehearsal:
         return Plan([own, _unrounded(stage)], micro_batches=1)
 
     def _together(self, rows: int) -> Plan:
-        stages = [_unrounded(stage) for stage in self.plan.stages]
+        """The plan without rounding. What the coordinator computes as a replica is what the workers
+        are compared with, so here they run its micro-batches too."""
+        stages = [_unrounded(_on_workers(stage)) for stage in self.plan.stages]
         return replace(self.plan, stages=stages, micro_batches=min(rows, self.plan.micro_batches))
 
     def _step_away(self, observer: Observer, plan: Plan) -> Observed:
         names = plan.workers
         with closing(self.site.connect(names, self.layers, plan)) as coordinator:
-            coordinator.serve(names, Narrowing())
+            coordinator.serve(names)
             away = {n: layer.module for s in plan.remote_stages for n, layer in self._held(s)}
             # The copies come from this process: a worker's memory may be the fault.
             kept = _copies_of(away)
@@ -327,6 +339,17 @@ def _copies_of(layers: Mapping[int, nn.Module]) -> dict[str, Tensor]:
         for name, content, state in named_contents(layers)
         for part, tensor in flatten(name, content, state).items()
     }
+
+
+def _on_workers(stage: StagePlan) -> StagePlan:
+    """The stage without the coordinator as a replica."""
+    if not stage.is_hosted:
+        return stage
+    pairs = zip(stage.workers, stage.present_shares, strict=True)
+    shares = {name: share for name, share in pairs if name != COORDINATOR}
+    spares = dict.fromkeys(shares, 1)
+    found = shares if any(shares.values()) else spares
+    return replace(stage, workers=[*found], shares=[*found.values()], optimizer=None)
 
 
 def _unrounded(stage: StagePlan) -> StagePlan:

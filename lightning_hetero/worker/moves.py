@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..errors import LocalProtocolError, RemoteProtocolError
+from ..model.tensors import Content
 from ..pipeline.optimizer import MOST_BESIDE
-from ..pipeline.stage_layers import Content
 from ..protocol import messages as m
 from ..protocol.values import Packer, Value, unpack
 from ..transport.channel import Channel, Handler

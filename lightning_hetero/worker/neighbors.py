@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from ..devices.copies import Copies
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError, WorkerUnreachable
+from ..pipeline.rule import Key
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..transport.channel import Channel, send_copied
 from ..transport.connection import Traffic
+
+# A step, a stage and a key: one forward in one stage.
+Place = tuple[int, int, Key]
 
 
 class Neighbors:
     """The channels to the other workers of the run, and which of them a stage's results go over.
 
     A worker dials those that it sends activations or tensors to; they dial it the other way round.
-    Gradients go back over the channel that the stage's activations come by. Two workers that cannot
-    reach each other exchange all of it over the channel to the coordinator.
+    The arguments of a forward tell where its activation comes from and goes to; gradients go back
+    the same way. Two workers that cannot reach each other exchange all of it over the channel to
+    the coordinator.
 
     Args:
         coordinator: The channel to the coordinator.
@@ -33,21 +39,25 @@ class Neighbors:
         # The workers that this one dials, and those that have dialled it.
         self._downstream: dict[int, Channel] = {}
         self._upstream: dict[Channel, int] = {}
-        # The worker behind each stage, and the channel that each stage's activations come by.
-        self._behind: dict[int, int] = {}
-        self._before: dict[int, Channel] = {}
+        # By step, stage and key: the way of a forward, and the channel that its activation came by.
+        self._ways: dict[Place, m.Arguments] = {}
+        self._came_by: dict[Place, Channel] = {}
 
     def expect(self, message: m.Deploy) -> None:
         """Note who this worker is, and whom `connect` may dial."""
         self._number = message.member
         self._peers = {peer.member: peer for peer in message.peers}
-        self._behind = {stage.number: stage.downstream for stage in message.stages}
-        self._before = {}
+        self.begin_step(math.inf)
 
     @property
-    def downstream(self) -> set[int]:
-        """The numbers of the workers that stages here send their activations to."""
-        return {*self._behind.values()} - {0, self._number}
+    def peers(self) -> list[int]:
+        """The numbers of the workers that this one sends activations or tensors to."""
+        return [*self._peers]
+
+    def begin_step(self, step: float) -> None:
+        """Forget the ways of earlier steps."""
+        self._ways = {place: way for place, way in self._ways.items() if place[0] >= step}
+        self._came_by = {place: by for place, by in self._came_by.items() if place[0] >= step}
 
     def connect(
         self, numbers: Iterable[int], start: Callable[[Channel], None]
@@ -86,57 +96,92 @@ class Neighbors:
         """Whether another worker has opened the channel."""
         return channel in self._upstream
 
-    def check_way(self, message: m.Activation | m.Gradient, channel: Channel) -> None:
-        """Refuse what comes over another channel than all that is for its stage.
+    def note_way(self, message: m.Arguments) -> None:
+        """Note where the activation of a forward comes from and goes to.
 
-        The channel of a stage's first activation is noted, since its gradients go back over it.
+        Raises:
+            RemoteProtocolError: If it has come from elsewhere already.
+        """
+        place = _place_of(message)
+        self._ways[place] = message
+        if place in self._came_by:
+            self._check_activation(place, message.upstream, self._came_by[place])
+
+    def check_way(self, message: m.Activation | m.Gradient, channel: Channel) -> None:
+        """Refuse what comes from another process than the arguments have named.
+
+        Where an activation comes before its arguments, `note_way` refuses it.
 
         Raises:
             RemoteProtocolError: With the stage.
         """
-        stage = message.stage
-        if stage not in self._behind:
-            return  # there is no such stage here, which the runner says
-        expected: Channel | None = None  # it never leaves this process
-        if isinstance(message, m.Gradient):
-            if not self.leads_here(stage):
-                expected = self.downstream_of(stage)
-        elif self._behind.get(stage - 1) != self._number:
-            first = self._coordinator if stage == 1 else channel
-            expected = self._before.setdefault(stage, first)
-        if channel is not expected:
-            number = self.numbers.get(channel)
-            sender = f"worker {number}" if number else "the coordinator"
-            raise RemoteProtocolError(
-                f"{type(message).__name__} for stage {stage} came from {sender}, which does not "
-                "run the stage beside it."
-            )
+        place = _place_of(message)
+        way = self._ways.get(place)
+        if isinstance(message, m.Activation):
+            self._came_by.setdefault(place, channel)
+            if way is not None:
+                self._check_activation(place, way.upstream, channel)
+        elif way is not None:
+            number = way.downstream
+            expected = self._downstream.get(number, self._coordinator)
+            if channel is not expected or number == self._number:
+                raise self._wrong_sender("Gradient", place, channel)
 
-    def leads_here(self, stage: int) -> bool:
-        """Whether the activations of a stage stay in this process."""
-        return self._behind[stage] == self._number
+    def check_source(self, number: int, channel: Channel) -> None:
+        """Refuse what a replica sends under the number of another worker.
 
-    def comes_from_here(self, stage: int) -> bool:
-        """Whether the activations for a stage come from this process."""
-        return stage not in self._before
+        Raises:
+            RemoteProtocolError: With both numbers.
+        """
+        found = self.numbers.get(channel)
+        if found not in (number, 0):  # the coordinator passes on what cannot come straight
+            raise RemoteProtocolError(f"Worker {found} sent something as worker {number}.")
+
+    def _check_activation(self, place: Place, upstream: int, channel: Channel) -> None:
+        """Refuse an activation that did not come from the process of a number."""
+        may_come = [other for other, number in self._upstream.items() if number == upstream]
+        if upstream != self._number:
+            # The coordinator passes on what comes from a worker that cannot reach this one.
+            may_come = may_come or [self._coordinator]
+        if channel not in may_come:
+            raise self._wrong_sender("Activation", place, channel)
+
+    def _wrong_sender(self, what: str, place: Place, channel: Channel) -> RemoteProtocolError:
+        number = self.numbers.get(channel)
+        sender = f"worker {number}" if number else "the coordinator"
+        return RemoteProtocolError(
+            f"{what} for stage {place[1]} came from {sender}, which does not run the stage "
+            "beside it."
+        )
+
+    def way_down(self, step: int, stage: int, key: Key) -> Channel | None:
+        """The channel for a forward's activation; None if it stays in this process."""
+        number = self._ways[step, stage, key].downstream
+        return None if number == self._number else self._downstream.get(number, self._coordinator)
+
+    def way_up(self, step: int, stage: int, key: Key) -> Channel | None:
+        """The channel for the gradients of a forward's input; None if they stay here."""
+        return self._came_by.get((step, stage, key))
+
+    def is_last(self, step: int, stage: int, key: Key) -> bool:
+        """Whether the activation of a forward goes to the coordinator."""
+        return self._ways[step, stage, key].downstream == 0
+
+    def is_first(self, step: int, stage: int, key: Key) -> bool:
+        """Whether the activation for a forward comes from the coordinator."""
+        return self._ways[step, stage, key].upstream == 0
 
     def channel_to(self, number: int) -> Channel:
-        """The channel for tensors to a worker.
+        """The channel for tensors to a worker, or to the coordinator, which is number 0.
 
         Raises:
             ModelError: If it was never dialled.
         """
+        if number == 0:
+            return self._coordinator
         if number not in self._downstream:
             raise ModelError(f"This worker was not told to connect to worker {number}.")
         return self._downstream[number]
-
-    def downstream_of(self, stage: int) -> Channel:
-        """The channel for the activations of a stage."""
-        return self._downstream.get(self._behind[stage], self._coordinator)
-
-    def upstream_of(self, stage: int) -> Channel:
-        """The channel for the gradients of a stage."""
-        return self._before[stage]
 
     def pass_on(self, channel: Channel, content: Content, copies: Copies) -> None:
         """Send an activation downstream, or gradients upstream.
@@ -173,3 +218,7 @@ class Neighbors:
         for channel in {*self._upstream, *self._downstream.values()} - {self._coordinator}:
             channel.close(m.Goodbye())
         self._coordinator.close(last_word)
+
+
+def _place_of(message: m.Arguments | m.Activation | m.Gradient) -> Place:
+    return message.step, message.stage, message.key

@@ -50,12 +50,18 @@ class Belongings:
         }
         return Belongings(states, {n: a for n, a in self.averages.items() if n in names})
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Drop what belongs to the tensors of these names."""
+    def drop_states(self, names: Iterable[str]) -> None:
+        """Drop the optimizers' states of the tensors of these names."""
         for name in names:
-            self.averages.pop(name, None)
             for own in self.states.values():
                 own.pop(name, None)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Drop what belongs to the tensors of these names."""
+        names = [*names]
+        self.drop_states(names)
+        for name in names:
+            self.averages.pop(name, None)
 
 
 class TrainedSide:
@@ -68,6 +74,7 @@ class TrainedSide:
 
     Attributes:
         leaving: What belongs to tensors of former layers.
+        is_owned: Whether this worker answers for a parameter, which replicas share.
         handlers: What carries out each kind of message.
     """
 
@@ -80,6 +87,7 @@ class TrainedSide:
         self._coordinator = coordinator
         self._layers = layers
         self._take_timings = take_timings
+        self.is_owned: Callable[[str], bool] = lambda _name: True
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages({})
         # What belongs to tensors here, until their optimizers are built and averages go on.
@@ -92,24 +100,25 @@ class TrainedSide:
             m.ZeroGradients: self._on_zero_gradients,
             m.MeasureNorms: self._on_measure_norms,
             m.ClipGradients: self._on_clip_gradients,
-            m.ApplyOptimizer: self._on_apply_optimizer,
             m.AverageWeights: self._on_average_weights,
             m.FetchOptimizerState: self._on_fetch_optimizer_state,
         }
 
-    def train_anew(self, kept: Collection[str]) -> None:
+    def train_anew(self, kept: Collection[str], stepped: Callable[[str], bool]) -> None:
         """Take optimizers and averages apart; the layers have changed.
 
         Args:
             kept: The tensors that the layers go on with; what belongs to the others is `leaving`.
+            stepped: Whether this worker steps a parameter from now on.
         """
         former = Belongings(
             {number: self._all_states(number) for number in self._known_optimizers()},
             {**self._awaiting.averages, **self._averages.present},
         )
         self._awaiting = former.restrict_to(set(kept))
-        former.drop(kept)
+        # Also what goes to another worker and stays here.
         self.leaving = former
+        self._awaiting.drop_states([name for name in kept if not stepped(name)])
         self._optimizers = {}
         self._averages = WeightAverages({})
 
@@ -165,7 +174,8 @@ class TrainedSide:
         self._coordinator.send(m.Done())
 
     def _on_measure_norms(self, message: m.MeasureNorms, _tensors: tuple[Tensor, ...]) -> None:
-        gradients = self._gradients(message.optimizer)
+        found = self._gradients(message.optimizer).items()
+        gradients = {name: gradient for name, gradient in found if self.is_owned(name)}
         norms = dict(zip(gradients, gradient_norms([*gradients.values()]), strict=True))
         self._coordinator.send(m.Norms(message.step, norms))
 
@@ -173,7 +183,8 @@ class TrainedSide:
         gradients = [*self._gradients(message.optimizer).values()]
         clip_gradients(gradients, Clipping(message.factor, message.value))
 
-    def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
+    def apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
+        """Step an optimizer, and tell the coordinator how long training took."""
         options = [unpack(value, tensors) for value in message.options]
         self._optimizer(message.optimizer).step(options)
         self._coordinator.send(self._take_timings(message.step))

@@ -14,11 +14,11 @@ import torch
 from ..devices.device import device_for
 from ..errors import ModelError, RemoteProtocolError
 from ..model.allowed_imports import Allowed
-from ..pipeline.stage_layers import KeptTensors
 from ..protocol import messages as m
 from ..protocol.tensors import Buffer
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
+from .shelf import KeptTensors
 
 logger = logging.getLogger(__name__)
 

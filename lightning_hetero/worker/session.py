@@ -6,6 +6,7 @@
     layers      builds layers, takes their tensors, sends them
     training    steps, clips, freezes and averages
     moves       passes tensors on to other workers as layers move, and takes theirs
+    replicas    adds up gradients with the workers that hold the same stages
     telemetry   times and records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
@@ -20,6 +21,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
 
@@ -54,6 +56,7 @@ from .moves import MovedSide
 from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
+from .replicas import ReplicaSide
 from .telemetry import RecordedSide
 from .trials import MeasuredSide, answer_probe
 
@@ -108,7 +111,6 @@ class StageSession:
         self._copies = device_for(host.device).copies()
         self._inbox: Inbox = SimpleQueue()
         self._runner = Runner([])
-        self._num_stages = 0
         self._narrowings: dict[int, Narrowing] = {}
         self._constants = KeptConstants()
         self._layers = StageLayers(coordinator, host)
@@ -119,6 +121,10 @@ class StageSession:
         self._training = TrainedSide(coordinator, self._layers, take_timings)
         channel_to = self._neighbors.channel_to
         self._moves = MovedSide(coordinator, self._layers, self._training, channel_to)
+        self._replicas = ReplicaSide(
+            self._layers, self._copies, self._neighbors.pass_on, channel_to
+        )
+        self._training.is_owned = self._replicas.is_owned
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -129,6 +135,7 @@ class StageSession:
             **self._training.handlers,
             **self._layers.handlers,
             **self._moves.handlers,
+            **self._replicas.handlers,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.Deploy: self._on_deploy,
@@ -140,6 +147,7 @@ class StageSession:
             m.Gradient: self._on_gradient,
             m.DropCaches: self._on_drop_caches,
             m.AbortStep: self._on_abort_step,
+            m.ApplyOptimizer: self._on_apply_optimizer,
         }
 
     def attach_upstream(self, channel: Channel, member: int) -> None:
@@ -245,13 +253,14 @@ class StageSession:
 
         What these wait for never waits. Arguments do, so that no later forward overtakes a request.
         """
-        if isinstance(message, (m.Activation, m.Gradient, m.AbortStep)):
+        if isinstance(message, (m.Activation, m.Gradient, m.AbortStep, m.ReplicaTensors)):
             return False
-        return bool(self._awaiting) or isinstance(message, m.StampedRequest)
+        is_behind = bool(self._awaiting) or self._replicas.is_waiting
+        return is_behind or isinstance(message, m.StampedRequest)
 
     def _carry_out_due(self) -> None:
         """Carry out the requests for which all forwards and backwards before them have run."""
-        while self._awaiting:
+        while self._awaiting and not self._replicas.is_waiting:
             arrival, frame = self._awaiting[0]
             message = frame.message
             if isinstance(message, m.StampedRequest):
@@ -280,6 +289,8 @@ class StageSession:
                 if self._runner.is_late(message.step):
                     return
                 self._neighbors.check_way(message, arrival.channel)
+            if isinstance(message, m.ReplicaTensors):
+                self._neighbors.check_source(message.source, arrival.channel)
             with self._telemetry.taking(arrival, message):
                 handler(message, frame.tensors)
         except SessionOver:
@@ -292,15 +303,26 @@ class StageSession:
         """Run an action and send its result on."""
         self._coordinator.activity = of_action(action, self._runner.step)
         try:
-            if self._runner.is_training(action):
-                content = self._telemetry.run_training(self._runner, action)
-            else:
-                content = self._runner.run(action)
+            if action.kind == "B":
+                self._replicas.note_backward()
+            with self._sending_early(action):
+                if self._runner.is_training(action):
+                    content = self._telemetry.run_training(self._runner, action)
+                else:
+                    content = self._runner.run(action)
             self._tell_of_buffers()
             self._route(action, content)
         except BaseException as error:
             several = len(self._runner.stages) > 1
             self._report(error, where=f" (in stage {action.stage_index})" if several else "")
+
+    def _sending_early(self, action: Action) -> AbstractContextManager[None]:
+        """Inside, gradients leave for their owners, if this is the last backward before that."""
+        message = self._awaiting[0][1].message if self._awaiting else None
+        if action.kind != "B" or not isinstance(message, m.ReduceGradients):
+            return nullcontext()
+        is_last = self._runner.has_done(message.forwards, message.backwards - 1, is_exact=False)
+        return self._replicas.sending_early(message.round) if is_last else nullcontext()
 
     def _report(
         self, error: BaseException, in_optimizer_step: bool = False, where: str = ""
@@ -344,15 +366,15 @@ class StageSession:
         if self._budget is not None:
             self._budget.reserve(parameters)
         built, held = self._layers.build(message)
-        self._training.train_anew(message.kept)
         self._neighbors.expect(message)
+        self._replicas.expect(message)
+        self._training.train_anew(message.kept, self._replicas.is_stepped)
         self._connect(message.receivers)
         stages = zip(message.stages, built, strict=True)
         self._runner = Runner(
             [self._stage(spec, layers, message.seed) for spec, layers in stages],
             self._runner.step,
         )
-        self._num_stages = message.num_stages
         self._narrowings = {
             spec.number: Narrowing(spec.activation_dtype, spec.gradient_dtype)
             for spec in message.stages
@@ -372,13 +394,13 @@ class StageSession:
             seed=seed,
             dtype=dtype,
             compiled=CompiledLayers() if spec.compile else None,
-            state=LayerState(numbered_layers(layers)),
+            state=LayerState(numbered_layers(layers), is_shared=len(spec.holders) > 1),
         )
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.check_complete()
         self._training.forget_leaving()
-        self._connect(self._neighbors.downstream)
+        self._connect(self._neighbors.peers)
         self._coordinator.send(m.Done())
 
     def _connect(self, numbers: Iterable[int]) -> None:
@@ -400,9 +422,14 @@ class StageSession:
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._training.check_nothing_waits()
         self._copies.keep_for(message.in_flight)
+        self._neighbors.begin_step(message.step)
         self._recorder.begin_step()
         accumulate, dropout_step = message.accumulate, message.dropout_step
         self._runner.begin(message.step, message.in_flight, accumulate, dropout_step)
+
+    def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
+        self._training.apply_optimizer(message, tensors)
+        self._replicas.follow_step(message.round)
 
     def _on_set_attributes(self, message: m.SetAttributes, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.set_attributes(message)
@@ -413,6 +440,9 @@ class StageSession:
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
         read = partial(decode_arguments, message, constants=self._constants)
         surroundings = self._copies.to_device(tensors, read)
+        if self._runner.is_late(message.step):
+            return
+        self._neighbors.note_way(message)
         self._runner.take(message.step, message.stage, message.key, surroundings)
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
@@ -430,8 +460,9 @@ class StageSession:
         for stage in self._runner.stages:
             stage.caches.drop(message.numbers)
 
-    def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
+    def _on_abort_step(self, message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
+        self._replicas.end(message.round)
         self._telemetry.take_timings(0)
 
     def _tell_of_buffers(self) -> None:
@@ -442,22 +473,22 @@ class StageSession:
     def _route(self, action: Action, content: Activation | Gradients) -> None:
         """Send an activation to the stage behind, or gradients to the stage before."""
         step, key, number = self._runner.step, action.key, action.stage_index
-        narrowing = self._narrowings[number]
+        narrowing, neighbors = self._narrowings[number], self._neighbors
         with self._recorder.span("pack", key, type(content).__name__):
             if isinstance(content, Activation):
-                behind = (number + 1) % (self._num_stages + 1)
-                if self._neighbors.leads_here(number):
-                    self._runner.take(step, behind, key, content)
-                    return
-                channel = self._neighbors.downstream_of(number)
-                said = encode_activation(step, key, content, narrowing.activation_dtype, behind)
+                target = 0 if neighbors.is_last(step, number, key) else number + 1
+                channel = neighbors.way_down(step, number, key)
+                dtype = narrowing.activation_dtype
+                said = partial(encode_activation, step, key, content, dtype, target)
             else:
-                if self._neighbors.comes_from_here(number):
-                    self._runner.take(step, number - 1, key, content)
-                    return
-                channel = self._neighbors.upstream_of(number)
-                said = encode_gradients(step, key, content, narrowing.gradient_dtype, number - 1)
-            self._neighbors.pass_on(channel, said, self._copies)
+                target = 0 if neighbors.is_first(step, number, key) else number - 1
+                channel = neighbors.way_up(step, number, key)
+                dtype = narrowing.gradient_dtype
+                said = partial(encode_gradients, step, key, content, dtype, target)
+            if channel is None:
+                self._runner.take(step, target, key, content)
+            else:
+                neighbors.pass_on(channel, said(), self._copies)
 
 
 def _range_of(stage: Stage) -> m.StageRange:

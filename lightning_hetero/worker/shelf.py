@@ -1,4 +1,11 @@
-"""The shelf: a file in main memory, where the process of a session leaves tensors to the next one.
+"""The tensors of a worker's last run, which the next one goes on with, and the shelf that has them.
+
+A worker keeps all tensors when a session ends. On the next `Deploy` it drops the tensors that the
+new stage cannot use. For each remaining one the coordinator sends a fingerprint; the worker drops a
+tensor whose fingerprint differs. So frozen weights are not sent again for a second run of a model,
+and no weight is sent for a validation after a training.
+
+The shelf is a file in main memory, where the process of a session leaves tensors to the next one:
 
     page 0       the place and length of the index; zeros while there are no tensors
     page 1 ...   the tensors, each from the beginning of a page
@@ -17,16 +24,23 @@ import logging
 import mmap
 import os
 import struct
+import threading
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+from torch import Tensor, nn
 
 from ..devices.main_memory import free_main_memory
 from ..errors import HeteroError
-from ..pipeline.stage_layers import Content
-from ..protocol.tensors import TensorSpec, tensor_bytes, tensor_from_bytes
+from ..model.tensors import Content, named_contents
+from ..protocol import messages as m
+from ..protocol.tensors import TensorSpec, fingerprint_of, tensor_bytes, tensor_from_bytes
 
 logger = logging.getLogger(__name__)
+
+KEPT_SECONDS = 600.0
+"""After so long without a session, a worker frees the tensors that it keeps."""
 
 _PLACE = struct.Struct(">QQ")
 _MOST_INDEX_BYTES = 64 * 2**20
@@ -110,7 +124,7 @@ class SharedShelf:
 
     def _put_one(self, content: Content, end: int) -> tuple[list[_Part], int]:
         parts = []
-        for name, tensor in {"": content.tensor, **content.state}.items():
+        for name, tensor in content.parts.items():
             parts.append(_Part(name, TensorSpec.of(tensor), end))
             end = _end_of_page(self._write(tensor_bytes(tensor), end))
         return parts, end
@@ -164,3 +178,73 @@ def _copied(mapped: _Mapped) -> dict[str, Content]:
 
 def _end_of_page(position: int) -> int:
     return -(-position // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class KeptTensors:
+    """Tensors of a worker's former layers, by name; no layer uses them any more.
+
+    Args:
+        shelf: Where a former process has left tensors, and this one leaves its own.
+    """
+
+    def __init__(self, shelf: SharedShelf | None = None) -> None:
+        self._unread = self._shelf = shelf
+        self._reading = threading.Lock()
+        self._mine: dict[str, Content] = {}
+
+    @property
+    def _contents(self) -> dict[str, Content]:
+        with self._reading:
+            shelf, self._unread = self._unread, None
+            if shelf is not None:
+                self._mine = shelf.take_all()
+            return self._mine
+
+    def num_bytes_on(self, device_type: str) -> int:
+        """Bytes that the tensors take in the memory of such devices."""
+        contents = list(self._contents.values())
+        return sum(c.num_bytes for c in contents if c.tensor.device.type == device_type)
+
+    def leave_to_next(self) -> None:
+        """Leave the tensors to the next process; this one has none afterwards."""
+        if self._shelf is not None and self._unread is None:
+            self._shelf.put(self._mine)
+            self._shelf.release()
+
+    def keep(self, layers: Mapping[int, nn.Module]) -> None:
+        """Keep the tensors of layers that are no more in use, and drop those kept before."""
+        self.forget()
+        seen: set[int] = set()
+        for name, tensor, state in named_contents(layers):
+            # A shared tensor is kept once: the next layers may have two tensors of equal content.
+            if not tensor.is_meta and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                self._contents[name] = Content(tensor.detach().as_subclass(Tensor), state)
+
+    def restrict_to(self, specs: Sequence[m.ParameterSpec]) -> list[str]:
+        """Drop tensors that cannot be one of these, and return the names of the others."""
+        wanted = {spec.name: spec.tensor for spec in specs}
+        contents = self._contents
+        for name, content in list(contents.items()):
+            if name not in wanted or TensorSpec.of(content.tensor) != wanted[name]:
+                del contents[name]
+        return list(contents)
+
+    def take(self, name: str, fingerprint: bytes) -> Content | None:
+        """Remove a tensor, and return it if it has this fingerprint."""
+        content = self._contents.pop(name, None)
+        if content is None or fingerprint_of(content.parts) != fingerprint:
+            return None
+        return content
+
+    def drop(self, name: str) -> None:
+        """Drop one tensor."""
+        self._contents.pop(name, None)
+
+    def forget(self) -> None:
+        """Drop all tensors, also those of a former process."""
+        with self._reading:
+            shelf, self._unread = self._unread, None
+            if shelf is not None:
+                shelf.put({})
+            self._mine.clear()

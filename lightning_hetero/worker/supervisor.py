@@ -39,8 +39,7 @@ from typing import NoReturn
 
 from ..devices.device import is_any_in_use
 from ..errors import HeteroError, WorkerError
-from ..pipeline.stage_layers import KeptTensors
-from .shelf import SharedShelf, open_shelf
+from .shelf import KeptTensors, SharedShelf, open_shelf
 from .worker import Worker
 
 logger = logging.getLogger(__name__)

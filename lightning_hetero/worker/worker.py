@@ -25,7 +25,6 @@ from ..devices.description import equipment_here
 from ..devices.device import check_has_backend, device_for
 from ..errors import ChannelError, HeteroError, ProtocolError, TrustError, WorkerError
 from ..model.allowed_imports import Allowed
-from ..pipeline.stage_layers import KEPT_SECONDS, KeptTensors
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
 from ..protocol.session import Session, answering_session
@@ -36,6 +35,7 @@ from ..transport.handshake import Identity, receive_hello
 from ..transport.tls import Credentials, secured
 from .owner import Host, Owner
 from .session import StageSession
+from .shelf import KEPT_SECONDS, KeptTensors
 
 logger = logging.getLogger(__name__)
 
@@ -273,11 +273,6 @@ class Worker:
     def device(self) -> torch.device:
         """Where stages compute."""
         return self._host.device
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the worker ends with the present run."""
-        return self._is_draining
 
     def pause(self) -> None:
         """Finish the present micro-batch, then compute nothing until `resume`."""

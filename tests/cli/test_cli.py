@@ -14,12 +14,12 @@ import yaml
 
 from lightning_hetero import cli
 from lightning_hetero.model.allowed_imports import Allowed
-from lightning_hetero.pipeline.stage_layers import KeptTensors
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Profile
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, read_token_file
 from lightning_hetero.version import __version__
+from lightning_hetero.worker.shelf import KeptTensors
 from lightning_hetero.worker.supervisor import Place
 from lightning_hetero.worker.worker import Worker
 

@@ -10,15 +10,15 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from lightning_hetero import HeteroPipelineStrategy, cli
-from lightning_hetero.cli.top import table
-from lightning_hetero.discovery.status import Sighting, WorkerStatus, seen_again
+from lightning_hetero.cli.top import Sighting, seen_again, table
+from lightning_hetero.discovery.find import WorkerStatus
 from lightning_hetero.errors import WorkerUnreachable
 
 from ..conftest import worker_process
-from ..discovery.answers import answer
 from ..integration.moves import Moves
-from ..integration.shapes import SHAPES, shaped
+from ..integration.shapes import REPLICAS, SHAPES, shaped
 from ..models import TinyModule, loader, trainer
+from .answers import answer
 from .command import run
 
 
@@ -72,7 +72,7 @@ def looked_at(
     shapes: list[str],
 ) -> list[str]:
     """What `top` shows at the end of a run whose layers move from shape to shape."""
-    plans = [shaped(workers, SHAPES[shape], 2) for shape in shapes]
+    plans = [shaped(workers, (SHAPES | REPLICAS)[shape], 2) for shape in shapes]
     module = Looking(monkeypatch, workers[:2])
     moves = Moves(dict(enumerate(plans[1:], start=1)))
     strategy = HeteroPipelineStrategy(workers[:2], plans[0])
@@ -94,6 +94,15 @@ def test_all_stages_of_a_worker_are_shown(
     assert found == [["1: 0 to 0", "3: 2 to 2", "5: 4 to 4"], ["2: 1 to 1", "4: 3 to 3"]]
 
 
+def test_replicas_are_shown_with_the_same_layers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: list[str]
+) -> None:
+    """A warm spare trains too: it steps the optimizer."""
+    lines = looked_at(monkeypatch, capsys, workers, ["a warm spare"])
+    rows = [line for line in lines if "training" in line]
+    assert [re.findall(r"\d: \d to \d", row) for row in rows] == [["1: 1 to 4"]] * 2
+
+
 def test_a_worker_that_a_move_left_without_layers_is_idle(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: list[str]
 ) -> None:
@@ -104,6 +113,40 @@ def test_a_worker_that_a_move_left_without_layers_is_idle(
     assert workers[1] in idle
     assert "none" in idle
     assert "%" not in idle
+
+
+def test_the_first_look_averages_over_the_run_and_the_next_over_the_time_between() -> None:
+    first = seen_again(Sighting("w"), answer(10.0, busy=2.0, training=8.0, sent=100))
+    assert first.busy_share == 0.25
+    assert first.traffic == []
+    second = seen_again(first, answer(12.0, busy=3.0, training=10.0, sent=300))
+    assert second.busy_share == 0.5
+    assert (second.traffic[0].sent, second.traffic[0].received) == (100.0, 200.0)
+
+
+def test_without_a_step_since_the_share_stays() -> None:
+    first = seen_again(Sighting("w"), answer(10.0, busy=2.0, training=8.0))
+    assert seen_again(first, answer(11.0, busy=2.0, training=8.0)).busy_share == 0.25
+
+
+def test_another_run_begins_anew() -> None:
+    first = seen_again(Sighting("w"), answer(10.0, busy=9.0, training=9.0, sent=10**9))
+    second = seen_again(first, answer(11.0, busy=0.1, training=1.0, run="b"))
+    assert second.busy_share == pytest.approx(0.1)
+    assert second.traffic == []
+
+
+def test_a_worker_that_vanishes_is_gone_and_comes_back() -> None:
+    seen = seen_again(Sighting("w"), answer(10.0, 1.0, 2.0))
+    gone = seen_again(seen_again(seen, "No worker answers."), "No worker answers.")
+    assert (gone.state, gone.num_missed, gone.traffic) == ("gone", 2, [])
+    back = seen_again(gone, answer(1.0, 0.5, 1.0, run="b"))
+    assert (back.state, back.problem, back.busy_share) == ("training", "", 0.5)
+    assert Sighting("w", before=back.seen).stage is None
+
+
+def test_a_worker_that_never_answered_is_not_there() -> None:
+    assert seen_again(Sighting("w"), "No worker answers.").state == "not there"
 
 
 def test_a_busy_share_from_before_a_move_is_not_shown_of_an_idle_worker() -> None:

@@ -17,34 +17,27 @@ import pytest
 from lightning_hetero import cli
 from lightning_hetero.cli.worker import line_of
 from lightning_hetero.errors import WorkerError
-from lightning_hetero.launch.manifests import Kind, unit_text
+from lightning_hetero.launch.local import ServiceManager, unit_text
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.worker.owner import RunRecord
 
+from ..forked import Script, running_script
 from ..transport.pairs import PATIENCE_SECONDS, QUICK
 
 
 @contextmanager
-def worker() -> Iterator[tuple[subprocess.Popen[str], Address]]:
+def worker() -> Iterator[tuple[Script, Address]]:
     """A worker process whose output can be read; it ends with the block."""
-    command = [sys.executable, "-m", "lightning_hetero", "worker", "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(
-        [*command, "--device", "cpu", "--threads", "1", "--memory", "1GiB"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    options = ["--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1", "--memory", "1GiB"]
+    script = "from lightning_hetero import cli; cli.main()"
+    with running_script(script, "worker", *options) as process:
         line = wait_for(process, "listening on ")
         yield process, Address.parse(line.split("listening on ")[1].split(",")[0])
-    finally:
-        process.kill()
-        process.communicate()
 
 
-def wait_for(process: subprocess.Popen[str], text: str) -> str:
+def wait_for(process: Script, text: str) -> str:
     assert process.stderr is not None
     return next(line for line in process.stderr if text in line)
 
@@ -181,7 +174,9 @@ def test_systemd_takes_the_unit(tmp_path: Path, words: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["systemd", "launchd"])
 @pytest.mark.parametrize("text", ["a\nExecStart=other", "\x00", "\x7f"])
-def test_no_control_character_gets_into_a_file_of_the_system(kind: Kind, text: str) -> None:
+def test_no_control_character_gets_into_a_file_of_the_system(
+    kind: ServiceManager, text: str
+) -> None:
     for command, folder, environment in (
         ([text], "/", {}),
         (["worker"], text, {}),

@@ -107,8 +107,8 @@ def test_stages_come_to_the_workers_in_any_order_and_number(coordinator: Coordin
     ):
         deploy(coordinator, cuts, names)
         torch.testing.assert_close(train_one(coordinator, 2), expected, rtol=0, atol=0)
-        serving = coordinator.connections.serving.values()
-        assert [worker.name for worker in serving] == names
+        way = coordinator.layers.holdings.way(0, is_whole=False)
+        assert [worker.name for worker in way.values()] == names
 
 
 def test_stages_say_what_training_took_and_nothing_of_evaluations(coordinator: Coordinator) -> None:

@@ -170,9 +170,11 @@ def test_a_cache_goes_through_the_stages_in_one_piece_and_an_evaluation_in_sever
     sizes: list[int] = []
     send = coordinator.stages.send_forward
 
-    def send_and_note(key: Key, hidden: torch.Tensor, surroundings: Surroundings) -> None:
+    def send_and_note(
+        key: Key, hidden: torch.Tensor, surroundings: Surroundings, is_whole: bool
+    ) -> None:
         sizes.append(len(hidden))
-        send(key, hidden, surroundings)
+        send(key, hidden, surroundings, is_whole)
 
     monkeypatch.setattr(coordinator.stages, "send_forward", send_and_note)
     tokens = torch.randint(VOCABULARY, (5, 6))

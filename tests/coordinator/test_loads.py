@@ -18,9 +18,9 @@ from lightning_hetero.coordinator.loads import (
     Load,
     send_all,
 )
-from lightning_hetero.pipeline.stage_layers import Content, fingerprint_of
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
+from lightning_hetero.protocol.tensors import fingerprint_of
 
 LARGE = SMALL_BYTES // 4  # elements of float32
 State = dict[str, Tensor]
@@ -128,7 +128,7 @@ def test_nothing_is_sent_before_the_layers_are_built_and_what_is_held_is_offered
         ("OfferTensor", "1.weight"),
     ]
     offer = next(message for message in worker.sent if isinstance(message, m.OfferTensor))
-    assert offer.fingerprint == fingerprint_of(Content(contents[0][1], {}))
+    assert offer.fingerprint == fingerprint_of({"": contents[0][1]})
 
 
 def test_after_several_refusals_nothing_is_offered_any_more() -> None:

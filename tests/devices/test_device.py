@@ -180,6 +180,7 @@ def test_generators_of_gpus_in_use_are_forked_and_seeded(
 ) -> None:
     library = PlayedLibrary(is_initialized=True)
     monkeypatch.setattr(torch, kind, library)
+    monkeypatch.setattr(BACKENDS[kind], "is_in_torch", True)
     with forked_generators():
         seed_generators(5)
         assert [int(state) for state in library.states] == [5, 5]
@@ -192,9 +193,20 @@ def test_generators_of_gpus_that_are_not_in_use_are_left_alone(
 ) -> None:
     library = PlayedLibrary(is_initialized=False)
     monkeypatch.setattr(torch, kind, library)
+    monkeypatch.setattr(BACKENDS[kind], "is_in_torch", True)
     with forked_generators():
         seed_generators(5)
     assert library.seeds == []
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_gpus_that_torch_was_not_built_for_are_not_asked(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(torch, kind, None)
+    monkeypatch.setattr(BACKENDS[kind], "is_in_torch", False)
+    with forked_generators():
+        seed_generators(5)
 
 
 def test_the_generator_of_an_apple_gpu_is_forked_and_seeded(
@@ -202,6 +214,7 @@ def test_the_generator_of_an_apple_gpu_is_forked_and_seeded(
 ) -> None:
     played: dict[str, Any] = {"state": torch.tensor([1])}
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(Mps, "is_in_torch", True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: played["state"])
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: played.update(state=state))
     monkeypatch.setattr(

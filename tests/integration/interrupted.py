@@ -19,6 +19,8 @@ from lightning_hetero import HeteroPipelineStrategy
 
 from ..models import TinyModule, fit, loader
 
+SCRIPT = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
+
 
 def say(text: str) -> None:
     """Say something, and wait for a line."""

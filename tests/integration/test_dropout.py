@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.pipeline.draws import seed_action
+from lightning_hetero.pipeline.turns import current_turn
 
 from ..equality import differing
 from ..families import BATCH_SIZE, FamilyModule, tiny_model
@@ -100,10 +101,19 @@ class Drawing(FamilyModule):
 
 
 def train(
-    model: Any, workers: Sequence[str], plan: Plan, micro_batching: Any = "step", **options: Any
+    model: Any,
+    workers: Sequence[str],
+    plan: Plan,
+    micro_batching: Any = "step",
+    check_first_batch: Any = "stop",
+    **options: Any,
 ) -> Drawing:
     strategy = HeteroPipelineStrategy(
-        list(workers), plan, micro_batching=micro_batching, loss_weighting="labels"
+        list(workers),
+        plan,
+        micro_batching=micro_batching,
+        loss_weighting="labels",
+        check_first_batch=check_first_batch,
     )
     data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True)
     return fit(Drawing(model), strategy, data, **options)
@@ -159,6 +169,43 @@ def test_masks_differ_from_step_to_step_and_from_run_to_run_with_another_seed(
 
     found = [*losses(1), *losses(2)]
     assert len(set(found)) == 6
+
+
+class DrawsBetween(torch.nn.ModuleList):
+    """Layers with code that draws before each one, as models do that skip layers at random."""
+
+    drawn: ClassVar[list[float]] = []
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        for layer in super().__iter__():
+            if current_turn() is not None:  # others look at the layers, too
+                self.drawn.append(float(torch.rand(())))
+            yield layer
+
+
+# Gemma has an embedding of its own class, Llama one of torch's.
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_code_between_layers_draws_the_same_under_every_plan(
+    workers: list[str], family: str
+) -> None:
+    def run(shares: Shares, embedding: bool = False) -> tuple[Drawing, list[float]]:
+        model = tiny_model(family, attention_dropout=0.2, tie_word_embeddings=False)
+        model.model.layers = DrawsBetween(model.model.layers)
+        DrawsBetween.drawn.clear()
+        plan = plan_of(workers[:2], shares)
+        first = replace(plan.stages[0], embedding=embedding)
+        plan = replace(plan, stages=[first, *plan.stages[1:]])
+        away = workers[:2] if len(shares) > 1 else []
+        module = train(model, away, plan, check_first_batch="off")
+        return module, sorted(DrawsBetween.drawn)
+
+    (expected, drawn), (found, others) = run(ALONE), run(BOTH_ENDS)
+    assert len(set(drawn)) == NUM_STEPS * 3 * 4
+    assert others == drawn
+    assert_same_bits(found, expected)
+    found, others = run(TWO_WORKERS, embedding=True)
+    assert others == drawn
+    assert_same_bits(found, expected)
 
 
 def test_validation_in_between_changes_no_mask(workers: list[str]) -> None:

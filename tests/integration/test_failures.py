@@ -7,8 +7,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import traceback
 from pathlib import Path
@@ -30,6 +28,7 @@ from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 
 from ..conftest import worker_process
+from ..forked import running_script
 from ..models import TinyModule, fit, loader
 
 DEADLINE_SECONDS = 20.0
@@ -322,24 +321,17 @@ trainer(HeteroPipelineStrategy(workers=1, plan="even"), max_steps=2).fit(Module(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, None], ids=["kill -9", "^C", "end"])
 def test_no_local_worker_is_left_behind(how: signal.Signals | None) -> None:
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(
-        [sys.executable, "-c", COORDINATOR],
-        cwd=root,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
-    if how is None:
-        process.stdin.write("\n\n")
-        process.stdin.flush()
-    else:
-        process.send_signal(how)
-    process.communicate(timeout=60)
-    wait_for_end(pid)
+    with running_script(COORDINATOR) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        if how is None:
+            process.stdin.write("\n\n")
+            process.stdin.flush()
+        else:
+            process.send_signal(how)
+        process.communicate(timeout=60)
+        wait_for_end(pid)
 
 
 WAITING_COORDINATOR = """
@@ -368,24 +360,18 @@ Runner.run = lambda self, action: (
 
 def test_sigterm_ends_a_coordinator_whose_worker_never_answers() -> None:
     """The worker's heartbeats go on, so nobody counts as lost."""
-    with worker_process(before=STOPS_IN_STEP_2) as worker:
-        process = subprocess.Popen(
-            [sys.executable, "-c", WAITING_COORDINATOR, worker.address],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    with (
+        worker_process(before=STOPS_IN_STEP_2) as worker,
+        running_script(WAITING_COORDINATOR, worker.address) as process,
+    ):
         assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "waits\n"
-            process.send_signal(signal.SIGTERM)
-            _, said = process.communicate(timeout=60)
-        finally:
-            process.kill()
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+        ended = process.returncode
     assert "SIGTERM asks this process to end, and no stage returned a result for 5 s" in said
     assert "in step 2" in said
-    assert process.returncode not in (0, -signal.SIGKILL)
+    assert ended not in (None, 0, -signal.SIGKILL)
 
 
 def wait_for_end(pid: int) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,10 +18,10 @@ from ..conftest import WorkerProcess, worker_process
 from ..faults.relay import relay_to
 from ..faults.scene import FAULTS, PLACES, QUICK, SILENCE_SECONDS, Scene, Victim, Watcher
 from ..faults.slow_worker import hold_interpreter
+from ..forked import running_script
 from ..local_workers import local_workers
 from ..models import TinyModule, loader, trainer
-
-ROOT = Path(__file__).parents[2]
+from .interrupted import SCRIPT
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,22 +47,16 @@ def victim(worker_processes: list[WorkerProcess]) -> Iterator[Victim]:
 
 def test_two_runs_at_once_and_one_after_a_crash(scene: Scene, workers: list[str]) -> None:
     """The second is told to wait; when the first is killed, the third is served at once."""
-    command = [sys.executable, "-m", "tests.integration.interrupted", str(scene.folder), workers[0]]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(
-        command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL, **pipes
-    ) as first:
-        try:
-            assert first.stdin is not None
-            assert first.stdout is not None
-            assert first.stdout.readline() == "inside\n"  # of a run on one device
-            first.stdin.write("\n")
-            first.stdin.flush()
-            assert first.stdout.readline() == "inside\n"
-            with pytest.raises(WorkerUnreachable, match="busy with another coordinator"):
-                scene.serves([workers[0]])
-        finally:
-            first.kill()
+    with running_script(SCRIPT, str(scene.folder), workers[0]) as first:
+        assert first.stdin is not None
+        assert first.stdout is not None
+        assert first.stdout.readline() == "inside\n"  # of a run on one device
+        first.stdin.write("\n")
+        first.stdin.flush()
+        assert first.stdout.readline() == "inside\n"
+        with pytest.raises(WorkerUnreachable, match="busy with another coordinator"):
+            scene.serves([workers[0]])
+        first.kill()
     assert scene.serves([workers[0]])
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,9 +26,10 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Channel
 
 from ..conftest import worker_process
+from ..forked import Script, running_script
 from ..models import TinyModule, loader, trainer
+from .interrupted import SCRIPT
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 60.0
 
 
@@ -61,13 +60,13 @@ def assert_same_checkpoint(found: Path, expected: Path) -> None:
     assert here["loops"]["fit_loop"][progress] == there["loops"]["fit_loop"][progress]
 
 
-def go_on(process: subprocess.Popen[str]) -> None:
+def go_on(process: Script) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
 
 
-def hear(process: subprocess.Popen[str], expected: str) -> str:
+def hear(process: Script, expected: str) -> str:
     """The next line that the process says, which begins as expected."""
     assert process.stdout is not None
     assert process.stderr is not None
@@ -76,7 +75,7 @@ def hear(process: subprocess.Popen[str], expected: str) -> str:
     return said
 
 
-def interrupt(process: subprocess.Popen[str], signum: signal.Signals) -> None:
+def interrupt(process: Script, signum: signal.Signals) -> None:
     """Send a signal inside a second batch, and Ctrl-C again while Lightning shuts the run down."""
     hear(process, "inside")
     process.send_signal(signum)
@@ -91,18 +90,13 @@ def interrupt(process: subprocess.Popen[str], signum: signal.Signals) -> None:
 def test_a_signal_ends_a_process_as_on_one_device(
     signum: signal.Signals, workers: list[str], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "tests.integration.interrupted", str(tmp_path), *workers[:2]]
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
-        try:
-            interrupt(process, signum)
-            _, expected_status = hear(process, "ended").split()
-            go_on(process)
-            interrupt(process, signum)
-            process.communicate(timeout=DEADLINE_SECONDS)
-        finally:
-            process.kill()
-    assert process.returncode == int(expected_status)
+    with running_script(SCRIPT, str(tmp_path), *workers[:2]) as process:
+        interrupt(process, signum)
+        _, expected_status = hear(process, "ended").split()
+        go_on(process)
+        interrupt(process, signum)
+        process.communicate(timeout=DEADLINE_SECONDS)
+        assert process.returncode == int(expected_status)
     plain, cut = (tmp_path / name / "interrupted.ckpt" for name in ("plain", "cut"))
     assert_same_checkpoint(cut, plain)
     module = TinyModule()

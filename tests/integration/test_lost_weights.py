@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,9 +20,9 @@ from lightning_hetero import HeteroPipelineStrategy, from_pretrained
 from lightning_hetero.errors import HeteroError, WeightsLost, WorkerLost
 
 from ..conftest import WorkerProcess, worker_process
+from ..forked import running_script
 from ..models import TinyModule, loader, trainer
 
-ROOT = Path(__file__).parents[2]
 NUM_LAYERS = 3
 EPOCHS = 2
 
@@ -310,10 +308,9 @@ print("returned")
 
 
 def test_a_script_whose_weights_are_lost_ends_with_an_error() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 1
-    assert "returned" not in ended.stdout
-    assert "WeightsLost: The weights of layers 1 to 2 have not come home" in ended.stderr
-    assert "stage 2 on local-2" in ended.stderr
+    with running_script(SCRIPT) as process:
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == 1
+    assert "returned" not in output
+    assert "WeightsLost: The weights of layers 1 to 2 have not come home" in errors
+    assert "stage 2 on local-2" in errors

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.callbacks import StageWeightAveraging
-from lightning_hetero.discovery.status import ask_status
+from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import WorkerError
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines

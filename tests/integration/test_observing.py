@@ -21,9 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, StageMonitor
 
+from ..callbacks.trace_faults import faults_of
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, trainer
-from ..telemetry.trace_faults import faults_of
 
 AHEAD_SECONDS = 3600.0
 # The worker's whole process lives on another clock.

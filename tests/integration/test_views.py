@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,18 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, Plan, StageMonitor
+from lightning_hetero.pipeline.placement import Placement
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import RunRecord, read_run
 
+from ..callbacks.trace_faults import faults_of
 from ..models import TinyModule, loader, trainer
-from ..telemetry.trace_faults import faults_of
 from .moves import Moves
-from .shapes import SHAPES, shaped
+from .shapes import HOSTED, REPLICAS, SHAPES, shaped
 from .yardstick import NUM_LAYERS
 
-PIECES = 2
+PIECES = 3
+EVERY_SHAPE = SHAPES | REPLICAS | HOSTED
 
 
 class LayerNorms(pl.Callback):
@@ -93,33 +97,65 @@ def check_trace(trace: dict[str, Any], plan: Plan, step: int, names: list[str]) 
     optimizer = {e["pid"] for e in shown if e["args"]["kind"] == "optimizer"}
     assert optimizer == {0, *(names.index(worker) for worker in plan.workers)}
     actions = sorted((e["pid"], e["name"]) for e in shown if e["args"]["kind"] != "optimizer")
-    expected = [(0, f"0{kind}{k}") for kind in "FLB" for k in range(PIECES)]
-    for number, stage in enumerate(plan.remote_stages, start=1):
-        process = names.index(stage.worker)
-        expected += [(process, f"{number}{kind}{k}") for kind in "FB" for k in range(PIECES)]
+    expected = []
+    for k in range(PIECES):
+        route = Placement.of(plan).route(k)
+        # A micro-batch that never leaves: its forward, and its backwards up to and before layers.
+        here = ("0F{}", "0L{}", "0B{}") if route else ("0F{}", "0B{}.1", "0B{}")
+        expected += [(0, each.format(k)) for each in here]
+        for number, name in route:
+            expected += [(names.index(name), f"{number}{kind}{k}") for kind in "FB"]
     assert actions == sorted(expected)
+    check_arrows(trace, plan, shown)
+    check_exchanges(shown, plan, names)
+
+
+def check_arrows(trace: dict[str, Any], plan: Plan, shown: list[Any]) -> None:
     times = {(e["pid"], e["ts"]) for e in shown}
     ends = [e for e in trace["traceEvents"] if e["ph"] == "f" and (e["pid"], e["ts"]) in times]
-    way = ["coordinator", *(stage.worker for stage in plan.remote_stages), "coordinator"]
-    num_sent = sum(one != other for one, other in zip(way, way[1:], strict=False))
-    assert len(ends) == 2 * PIECES * num_sent
+    num_sent = 0
+    for k in range(PIECES):
+        passed = [name for _, name in Placement.of(plan).route(k)]
+        num_sent += sum(a != b for a, b in pairwise(["coordinator", *passed, "coordinator"]))
+    assert len(ends) == 2 * num_sent
+
+
+def check_exchanges(shown: list[Any], plan: Plan, names: list[str]) -> None:
+    """What replicas sent each other is shown where it was taken, with its bytes and its sender."""
+    taken = [e for e in shown if e["name"] == "ReplicaTensors"]
+    pairs = {(names[e["args"]["from"]], names[e["pid"]]) for e in taken}
+    assert pairs == {*Placement.of(plan).exchanges}
+    assert all(e["args"]["kind"] == "optimizer" for e in taken)
+    asked = {e["pid"] for e in shown if e["name"] == "ReduceGradients"}
+    assert asked == ({names.index(name) for name in plan.workers} if pairs else set())
 
 
 def layers_of(record: RunRecord, name: str) -> list[int]:
     return [n for held in record.ranges.get(name, ()) for n in range(*held.layers)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", EVERY_SHAPE)
 def test_a_run_of_every_shape_shows_who_did_what(
-    workers: list[str], tmp_path: Path, shape: str, squares: dict[int, float]
+    workers: list[str],
+    tmp_path: Path,
+    shape: str,
+    squares: dict[int, float],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plan = shaped(workers, SHAPES[shape], PIECES)
+    plan = shaped(workers, EVERY_SHAPE[shape], PIECES)
     names = names_in(plan)
+    caplog.set_level(logging.INFO)
     look(tmp_path, HeteroPipelineStrategy(workers[:2], plan), 2)
     trace = trace_in(tmp_path)
     check_trace(trace, plan, 1, names)
     # The rules of a trace hold for predicted actions too: no process does two at a time.
-    assert all("predicted" in step for step in trace["otherData"]["steps"])
+    steps = trace["otherData"]["steps"]
+    exchanged = {
+        names[each["process"]]: each["from_replicas_bytes"] for each in steps[-1]["processes"]
+    }
+    replicas = {name for pair in Placement.of(plan).exchanges for name in pair}
+    assert {name for name, num_bytes in exchanged.items() if num_bytes} == replicas
+    assert all(("predicted" in step) is not plan.has_replicas for step in steps)
     record, row = read_run(tmp_path), rows_of(tmp_path)[-1]
     assert record.problems == []
     assert record.process_numbers == [*range(len(names))]
@@ -133,16 +169,34 @@ def test_a_run_of_every_shape_shows_who_did_what(
     assert 0 < row["pipeline/model_flops_utilization"] < 1
     assert row["pipeline/bottleneck_stage"] in record.process_numbers
     check_report(record, plan)
+    check_log(caplog.text, plan)
+
+
+def check_log(log: str, plan: Plan) -> None:
+    for number, stage in enumerate(plan.remote_stages, start=1):
+        (first, end), total = stage.layers, sum(stage.present_shares)
+        shares = [
+            f"{share} of {total}" if share else "warm spare" for share in stage.present_shares
+        ]
+        named = [f"{name} ({share})" for name, share in zip(stage.workers, shares, strict=True)]
+        who = ", ".join(named) if len(named) > 1 else stage.worker
+        assert f"stage {number}: layers {first} to {end - 1} on {who}\n" in log
 
 
 def check_report(record: RunRecord, plan: Plan) -> None:
     page = report(record)
     for number, name in enumerate(names_in(plan)):
-        ranges = [stage.layers for stage in plan.stages if stage.worker == name]
-        held = ", ".join(f"{first} to {end - 1}" for first, end in ranges) or "none"
+        found = []
+        for stage in plan.stages:
+            first, end = stage.layers
+            share = dict(zip(stage.workers, stage.present_shares, strict=True)).get(name)
+            of_round = f"{share} of {sum(stage.present_shares)}" if share else "warm spare"
+            said = f" ({of_round})" if len(stage.workers) > 1 else ""
+            found += [f"{first} to {end - 1}{said}"] if share is not None else []
+        held = ", ".join(found) or "none"
         assert f"<td>{number} · {name}</td><td>{held}</td>" in "".join(page.split("\n"))
     assert record.topology is not None
-    if len(plan.remote_stages) > len(plan.workers):
+    if len(plan.remote_stages) > len(plan.workers) and not plan.has_replicas:
         for number in range(1, len(plan.remote_stages) + 1):
             assert f">stage {number}<" in record.topology
 
@@ -168,6 +222,20 @@ def test_processes_keep_their_numbers_when_layers_move(workers: list[str], tmp_p
         # An idle worker's earlier steps are not counted again.
         for number in (1, 2):
             assert row.get(f"stage/{number}/busy_share", 0.0) <= 1.0
+
+
+def test_a_stage_gets_replicas_and_loses_them_in_mid_run(
+    workers: list[str], tmp_path: Path
+) -> None:
+    order = ["line", "replicas between layers of the coordinator", "a warm spare", "both ends"]
+    plans = [shaped(workers, EVERY_SHAPE[shape], PIECES) for shape in order]
+    names = ["coordinator", *workers[:2]]
+    moves = Moves(dict(enumerate(plans[1:], start=1)))
+    look(tmp_path, HeteroPipelineStrategy(workers[:2], plans[0]), len(plans), moves)
+    assert moves.moved == [1, 2, 3]
+    trace = trace_in(tmp_path)
+    for step, plan in enumerate(plans):
+        check_trace(trace, plan, step, names)
 
 
 def test_pictures_and_metrics_number_processes_alike(workers: list[str], tmp_path: Path) -> None:

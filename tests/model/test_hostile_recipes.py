@@ -450,8 +450,8 @@ def deploy(address: Address, recipe: str, parameters: list[m.ParameterSpec]) -> 
     inbox: Any = SimpleQueue()
     channel.start(inbox)
     try:
-        stage = m.StageSpec(1, recipe, parameters, recompute=False, downstream=0)
-        channel.send(m.Deploy(1, [stage], 1, [], seed=0))
+        stage = m.StageSpec(1, recipe, parameters, recompute=False)
+        channel.send(m.Deploy(1, [stage], [], seed=0))
         content = inbox.get(timeout=PATIENCE_SECONDS).content
         assert isinstance(content, Frame), content
         return content.message

@@ -55,7 +55,7 @@ class Chain:
             process: Runner([s for n, s in self.stages.items() if self.process_of[n] == process])
             for process in sorted(set(self.process_of.values()))
         }
-        self.step = 0
+        self.step = self.num_ends = 0
         self.actions: list[Action] = []
         self.most_in_flight: Counter[int] = Counter()
         self._timing = None if seed is None else random.Random(seed)
@@ -77,7 +77,9 @@ class Chain:
         for process, runner in self.runners.items():
             self._links[COORDINATOR, process].append(runner.abort)
 
-    def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+    def send_forward(
+        self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool = False
+    ) -> None:
         for number, stage in self.stages.items():
             calls = [c for c in surroundings.calls if str(c.layer_index) in stage.layers]
             own = replace(surroundings, calls=calls)
@@ -94,6 +96,9 @@ class Chain:
         copies = replace(gradients, tensors=tensors)
         take = self._runner(last).take
         self._post(0, last, partial(take, self.step, last, key, copies))
+
+    def note_last_backward(self) -> None:
+        self.num_ends += 1
 
     def receive(self) -> Returned:
         self._let_time_pass()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.pipeline.draws import Draws, MicrobatchDraws, seed_action
+from lightning_hetero.pipeline.draws import BatchDraws, Draws, MicrobatchDraws, seed_action
 
 SEED = 3
 places = st.tuples(st.integers(0, 10**6), st.integers(0, 64), st.integers(0, 64), st.integers(0, 4))
@@ -75,7 +76,8 @@ class Noisy(nn.Module):
 
 
 def of_step(draws: Draws, microbatch: MicrobatchDraws, run: Callable[[], Any]) -> Any:
-    with draws.of(microbatch), microbatch.going_on():
+    with draws.of(microbatch):
+        microbatch.go_on()
         return run()
 
 
@@ -83,30 +85,46 @@ def hidden_states() -> Tensor:
     return torch.linspace(-1, 1, 8, requires_grad=True)
 
 
-@given(st.lists(st.sampled_from("lom"), max_size=8), st.lists(st.sampled_from("lom"), max_size=8))
-def test_code_between_layers_draws_on_whatever_layers_and_other_microbatches_draw(
-    before: list[str], between: list[str]
-) -> None:
-    """l: a layer, o: another micro-batch, m: anything outside of the step."""
+NUM_LAYERS = 4
+NUM_VISITS = 2
 
-    def drawn(disturbed: bool) -> list[Tensor]:
-        draws = Draws(SEED)
-        layer, mine, other = Noisy(draws), draws.microbatch(5, 0), draws.microbatch(5, 1)
-        found = []
-        for events in (before, between):
-            for event in events if disturbed else ():
-                if event == "l":
-                    of_step(draws, mine, lambda: layer(torch.ones(8)))
-                elif event == "o":
-                    of_step(draws, other, lambda: torch.rand(3))
-                else:
-                    torch.rand(2)
-            found.append(of_step(draws, mine, lambda: torch.rand(2)))
-        return found
 
-    first, second = drawn(disturbed=False)
-    assert not torch.equal(first, second)
-    assert all(map(torch.equal, drawn(disturbed=True), (first, second)))
+def disturb(draws: Draws) -> None:
+    """What else runs in this process while a micro-batch is away."""
+    torch.rand(2)
+    of_step(draws, draws.microbatch(5, 1), lambda: Noisy(draws)(torch.ones(8)))
+    torch.rand(3)
+
+
+def code(draws: Draws, away: range, found: list[Tensor]) -> Iterator[int]:
+    """Draws around each layer; yields the number of the last one of each hand-over."""
+    for _ in range(NUM_VISITS):
+        for number in range(NUM_LAYERS):
+            found.append(torch.rand(2))
+            if number not in away:
+                Noisy(draws, number)(torch.ones(8))
+            elif number != away[-1]:
+                draws.pass_by(number)
+            else:
+                yield number
+        found.append(torch.rand(2))
+
+
+def code_draws(away: range) -> list[Tensor]:
+    draws, found = Draws(SEED), list[Tensor]()
+    microbatch, running = draws.microbatch(5, 0), code(draws, away, found)
+    while (last := of_step(draws, microbatch, lambda: next(running, None))) is not None:
+        microbatch.note_hand_over(last)
+        disturb(draws)
+    return found
+
+
+@given(st.integers(0, NUM_LAYERS), st.integers(0, NUM_LAYERS))
+def test_code_between_layers_draws_the_same_wherever_the_layers_are(one: int, other: int) -> None:
+    found, expected = code_draws(range(*sorted((one, other)))), code_draws(range(0))
+    assert len({tuple(each.tolist()) for each in expected}) == NUM_VISITS * (NUM_LAYERS + 1)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_layer_draws_what_a_worker_would() -> None:
@@ -119,14 +137,49 @@ def test_a_layer_draws_what_a_worker_would() -> None:
         assert torch.equal(result, torch.rand(8))
 
 
-def test_an_error_in_a_layer_leaves_the_generators_as_they_were() -> None:
+def test_a_micro_batch_saves_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To save one takes ten times as long as to seed it."""
     draws = Draws(SEED)
-    with draws.of(draws.microbatch(1, 0)):
-        before = torch.get_rng_state()
+    layer, microbatch = Noisy(draws), draws.microbatch(5, 2)
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.delattr(torch, name)
+    of_step(draws, microbatch, lambda: layer(torch.zeros(8)))
+    with pytest.raises(AttributeError, match="rng_state"), draws.of(draws.whole_batch(5)):
+        layer(torch.zeros(8))
+
+
+def test_the_code_of_a_whole_batch_draws_on_whatever_layers_draw() -> None:
+    def drawn(num_calls: int) -> Tensor:
+        draws = Draws(SEED)
+        layer = Noisy(draws)
+        torch.manual_seed(4)
+        with draws.of(draws.whole_batch(5)):
+            for _ in range(num_calls):
+                layer(torch.zeros(8))
+            draws.pass_by(1)
+            return torch.rand(4)
+
+    assert torch.equal(drawn(2), drawn(0))
+
+
+def fail(draws: Draws, batch: BatchDraws) -> Tensor:
+    """What the code draws behind an error in a layer."""
+    torch.manual_seed(4)
+    with draws.of(batch):
         with suppress(ZeroDivisionError), draws.of_layer(0, ()):
             torch.rand(3)
             raise ZeroDivisionError
-        assert torch.equal(torch.get_rng_state(), before)
+        return torch.rand(4)
+
+
+def test_an_error_in_a_layer_changes_nothing_behind_it() -> None:
+    draws = Draws(SEED)
+    found = fail(draws, draws.whole_batch(1))
+    torch.manual_seed(4)
+    assert torch.equal(found, torch.rand(4))
+    found = fail(draws, draws.microbatch(1, 2))
+    seed_action(SEED, 1, 0, 2, 0, "behind")
+    assert torch.equal(found, torch.rand(4))
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -171,7 +224,8 @@ def gradients(
     def call(given: Tensor) -> Tensor:
         if way == "plain":
             return layer(given)  # type: ignore[no-any-return]
-        found: Tensor = checkpoint(layer, given, use_reentrant=way == "reentrant")
+        options = {"preserve_rng_state": way != "nothing preserved"}
+        found: Tensor = checkpoint(layer, given, use_reentrant=way == "reentrant", **options)
         return found
 
     with draws.of(microbatch), around():
@@ -189,10 +243,34 @@ def gradients(
 
 
 @pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "nothing preserved"])
 def test_a_layer_that_runs_again_draws_what_it_drew(way: str, twice: bool) -> None:
     found = gradients(way, twice=twice, detours=True)
     assert all(map(torch.equal, found, gradients("plain", twice=twice)))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_code_around_layers_that_runs_again_draws_what_it_drew(use_reentrant: bool) -> None:
+    def gradient(call: Callable[..., Tensor]) -> Tensor | None:
+        draws, hidden = Draws(SEED), hidden_states()
+        layers, microbatch = [Noisy(draws, number) for number in range(2)], draws.microbatch(1, 0)
+
+        def body(given: Tensor) -> Tensor:
+            for layer in layers:
+                given = torch.tanh(layer(given * torch.rand(8)) * torch.rand(8))
+            return given
+
+        loss = of_step(draws, microbatch, lambda: call(body, hidden).square().sum())
+        disturb(draws)
+        with draws.of(microbatch):
+            loss.backward()
+        return hidden.grad
+
+    found = gradient(partial(checkpoint, use_reentrant=use_reentrant))
+    expected = gradient(lambda body, hidden: body(hidden))
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)
 
 
 class Copying(torch.autograd.graph.saved_tensors_hooks):
@@ -237,10 +315,13 @@ def test_a_backward_behind_the_step_finds_the_latest_call() -> None:
     draws = Draws(SEED)
     layer, hidden = Noisy(draws), hidden_states()
     with draws.of(draws.microbatch(1, 0)):
-        loss = checkpoint(layer, hidden * 2, use_reentrant=False).square().sum()
+        kept = checkpoint(layer, hidden * 2, use_reentrant=False, preserve_rng_state=False)
+        loss = kept.square().sum()
     outside = checkpoint(layer, hidden * 3, use_reentrant=False).square().sum()
+    before = torch.get_rng_state()
     loss.backward()
     assert hidden.grad is not None
+    assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(hidden.grad, gradients("plain")[1])
     # That one drew from the stream around it, and does so again.
     outside.backward()

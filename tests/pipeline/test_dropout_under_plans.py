@@ -122,12 +122,13 @@ class Training:
     checkpoints: dict[str, Any] | None = None
     model: Model = field(init=False)
     driver: Driver = field(init=False)
+    draws: Draws = field(init=False)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.model = Model(self.has_adapters)
         layers = [DecoderLayer(str(n), layer) for n, layer in enumerate(self.model.layers)]
-        draws = Draws(SEED)
+        self.draws = draws = Draws(SEED)
         adjust_own(layers, self.plan)
         self.own = {
             number: layers[number].module
@@ -153,17 +154,22 @@ class Training:
         self.driver = Driver(self.chain, StepGradients(local, []), lambda loss: loss, draws)
 
     def body(self, hidden: Tensor) -> Tensor:
+        """The layers, and code that draws before each one and multiplies behind the last one."""
+        noise = torch.ones(())
         for number, layer in enumerate(self.model.layers):
+            noise = noise * (0.5 + torch.rand(()))
             if number in self.own and self.checkpoints is not None:
                 hidden = checkpoint(layer, hidden, **self.checkpoints)
             elif number in self.own:
                 hidden = layer(hidden)
-            elif number == min(self.away):
+            elif number < max(self.away):
+                self.draws.pass_by(number)
+            else:
                 turn = current_turn()
                 assert turn is not None
                 returned: Activation = turn.hand_over(request_for(hidden, self.away))
                 hidden = returned.hidden
-        return hidden
+        return hidden * noise
 
     def run(self) -> dict[str, Tensor]:
         """Some steps of SGD; the losses of all micro-batches, and the weights at the end."""

@@ -327,7 +327,9 @@ def test_no_stage_is_flooded(most_under_way: int) -> None:
             under_way.add(key.microbatch)
             most[0] = max(most[0], len(under_way))
 
-        def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+        def send_forward(
+            self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool = False
+        ) -> None:
             self.note(key)
             super().send_forward(key, hidden, surroundings)
 

@@ -37,6 +37,13 @@ def forward(stage: Stage, microbatch: int = 0, around: Surroundings = TRAINING) 
     return stage.forward(Key(microbatch), Activation(hidden), around).hidden
 
 
+def test_a_forward_that_updates_a_buffer_of_shared_layers_is_refused() -> None:
+    stage = stage_of(Running())
+    stage.state = LayerState({4: stage.layers["4"]}, is_shared=True)
+    with pytest.raises(ModelError, match=r"buffers \['4.norm.num_batches_tracked', .* several"):
+        forward(stage)
+
+
 def backward(stage: Stage, microbatch: int = 0) -> None:
     stage.backward(Key(microbatch), Gradients((torch.ones(SHAPE),)))
 

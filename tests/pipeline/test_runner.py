@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -308,14 +309,47 @@ def test_backwards_run_in_the_order_of_their_gradients() -> None:
     assert run_all(runner) == ["1B1", "1B0", "1B2"]
 
 
-def test_forwards_of_a_visit_run_in_the_order_of_their_activations() -> None:
+def test_backwards_run_in_their_places_however_they_come() -> None:
     runner = begun(limit=3)
     for microbatch in range(3):
-        runner.take(1, 1, Key(microbatch), INCOMING)
+        give_forward(runner, Key(microbatch))
+    run_all(runner)
+    for microbatch, place in ((1, 2), (0, 1)):
+        runner.take(1, 1, Key(microbatch), Gradients((ONES,), places=(place, 7)))
+        assert runner.next_action() is None
+    runner.take(1, 1, Key(2), Gradients((ONES,), places=(0, 5)))
+    action = runner.next_action()
+    assert action is not None
+    passed_on = runner.run(action)
+    assert isinstance(passed_on, Gradients)
+    assert passed_on.places == (5,)
+    assert run_all(runner) == ["1B0", "1B1"]
+
+
+def test_forwards_of_a_visit_run_in_the_order_of_their_arguments() -> None:
+    runner = begun(limit=3)
+    for microbatch in range(3):
+        runner.take(1, 1, Key(microbatch), TRAINING)
     for microbatch in (2, 1, 0):
         assert runner.next_action() is None
-        runner.take(1, 1, Key(microbatch), TRAINING)
+        runner.take(1, 1, Key(microbatch), INCOMING)
     assert run_all(runner) == ["1F0", "1F1", "1F2"]
+
+
+def test_forwards_of_a_visit_run_in_their_places() -> None:
+    runner = begun(limit=3)
+    for microbatch, place in ((5, 1), (2, 0)):
+        assert runner.next_action() is None
+        runner.take(1, 1, Key(microbatch), replace(TRAINING, place=place))
+        runner.take(1, 1, Key(microbatch), INCOMING)
+    assert run_all(runner) == ["1F2", "1F5"]
+
+
+def test_two_in_one_place_are_refused() -> None:
+    runner = begun(limit=3)
+    runner.take(1, 1, Key(0), replace(TRAINING, place=0))
+    with pytest.raises(RemoteProtocolError, match="came for the place of Key"):
+        runner.take(1, 1, Key(1), replace(TRAINING, place=0))
 
 
 def test_a_request_has_its_place_between_forwards_and_backwards() -> None:
@@ -323,16 +357,16 @@ def test_a_request_has_its_place_between_forwards_and_backwards() -> None:
     assert runner.has_done(0, 0, is_exact=True)
     give(runner, 1, Key(0))
     run_all(runner)
-    assert not runner.has_done(1, 0, is_exact=True)  # stage 3 has not
+    assert not runner.has_done(2, 0, is_exact=True)  # stage 3 has not
     give(runner, 3, Key(0))
     run_all(runner)
-    assert runner.has_done(1, 0, is_exact=True)
-    assert not runner.has_done(1, 1, is_exact=True)
+    assert runner.has_done(2, 0, is_exact=True)
+    assert not runner.has_done(2, 1, is_exact=True)
     runner.take(1, 3, Key(0), Gradients((ONES,)))
     run_all(runner)
-    with pytest.raises(ModelError, match="behind 1 forwards and 0 backwards"):
-        runner.has_done(1, 0, is_exact=True)
-    assert runner.has_done(1, 0, is_exact=False)
+    with pytest.raises(ModelError, match="behind 2 forwards and 0 backwards"):
+        runner.has_done(2, 0, is_exact=True)
+    assert runner.has_done(2, 0, is_exact=False)
 
 
 def test_after_an_abort_no_request_waits() -> None:

@@ -165,6 +165,7 @@ COMPARED = {
     "MovedTensor.name",
     "MovedTensor.optimizers",
     "MovedTensor.state",
+    "ReplicaTensors.names",
     "Norms.norms",
     "OfferAnswered.name",
     "OptimizerState.parameter",

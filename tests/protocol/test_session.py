@@ -19,7 +19,7 @@ from .examples import example
 
 HELLO = m.Hello(m.PROTOCOL_VERSION, "coordinator", "run")
 WELCOME = m.Welcome(m.PROTOCOL_VERSION)
-DEPLOY = m.Deploy(1, [], 0, [], seed=0)
+DEPLOY = m.Deploy(1, [], [], seed=0)
 
 MESSAGES = [example(kind) for kind in m.KINDS]
 
@@ -102,15 +102,19 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
         "Gradient DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients "
-        "ApplyOptimizer AverageWeights Record FetchRecord FetchTensors FetchGradients "
-        "FetchOptimizerState Deploy",
+        "ApplyOptimizer AverageWeights ReduceGradients ReplicaTensors Record FetchRecord "
+        "FetchTensors FetchGradients FetchOptimizerState FetchFingerprints Deploy",
         "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
-        "OptimizerState NeighborLost NeighborUnreachable Paused Resumed",
+        "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable Paused "
+        "Resumed",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
     (neighbors_pair, State.GREETING): ("", "Welcome"),
-    (neighbors_pair, State.LINKED): ("Activation MovedTensor Probe", "Gradient ProbeAnswer"),
+    (neighbors_pair, State.LINKED): (
+        "Activation MovedTensor ReplicaTensors Probe",
+        "Gradient ProbeAnswer",
+    ),
     (neighbors_pair, State.CLOSED): ("", ""),
     (watchers_pair, State.OPENING): ("Hello", ""),
     (watchers_pair, State.GREETING): ("", "Welcome"),

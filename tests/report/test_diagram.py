@@ -314,6 +314,53 @@ def test_a_coordinator_at_both_ends_of_a_line_has_room_for_its_parts() -> None:
         assert x + width < other
 
 
+def test_replicas_are_above_each_other_with_their_shares() -> None:
+    drawn = shaped("C", "a3+b2+c0", "a1+C1")
+    found = words(drawn)
+    for said in (
+        *("stage 1 · 3 of 5", "stage 1 · 2 of 5", "stage 1 · warm spare"),
+        "gradients of replicas",
+    ):
+        assert found.count(said) == 1, said
+    assert found.count("stage 2 · 1 of 2") == 2
+    root = ElementTree.fromstring(diagram(drawn))  # noqa: S314
+    pills = [node for node in root.iter(f"{SVG}rect") if node.get("class") == "pill"]
+    columns = [float(node.get("x", "")) for node in pills]
+    assert [columns.count(x) for x in dict.fromkeys(columns)] == [1, 3, 2, 1]
+
+
+def vertical_lines(drawn: Topology) -> list[tuple[float, float, float]]:
+    """Where lines of activations go up or down: x, and the two ends."""
+    found = []
+    for line in links_of(drawn):
+        numbers = [float(number) for number in re.findall(r"-?[\d.]+", line)]
+        if line.startswith("line activation-line M") and len(numbers) > 6:
+            found.append((numbers[2], *sorted((numbers[1], numbers[-1]))))
+    return found
+
+
+@pytest.mark.parametrize("names", [("C", "a2+b1", "C"), ("a1+b1+c1", "d1+e1"), ("a2+C1", "b")])
+def test_links_of_replicas_stand_apart(names: tuple[str, ...]) -> None:
+    drawn = shaped(*names)
+    between = [hop for hop in drawn.hops if not hop.is_inside]
+    lines = sorted(vertical_lines(drawn))
+    assert len(lines) == len(between)
+    assert all(other[0] - one[0] > 10 for one, other in pairwise(lines))
+
+
+def test_mermaid_tells_the_shares_and_who_exchanges_gradients() -> None:
+    shown = mermaid(shaped("C", "a2+b1", "C"))
+    assert "stage 1: layer 1 (2 of 3)" in shown
+    assert '  process1 <-. "gradients of stage 1" .-> process2' in shown.splitlines()
+    hosted = mermaid(shaped("a2+C1", "b"))
+    assert "embedding · stage 1: layer 0 (1 of 3) · head · loss" in hosted
+    assert '  process0 <-. "gradients of stage 1" .-> process1' in hosted.splitlines()
+    assert [arrow[:2] for arrow in arrows_of(shaped("a2+C1", "b"))] == [
+        *(("process0", "process1"), ("process0", "process2")),
+        *(("process1", "process2"), ("process2", "process0")),
+    ]
+
+
 @pytest.mark.parametrize("names", ["CaC", "aba"])
 def test_a_worker_without_layers_is_drawn_without_links(names: str) -> None:
     drawn = shaped(*names)
@@ -323,6 +370,6 @@ def test_a_worker_without_layers_is_drawn_without_links(names: str) -> None:
     assert "process9" in mermaid(idle)
     assert "no layers" in words(idle)
     assert arrows_of(idle) == [
-        (source, target, f"{hop.stage} ▸ {(hop.stage + 1) % len(drawn.links)}")
+        (source, target, f"{hop.stage} ▸ {(hop.stage + 1) % len(drawn.hops)}")
         for (source, target, _), hop in zip(arrows_of(drawn), drawn.hops, strict=True)
     ]

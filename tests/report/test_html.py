@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -326,6 +327,26 @@ def record(shares: dict[int, float], **others: Any) -> RunRecord:
 )
 def test_findings_name_what_stands_out(of: RunRecord, said: str) -> None:
     assert said in " ".join(findings(of))
+
+
+def test_a_replica_that_is_the_bottleneck_needs_a_smaller_share_and_a_spare_does_not_count() -> (
+    None
+):
+    stage = StagePlan(["a:1", "b:1", "c:1"], (0, 8), shares=[2, 1, 0])
+    busy = record({0: 0.7, 1: 0.9, 2: 0.6, 3: 0.0})
+    (said,) = findings(replace(busy, plan=Plan([stage], 32)))
+    assert said.startswith("Worker 1 (a:1) is the bottleneck: it computes 90 % of the step")
+    assert "the others 65 %" in said
+    assert "Give it a smaller share of the micro-batches" in said
+
+
+def test_the_page_tells_the_shares_of_replicas(run: Path) -> None:
+    stages = [StagePlan(["coordinator"], (0, 3)), StagePlan(["a:1", "b:1"], (3, 8), shares=[1, 0])]
+    Plan(stages, 8, 4).to_yaml(run / "plan.yaml")
+    (run / "architecture.svg").unlink()
+    record = read_run(run)
+    assert record.problems == []
+    assert "3 to 7 (1 of 1)" in Reader(report(record)).words
 
 
 def test_a_bubble_is_blamed_on_few_pieces() -> None:

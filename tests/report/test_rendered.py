@@ -23,6 +23,10 @@ def test_no_text_is_cut_and_nothing_overlaps(tmp_path: Path) -> None:
         diagram(shaped(*names))
         for names in ("CaC", "CabC", "CabcdeC", "aba", "ababa", "aabC", "CabcabcC")
     ]
+    pictures += [
+        diagram(shaped(*names))
+        for names in (("C", "a2+b1", "C"), ("a3+b2+c0", "d", "C"), ("a2+C1", "b"), ("a+b", "b+a"))
+    ]
     script = f"{FAULTS} return [document.querySelectorAll('svg').length, [...new Set(faults)]];"
     assert evaluate(page(pictures), script, tmp_path) == [2 * len(pictures), []]
 

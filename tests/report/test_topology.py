@@ -8,7 +8,7 @@ import pytest
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner import profile as p
-from lightning_hetero.report.topology import Link, Part, Speed, topology_of
+from lightning_hetero.report.topology import Link, Part, Speed, Topology, topology_of
 from lightning_hetero.telemetry.ranges import Range
 
 from ..planner.profiles import GIB, device, profile
@@ -43,15 +43,21 @@ def measured() -> p.Profile:
     return profile(8, workers, links=[link], model_options={"parts": parts}, batch_size=8)
 
 
+def route_of(topology: Topology) -> list[int]:
+    """The places of a line of stages, in the order of the activations."""
+    assert [hop.stage for hop in topology.hops] == [*range(len(topology.hops))]
+    return [*(hop.source for hop in topology.hops), topology.hops[-1].target]
+
+
 def test_a_plan_alone_says_who_holds_what() -> None:
     found = topology_of(PLAN)
     assert [place.ranges for place in found.places] == [
         *((), (Range(1, (0, 5)),), (Range(2, (5, 8)),))
     ]
-    assert found.route == [0, 1, 2, 0]
+    assert route_of(found) == [0, 1, 2, 0]
     assert [place.machine for place in found.places] == ["this machine", "fast", "this machine"]
     assert [place.marks for place in found.workers] == [("recomputed",), ("float16",)]
-    assert [link.activation_dtype for link in found.links] == ["int8", "int8", None]
+    assert [hop.link.activation_dtype for hop in found.hops] == ["int8", "int8", None]
     assert found.facts == ["4 micro-batches, at most 2 in flight"]
     assert all(place.memory is None and not place.device for place in found.places)
 
@@ -69,7 +75,7 @@ def test_a_coordinator_at_both_ends_has_parts_before_and_behind() -> None:
     before = [Part("data"), Part("embedding"), Part("layer 0", (0, 1))]
     assert found.own_parts == (before, [Part("layer 2", (2, 3)), *ENDS_BEHIND])
     assert found.coordinator.num_layers == 2
-    assert found.route == [0, 1, 0]
+    assert route_of(found) == [0, 1, 0]
     assert found.is_line
 
 
@@ -77,7 +83,7 @@ def test_a_worker_with_several_stages_is_one_place() -> None:
     found = topology_of(turns("b:1", "a:1", "b:1", "b:1", "coordinator"))
     assert [place.name for place in found.workers] == ["b:1", "a:1"]
     assert [held.stage for held in found.workers[0].ranges] == [1, 3, 4]
-    assert found.route == [0, 1, 2, 1, 1, 0]
+    assert route_of(found) == [0, 1, 2, 1, 1, 0]
     assert [hop.is_inside for hop in found.hops] == [False, False, False, True, False]
     assert not found.is_line
 
@@ -111,7 +117,8 @@ def test_a_coordinator_with_the_last_layers_has_them_before_the_head() -> None:
     assert found.own_parts == ([Part("data")], [Part("layer 7", (7, 8)), *ENDS_BEHIND])
     assert found.workers[0].marks == ("embedding",)
     # Token ids are not rounded.
-    assert found.links == [Link(is_one_way=True), Link(activation_dtype="int8"), Link()]
+    links = [hop.link for hop in found.hops]
+    assert links == [Link(is_one_way=True), Link(activation_dtype="int8"), Link()]
 
 
 def test_a_profile_adds_devices_memory_links_and_the_prediction() -> None:
@@ -122,8 +129,8 @@ def test_a_profile_adds_devices_memory_links_and_the_prediction() -> None:
     assert fast.memory.total_bytes == 8 * GIB
     assert fast.memory.used_bytes["weights"] == 5 * GIB
     assert fast.marks == ("recomputed", "frozen")
-    assert found.links[0] == Link(Speed(1e8, 0.001), None, "int8", None)
-    assert found.links[1].forward is None
+    assert found.hops[0].link == Link(Speed(1e8, 0.001), None, "int8", None)
+    assert found.hops[1].link.forward is None
     assert found.facts[-1].startswith("predicted: ")
     assert found.frozen_ends == frozenset()
 
@@ -137,3 +144,41 @@ def test_a_profile_of_other_workers_is_refused() -> None:
 def test_a_plan_without_all_layers_is_refused(stages: list[StagePlan]) -> None:
     with pytest.raises(PlanError):
         topology_of(Plan(stages))
+
+
+SHARED = [
+    StagePlan(["coordinator"], (0, 1)),
+    StagePlan(["a:1", "b:1"], (1, 2), shares=[2, 1], activation_dtype="int8"),
+    StagePlan(["b:1", "c:1", "d:1"], (2, 3), shares=[1, 1, 0]),
+]
+
+
+def test_replicas_are_linked_as_their_micro_batches_go() -> None:
+    found = topology_of(Plan(SHARED, micro_batches=3))
+    assert [place.name for place in found.workers] == ["a:1", "b:1", "c:1", "d:1"]
+    assert found.ranges_of_stage(2) == {
+        2: Range(2, (2, 3), (1, 2)),
+        3: Range(2, (2, 3), (1, 2)),
+        4: Range(2, (2, 3), (0, 2)),
+    }
+    # Micro-batches 0 and 2 go over a and b, 1 over b and c; the warm spare d gets none.
+    assert [(hop.stage, hop.source, hop.target) for hop in found.hops] == [
+        *((0, 0, 1), (0, 0, 2), (1, 1, 2), (1, 2, 3), (2, 2, 0), (2, 3, 0))
+    ]
+    assert [hop.link.activation_dtype for hop in found.hops] == [*["int8"] * 4, None, None]
+    assert [(each.stage, each.source, each.target) for each in found.exchanges] == [
+        *((1, 1, 2), (2, 2, 3), (2, 2, 4), (2, 3, 4))
+    ]
+    assert (found.num_stages, found.is_line) == (2, False)
+
+
+def test_a_coordinator_that_is_a_replica_sends_nothing_for_its_own_micro_batches() -> None:
+    stages = [StagePlan(["a:1", "coordinator"], (0, 2)), StagePlan(["b:1"], (2, 3))]
+    found = topology_of(Plan(stages, micro_batches=2))
+    assert found.coordinator.ranges == (Range(1, (0, 2), (1, 2)),)
+    # Its own layers have no replicas.
+    assert found.own_parts == ([Part("data"), Part("embedding")], ENDS_BEHIND)
+    assert [(hop.stage, hop.source, hop.target, hop.is_inside) for hop in found.hops] == [
+        *((0, 0, 0, True), (0, 0, 1, False), (1, 0, 2, False), (1, 1, 2, False), (2, 2, 0, False))
+    ]
+    assert [(each.source, each.target) for each in found.exchanges] == [(0, 1)]

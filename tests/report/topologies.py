@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.report.topology import (
+    Hop,
     Link,
     Memory,
     Place,
@@ -63,8 +67,7 @@ def topology(num_stages: int, coordinator_layers: int = 3) -> Topology:
             ("recomputed",),
         ),
         workers=workers,
-        route=[*range(num_stages + 1), 0] if workers else [],
-        links=[link(number) for number in range(num_stages + 1)] if workers else [],
+        hops=along([*range(num_stages + 1), 0] if workers else [], link),
         facts=["8 micro-batches, at most 4 in flight", "predicted: 12,345 tokens/s, bubble 9 %"],
         frozen_ends=frozenset({"embedding", "head"}),
     )
@@ -80,8 +83,7 @@ def coordinator_last(num_stages: int) -> Topology:
         full,
         coordinator=replace(full.coordinator, ranges=(Range(0, (end - 3, end)),)),
         workers=[first, *moved[1:]],
-        links=[Link(full.links[0].forward, full.links[0].backward, is_one_way=True)]
-        + [link(number) for number in range(1, num_stages + 1)],
+        hops=[replace(hop, link=replace(hop.link, is_one_way=hop.stage == 0)) for hop in full.hops],
     )
 
 
@@ -93,13 +95,10 @@ def _earlier(held: Range) -> Range:
 def shaped(*names: str, **options: Any) -> Topology:
     """The topology of a plan with one layer for each of these names, with every fact.
 
-    ``C`` is the coordinator, and a word of small letters is a worker.
+    ``C`` is the coordinator, and a word of small letters is a worker. ``a2+b1`` is a stage of two
+    replicas with their shares.
     """
-    called = {"C": "coordinator", **{name: f"{name}:9999" for name in names if name != "C"}}
-    stages = [
-        StagePlan([called[name]], (number, number + 1), **options)
-        for number, name in enumerate(names)
-    ]
+    stages = [_stage(name, number, **options) for number, name in enumerate(names)]
     found = topology_of(Plan(stages), title="shaped")
     return replace(
         found,
@@ -108,11 +107,24 @@ def shaped(*names: str, **options: Any) -> Topology:
             for place, (_, device, gib) in zip(found.workers, WORKERS, strict=False)
         ],
         coordinator=replace(found.coordinator, device="NVIDIA RTX 5090", memory=memory(31.4)),
-        links=[
-            replace(link(number), is_one_way=each.is_one_way)
-            for number, each in enumerate(found.links)
+        hops=[
+            replace(hop, link=replace(link(number), is_one_way=hop.link.is_one_way))
+            for number, hop in enumerate(found.hops)
         ],
     )
+
+
+def _stage(names: str, number: int, **options: Any) -> StagePlan:
+    found = [re.fullmatch("([a-zC]+)([0-9]*)", name) for name in names.split("+")]
+    pairs = [(match[1], int(match[2] or 1)) for match in found if match is not None]
+    called = ["coordinator" if name == "C" else f"{name}:9999" for name, _ in pairs]
+    shares = [share for _, share in pairs] if len(pairs) > 1 else None
+    return StagePlan(called, (number, number + 1), shares=shares, **options)
+
+
+def along(route: Sequence[int], link_of: Callable[[int], Link]) -> list[Hop]:
+    """The hops of a way through these places."""
+    return [Hop(number, *ends, link_of(number)) for number, ends in enumerate(pairwise(route))]
 
 
 def link(number: int) -> Link:
@@ -127,8 +139,9 @@ def narrowed(num_stages: int) -> Topology:
     """The same with as much to say of every link as there can be, and shorter names of the ends."""
     slow, slower = Speed(888e6, 0.00088), Speed(444e6, 0.00088)
     full = topology(num_stages)
-    links = [Link(slow, slower, "bfloat16", "bfloat16") for _ in full.links]
-    return replace(full, links=links, frozen_ends=frozenset())
+    full_of = Link(slow, slower, "bfloat16", "bfloat16")
+    hops = [replace(hop, link=full_of) for hop in full.hops]
+    return replace(full, hops=hops, frozen_ends=frozenset())
 
 
 def bare(num_stages: int) -> Topology:
@@ -139,7 +152,7 @@ def bare(num_stages: int) -> Topology:
         title="",
         coordinator=_bare_place(full.coordinator),
         workers=[_bare_place(place) for place in full.workers],
-        links=[Link() for _ in full.links],
+        hops=[replace(hop, link=Link()) for hop in full.hops],
         facts=full.facts[:1],
         frozen_ends=frozenset(),
     )

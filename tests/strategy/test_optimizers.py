@@ -11,7 +11,9 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.strategy.optimizers import RemoteSteps
+from lightning_hetero.pipeline.recorder import Recorder
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.strategy.optimizers import RemoteSteps, record_own_steps
 
 MANUAL = SimpleNamespace(automatic_optimization=False)
 
@@ -81,6 +83,31 @@ def test_lightning_alone_handles_an_optimizer_without_parameters_on_stages() -> 
     assert other.param_groups[0]["params"][0].grad.norm() == pytest.approx(1.0)
     other.step()
     assert remote.told == []
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+def test_the_step_of_an_optimizer_without_a_part_on_a_worker_is_recorded(as_keyword: bool) -> None:
+    """The closure in it runs the batch, which is recorded by itself."""
+    recorder = Recorder(torch.device("cpu"))
+    recorder.switch(is_on=True, keeps_spans=True)
+    own, other = sgd(), sgd()
+
+    def batch() -> None:
+        recorder.begin_step()
+        recorder.note_training()
+        with recorder.action("forward", Key(0), 1, 0):
+            pass
+
+    with record_own_steps([own, other], lambda each: each is own, recorder):
+        own.step(closure=batch) if as_keyword else own.step(batch)
+        own.step()
+        other.step()
+    own.step()
+    totals, spans, _ = recorder.record(with_spans=True)
+    assert [(span.kind, span.message) for span in spans] == [
+        *(("forward", ""), ("optimizer", "ApplyOptimizer"), ("optimizer", "ApplyOptimizer"))
+    ]
+    assert totals.num_steps == 2
 
 
 def test_a_step_that_bypasses_lightning_is_followed() -> None:

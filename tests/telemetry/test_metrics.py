@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_hetero.protocol.fields import Totals
@@ -83,6 +84,19 @@ def test_times_are_of_a_microbatch_or_of_a_step() -> None:
     assert found["queue_depth"] == 1.5
     assert "loss_ms" not in found
     assert process_metrics(WINDOW, 0)["sent_bytes"] == 50.0
+
+
+def test_the_times_and_tokens_of_a_replica_are_those_of_its_own_microbatches() -> None:
+    """Two of eight micro-batches; a spare has none."""
+    seconds = {"forward": 0.25, "backward": 0.5, "optimizer": 1.0}
+    replica = replace(WORKER, seconds=seconds, num_microbatches=2)
+    window = Window({0: COORDINATOR, 1: replica, 2: Totals()}, wall_seconds=16.0)
+    found = process_metrics(window, 1)
+    assert (found["forward_ms"], found["backward_ms"]) == (125.0, 250.0)
+    assert found["tokens_per_second"] == pytest.approx(200 / 1.75)
+    spare = process_metrics(window, 2)
+    assert [spare[name] for name in SHARES] == [0.0, 0.0, 1.0]
+    assert not {"forward_ms", "tokens_per_second"} & spare.keys()
 
 
 def test_pipeline_metrics_cover_all_stages() -> None:

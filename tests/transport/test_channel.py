@@ -305,7 +305,7 @@ def serving_stage() -> Iterator[tuple[Channel, socket.socket]]:
     session = opening_session("coordinator")
     session.sent(m.Hello(m.PROTOCOL_VERSION, "coordinator", "session"))
     session.received(m.Welcome(m.PROTOCOL_VERSION))
-    for message in (m.Deploy(1, [], 0, [], 0), m.Launch(), m.BeginStep(1, 1, False)):
+    for message in (m.Deploy(1, [], [], 0), m.Launch(), m.BeginStep(1, 1, False)):
         session.sent(message)
     channel = Channel(SocketConnection(mine), session, "stage 2", Deadlines(stop_seconds=0.1))
     channel.start(SimpleQueue())
@@ -323,7 +323,7 @@ def test_a_frame_that_is_passed_on_too_late_is_dropped() -> None:
             passed = reader.advance(stage.recv_into(reader.buffer()))
         assert passed.message == frame.message
         assert torch.equal(passed.tensors[0], frame.tensors[0])
-        for later in (m.BeginStep(2, 1, False), m.Deploy(1, [], 0, [], 0)):
+        for later in (m.BeginStep(2, 1, False), m.Deploy(1, [], [], 0)):
             channel.send(later)
             channel.wait_until_sent(0)
             channel.pass_on(frame, most_queued=1)  # would break a rule of the conversation

@@ -12,7 +12,7 @@ import yaml
 from lightning_hetero import cli
 
 from ..conftest import worker_process
-from ..integration.shapes import SHAPES, shaped
+from ..integration.shapes import HOSTED, REPLICAS, SHAPES, shaped
 from ..pretrained import save_tiny
 
 PROJECT = """
@@ -111,7 +111,7 @@ def test_workers_that_compute_right_pass_and_nothing_is_trained(
     assert left == {"config.yaml", "my_project.py"}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES | REPLICAS | HOSTED)
 def test_workers_of_every_shape_are_verified_stage_by_stage(
     project: Path,
     workers: list[str],
@@ -120,7 +120,7 @@ def test_workers_of_every_shape_are_verified_stage_by_stage(
     shape: str,
 ) -> None:
     (project / "my_project.py").write_text(PROJECT.replace("(4, attention", "(5, attention"))
-    plan = shaped(workers, SHAPES[shape], 2)
+    plan = shaped(workers, (SHAPES | REPLICAS | HOSTED)[shape], 2)
     plan.to_yaml("plan.yaml")
     configure(workers[:2], "plan.yaml")
     code, shown = verify(monkeypatch, capsys)
@@ -128,7 +128,9 @@ def test_workers_of_every_shape_are_verified_stage_by_stage(
     assert code == 0
     rows = [line.split() for line in shown.splitlines() if line.endswith(" ok  ")]
     stages = [
-        (s.worker, [str(s.layers[0]), "to", str(s.layers[1] - 1)]) for s in plan.remote_stages
+        (name, [str(stage.layers[0]), "to", str(stage.layers[1] - 1)])
+        for stage in plan.remote_stages
+        for name in stage.remote_workers
     ]
     assert [(row[0], row[1:4]) for row in rows[:-1]] == stages
     assert rows[-1][:2] == ["all", "together"]
@@ -175,6 +177,30 @@ def test_a_wrong_worker_with_several_stages_is_named_once(
         (wrong.address, "WRONG"),
         (workers[0], "ok"),
         (wrong.address, "WRONG"),
+    ]
+
+
+def test_the_replica_that_computes_wrongly_is_named(
+    project: Path,
+    workers: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where the wrong one is a warm spare, which runs no micro-batch of the plan."""
+    with worker_process(before=WRONG_FORWARD) as wrong:
+        names = [workers[0], wrong.address]
+        shaped(names, [("C", 0, 1), ("ab", 1, 3, [1, 0]), ("ba", 3, 4)], 2).to_yaml("plan.yaml")
+        configure(names, "plan.yaml")
+        code, shown = verify(monkeypatch, capsys)
+    assert code == 1
+    assert f"{wrong.address} computed wrongly" in shown
+    assert shown.count("computed wrongly") == 1
+    judged = [line.split() for line in shown.splitlines() if " to " in line]
+    assert [(row[0], row[-1]) for row in judged[:-1]] == [
+        (workers[0], "ok"),
+        (wrong.address, "WRONG"),
+        (wrong.address, "WRONG"),
+        (workers[0], "ok"),
     ]
 
 

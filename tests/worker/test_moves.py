@@ -15,7 +15,6 @@ from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents, named_tensors
-from lightning_hetero.pipeline.stage_layers import KeptTensors
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.values import Packer
 from lightning_hetero.transport.channel import Channel
@@ -25,6 +24,7 @@ from lightning_hetero.worker.layers import StageLayers
 from lightning_hetero.worker.moves import MovedSide
 from lightning_hetero.worker.optimizer_parts import TrainedSide
 from lightning_hetero.worker.owner import Host, Owner
+from lightning_hetero.worker.shelf import KeptTensors
 
 from ..models import tiny_llama
 
@@ -69,7 +69,7 @@ class OneWorker:
         stage = RemoteStage(
             write_recipe(model, found), modules, partial(named_contents, modules), False
         )
-        self.layers.build(m.Deploy(1, [stage.spec(1, 0)], 1, [], 0, kept or []))
+        self.layers.build(m.Deploy(1, [stage.spec(1)], [], 0, kept or []))
         self.training.train_anew(kept or [])
         return modules
 

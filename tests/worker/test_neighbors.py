@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,16 +13,23 @@ import torch
 
 from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError, WorkerUnreachable
-from lightning_hetero.pipeline.boundary import Activation, Gradients
-from lightning_hetero.pipeline.codec import encode_activation, encode_gradients
+from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
+from lightning_hetero.pipeline.codec import (
+    Leg,
+    encode_activation,
+    encode_arguments,
+    encode_gradients,
+)
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Content, Frame
+from lightning_hetero.protocol.values import Packer
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.worker.neighbors import Neighbors
 
 from ..transport.pairs import End, channel_pair
 
+TRAINING = Surroundings(True, None, [])
 COPIES = PlainCopies(torch.device("cpu"))
 
 
@@ -44,23 +52,26 @@ def saying(content: Content, stage: int) -> Any:
     return msgspec.structs.replace(content[0], stage=stage)
 
 
-def deploy(*downstream: int) -> m.Deploy:
-    """Stages of worker 1 with the next stages on these workers; worker n listens at ``n:1``."""
-    stages = [
-        m.StageSpec(number, "", [], recompute=False, downstream=behind)
-        for number, behind in enumerate(downstream, start=1)
-    ]
-    others = [each for each in dict.fromkeys(downstream) if each > 1]
-    peers = [m.PeerSpec(each, f"{each}:1", f"session {each}") for each in others]
-    return m.Deploy(1, stages, len(stages), peers, seed=0)
+def deploy(*peers: int) -> m.Deploy:
+    """Worker 1 sends to these workers; worker n listens at ``n:1``."""
+    specs = [m.PeerSpec(each, f"{each}:1", f"session {each}") for each in peers]
+    return m.Deploy(1, [], specs, seed=0)
+
+
+def way(stage: int, upstream: int, downstream: int, step: int = 1) -> m.Arguments:
+    leg = Leg(stage, upstream, downstream)
+    return encode_arguments(step, Key(0), TRAINING, (), Packer(), leg)[0]
 
 
 def test_without_other_workers_there_is_the_coordinator() -> None:
     with channel_pair() as (_, coordinator):
         neighbors = Neighbors(coordinator.channel, nobody)
-        neighbors.expect(deploy(0))
-        assert neighbors.connect(neighbors.downstream, lambda _channel: None) == {}
-        assert neighbors.downstream_of(1) is coordinator.channel
+        neighbors.expect(deploy())
+        assert neighbors.connect(neighbors.peers, lambda _channel: None) == {}
+        neighbors.note_way(way(1, 0, 0))
+        assert neighbors.way_down(1, 1, Key(0)) is coordinator.channel
+        assert neighbors.is_first(1, 1, Key(0))
+        assert neighbors.is_last(1, 1, Key(0))
         assert neighbors.numbers == {coordinator.channel: 0}
         assert list(neighbors.traffic) == ["coordinator"]
 
@@ -75,13 +86,15 @@ def test_each_worker_downstream_is_dialled_once_and_stays() -> None:
             return {"2:1": two, "6:1": six}[address].channel
 
         neighbors = Neighbors(coordinator.channel, dial)
-        for message in (deploy(2, 1, 2), deploy(2, 6), deploy(6, 0)):
+        for message in (deploy(2), deploy(2, 6), deploy(6)):
             neighbors.expect(message)
-            assert neighbors.connect(neighbors.downstream, started.append) == {}
+            assert neighbors.connect(neighbors.peers, started.append) == {}
         assert dialled == [("2:1", "session 2", 1), ("6:1", "session 6", 1)]
         assert started == [two.channel, six.channel]
-        assert neighbors.downstream_of(1) is six.channel
-        assert neighbors.downstream_of(2) is coordinator.channel
+        neighbors.note_way(way(1, 0, 6))
+        neighbors.note_way(way(2, 6, 0))
+        assert neighbors.way_down(1, 1, Key(0)) is six.channel
+        assert neighbors.way_down(1, 2, Key(0)) is coordinator.channel
         assert neighbors.numbers == {two.channel: 2, six.channel: 6, coordinator.channel: 0}
         assert list(neighbors.traffic) == ["coordinator", "worker 2", "worker 6"]
 
@@ -89,10 +102,14 @@ def test_each_worker_downstream_is_dialled_once_and_stays() -> None:
 def test_what_stays_in_a_process_goes_over_no_channel() -> None:
     with channel_pair() as (_, coordinator):
         neighbors = Neighbors(coordinator.channel, nobody)
-        neighbors.expect(deploy(1, 0))
+        neighbors.expect(deploy())
+        neighbors.note_way(way(1, 0, 1))
+        neighbors.note_way(way(2, 1, 0))
         neighbors.check_way(saying(ACTIVATION, 1), coordinator.channel)
-        assert [neighbors.leads_here(stage) for stage in (1, 2)] == [True, False]
-        assert [neighbors.comes_from_here(stage) for stage in (1, 2)] == [False, True]
+        assert neighbors.way_down(1, 1, Key(0)) is None
+        assert neighbors.way_up(1, 2, Key(0)) is None
+        assert not neighbors.is_last(1, 1, Key(0))
+        assert not neighbors.is_first(1, 2, Key(0))
 
 
 def test_a_worker_out_of_reach_is_dialled_once_and_the_coordinator_stands_for_it() -> None:
@@ -105,60 +122,78 @@ def test_a_worker_out_of_reach_is_dialled_once_and_the_coordinator_stands_for_it
 
         neighbors = Neighbors(coordinator.channel, dial)
         neighbors.expect(deploy(2))
-        errors = neighbors.connect(neighbors.downstream, lambda _channel: None)
+        errors = neighbors.connect(neighbors.peers, lambda _channel: None)
         assert {number: str(error) for number, error in errors.items()} == {2: "no route"}
         neighbors.expect(deploy(2))  # as after layers have moved
-        assert neighbors.connect(neighbors.downstream, lambda _channel: None) == {}
+        assert neighbors.connect(neighbors.peers, lambda _channel: None) == {}
         assert dialled == ["2:1"]
-        assert neighbors.downstream_of(1) is coordinator.channel
+        neighbors.note_way(way(1, 0, 2))
+        assert neighbors.way_down(1, 1, Key(0)) is coordinator.channel
+        assert not neighbors.is_last(1, 1, Key(0))
 
 
 def test_gradients_go_back_where_activations_have_come_from() -> None:
     with channel_pair() as (_, coordinator), channel_pair() as (above, upstream):
         neighbors = Neighbors(coordinator.channel, nobody)
-        neighbors.expect(deploy(0, 0))
         neighbors.attach(upstream.channel, 2)
         neighbors.check_way(saying(ACTIVATION, 2), upstream.channel)
         neighbors.check_way(saying(ACTIVATION, 1), coordinator.channel)
-        neighbors.pass_on(neighbors.upstream_of(2), GRADIENT, COPIES)
+        channel = neighbors.way_up(1, 2, Key(0))
+        assert channel is not None
+        neighbors.pass_on(channel, GRADIENT, COPIES)
         assert isinstance(arrived(above), m.Gradient)
-        assert neighbors.upstream_of(1) is coordinator.channel
+        assert neighbors.way_up(1, 1, Key(0)) is coordinator.channel
 
 
-def test_what_comes_another_way_than_its_stage_is_refused() -> None:
-    """Stages 1, 2 and 4 are here; others run stages 3 and 5."""
-    deployed = m.Deploy(
-        1,
-        [
-            m.StageSpec(number, "", [], recompute=False, downstream=behind)
-            for number, behind in ((1, 1), (2, 2), (4, 3))
-        ],
-        5,
-        [m.PeerSpec(2, "2:1", ""), m.PeerSpec(3, "3:1", "")],
-        seed=0,
-    )
+def test_ways_of_earlier_steps_are_forgotten_and_those_of_later_ones_stay() -> None:
+    with channel_pair() as (_, coordinator):
+        neighbors = Neighbors(coordinator.channel, nobody)
+        neighbors.check_way(saying(ACTIVATION, 1), coordinator.channel)
+        neighbors.check_way(msgspec.structs.replace(ACTIVATION[0], step=2), coordinator.channel)
+        neighbors.begin_step(2)
+        assert neighbors.way_up(1, 1, Key(0)) is None
+        assert neighbors.way_up(2, 0, Key(0)) is coordinator.channel
+
+
+@pytest.mark.parametrize("is_activation_first", [False, True])
+@pytest.mark.parametrize("kind", ["Activation", "Gradient"])
+def test_what_comes_from_another_process_than_the_arguments_say_is_refused(
+    kind: str, is_activation_first: bool
+) -> None:
+    """Stage 3 is here; worker 2 and the coordinator may run what is beside it."""
     with ExitStack() as stack:
-        ends = [stack.enter_context(channel_pair())[1].channel for _ in range(5)]
-        coordinator, two, three, upstream, stranger = ends
-        dialled = {"2:1": two, "3:1": three}
-        neighbors = Neighbors(coordinator, lambda address, *_: dialled[address])
-        neighbors.expect(deployed)
-        neighbors.connect([2, 3], lambda _channel: None)
-        neighbors.attach(upstream, 2)
-        neighbors.attach(stranger, 3)
-        right = [
-            (ACTIVATION, 1, coordinator),
-            (ACTIVATION, 4, upstream),
-            (GRADIENT, 2, two),
-            (GRADIENT, 4, three),
-        ]
-        for content, stage, channel in right:
-            neighbors.check_way(saying(content, stage), channel)
-        allowed = {(type(content[0]), stage, channel) for content, stage, channel in right}
-        for content, stage, channel in product((ACTIVATION, GRADIENT), (1, 2, 4), ends):
-            if (type(content[0]), stage, channel) not in allowed:
-                with pytest.raises(RemoteProtocolError, match=f"for stage {stage} came from"):
-                    neighbors.check_way(saying(content, stage), channel)
+        ends = [stack.enter_context(channel_pair())[1].channel for _ in range(4)]
+        coordinator, two, upstream, stranger = ends
+        senders = {coordinator: 0, two: 2, upstream: 2, stranger: 3}
+        # Worker 4 cannot reach this one, so the coordinator passes on what it sends.
+        for expected, (channel, sender) in product((0, 1, 2, 4), senders.items()):
+            neighbors = Neighbors(coordinator, lambda *_: two)
+            neighbors.expect(deploy(2))
+            neighbors.connect([2], lambda _channel: None)
+            neighbors.attach(upstream, 2)
+            neighbors.attach(stranger, 3)
+            sender = 4 if (expected, sender) == (4, 0) else sender
+            calls = [
+                partial(neighbors.note_way, way(3, expected, expected)),
+                partial(
+                    neighbors.check_way,
+                    saying(ACTIVATION if kind == "Activation" else GRADIENT, 3),
+                    channel,
+                ),
+            ]
+            if kind == "Activation" and is_activation_first:
+                calls.reverse()
+            # Gradients come over the channel that this worker has dialled.
+            is_right = sender == expected and channel is not (
+                two if kind == "Activation" else upstream
+            )
+            with (
+                nullcontext()
+                if is_right
+                else pytest.raises(RemoteProtocolError, match=f"{kind} for stage 3 came from")
+            ):
+                for call in calls:
+                    call()
 
 
 def test_a_neighbor_that_said_goodbye_is_told_nothing_more() -> None:

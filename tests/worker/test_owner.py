@@ -168,7 +168,6 @@ def test_the_owner_is_told_of_each_run() -> None:
 def test_a_drained_worker_finishes_its_run_and_takes_no_other() -> None:
     with deployed() as (worker, coordinator, _):
         worker.drain()
-        assert worker.is_draining
         address = coordinator.connections.named("strix").address
         with pytest.raises(WorkerUnreachable, match="ends with its present run"):
             dial(address, "coordinator", "b", QUICK, Identity())

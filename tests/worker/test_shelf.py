@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.pipeline.stage_layers import Content, KeptTensors
-from lightning_hetero.worker.shelf import SharedShelf, open_shelf
+from lightning_hetero.model.tensors import Content
+from lightning_hetero.worker.shelf import KeptTensors, SharedShelf, open_shelf
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="the system has no files in main memory"

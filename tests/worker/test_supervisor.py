@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator.layers import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
-from lightning_hetero.discovery.status import ask_status
+from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import ChannelError, StageFailed, WorkerUnreachable
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.telemetry.chrome_trace import PREDICTED, trace_of
+from lightning_hetero.callbacks.timeline import PREDICTED, trace_of
 from lightning_hetero.telemetry.step import prediction_of
 
-from .made_up import PLAN, made_up_step, turn_by_turn
+from ..telemetry.made_up import PLAN, made_up_step, turn_by_turn
 from .trace_faults import faults_of
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import socket
-from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
 
-from lightning_hetero.discovery.status import Sighting, ask_status, seen_again
+from lightning_hetero.cli.top import Sighting, seen_again
+from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
@@ -18,7 +18,6 @@ from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
 
 from ..transport.pairs import QUICK, worker_thread
-from .answers import answer
 
 
 def test_a_free_worker_tells_its_state_and_equipment() -> None:
@@ -85,37 +84,3 @@ def test_an_absent_worker_is_named_by_its_address() -> None:
         port = listener.getsockname()[1]
     with pytest.raises(WorkerUnreachable, match=f"No worker answers at 127.0.0.1:{port}"):
         ask_status(Address("127.0.0.1", port), QUICK, Identity())
-
-
-def test_the_first_look_averages_over_the_run_and_the_next_over_the_time_between() -> None:
-    first = seen_again(Sighting("w"), answer(10.0, busy=2.0, training=8.0, sent=100))
-    assert first.busy_share == 0.25
-    assert first.traffic == []
-    second = seen_again(first, answer(12.0, busy=3.0, training=10.0, sent=300))
-    assert second.busy_share == 0.5
-    assert (second.traffic[0].sent, second.traffic[0].received) == (100.0, 200.0)
-
-
-def test_without_a_step_since_the_share_stays() -> None:
-    first = seen_again(Sighting("w"), answer(10.0, busy=2.0, training=8.0))
-    assert seen_again(first, answer(11.0, busy=2.0, training=8.0)).busy_share == 0.25
-
-
-def test_another_run_begins_anew() -> None:
-    first = seen_again(Sighting("w"), answer(10.0, busy=9.0, training=9.0, sent=10**9))
-    second = seen_again(first, answer(11.0, busy=0.1, training=1.0, run="b"))
-    assert second.busy_share == pytest.approx(0.1)
-    assert second.traffic == []
-
-
-def test_a_worker_that_vanishes_is_gone_and_comes_back() -> None:
-    seen = seen_again(Sighting("w"), answer(10.0, 1.0, 2.0))
-    gone = seen_again(seen_again(seen, "No worker answers."), "No worker answers.")
-    assert (gone.state, gone.num_missed, gone.traffic) == ("gone", 2, [])
-    back = seen_again(gone, answer(1.0, 0.5, 1.0, run="b"))
-    assert (back.state, back.problem, back.busy_share) == ("training", "", 0.5)
-    assert replace(back, seen=None).stage is None
-
-
-def test_a_worker_that_never_answered_is_not_there() -> None:
-    assert seen_again(Sighting("w"), "No worker answers.").state == "not there"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_hetero.discovery.status import WorkerStatus
+from lightning_hetero.discovery.find import WorkerStatus
 from lightning_hetero.protocol import messages as m
 
 

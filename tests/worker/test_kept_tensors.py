@@ -16,18 +16,15 @@ from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.devices.description import describe_device
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
-from lightning_hetero.model.tensors import named_contents, named_tensors
-from lightning_hetero.pipeline.stage_layers import (
-    Content,
-    KeptTensors,
-    describe_parameters,
-    fingerprint_of,
-)
+from lightning_hetero.model.tensors import Content, named_contents, named_tensors
+from lightning_hetero.pipeline.stage_layers import describe_parameters
 from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.tensors import fingerprint_of
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.worker.shelf import KeptTensors
 
 from ..models import tiny_llama
 from ..qlora import in_four_bits
@@ -152,7 +149,7 @@ class Twice(nn.Module):
 def test_no_two_tensors_get_the_same_memory() -> None:
     kept, layer = KeptTensors(), Twice()
     kept.keep({0: layer})
-    print_of_it = fingerprint_of(Content(torch.ones(3), {}))
+    print_of_it = fingerprint_of({"": torch.ones(3)})
     assert kept.take("0.one", print_of_it) is not None
     assert kept.take("0.two", print_of_it) is None
     assert kept.take("0.one", print_of_it) is None
@@ -181,8 +178,8 @@ def test_what_cannot_be_used_is_dropped_at_once() -> None:
 )
 def test_fingerprints_differ(other: Content) -> None:
     content = Content(torch.ones(6), {})
-    assert fingerprint_of(content) == fingerprint_of(Content(torch.ones(12)[::2], {}))
-    assert fingerprint_of(content) != fingerprint_of(other)
+    assert fingerprint_of(content.parts) == fingerprint_of({"": torch.ones(12)[::2]})
+    assert fingerprint_of(content.parts) != fingerprint_of(other.parts)
 
 
 def test_what_is_kept_counts_as_free() -> None:

@@ -1,0 +1,377 @@
+"""The worker's side of replicas: processes that hold the same stage add up their gradients.
+
+Every parameter of the stage has one owner among them. The others send it their sums; it adds all of
+them in the plan's order of the processes, and sends back what the stage's optimizer wants:
+
+    each     a ─ sums ─▶ owner ─ totals ─▶ a       every replica steps by itself
+    split    a ─ sums ─▶ owner ─ weights ─▶ a      the owner steps; then its weights follow
+
+The sums do not depend on who comes first. Those of a layer leave as soon as the last backward has
+left it, while the layers before it still compute. Where the coordinator is one of the replicas, it
+owns all parameters, and stores the weights that it has stepped as any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..devices.copies import Copies
+from ..errors import RemoteProtocolError
+from ..pipeline.placement import COORDINATOR_STAGE
+from ..protocol import messages as m
+from ..protocol.frames import Content
+from ..protocol.tensors import TensorSpec
+from ..transport.channel import Channel, Handler
+from .layers import StageLayers
+
+# What one frame carries at most: so many tensors, and bytes unless one tensor has more.
+_MOST_TENSORS = 256
+_MOST_BYTES = 2**25
+# How many exchanges a replica may be ahead of another one, which waits for its part of each.
+_MOST_AHEAD = 1
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A stage that other processes hold too.
+
+    Args:
+        holders: The numbers of its processes, in the plan's order.
+        owner_of: The number of each parameter's owner.
+        is_split: Whether only owners step.
+    """
+
+    holders: Sequence[int]
+    owner_of: Mapping[str, int]
+    is_split: bool
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the coordinator is one of the processes."""
+        return COORDINATOR_STAGE in self.holders
+
+    def receivers(self, content: m.ReplicaContent) -> Sequence[int]:
+        """The numbers of the processes that get such a thing from others."""
+        if self.is_hosted:
+            return [COORDINATOR_STAGE] if content == "sums" else []
+        has_part = content == "sums" or self.is_split == (content == "weights")
+        return self.holders if has_part else []
+
+    def senders(self, content: m.ReplicaContent) -> Sequence[int]:
+        """The numbers of the processes from which each of these workers gets such a thing."""
+        return [] if self.is_hosted else self.receivers(content)
+
+
+# An exchange, what is exchanged, and the worker that sends it.
+_Part = tuple[int, m.ReplicaContent, int]
+
+
+class ReplicaSide:
+    """Adds up gradients with the workers that hold the same stages, and follows their steps.
+
+    Args:
+        layers: The layers of the session.
+        copies: Copies tensors from the device.
+        pass_on: Sends a message with its tensors over a channel.
+        channel_to: The channel to the worker of a number.
+
+    Attributes:
+        handlers: What carries out each kind of message.
+    """
+
+    def __init__(
+        self,
+        layers: StageLayers,
+        copies: Copies,
+        pass_on: Callable[[Channel, Content, Copies], None],
+        channel_to: Callable[[int], Channel],
+    ) -> None:
+        self.handlers: dict[type, Handler] = {
+            m.ReduceGradients: self._on_reduce_gradients,
+            m.ReplicaTensors: self._on_replica_tensors,
+        }
+        self._layers = layers
+        self._copies = copies
+        self._pass_on = pass_on
+        self._channel_to = channel_to
+        self._number = 0
+        self._shared: list[_Shared] = []
+        self._owner_of: dict[str, int] = {}
+        # The exchange that runs or was the last to run, and what it waits for.
+        self._round = 0
+        self._waits_for: m.ReplicaContent | None = None
+        # Whether gradients here that other workers own are totals, or gone.
+        self._is_reduced = False
+        self._parts: dict[_Part, dict[str, Tensor]] = {}
+        self._whole: set[_Part] = set()
+        # What has been sent of the next sums: the state of each gradient, and those still together.
+        self._early: dict[str, tuple[int, int]] = {}
+        self._batch: dict[str, Tensor] = {}
+
+    def expect(self, message: m.Deploy) -> None:
+        """Note which stages other workers hold too, and who owns their parameters."""
+        self._number = message.member
+        self._shared, self._owner_of = [], {}
+        for stage in message.stages:
+            pairs = zip(stage.parameters, stage.owners, strict=True) if stage.owners else ()
+            owner_of = {spec.name: owner for spec, owner in pairs}
+            self._owner_of |= owner_of
+            if len(stage.holders) > 1:
+                self._shared.append(_Shared(stage.holders, owner_of, stage.is_split))
+        self.end(self._round)
+        self._is_reduced = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an exchange is on its way; requests wait for its end."""
+        return self._waits_for is not None
+
+    def is_owned(self, name: str) -> bool:
+        """Whether this worker answers for a parameter."""
+        return self._owner_of.get(name, self._number) == self._number
+
+    def is_stepped(self, name: str) -> bool:
+        """Whether this worker steps a parameter."""
+        owner = self._owner_of.get(name, self._number)
+        is_split = any(each.is_split for each in self._shared if name in each.owner_of)
+        return owner == self._number or (owner != COORDINATOR_STAGE and not is_split)
+
+    def end(self, number: int) -> None:
+        """Forget the exchanges up to one of this number."""
+        self._round, self._waits_for = max(self._round, number), None
+        self._early.clear()
+        self._batch.clear()
+        self._forget_parts()
+
+    def note_backward(self) -> None:
+        """New gradients are about to come: a total here must not be added to another time."""
+        if self._is_reduced:
+            self._is_reduced = False
+            for _, parameter in self._parameters(lambda _, owner: owner != self._number):
+                parameter.grad = None
+
+    @contextmanager
+    def sending_early(self, number: int) -> Iterator[None]:
+        """Inside, the last backward before an exchange runs; sums leave layer by layer."""
+        if not self._shared or number <= self._round:
+            yield
+            return
+        with ExitStack() as hooks:
+            for name, parameter in self._parameters(lambda _, owner: owner != self._number):
+                if parameter.requires_grad:
+                    push = partial(self._push, number, name)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(push).remove)
+            yield
+        self._send_batch(number)
+
+    def _push(self, number: int, name: str, parameter: Tensor) -> None:
+        """Send the sums of a layer when those of the next one come."""
+        layer = name.partition(".")[0]
+        if any(other.partition(".")[0] != layer for other in self._batch):
+            self._send_batch(number)
+        if parameter.grad is not None:
+            self._batch[name] = parameter.grad
+
+    def _send_batch(self, number: int) -> None:
+        batch, self._batch = self._batch, {}
+        owners = {self._owner_of[name] for name in batch}
+        for owner in sorted(owners):
+            own = {name: tensor for name, tensor in batch.items() if self._owner_of[name] == owner}
+            self._send(owner, number, "sums", own, is_last=False)
+        self._early.update({name: _state(tensor) for name, tensor in batch.items()})
+
+    def follow_step(self, number: int) -> None:
+        """Send the weights that this worker has stepped to the others, and wait for theirs."""
+        if any(shared.receivers("weights") for shared in self._shared):
+            self._begin(number, "weights")
+
+    def _on_reduce_gradients(
+        self, message: m.ReduceGradients, _tensors: tuple[Tensor, ...]
+    ) -> None:
+        if not self._shared or message.round <= self._round:
+            return  # an aborted step has dropped the gradients
+        self.note_backward()
+        self._begin(message.round, "sums")
+
+    def _on_replica_tensors(self, message: m.ReplicaTensors, tensors: tuple[Tensor, ...]) -> None:
+        part = message.round, message.content, message.source
+        if message.round < self._round:
+            return
+        if len(tensors) != len(message.names):
+            raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
+        ahead = {number for number, *_ in (*self._parts, part) if number > self._round}
+        if len(ahead) > _MOST_AHEAD or part in self._whole:
+            raise RemoteProtocolError(
+                f"Worker {message.source} sent {message.content} of exchange {message.round}, and "
+                f"exchange {self._round} is the last one here."
+            )
+        found = self._parts.setdefault(part, {})
+        for name, tensor in zip(message.names, tensors, strict=True):
+            parameter = self._expected(message, name)
+            if TensorSpec.of(tensor) != TensorSpec.of(parameter):
+                raise RemoteProtocolError(
+                    f"Worker {message.source} sent {TensorSpec.of(tensor)} as {message.content} of "
+                    f"{name!r}, which is {TensorSpec.of(parameter)} here."
+                )
+            found[name] = tensor.to(parameter.device)
+        if message.is_last:
+            self._whole.add(part)
+        self._go_on()
+
+    def _expected(self, message: m.ReplicaTensors, name: str) -> nn.Parameter:
+        """The parameter that a worker sends something of.
+
+        Raises:
+            RemoteProtocolError: If it does not share it, or the owner is another one.
+        """
+        shared = next((each for each in self._shared if name in each.owner_of), None)
+        owner = self._number if message.content == "sums" else message.source
+        if (
+            shared is None
+            or message.source not in shared.holders
+            or shared.owner_of[name] != owner
+            or (message.content == "weights" and not shared.is_split)
+        ):
+            raise RemoteProtocolError(
+                f"Worker {message.source} sent {message.content} of {name!r}, which is not its "
+                "part of what replicas exchange."
+            )
+        return self._layers.named_parameters([name])[0]
+
+    def _begin(self, number: int, content: m.ReplicaContent) -> None:
+        """Send the others their parts of an exchange, and wait for theirs."""
+        self._round, self._waits_for = number, content
+        self._forget_parts()
+        self._send_all(content)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Use what has come when all of it is there."""
+        while self._waits_for is not None and self._has_come(self._waits_for):
+            if self._waits_for == "sums":
+                self._add_up()
+                self._send_all("totals")
+                self._waits_for = "totals"
+                continue
+            if self._waits_for == "totals":
+                self._take_totals()
+            else:
+                self._take_weights()
+            self._waits_for = None
+
+    def _has_come(self, content: m.ReplicaContent) -> bool:
+        others = {number for each in self._shared for number in each.senders(content)}
+        others -= {self._number}
+        return all((self._round, content, other) in self._whole for other in others)
+
+    def _add_up(self) -> None:
+        """Add the sums of all holders of each parameter that this worker owns, in their order."""
+        for shared in self._shared:
+            for name, parameter in self._owned_in(shared):
+                total: Tensor | None = None
+                for holder in shared.holders:
+                    part = self._parts.get((self._round, "sums", holder), {})
+                    found = parameter.grad if holder == self._number else part.get(name)
+                    total = found if total is None else total if found is None else total + found
+                parameter.grad = total
+
+    def _take_totals(self) -> None:
+        """Go on with the owners' totals; without any if only the owners step."""
+        self._is_reduced = True
+        for name, parameter in self._parameters(lambda _, owner: owner != self._number):
+            owner = self._owner_of[name]
+            parameter.grad = self._parts.get((self._round, "totals", owner), {}).get(name)
+
+    def _take_weights(self) -> None:
+        for (number, content, _), tensors in self._parts.items():
+            if number == self._round and content == "weights":
+                names = [*tensors]
+                parameters = self._layers.named_parameters(names)
+                with torch.no_grad():
+                    for name, parameter in zip(names, parameters, strict=True):
+                        parameter.copy_(tensors[name])
+
+    def _send_all(self, content: m.ReplicaContent) -> None:
+        channels = []
+        others = {number for each in self._shared for number in each.receivers(content)}
+        for other in sorted(others - {self._number}):
+            channel = self._channel_to(other)
+            channels.append(channel)
+            batches = [*_batches(self._tensors_for(other, content))]
+            for index, batch in enumerate(batches):
+                self._send(other, self._round, content, batch, index == len(batches) - 1)
+        self._early.clear()
+        # What has been queued may change in place when the next request is carried out.
+        for channel in channels:
+            channel.wait_until_sent(0)
+
+    def _send(
+        self,
+        other: int,
+        number: int,
+        content: m.ReplicaContent,
+        batch: Mapping[str, Tensor],
+        is_last: bool,
+    ) -> None:
+        message = m.ReplicaTensors(other, self._number, number, content, [*batch], is_last)
+        self._pass_on(self._channel_to(other), (message, [*batch.values()]), self._copies)
+
+    def _tensors_for(self, other: int, content: m.ReplicaContent) -> Iterator[tuple[str, Tensor]]:
+        """What another worker gets from here: gradients of what it owns, or content of what this
+        worker owns."""
+        owner = other if content == "sums" else self._number
+
+        def is_wanted(shared: _Shared, owned_by: int) -> bool:
+            return owned_by == owner and other in shared.receivers(content)
+
+        for name, parameter in self._parameters(is_wanted):
+            gradient = parameter.grad
+            if content == "weights":
+                if parameter.requires_grad:
+                    yield name, parameter.detach()
+            elif gradient is not None:
+                has_left = content == "sums" and self._early.get(name) == _state(gradient)
+                if not has_left:
+                    yield name, gradient
+
+    def _owned_in(self, shared: _Shared) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._parameters(lambda each, owner: each is shared and owner == self._number)
+
+    def _parameters(
+        self, is_wanted: Callable[[_Shared, int], bool]
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of shared stages, by their names; the choice knows stage and owner."""
+        parameters = self._layers.parameters()
+        for shared in self._shared:
+            for name, owner in shared.owner_of.items():
+                if name in parameters and is_wanted(shared, owner):
+                    yield name, parameters[name]
+
+    def _forget_parts(self) -> None:
+        """Drop what has come for exchanges that are over."""
+        self._parts = {part: each for part, each in self._parts.items() if part[0] >= self._round}
+        self._whole = {part for part in self._whole if part[0] >= self._round}
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """What tells that a gradient has changed."""
+    return id(tensor), tensor._version
+
+
+def _batches(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Tensors in groups that fit into frames; at least one group, which may be empty."""
+    batch: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        if batch and (len(batch) == _MOST_TENSORS or num_bytes + tensor.nbytes > _MOST_BYTES):
+            yield batch
+            batch, num_bytes = {}, 0
+        batch[name] = tensor
+        num_bytes += tensor.nbytes
+    yield batch

@@ -1,0 +1,467 @@
+"""The coordinator as a replica: the bits of one device that adds up the plan's groups apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+from lightning_hetero import (
+    HeteroPipelineStrategy,
+    PipelineTimeline,
+    Plan,
+    StageMonitor,
+    StagePlan,
+)
+from lightning_hetero.callbacks import StageWeightAveraging
+from lightning_hetero.coordinator.replicas import HostedReplicas
+from lightning_hetero.errors import PlanError
+
+from ..equality import assert_close, differing, weights_of
+from ..families import FLOOR, FamilyModule, tiny_model
+from ..models import VOCABULARY, TinyModule, fit, loader, scaled_precision, tiny_llama, trainer
+from ..pretrained import PretrainedModule, build_from_checkpoint, build_whole, save_tiny
+from ..qlora import in_four_bits, with_lora
+from .by_hand import Manual, both_step
+from .generation import Generating, generate
+from .groups import fit_in_groups, fit_padded_in_groups
+
+NUM_LAYERS = 5
+BATCH_SIZE = 10
+PIECES = 5
+NUM_STEPS = 4
+
+
+def hosted_plan(
+    workers: list[str],
+    shares: tuple[int, int] = (3, 2),
+    first: bool = False,
+    before: int = 0,
+    **options: Any,
+) -> Plan:
+    """A worker and the coordinator hold all layers behind the first ``before``."""
+    names = ["coordinator", workers[0]] if first else [workers[0], "coordinator"]
+    stage = StagePlan(names, (before, NUM_LAYERS), shares=list(shares), **options)
+    own = [StagePlan(["coordinator"], (0, before))] if before else []
+    return Plan([*own, stage], micro_batches=PIECES)
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a run uses. Functions make what no two runs may share."""
+
+    module: Callable[[], pl.LightningModule] = TinyModule
+    options: Callable[[], dict[str, Any]] = dict
+    alone: Callable[[], dict[str, Any]] | None = None
+    accumulate: int = 1
+    stage: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+def run_over(workers: list[str], plan: Plan, use: Use) -> pl.LightningModule:
+    data = loader(BATCH_SIZE * NUM_STEPS * use.accumulate, BATCH_SIZE)
+    return fit(
+        use.module(),
+        HeteroPipelineStrategy(plan.workers, plan),
+        data,
+        max_steps=NUM_STEPS,
+        accumulate_grad_batches=use.accumulate,
+        **use.options(),
+    )
+
+
+def run_alone(plan: Plan, use: Use) -> pl.LightningModule:
+    data = loader(BATCH_SIZE * NUM_STEPS * use.accumulate, BATCH_SIZE // PIECES)
+    options = (use.alone or use.options)()
+    return fit_in_groups(use.module(), plan, data, use.accumulate, max_steps=NUM_STEPS, **options)
+
+
+class Phases(TinyModule):
+    """Freezes other parameters in each step."""
+
+    FROZEN = ("layers.1", "layers.3", "layers.0")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        frozen = self.FROZEN[self.trainer.global_step % 3]
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+
+
+def frozen(part: str) -> Callable[[], TinyModule]:
+    def make() -> TinyModule:
+        module = TinyModule()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(part not in name)
+        return module
+
+    return make
+
+
+def lora() -> pl.LightningModule:
+    return FamilyModule(with_lora(tiny_model("llama", num_hidden_layers=NUM_LAYERS), "llama"))
+
+
+def clipped(how: str) -> Callable[[], dict[str, Any]]:
+    return lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": how}
+
+
+USES = {
+    "all trains": Use(),
+    "the coordinator first": Use(plan={"first": True}),
+    "own layers before": Use(plan={"before": 2}),
+    "clipping by norm": Use(options=clipped("norm")),
+    "clipping by value": Use(options=clipped("value")),
+    "accumulation": Use(accumulate=2),
+    "16-mixed": Use(options=lambda: {"plugins": [scaled_precision()]}),
+    "bf16-mixed": Use(options=lambda: {"precision": "bf16-mixed"}),
+    "recompute": Use(stage={"recompute": True}),
+    "frozen by turns": Use(Phases),
+    "frozen embedding": Use(frozen("embed_tokens")),
+    "frozen layer": Use(frozen("layers.2")),
+    "frozen layers": Use(frozen("layers")),
+    "LoRA": Use(lora),
+    "an average": Use(
+        options=lambda: {"callbacks": [StageWeightAveraging(decay=0.7)]},
+        alone=lambda: {"callbacks": [EMAWeightAveraging(decay=0.7)]},
+    ),
+    "tied": Use(lambda: TinyModule(tie_word_embeddings=True)),
+    "most here": Use(plan={"shares": (1, 4)}),
+    "a spare": Use(plan={"shares": (1, 0)}),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_run_has_the_bits_of_one_device_that_adds_in_groups(
+    name: str, workers: list[str]
+) -> None:
+    use = USES[name]
+    plan = hosted_plan(workers, **use.plan, **use.stage)
+    expected = run_alone(plan, use)
+    assert differing(expected, use.module()) != []
+    assert differing(run_over(workers, plan, use), expected) == []
+
+
+BESIDE: dict[str, list[tuple[str, int, int]]] = {
+    "behind a worker": [("b", 0, 2), ("aC", 2, 5)],
+    "before a worker": [("Ca", 0, 3), ("b", 3, 5)],
+    "between own layers": [("C", 0, 1), ("aC", 1, 4), ("C", 4, 5)],
+    "own layers, behind a worker": [("C", 0, 1), ("b", 1, 2), ("aC", 2, 4), ("C", 4, 5)],
+    "own layers, before a worker": [("C", 0, 1), ("aC", 1, 2), ("b", 2, 4), ("C", 4, 5)],
+    "a worker before and at the replica": [("a", 0, 2), ("aC", 2, 5)],
+    "two workers beside": [("aCb", 0, 5)],
+    "behind replicas": [("ab", 0, 2), ("aC", 2, 5)],
+    "before replicas": [("aC", 0, 3), ("ab", 3, 5)],
+}
+"""The processes and layers of each stage: C is the coordinator, a and b are workers."""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [Use(), Use(lambda: TinyModule(tie_word_embeddings=True)), Use(lora)],
+    ids=["", "tied", "LoRA"],
+)
+@pytest.mark.parametrize("name", BESIDE)
+def test_replicas_beside_other_stages_have_the_bits_of_their_groups(
+    name: str, use: Use, workers: list[str]
+) -> None:
+    named = dict(zip("Cab", ["coordinator", *workers], strict=False))
+    shares = {1: None, 2: [2, 1], 3: [1, 2, 1]}
+    stages = [
+        StagePlan([named[one] for one in who], (first, end), shares=shares[len(who)])
+        for who, first, end in BESIDE[name]
+    ]
+    plan = Plan(stages, micro_batches=PIECES)
+    expected = run_alone(plan, use)
+    assert differing(run_over(workers, plan, use), expected) == []
+
+
+def test_the_groups_have_other_bits_than_plain_accumulation(workers: list[str]) -> None:
+    """So the tests above can fail."""
+    plan, use = hosted_plan(workers), Use()
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE // PIECES)
+    plain = fit(TinyModule(), data=data, max_steps=NUM_STEPS, accumulate_grad_batches=PIECES)
+    grouped = run_alone(plan, use)
+    assert differing(grouped, plain) != []
+    assert_close(weights_of(grouped), weights_of(plain))
+
+
+class Counting(TinyModule):
+    """Counts how often its layers run in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = [0] * NUM_LAYERS
+
+    def on_fit_start(self) -> None:
+        for number, layer in enumerate(self.model.model.layers):
+            layer.mlp.act_fn.register_forward_hook(partial(self._count, number))
+
+    def _count(self, number: int, _module: Any, _inputs: Any, output: Tensor) -> None:
+        self.num_forwards[number] += not output.is_meta  # layers are tried on `meta` once
+
+
+def test_only_the_micro_batches_of_the_coordinator_run_here(workers: list[str]) -> None:
+    plan = hosted_plan(workers, before=1)
+    module = run_over(workers, plan, Use(Counting))
+    assert isinstance(module, Counting)
+    assert module.num_forwards == [NUM_STEPS * PIECES] + [NUM_STEPS * 2] * (NUM_LAYERS - 1)
+
+
+def test_padded_batches_weigh_labels_over_all_replicas(workers: list[str]) -> None:
+    plan = hosted_plan(workers)
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True)
+    found = fit(TinyModule(), HeteroPipelineStrategy(workers[:1], plan), data)
+    expected = fit_padded_in_groups(TinyModule(), plan, data)
+    assert differing(found, expected) == []
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+class Dropping(TinyModule):
+    """Drops at random in its attention, before its layers and behind them."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__(attention_dropout=0.3)
+        if checkpoints:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = nn.functional.dropout(self.model.model.embed_tokens(batch["input_ids"]), 0.2)
+        logits = self.model(inputs_embeds=hidden, attention_mask=batch["attention_mask"]).logits
+        dropped = nn.functional.dropout(logits, 0.2)
+        return nn.functional.cross_entropy(dropped.flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_masks_are_those_of_one_process(
+    recompute: bool, checkpoints: bool, workers: list[str]
+) -> None:
+    """With one micro-batch for each process of a step, groups add nothing up."""
+
+    def losses(plan: Plan) -> list[float]:
+        pl.seed_everything(4)
+        strategy = HeteroPipelineStrategy(workers[:1], plan)
+        return fit(Dropping(checkpoints), strategy, loader(8, 2), max_steps=4).losses
+
+    names = [workers[0], "coordinator"]
+    hosted = Plan([StagePlan(names, (0, NUM_LAYERS), recompute=recompute)], micro_batches=2)
+    alone = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=2)
+    assert losses(hosted) == losses(alone)
+
+
+def test_four_bits_have_the_bits_of_one_device(workers: list[str], tmp_path: Path) -> None:
+    use = Use(lambda: FamilyModule(with_lora(in_four_bits("llama", tmp_path), "llama")))
+    plan = hosted_plan(workers)
+    plan = replace(plan, stages=[replace(plan.stages[0], layers=(0, 4))])
+    expected = run_alone(plan, use)
+    assert differing(expected, use.module()) != []
+    assert differing(run_over(workers, plan, use), expected) == []
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
+def test_a_model_that_stays_on_disk_has_the_bits_of_its_groups(
+    quantize: bool, workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what trains is sent again."""
+    sent: list[str] = []
+    send = HostedReplicas._send
+
+    def note(self: HostedReplicas, names: Collection[str]) -> None:
+        sent.extend(names)
+        send(self, names)
+
+    monkeypatch.setattr(HostedReplicas, "_send", note)
+    folder = save_tiny("llama", tmp_path)
+    plan = Plan([StagePlan([workers[0], "coordinator"], (0, 4), shares=[3, 2])], PIECES)
+    found, expected = (
+        PretrainedModule(partial(build, folder, quantize, lora=True))
+        for build in (build_from_checkpoint, build_whole)
+    )
+    fit(found, HeteroPipelineStrategy(workers[:1], plan), loader(30, BATCH_SIZE))
+    fit_in_groups(expected, plan, loader(30, BATCH_SIZE // PIECES))
+    wanted = dict(expected.named_parameters())
+    for name, parameter in found.named_parameters():
+        assert not parameter.requires_grad or torch.equal(parameter, wanted[name]), name
+    trained = [name for name in sent if "lora_" in name]
+    assert len(sent) == len(trained) == 2 * len({*trained})
+
+
+def test_halves_have_the_bits_of_whole_layers(workers: list[str]) -> None:
+    plan = hosted_plan(workers, before=1)
+    cut = replace(
+        plan, stages=[replace(s, layers=(2 * s.layers[0], 2 * s.layers[1])) for s in plan.stages]
+    )
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE)
+    found = fit(TinyModule(), HeteroPipelineStrategy(workers[:1], cut, cut_layers=True), data)
+    assert differing(found, run_alone(plan, Use())) == []
+
+
+def test_a_run_leaves_its_pictures_and_figures(workers: list[str], tmp_path: Path) -> None:
+    callbacks = [PipelineTimeline(), StageMonitor()]
+    logger = CSVLogger(tmp_path)
+    options: dict[str, Any] = {"logger": logger, "callbacks": callbacks, "log_every_n_steps": 1}
+    strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers))
+    fit(TinyModule(), strategy, loader(30, BATCH_SIZE), **options)
+    folder = Path(logger.log_dir)
+    assert Plan.from_yaml(folder / "plan.yaml") == hosted_plan(workers)
+    assert {"run.json", "metrics.csv", "architecture.svg"} <= {p.name for p in folder.iterdir()}
+
+
+@pytest.mark.filterwarnings("ignore:The loss of the first batch")
+@pytest.mark.parametrize("collected", ["output_router_logits", "output_hidden_states"])
+def test_collected_outputs_come_from_both(collected: str, workers: list[str]) -> None:
+    class Collecting(FamilyModule):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            out = self.model(**batch, **{collected: True})
+            more = out.router_logits if collected == "output_router_logits" else out.hidden_states
+            assert len(more) == self.model.config.num_hidden_layers + (more is out.hidden_states)
+            loss: Tensor = out.loss + sum(each.float().square().mean() for each in more)
+            return loss
+
+    use = Use(lambda: Collecting(tiny_model("mixtral", num_hidden_layers=NUM_LAYERS)))
+    plan = hosted_plan(workers, before=1)
+    found, expected = run_over(workers, plan, use), run_alone(plan, use)
+    assert_close(weights_of(found), weights_of(expected), FLOOR)
+
+
+class Twice(FamilyModule):
+    """Runs its decoder twice per step, the second time on what the first one returned."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        first = self.model.model(input_ids=batch["input_ids"]).last_hidden_state
+        second = self.model(inputs_embeds=first, labels=batch["labels"])
+        loss: Tensor = second.loss + first.square().mean()
+        return loss
+
+
+def test_a_model_that_is_called_twice_has_the_bits_of_one_device(workers: list[str]) -> None:
+    use = Use(lambda: Twice(tiny_llama(NUM_LAYERS)))
+    for before in (0, 1):
+        plan = hosted_plan(workers, before=before)
+        found, expected = run_over(workers, plan, use), run_alone(plan, use)
+        assert_close(weights_of(found), weights_of(expected))
+        assert differing(run_over(workers, plan, use), found) == []
+
+
+def test_evaluation_sees_the_weights_of_the_latest_step(workers: list[str]) -> None:
+    """Its batches go to the worker, also in the middle of the training."""
+
+    class Validating(TinyModule):
+        def on_validation_epoch_end(self) -> None:
+            self.losses.append(float(self.trainer.callback_metrics["val_loss"]))
+
+    def run(strategy: Any, **options: Any) -> Validating:
+        validation = loader(6, 3)
+        data = options.pop("data")
+        return fit(Validating(), strategy, data, validation, max_epochs=2, **options)
+
+    plan = hosted_plan(workers)
+    found = run(HeteroPipelineStrategy(workers[:1], plan), data=loader(20, BATCH_SIZE))
+    plain = Validating()
+    fit_in_groups(
+        plain, plan, loader(20, BATCH_SIZE // PIECES), max_epochs=2, validation=loader(6, 3)
+    )
+    validated = [found.losses[2], found.losses[5]]
+    assert validated == pytest.approx([plain.losses[10], plain.losses[21]], rel=1e-6)
+
+
+def test_a_callback_may_exchange_weights_for_a_validation_without_a_trace(
+    workers: list[str],
+) -> None:
+    class Exchanging(pl.Callback):
+        def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            self.kept = weights_of(module)
+            for parameter in module.parameters():
+                parameter.data.mul_(0)
+
+        def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            for name, parameter in module.named_parameters():
+                parameter.data.copy_(self.kept[name])
+
+    plan = hosted_plan(workers)
+    module = TinyModule()
+    run = trainer(
+        HeteroPipelineStrategy(workers[:1], plan),
+        callbacks=[Exchanging()],
+        max_steps=4,
+        val_check_interval=2,
+    )
+    run.fit(module, loader(40, BATCH_SIZE), loader(6, 3))
+    assert float(run.callback_metrics["val_loss"]) == pytest.approx(math.log(VOCABULARY), rel=1e-5)
+    data = loader(40, BATCH_SIZE // PIECES)
+    assert differing(module, fit_in_groups(TinyModule(), plan, data, max_steps=4)) == []
+
+
+def test_generation_has_the_bits_of_one_device(workers: list[str]) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    with torch.inference_mode():
+        expected = generate(model.eval(), do_sample=False)
+    strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers))
+    found = trainer(strategy).predict(Generating(model, {"do_sample": False}), loader(1, 1))
+    assert found is not None
+    assert torch.equal(found[0][0], expected)
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_a_line_and_back(
+    workers: list[str], tmp_path: Path
+) -> None:
+    """Micro-batches by turns with one for each process, so that all plans have the same sums."""
+    stages = [StagePlan([workers[0], "coordinator"], (0, NUM_LAYERS))]
+    hosted = Plan(stages, micro_batches=2)
+    line = Plan([StagePlan([workers[0]], (0, NUM_LAYERS))], micro_batches=2)
+    for number, plan in enumerate([hosted, line, hosted]):
+        path = tmp_path / f"{number}.ckpt"
+        run = trainer(HeteroPipelineStrategy(workers[:1], plan), max_epochs=number + 1)
+        module = TinyModule()
+        run.fit(module, loader(8, 4), ckpt_path=path if number else None)
+        run.save_checkpoint(tmp_path / f"{number + 1}.ckpt")
+    whole = fit(TinyModule(), data=loader(8, 2), max_epochs=3, accumulate_grad_batches=2)
+    assert differing(module, whole) == []
+
+
+def test_one_more_batch_than_micro_batches_and_fewer_samples_than_pieces(
+    workers: list[str],
+) -> None:
+    """The last batch of two samples has two micro-batches, both of the worker or of both."""
+    plan = hosted_plan(workers, (1, 2))
+    found = fit(TinyModule(), HeteroPipelineStrategy(workers[:1], plan), loader(12, BATCH_SIZE))
+    plain = fit(TinyModule(), data=loader(12, BATCH_SIZE))
+    assert_close(weights_of(found), weights_of(plain))
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "named"),
+    [
+        (TinyModule, {"micro_batching": "boundary"}, "'boundary'"),
+        (partial(Manual, both_step), {}, "manual optimization"),
+    ],
+)
+def test_whole_batches_are_refused(
+    module: Callable[[], Any], options: dict[str, Any], named: str, workers: list[str]
+) -> None:
+    made = module()
+    count = len(made.model.model.layers)
+    plan = Plan([StagePlan([workers[0], "coordinator"], (0, count))], micro_batches=2)
+    with pytest.raises(PlanError, match=f"under {named} this process runs none"):
+        fit(made, HeteroPipelineStrategy(workers[:1], plan, **options))
+
+
+def test_moves_are_refused(workers: list[str]) -> None:
+    class Moving(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_arguments: Any) -> None:
+            trainer.strategy.move_layers(hosted_plan(workers, before=1))
+
+    strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers))
+    with pytest.raises(PlanError, match="while the coordinator is a replica"):
+        fit(TinyModule(), strategy, callbacks=[Moving()])

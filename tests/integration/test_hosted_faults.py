@@ -1,0 +1,178 @@
+"""What goes wrong beside a coordinator that is a replica: named, and never silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.coordinator import replicas
+from lightning_hetero.coordinator.replicas import HostedReplicas
+from lightning_hetero.errors import ModelError, StageFailed, WeightsLost, WorkerError, WorkerLost
+
+from ..conftest import WorkerProcess, worker_process
+from ..equality import assert_close, differing, weights_of
+from ..models import TinyModule, fit, loader
+from ..stateful_layers import Averaging, Counting, LayeredModule
+
+NUM_LAYERS = 5
+BATCH_SIZE = 4
+
+
+@pytest.fixture
+def victim() -> Iterator[WorkerProcess]:
+    with worker_process("--allow", "tests.stateful_layers", "--allow", "tests.own_layers") as one:
+        yield one
+
+
+def hosted(names: list[str], first: int = 0, end: int = NUM_LAYERS, pieces: int = 2) -> Plan:
+    """The last of these workers and the coordinator hold the layers from the first one on."""
+    stage = StagePlan([names[-1], "coordinator"], (first, end))
+    before = [StagePlan(names[:1], (0, first))] if first else []
+    return Plan([*before, stage], micro_batches=pieces)
+
+
+class Killing(pl.Callback):
+    """Kills a worker before the third batch, and keeps the weights of that moment."""
+
+    def __init__(self, victim: WorkerProcess) -> None:
+        self._victim = victim
+        self.kept: dict[str, Tensor] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 2:
+            named = module.named_parameters()
+            self.kept = {name: p.detach().clone() for name, p in named if not p.is_meta}
+            self._victim.session.kill()
+
+
+def test_after_the_loss_of_the_worker_all_weights_are_here(victim: WorkerProcess) -> None:
+    module, killing = TinyModule(), Killing(victim)
+    strategy = HeteroPipelineStrategy([victim.address], hosted([victim.address]))
+    with pytest.raises(WorkerLost, match="was lost in step 3"):
+        fit(module, strategy, loader(20, BATCH_SIZE), callbacks=[killing])
+    assert killing.kept.keys() == dict(module.named_parameters()).keys()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, killing.kept[name])
+    module.model(torch.zeros(1, 3, dtype=torch.int64))
+    fit(module, data=loader(8, BATCH_SIZE))
+
+
+def test_lost_weights_of_other_layers_are_told_from_those_that_are_here(
+    workers: list[str], victim: WorkerProcess
+) -> None:
+    module, names = TinyModule(), [victim.address, workers[0]]
+    strategy = HeteroPipelineStrategy(names, hosted(names, first=2))
+    killing = Killing(victim)
+    with pytest.raises(WorkerLost):
+        fit(module, strategy, loader(20, BATCH_SIZE), callbacks=[killing])
+    with pytest.raises(WeightsLost, match="of layers 0 to 1 have not .* of layers 2 to 4 are here"):
+        module.state_dict()
+    for name, parameter in module.model.model.layers[2:].named_parameters():
+        number, _, rest = name.partition(".")
+        name = f"model.model.layers.{int(number) + 2}.{rest}"
+        assert torch.equal(parameter, killing.kept[name])
+
+
+@pytest.mark.parametrize("kind", [Averaging, Counting])
+def test_layers_that_change_their_tensors_or_attributes_in_training_are_refused(
+    kind: Callable[[], nn.Module], victim: WorkerProcess
+) -> None:
+    plan = hosted([victim.address], end=3)
+    strategy = HeteroPipelineStrategy(
+        [victim.address], plan, layers="model.blocks", check_first_batch="off"
+    )
+    with pytest.raises((ModelError, StageFailed), match="changed|updated the buffers"):
+        fit(LayeredModule(kind), strategy, loader(12, BATCH_SIZE))
+
+
+def test_weights_that_change_while_a_batch_runs_are_refused(workers: list[str]) -> None:
+    class Changing(TinyModule):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                self.model.model.layers[1].mlp.up_proj.weight.mul_(0.5)
+            return super().training_step(batch, batch_idx)
+
+    strategy = HeteroPipelineStrategy(workers[:1], hosted(workers[:1]), check_first_batch="off")
+    with pytest.raises(ModelError, match=r"1\.mlp\.up_proj\.weight of a layer has changed while"):
+        fit(Changing(), strategy, loader(12, BATCH_SIZE))
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_other_weights_on_a_worker_are_found(
+    workers: list[str], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one tensor never arrives, as if the worker had stored it wrongly."""
+    send = HostedReplicas._send
+
+    def leave_out(self: HostedReplicas, names: Collection[str]) -> None:
+        send(self, [name for name in names if name != "1.mlp.up_proj.weight"])
+
+    monkeypatch.setattr(HostedReplicas, "_send", leave_out)
+    monkeypatch.setattr(replicas, "STEPS_BETWEEN_COMPARISONS", steps)
+    strategy = HeteroPipelineStrategy(workers[:1], hosted(workers[:1]))
+    module = TinyModule()
+    wrong = rf"stage 1 on {workers[0]} has another content of the tensor 1\.mlp\.up_proj\.weight"
+    with pytest.raises(WorkerError, match=wrong):
+        fit(module, strategy, loader(20, BATCH_SIZE))
+    assert len(module.losses) == steps
+
+
+def test_equal_weights_pass_every_comparison(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "STEPS_BETWEEN_COMPARISONS", 1)
+    compared = []
+    compare = HostedReplicas.compare
+    monkeypatch.setattr(HostedReplicas, "compare", lambda self: compared.append(compare(self)))
+    strategy = HeteroPipelineStrategy(workers[:2], hosted(workers[:2], first=2))
+    fit(TinyModule(), strategy, loader(16, BATCH_SIZE))
+    assert len(compared) == 3
+
+
+def test_shares_may_change_during_the_run(workers: list[str]) -> None:
+    def plan(*shares: int) -> Plan:
+        stage = StagePlan([workers[0], "coordinator"], (0, NUM_LAYERS), shares=list(shares))
+        return Plan([stage], micro_batches=4)
+
+    class Sharing(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_arguments: Any) -> None:
+            trainer.strategy.move_layers(
+                plan(*[(1, 3), (1, 1), (0, 1), (1, 0)][trainer.global_step])
+            )
+
+    strategy = HeteroPipelineStrategy(workers[:1], plan(1, 1))
+    found = fit(TinyModule(), strategy, loader(16, BATCH_SIZE), callbacks=[Sharing()])
+    plain = fit(TinyModule(), data=loader(16, 1), accumulate_grad_batches=4)
+    assert_close(weights_of(found), weights_of(plain))
+
+
+def test_an_error_in_a_micro_batch_that_runs_here_leaves_the_worker_free(
+    workers: list[str],
+) -> None:
+    class Raising(TinyModule):
+        num_calls = 0
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            self.num_calls += 1
+            number = self.num_calls
+            loss = super().training_step(batch, batch_idx)
+            if number == 6:
+                raise KeyError("the user's own")
+            return loss
+
+    module = Raising()
+    plan = hosted(workers[:1], pieces=4)
+    strategy = HeteroPipelineStrategy(workers[:1], plan, check_first_batch="off")
+    with pytest.raises(KeyError, match="the user's own"):
+        fit(module, strategy, loader(12, BATCH_SIZE))
+    assert not any(p.is_meta for p in module.parameters())
+    data = loader(8, BATCH_SIZE)
+    again = fit(TinyModule(), HeteroPipelineStrategy(workers[:1], hosted(workers[:1])), data)
+    plain = fit(TinyModule(), data=loader(8, 2), accumulate_grad_batches=2)
+    assert differing(again, plain) == []

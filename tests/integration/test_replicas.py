@@ -1,0 +1,276 @@
+"""Replicas on workers: one stage on several, with the bits of one device that adds up in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import StageFailed
+
+from ..equality import TOLERANCE, differing
+from ..families import FamilyModule
+from ..models import TinyModule, fit, loader, trainer
+from ..qlora import in_four_bits, with_lora
+from .groups import InGroups, InTurns, fit_in_groups, fit_padded_in_groups
+from .rows import Rows, rows
+from .uses import USES, Use, clipped
+
+BATCH_SIZE = 6
+PIECES = 6
+NUM_STEPS = 3
+
+Planned = Callable[..., Plan]
+
+
+def replicated(workers: Sequence[str], **options: Any) -> Plan:
+    """Two workers share the layers 1 to 3, two micro-batches to one; the rest is here."""
+    stages = [
+        StagePlan(["coordinator"], (0, 1)),
+        StagePlan([*workers[:2]], (1, 4), shares=[2, 1], **options),
+        StagePlan(["coordinator"], (4, 5)),
+    ]
+    return Plan(stages, micro_batches=PIECES)
+
+
+def between(workers: Sequence[str], **options: Any) -> Plan:
+    """A line of a worker, of a stage on two others, and of the first worker again."""
+    stages = [
+        StagePlan([workers[0]], (0, 2)),
+        StagePlan([workers[1], workers[2]], (2, 4), shares=[1, 2], **options),
+        StagePlan([workers[0]], (4, 5)),
+    ]
+    return Plan(stages, micro_batches=PIECES)
+
+
+def both_shared(workers: Sequence[str], **options: Any) -> Plan:
+    """Two workers share both stages, with other shares."""
+    stages = [
+        StagePlan([workers[0], workers[1]], (0, 2), shares=[1, 1], **options),
+        StagePlan([workers[1], workers[0]], (2, 5), shares=[2, 1], **options),
+    ]
+    return Plan(stages, micro_batches=PIECES)
+
+
+def with_a_spare(workers: Sequence[str], **options: Any) -> Plan:
+    """Three workers hold all layers, and one of them has no work."""
+    stages = [StagePlan([*workers], (0, 5), shares=[1, 0, 2], **options)]
+    return Plan(stages, micro_batches=PIECES)
+
+
+PLANS: dict[str, Planned] = {
+    "beside": replicated,
+    "between": between,
+    "both": both_shared,
+    "spare": with_a_spare,
+}
+
+
+def strategy_of(plan: Plan, **options: Any) -> HeteroPipelineStrategy:
+    return HeteroPipelineStrategy(plan.workers, plan, **options)
+
+
+@pytest.mark.parametrize("optimizer", ["each", "split"])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_has_the_bits_of_its_groups(name: str, optimizer: str, workers: list[str]) -> None:
+    plan = PLANS[name](workers, optimizer=optimizer)
+    found = fit(TinyModule(), strategy_of(plan), loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE))
+    expected = fit_in_groups(TinyModule(), plan, loader(NUM_STEPS * BATCH_SIZE, 1))
+    assert differing(found, expected) == []
+    plain = fit(
+        TinyModule(), data=loader(NUM_STEPS * BATCH_SIZE, 1), accumulate_grad_batches=PIECES
+    )
+    for name_, tensor in plain.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name_], tensor, rtol=TOLERANCE, atol=1e-5)
+
+
+def run_use(use: Use, plan: Plan) -> tuple[pl.LightningModule, pl.LightningModule]:
+    """The module trained with replicas, and on one device in groups."""
+    count = NUM_STEPS * 2 * BATCH_SIZE
+    found = fit(
+        use.module(),
+        strategy_of(plan),
+        loader(count, BATCH_SIZE),
+        max_steps=NUM_STEPS,
+        **use.options(),
+    )
+    options = (use.alone or use.options)()
+    accumulate = options.pop("accumulate_grad_batches", 1)
+    data = loader(count, 1)
+    expected = fit_in_groups(use.module(), plan, data, accumulate, max_steps=NUM_STEPS, **options)
+    return found, expected
+
+
+@pytest.mark.parametrize("optimizer", ["each", "split"])
+@pytest.mark.parametrize("name", USES)
+def test_a_use_has_the_bits_of_its_groups(name: str, optimizer: str, workers: list[str]) -> None:
+    use = USES[name]
+    plan = replicated(workers, optimizer=optimizer, **use.stage)
+    found, expected = run_use(use, plan)
+    assert differing(expected, use.module()) != []
+    assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize("optimizer", ["each", "split"])
+def test_clipping_by_norm_counts_each_parameter_once(optimizer: str, workers: list[str]) -> None:
+    """Lightning adds the norms in another order than stages do."""
+    use = Use(options=clipped("norm"))
+    found, expected = run_use(use, both_shared(workers, optimizer=optimizer))
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=TOLERANCE, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["each", "split"])
+def test_four_bits_have_the_bits_of_their_groups(
+    optimizer: str, workers: list[str], tmp_path: Path
+) -> None:
+    def module() -> FamilyModule:
+        return FamilyModule(with_lora(in_four_bits("llama", tmp_path), "llama"))
+
+    plan = Plan([StagePlan(workers[:2], (0, 4), optimizer=optimizer)], micro_batches=PIECES)  # type: ignore[arg-type]
+    found, expected = run_use(Use(module), plan)
+    assert differing(found, expected) == []
+
+
+def test_losses_are_weighed_by_labels_over_all_replicas(workers: list[str]) -> None:
+    """Replicas have different numbers of labels: sums of losses, not means of means."""
+    plan = replicated(workers)
+    batches = [*loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE, padded=True)]
+    data = loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE, padded=True)
+    found = fit(TinyModule(), strategy_of(plan), data)
+    expected = fit_padded_in_groups(TinyModule(), plan, batches)
+    assert differing(found, expected) == []
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+class Normed(Rows):
+    """Its layers keep running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
+
+
+@pytest.mark.filterwarnings("ignore:Normed has BatchNorm")
+def test_a_buffer_that_training_updates_is_refused(workers: list[str]) -> None:
+    plan = Plan([StagePlan(workers[:2], (0, 2))], micro_batches=2)
+    with pytest.raises(StageFailed, match="layers that several processes hold"):
+        fit(Normed(), strategy_of(plan, layers="layers", check_first_batch="off"), rows())
+
+
+def evaluated(strategy: Any) -> tuple[list[dict[str, float]], list[Any]]:
+    module, run = TinyModule(), trainer(strategy)
+    data = loader(BATCH_SIZE, BATCH_SIZE)
+    return run.test(module, data, verbose=False), run.predict(module, data)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_evaluation_and_prediction_are_those_of_one_device(name: str, workers: list[str]) -> None:
+    found, expected = evaluated(strategy_of(PLANS[name](workers))), evaluated("auto")
+    assert found[0][0]["test_loss"] == pytest.approx(expected[0][0]["test_loss"], rel=1e-6)
+    torch.testing.assert_close(found[1], expected[1])
+
+
+def test_a_checkpoint_goes_from_replicas_to_a_line_and_back(
+    workers: list[str], tmp_path: Path
+) -> None:
+    line = Plan([StagePlan([workers[0]], (0, 2)), StagePlan([workers[1]], (2, 5))], PIECES)
+    plans = [
+        replicated(workers),
+        line,
+        both_shared(workers, optimizer="split"),
+        replicated(workers),
+    ]
+
+    def epochs(chosen: Sequence[Plan], in_groups: bool) -> TinyModule:
+        module = TinyModule()
+        for number, plan in enumerate(chosen):
+            path = tmp_path / f"{in_groups}{number}.ckpt"
+            module = TinyModule()
+            data = loader(2 * BATCH_SIZE, 1 if in_groups else BATCH_SIZE)
+            options: dict[str, Any] = {"max_epochs": number + 1}
+            if in_groups:
+                alone = {"accumulate_grad_batches": PIECES, "callbacks": [InGroups(plan, PIECES)]}
+                run = trainer(**options, **alone)
+            else:
+                run = trainer(strategy_of(plan), **options)
+            run.fit(module, data, ckpt_path=path if number else None)
+            run.save_checkpoint(tmp_path / f"{in_groups}{number + 1}.ckpt")
+        return module
+
+    assert differing(epochs(plans, False), epochs(plans, True)) == []
+
+
+class Moving(pl.Callback):
+    """Moves the layers before each step to where the next plan has them."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.plans = plans
+        self.sent_bytes: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_arguments: Any) -> None:
+        strategy: Any = trainer.strategy
+        workers = strategy.deployment.coordinator.connections.members
+        before = sum(worker.channel.traffic.sent_bytes for worker in workers)
+        strategy.move_layers(self.plans[trainer.global_step])
+        after = sum(worker.channel.traffic.sent_bytes for worker in workers)
+        self.sent_bytes.append(after - before)
+
+
+def moved_and_expected(plans: Sequence[Plan], names: list[str]) -> tuple[Moving, list[str]]:
+    """Train a step under each plan; returns the names of tensors that differ from the groups'."""
+    moving = Moving(plans)
+    count = len(plans) * BATCH_SIZE
+    strategy = HeteroPipelineStrategy(names, plans[0])
+    found = fit(TinyModule(), strategy, loader(count, BATCH_SIZE), callbacks=[moving])
+    expected = TinyModule()
+    sums = [InGroups(plan, PIECES) for plan in plans]
+    fit(
+        expected,
+        data=loader(count, 1),
+        accumulate_grad_batches=PIECES,
+        callbacks=[InTurns(sums, PIECES)],
+    )
+    return moving, differing(found, expected)
+
+
+def test_layers_move_between_plans_with_and_without_replicas(workers: list[str]) -> None:
+    line = Plan(
+        [
+            StagePlan([workers[2]], (0, 2)),
+            StagePlan([workers[1]], (2, 4)),
+            StagePlan(["coordinator"], (4, 5)),
+        ],
+        PIECES,
+    )
+    plans = [
+        with_a_spare(workers),
+        replicated(workers),
+        line,
+        replicated(workers, optimizer="split"),
+        between(workers),
+        between(workers, optimizer="split"),
+        both_shared(workers),
+        with_a_spare(workers),
+        line,
+    ]
+    _, wrong = moved_and_expected(plans, workers)
+    assert wrong == []
+
+
+def test_other_shares_alone_send_nothing(workers: list[str]) -> None:
+    plan = replicated(workers)
+    plans = [plan]
+    for shares in ([1, 2], [0, 1], [5, 3]):
+        shared = replace(plan.stages[1], shares=shares)
+        plans.append(replace(plan, stages=[plan.stages[0], shared, plan.stages[2]]))
+    moving, wrong = moved_and_expected(plans, workers[:2])
+    assert wrong == []
+    assert moving.sent_bytes[1:] == [0, 0, 0]
