@@ -25,11 +25,18 @@ MOST_TRIED = {3: 2000, 5: 400, 10: 20}
 """By the number of workers up to which it holds, the changes that are split; with more workers the
 search only compares the plans with which it begins."""
 
+MOST_NEAR_PLAYED = {3: 64, 5: 12, 10: 8}
+"""By the number of workers, the changes of one candidate that are simulated, those with the lowest
+bounds first."""
+
+MOST_TURNED = 3
+"""Workers up to which a change of micro-batches in flight is also tried with other turns."""
+
 MOST_PAIRED = 5
 """Workers up to which the search also begins with each worker beside the coordinator."""
 
-MOST_PLAYED = 12
-"""Changes of one candidate that are simulated, those with the lowest bounds first."""
+MOST_PLAYED = 24
+"""Plans to begin with that are simulated, those with the lowest bounds first."""
 
 MOST_STARTS = 4
 """The best plans with unlike teams, from which the search makes small changes."""
@@ -81,8 +88,9 @@ class TeamSearch:
     def __post_init__(self) -> None:
         self._tables = Tables(self.costs)
         self.fastest: Candidate | None = None
-        limits = (most for count, most in MOST_TRIED.items() if len(self.by_speed) <= count)
-        self._num_left = next(limits, 0)
+        sizes = [count for count in MOST_TRIED if len(self.by_speed) <= count]
+        self._num_left = MOST_TRIED[sizes[0]] if sizes else 0
+        self._most_played = MOST_NEAR_PLAYED[sizes[0]] if sizes else 0
         self._tried: set[Hashable] = set()
         self._played: set[Hashable] = set()
 
@@ -118,7 +126,7 @@ class TeamSearch:
         placed = [candidate for way in ways for candidate in self._placed(way, below)]
         placed.sort(key=lambda candidate: candidate.least_seconds)
         found: dict[Hashable, Candidate] = {}
-        for candidate in placed[: 2 * MOST_PLAYED if self._num_left > 0 else MOST_STARTS]:
+        for candidate in placed[: MOST_PLAYED if self._num_left > 0 else MOST_STARTS]:
             key = self._key(TeamArrangement.of(candidate, self._tables))
             if key not in found or candidate.is_below(found[key].step_seconds):
                 found[key] = candidate
@@ -165,17 +173,20 @@ class TeamSearch:
         self._num_left -= 1
         num = len(way.workers) + 1
         levels = {4 * num, 2 * num, num, math.ceil(num / 2), 1}
+        placed: list[Candidate] = []
         for in_flight in sorted({min(n, way.micro_batches) for n in levels}, reverse=True):
             found = way.place(in_flight, below)
-            if found is not None:
-                return found
-        return []
+            placed += found or []
+            # Fewer in flight may spare a stage its recomputation.
+            if found is not None and not any(map(_recomputes, found)):
+                break
+        return placed
 
     def _climbed(self, best: Candidate) -> Candidate:
         while self._num_left > 0:
             near = sorted(self._near(best), key=lambda each: each.least_seconds)
             found = best
-            for candidate in near[:MOST_PLAYED]:
+            for candidate in near[: self._most_played]:
                 limit = found.step_seconds * (1 - LEAST_GAIN_OF_CHANGE)
                 if candidate.least_seconds >= limit:
                     break
@@ -192,7 +203,10 @@ class TeamSearch:
         way, below = TeamArrangement.of(best, self._tables), best.step_seconds
         yield from _with_moved_layers(way, best)
         yield from _with_moved_shares(best)
-        yield from self._with_other_in_flight(way, best, below)
+        for other in self._with_other_in_flight(way, best, below):
+            yield other
+            if len(self.by_speed) <= MOST_TURNED:
+                yield from _with_other_turns(other)
         ways = [dataclasses.replace(way, micro_batches=n) for n in self.micro_batches]
         for teams in self._changed(way.teams):
             left = way.embedding_left and COORDINATOR not in teams[0]
@@ -344,14 +358,11 @@ def _with_moved_layers(way: TeamArrangement, best: Candidate) -> Iterator[Candid
 
 
 def _with_moved_shares(best: Candidate) -> Iterator[Candidate]:
-    """Candidates in which one replica has a micro-batch less and another one more, or two replicas
-    change places in their stage's list, which decides who goes first."""
+    """Candidates in which one replica has a micro-batch less and another one more, or the turns are
+    others."""
+    yield from _with_other_turns(best)
     for index, team in enumerate(best.teams):
         shares = [seat.part.share for seat in team if seat.part is not None]
-        for one, other in combinations(range(len(shares)), 2):
-            order = [*range(len(shares))]
-            order[one], order[other] = other, one
-            yield with_shares_of(best, index, [shares[n] for n in order], order)
         for (giver, taker), by in product(permutations(range(len(shares)), 2), SHARES_MOVED):
             if shares[giver] > by:
                 moved = list(shares)
@@ -360,6 +371,17 @@ def _with_moved_shares(best: Candidate) -> Iterator[Candidate]:
                 changed = with_shares_of(best, index, moved)
                 if not shortages(changed):
                     yield changed
+
+
+def _with_other_turns(best: Candidate) -> Iterator[Candidate]:
+    """Candidates in which two replicas change places in their stage's list, which decides who goes
+    first."""
+    for index, team in enumerate(best.teams):
+        shares = [seat.part.share for seat in team if seat.part is not None]
+        for one, other in combinations(range(len(shares)), 2):
+            order = [*range(len(shares))]
+            order[one], order[other] = other, one
+            yield with_shares_of(best, index, [shares[n] for n in order], order)
 
 
 def with_shares_of(
@@ -386,6 +408,10 @@ def _with_optimizer_in_parts(best: Candidate) -> Candidate:
 
     seats = [dataclasses.replace(seat, part=parted(seat.part)) for seat in best.seats]
     return dataclasses.replace(best, seats=seats)
+
+
+def _recomputes(candidate: Candidate) -> bool:
+    return any(seat.option.recompute for seat in candidate.seats)
 
 
 def _is_below(one: Candidate, other: Candidate, gain: float) -> bool:
