@@ -38,6 +38,7 @@ class Case:
         peers: That run in the same rounds.
         share: Of its core that the worker has.
         has_adapters: Whether adapters alone train.
+        in_flight: The bound on micro-batches in flight; None for the plan's default.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     peers: tuple[str, ...]
     share: float = 1
     has_adapters: bool = False
+    in_flight: int | None = None
 
     @property
     def title(self) -> str:
@@ -64,12 +66,15 @@ class Case:
 
 
 SLOW_PEERS = (DDP, UNEQUAL_DDP, SERVER, PLANNED)
+SLOW_IN_FLIGHT = 8
+"""While a slow worker runs one micro-batch, the coordinator runs up to five."""
+
 CASES = [
     Case("adapters", 16, 7, 1.85, (DDP,), has_adapters=True),
     Case("weights", 16, 7, 1.75, (DDP,)),
     *(Case(f"few-{count}", count, count // 2, 1.70, (CUT,)) for count in (2, 4, 8)),
-    Case("half", 16, 10, 1.35, SLOW_PEERS, 0.5),
-    Case("quarter", 16, 13, 1.13, SLOW_PEERS, 0.25),
+    Case("half", 16, 10, 1.35, SLOW_PEERS, 0.5, in_flight=SLOW_IN_FLIGHT),
+    Case("quarter", 16, 13, 1.13, SLOW_PEERS, 0.25, in_flight=SLOW_IN_FLIGHT),
 ]
 
 
@@ -102,7 +107,7 @@ class Contest:
             options.steps,
             case.micro_batches,
             plan="auto" if PLANNED in case.peers else None,
-            in_flight=options.in_flight,
+            in_flight=options.in_flight or case.in_flight,
             trains=options.model + ending,
         )
         self._measured = Measured(self._arena.setting, (NUM_LAYERS, SHORT))
