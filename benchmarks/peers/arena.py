@@ -27,6 +27,9 @@ HETERO = ("hetero", CUT, REPLICAS, "hetero, coordinator first", "hetero, 16-bit 
 PLANNED = ("hetero", CUT)
 """Those that take a plan, if one is given."""
 
+SHARED = " + "
+"""Between the holders of a stage, where a plan is told in words."""
+
 
 @dataclass(frozen=True)
 class Setting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from benchmarks.peers.arena import CUT, REPLICAS
+from benchmarks.peers.arena import CUT, REPLICAS, SHARED
 from benchmarks.peers.job import Job, Speaker
 from benchmarks.peers.one_device import TellAtEnd
 from benchmarks.training import fit
@@ -52,10 +52,10 @@ def split_of(plan: Plan) -> tuple[int, str]:
 
 
 def in_words(stage: StagePlan) -> str:
-    """Such as ``[0, 8) worker 9, coordinator 7``."""
+    """Such as ``[0, 8) worker 9 + coordinator 7``."""
     names = [COORDINATOR if name == COORDINATOR else WORKER for name in stage.workers]
     shares = stage.present_shares if len(names) > 1 else [""]
-    holders = ", ".join(f"{n} {s}".strip() for n, s in zip(names, shares, strict=True))
+    holders = SHARED.join(f"{n} {s}".strip() for n, s in zip(names, shares, strict=True))
     return f"[{stage.layers[0]}, {stage.layers[1]}) {holders}"
 
 

@@ -138,31 +138,44 @@ class Block(SleepingBlock):
         return slept * self.scale
 
 
-def measured_seconds(case: Case, unit_seconds: float, num_steps: int) -> float:
+def workers_of(stack: ExitStack, speeds: Sequence[int]) -> list[str]:
+    """Where workers of these speeds listen until the stack is closed."""
+    before = [["env", f"{SPEED}={speed}"] for speed in speeds]
+    return [
+        stack.enter_context(worker_process(each, allow="benchmarks")).address for each in before
+    ]
+
+
+def measured_seconds(
+    case: Case, workers: Sequence[str], unit_seconds: float, num_steps: int
+) -> float:
     """The median step, the first left out."""
     os.environ[SPEED] = str(case.speeds[0])
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(worker_process(["env", f"{SPEED}={speed}"], allow="benchmarks"))
-            for speed in case.speeds[1:]
-        ]
-        plan = case.plan([worker.address for worker in workers])
-        num_layers = plan.stages[-1].layers[1]
-        module = Sleepy([Block(unit_seconds, 2 * unit_seconds) for _ in range(num_layers)])
-        data = torch.randn(num_steps * case.num_microbatches, SEQUENCE_LENGTH, HIDDEN_SIZE)
-        strategy = HeteroPipelineStrategy(plan.workers, plan, layers="blocks")
-        batches: DataLoader[Any] = DataLoader(data, batch_size=case.num_microbatches)
-        fit(module, batches, strategy)
+    plan = case.plan(workers)
+    num_layers = plan.stages[-1].layers[1]
+    module = Sleepy([Block(unit_seconds, 2 * unit_seconds) for _ in range(num_layers)])
+    data = torch.randn(num_steps * case.num_microbatches, SEQUENCE_LENGTH, HIDDEN_SIZE)
+    strategy = HeteroPipelineStrategy(plan.workers, plan, layers="blocks")
+    batches: DataLoader[Any] = DataLoader(data, batch_size=case.num_microbatches)
+    fit(module, batches, strategy)
     return median(end - start for start, end in itertools.pairwise(module.marks))
 
 
 def run(num_rounds: int, num_steps: int, unit_seconds: float, console: Console) -> None:
     """All cases in each round, and their tables."""
     seconds: dict[Case, list[float]] = {case: [] for case in CASES}
-    for number in range(num_rounds):
-        for case, values in seconds.items():
-            values.append(measured_seconds(case, unit_seconds, num_steps))
-        console.print(f"sleeping: round {number + 1} of {num_rounds} done")
+    with ExitStack() as stack:
+        workers = {s: workers_of(stack, s[1:]) for s in {case.speeds for case in CASES}}
+        for number in range(num_rounds):
+            for case, values in seconds.items():
+                listening = workers[case.speeds]
+                values.append(measured_seconds(case, listening, unit_seconds, num_steps))
+            console.print(f"sleeping: round {number + 1} of {num_rounds} done")
+    report(seconds, unit_seconds, console)
+
+
+def report(seconds: dict[Case, list[float]], unit_seconds: float, console: Console) -> None:
+    """Print what was reached of the bound, and what replicas gain over a line."""
     table = Table(title="compute replaced by sleeps")
     for column in ("speeds, stages", "micro-batches", "ms", "bound, ms", "bound / ms", "goal"):
         table.add_column(column, justify="right")

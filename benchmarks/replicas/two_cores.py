@@ -14,7 +14,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.arena import CUT, DDP, REPLICAS, UNEQUAL_DDP, Arena, Setting
+from benchmarks.peers.arena import CUT, DDP, REPLICAS, SHARED, UNEQUAL_DDP, Arena, Setting
 from benchmarks.peers.main import SERVER, SHORT, run_round, why_not
 from benchmarks.peers.report import ONE_CORE, SLOWED_CORE, Measured
 from benchmarks.peers.throttle import How
@@ -132,7 +132,7 @@ class Contest:
         """Where the planner takes no replicas, its plan runs once, and the table has the given
         plan alone."""
         planned = self._measured.outcomes.get(PLANNED)
-        if planned is None or "," in planned[-1].plan:
+        if planned is None or SHARED in planned[-1].plan:
             return
         speed = self._measured.ratios(PLANNED)[-1]
         self._console.print(
