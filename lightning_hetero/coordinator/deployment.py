@@ -40,13 +40,8 @@ from ..pipeline.placement import Placement
 from ..pipeline.transfers import coming_home
 from ..plan import Plan, StagePlan
 from ..protocol.tensors import DTYPES
-from .layers import (
-    PlainAttributes,
-    RemoteLayers,
-    RemoteStage,
-    changed_since_recipe,
-    remote_stages,
-)
+from .holdings import RemoteStage, remote_stages
+from .layers import PlainAttributes, RemoteLayers, changed_since_recipe
 from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
 from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own

@@ -32,11 +32,8 @@ from ..plan import COORDINATOR
 from ..protocol import messages as m
 from ..protocol.tensors import fingerprint_of
 from ..transport.channel import send_copied
-from .layers import RemoteLayers
+from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
-
-STEPS_BETWEEN_COMPARISONS = 100
-"""After so many optimizer steps the weights of workers are compared with those here."""
 
 
 class HostedReplicas:
