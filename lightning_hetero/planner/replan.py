@@ -4,7 +4,8 @@
 
 A `Watcher` looks at the slowest stage, because that one limits the step. It takes medians over some
 steps, because one slow step means nothing. It ignores changes common to all stages, because longer
-sequences slow all of them alike. `replan` keeps the devices and their order and moves only layers.
+sequences slow all of them alike. `replan` keeps the devices and their order. Where stages have
+replicas, it first tries other shares, which move no weight; otherwise it moves layers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from ..plan import COORDINATOR, Plan, StagePlan
 from .candidates import Candidate, spans_of
 from .feasibility import candidate_of, shortages
 from .profile import DeviceProfile, Profile
+from .replicas import shares_of
 from .search import EXCHANGES_UP_TO, LAYERS_MOVED, LEAST_GAIN_OF_CHANGE, MOST_NEAR_PLAYED
 from .split import best_splits, nowhere_but, only
+from .team_search import with_moved_shares
 
 THRESHOLD = 0.2
 """Share by which the slowest stage must become slower or faster to count as drifted."""
@@ -49,6 +52,9 @@ LEAST_GAIN = 0.05
 @dataclass(frozen=True)
 class StageSeconds:
     """The seconds for which a stage computes on one micro-batch.
+
+    A replica's seconds are those of a step divided by all micro-batches of the step, also those
+    that others run. So the slowest process is the one that limits the step.
 
     Args:
         layers: Forward and backward of its layers.
@@ -237,7 +243,7 @@ class Replanned:
     """A plan for the present speeds of the devices.
 
     Args:
-        plan: The plan with other layers.
+        plan: The plan with other layers or other shares.
         gain: The predicted share of the step that it saves.
         profile: The measurements scaled to the present speeds; None without measurements.
     """
@@ -248,12 +254,13 @@ class Replanned:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether the plan saves enough to move layers."""
+        """Whether the plan saves enough to move layers or change shares."""
         return self.gain >= LEAST_GAIN
 
 
 def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
-    """The profile's seconds of each process for a micro-batch; None if they are not known."""
+    """The profile's seconds of each process for a micro-batch, as in `StageSeconds`; None if they
+    are not known."""
     try:
         candidate = candidate_of(plan, profile)
     except PlanError:
@@ -273,14 +280,76 @@ def replan(
     last layers keeps them, because their time is not known apart from the head's. A coordinator
     that is missing from ``seconds`` keeps its layers.
 
+    Where a stage has replicas, other shares come first: if they save enough, no layer moves.
+    Without a profile nothing but shares changes there, and a coordinator that is a replica keeps
+    its share, because its time in the stage is not known apart from its other work.
+
     Returns:
         None if the layers do not fit the profile.
     """
     if profile is not None:
         expected = expected_seconds(plan, profile)
         if expected is not None:
-            return _by_profile(plan, _scaled(profile, expected, seconds), seconds)
-    return _by_seconds(plan, seconds)
+            profile = _scaled(profile, expected, seconds)
+            found = _shares_by_profile(plan, profile) if plan.has_replicas else None
+            if found is not None and found.is_worth_it:
+                return found
+            return _by_profile(plan, profile, seconds)
+    return _shares_by_seconds(plan, seconds) if plan.has_replicas else _by_seconds(plan, seconds)
+
+
+def _shares_by_profile(plan: Plan, profile: Profile) -> Replanned | None:
+    """Other shares by the speeds of the profile, changed by one or two micro-batches while the
+    simulated step gets shorter; None if they do not fit."""
+    before = candidate_of(plan, profile)
+    anew = [dataclasses.replace(stage, shares=None) for stage in plan.stages]
+    best = candidate_of(dataclasses.replace(plan, stages=anew), profile)
+    tried = [each for each in (before, best) if not shortages(each)]
+    if not tried:
+        return None
+    best = min(tried, key=_step)
+    while True:
+        near = sorted(with_moved_shares(best), key=_least)[:MOST_NEAR_PLAYED]
+        found = next((other for other in near if _is_better(other, best)), None)
+        if found is None:
+            break
+        best = found
+    shares = {stage.layers: stage.shares for stage in best.plan().stages}
+    stages = [
+        stage if len(stage.workers) < 2 else dataclasses.replace(stage, shares=shares[stage.layers])
+        for stage in plan.stages
+    ]
+    gain = 1 - best.step_seconds / before.step_seconds
+    return Replanned(dataclasses.replace(plan, stages=stages), gain, profile)
+
+
+def _shares_by_seconds(plan: Plan, seconds: Mapping[str, StageSeconds]) -> Replanned:
+    """The shares with which the slowest replica of each stage is as fast as possible."""
+    numbers = Counter(name for stage in plan.remote_stages for name in stage.workers)
+    before = {name: each.total for name, each in seconds.items()}
+    after, stages = dict(before), []
+    for stage in plan.stages:
+        # The time of a worker in one of several stages is not known.
+        free = [n for n in stage.remote_workers if n in seconds and numbers[n] == 1]
+        known = dict(zip(stage.workers, stage.present_shares, strict=True))
+        free = [name for name in free if known[name] > 0]
+        if len(free) > 1:
+            each = {name: before[name] / known[name] for name in free}
+            scale = _finer(plan, sum(known.values()))
+            count = scale * sum(known[name] for name in free)
+            shares = shares_of(list(each.values()), count, [0.0] * len(free))
+            known = {name: scale * share for name, share in known.items()}
+            known |= dict(zip(free, shares, strict=True))
+            after |= {name: each[name] * known[name] / scale for name in free}
+        new = [known[name] for name in stage.workers]
+        stages.append(dataclasses.replace(stage, shares=new) if len(free) > 1 else stage)
+    gain = 1 - max(after.values()) / max(before.values())
+    return Replanned(dataclasses.replace(plan, stages=stages), gain, None)
+
+
+def _finer(plan: Plan, total: int) -> int:
+    """By how much to multiply shares so that a round has about as many micro-batches as a step."""
+    return max(1, plan.micro_batches // total)
 
 
 def _by_profile(
@@ -301,7 +370,7 @@ def _by_profile(
     if len(best.workers) <= EXCHANGES_UP_TO:
         best = _descended(best, keeps_own=COORDINATOR not in seconds)
     gain = 1 - best.step_seconds / before.step_seconds
-    return Replanned(_with_ranges(plan, best.ranges), gain, profile)
+    return Replanned(_with_ranges(plan, best.ranges_of_teams), gain, profile)
 
 
 def _descended(best: Candidate, keeps_own: bool) -> Candidate:
@@ -349,17 +418,21 @@ def _splits(before: Candidate, keeps_own: bool) -> Iterator[Candidate]:
 
 def _with_moved_layers(before: Candidate, keeps_own: bool) -> Iterator[Candidate]:
     """Candidates in which one seat has some layers less and another one more."""
-    last = len(before.seats) - 1
+    last = len(before.ranges_of_teams) - 1
     places = range(1, last) if keeps_own else range(int(before.embedding_left), last + 1)
-    stages = [StagePlan([seat.name], seat.layers) for seat in before.seats]
-    for ranges in _moved(stages, before.ranges, places):
+    teams = [[before.seats[0]], *before.teams, [before.seats[-1]]]
+    stages = [StagePlan([seat.name for seat in team], team[0].layers) for team in teams]
+    for ranges in _moved(stages, before.ranges_of_teams, places):
         yield _with_layers(before, ranges)
 
 
 def _with_layers(before: Candidate, ranges: Sequence[tuple[int, int]]) -> Candidate:
+    """The candidate with the layers of each stage, all replicas alike."""
+    teams = [[before.seats[0]], *before.teams, [before.seats[-1]]]
     seats = [
         dataclasses.replace(seat, layers=layers)
-        for seat, layers in zip(before.seats, ranges, strict=True)
+        for team, layers in zip(teams, ranges, strict=True)
+        for seat in team
     ]
     return dataclasses.replace(before, seats=seats)
 

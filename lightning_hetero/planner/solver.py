@@ -1,7 +1,7 @@
 """The solver: from a profile and a user's wishes to the plan with the shortest predicted step.
 
-`even_plan` and `replicated_plan` need no profile: they give every process the same number of
-layers, or all of them.
+`solve_replicated` gives every process all layers. Two plans need no profile: `even_plan` gives all
+processes the same number of layers, and `replicated_plan` the same share of the micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..units import parse_bytes
 from .candidates import Candidate, Costs
-from .feasibility import check_micro_batches, explain_shortage
+from .feasibility import check_micro_batches, check_plan, explain_shortage
 from .profile import Profile
 from .search import Search
 
@@ -190,6 +190,42 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
     return Solution(chosen, search)
 
 
+def solve_replicated(profile: Profile, wishes: Wishes | None = None) -> Solution:
+    """Give every process all layers, the coordinator included, with shares by measured speed.
+
+    Raises:
+        PlanError: If a process cannot hold all layers, with the shortage; if micro-batches are
+            fewer than processes; if a wish pins layers or cannot be granted.
+    """
+    wishes = wishes or Wishes()
+    if wishes.pins:
+        pins = ", ".join(f"{name}={start}:{end}" for name, (start, end) in wishes.pins.items())
+        raise PlanError(
+            f"The pins {pins} contradict a replicated plan, in which every process holds all "
+            "layers; take them back."
+        )
+    costs = Costs(apply(wishes, profile), {})
+    num, pieces = (
+        len(costs.profile.workers) + 1,
+        micro_batch_counts(costs.batch_size, wishes.micro_batches),
+    )
+    if max(pieces) < num:
+        raise PlanError(
+            f"{max(pieces)} micro-batches are too few for the {num} processes of a replicated "
+            "plan; use a larger batch or more micro-batches, or exclude workers."
+        )
+    search = Search(costs, pieces)
+    chosen = search.teams.replicated()
+    if chosen is not None:
+        return Solution(chosen, search)
+    plan = replicated_plan(costs.num_layers, costs.profile.workers, max(pieces))
+    faults = " ".join(check_plan(plan, costs.profile))
+    raise PlanError(
+        "In a replicated plan every process holds all layers. Exclude those that cannot, or take "
+        f"another plan. The plan with equal shares {faults}"
+    )
+
+
 def _check_amount(costs: Costs) -> None:
     """Refuse a profile whose matrices of all stages would take minutes and gigabytes."""
     kinds, layers = len(set(costs.kinds.values())), len(costs.profile.model.layers)
@@ -216,13 +252,6 @@ def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:
     return sorted({batch_size, *(max(c for c in counts if c <= power) for power in powers)})
 
 
-def replicated_plan(num_layers: int, workers: Sequence[str]) -> Plan:
-    """Every process, the coordinator included, holds all layers; their shares are equal, unless
-    `with_shares` gives them by measured speed."""
-    names = [*workers, COORDINATOR]
-    return Plan([StagePlan(names, (0, num_layers))])
-
-
 def even_plan(num_layers: int, workers: Sequence[str]) -> Plan:
     """Distribute layers in nearly equal shares over the coordinator and the workers.
 
@@ -242,3 +271,26 @@ def even_plan(num_layers: int, workers: Sequence[str]) -> Plan:
     counts = [quotient] * (len(names) - remainder) + [quotient + 1] * remainder
     spans = pairwise(accumulate(counts, initial=0))
     return Plan([StagePlan([name], span) for name, span in zip(names, spans, strict=True)])
+
+
+def replicated_plan(
+    num_layers: int, workers: Sequence[str], micro_batches: int | None = None
+) -> Plan:
+    """Give all layers to every process, the coordinator included, with equal shares.
+
+    Args:
+        num_layers: The decoder layers of the model.
+        workers: The names of the workers.
+        micro_batches: Pieces of the batch; by default 8, or one for each process if that is more.
+
+    Raises:
+        PlanError: If the model has no layers for the workers.
+    """
+    if workers and num_layers == 0:
+        raise PlanError(
+            f"The model has no decoder layers, so none for the {len(workers)} workers; run it "
+            "without workers."
+        )
+    names = [*workers, COORDINATOR]
+    count = micro_batches or max(Plan.micro_batches, len(names))
+    return Plan([StagePlan(names, (0, num_layers))], count)

@@ -115,6 +115,16 @@ class TeamSearch:
         best = self._finished(best)
         return best if line is None or _is_below(best, line, LEAST_GAIN_OF_DEVICE) else None
 
+    def replicated(self) -> Candidate | None:
+        """The fastest plan in which every process holds all layers; None if none fits."""
+        team = (*self.by_speed, COORDINATOR)
+        ways = [TeamArrangement(self._tables, (team,), pieces) for pieces in self.micro_batches]
+        placed = [candidate for way in ways for candidate in self._placed(way, math.inf)]
+        placed.sort(key=lambda candidate: candidate.least_seconds)
+        if not placed:
+            return None
+        return self._with_enough_in_flight(min(placed[:MOST_PLAYED], key=_step_of))
+
     def _starts(self, line: Candidate | None) -> list[Candidate]:
         """The best plans to begin with, of unlike teams."""
         below = math.inf if line is None else line.step_seconds * MOST_WORSE
@@ -202,7 +212,8 @@ class TeamSearch:
         """The candidates with one change that may be faster."""
         way, below = TeamArrangement.of(best, self._tables), best.step_seconds
         yield from _with_moved_layers(way, best)
-        yield from _with_moved_shares(best)
+        yield from with_moved_shares(best)
+        yield from _with_other_turns(best)
         for other in self._with_other_in_flight(way, best, below):
             yield other
             if len(self.by_speed) <= MOST_TURNED:
@@ -287,7 +298,11 @@ class TeamSearch:
         are nearly as fast, and with an optimizer in parts only if that gains much."""
         if len(self.by_speed) > max(MOST_TRIED):
             return best
-        best = self._without_idlers(best)
+        best = self._with_enough_in_flight(self._without_idlers(best))
+        parted = _with_optimizer_in_parts(best)
+        return parted if _is_below(parted, best, LEAST_GAIN_OF_SPLIT) else best
+
+    def _with_enough_in_flight(self, best: Candidate) -> Candidate:
         way, ranges = TeamArrangement.of(best, self._tables), best.ranges_of_teams
         num = len(best.processes)
         counts = {min(num * quarters // 4, best.micro_batches) for quarters in range(4, 21)}
@@ -298,9 +313,7 @@ class TeamSearch:
         ]
         limit = min([best.step_seconds, *map(_step_of, trials)]) * (1 + LEAST_GAIN_IN_FLIGHT)
         fast = [each for each in [*trials, best] if each.step_seconds <= limit]
-        best = min(fast, key=lambda each: (each.in_flight, each.step_seconds))
-        parted = _with_optimizer_in_parts(best)
-        return parted if _is_below(parted, best, LEAST_GAIN_OF_SPLIT) else best
+        return min(fast, key=lambda each: (each.in_flight, each.step_seconds))
 
     def _without_idlers(self, best: Candidate) -> Candidate:
         limit = best.step_seconds * (1 + LEAST_GAIN_OF_DEVICE)
@@ -357,10 +370,8 @@ def _with_moved_layers(way: TeamArrangement, best: Candidate) -> Iterator[Candid
             yield way.with_ranges(moved, best.in_flight)
 
 
-def _with_moved_shares(best: Candidate) -> Iterator[Candidate]:
-    """Candidates in which one replica has a micro-batch less and another one more, or the turns are
-    others."""
-    yield from _with_other_turns(best)
+def with_moved_shares(best: Candidate) -> Iterator[Candidate]:
+    """Candidates in which one replica has one or two micro-batches less and another one more."""
     for index, team in enumerate(best.teams):
         shares = [seat.part.share for seat in team if seat.part is not None]
         for (giver, taker), by in product(permutations(range(len(shares)), 2), SHARES_MOVED):

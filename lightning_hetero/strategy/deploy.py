@@ -2,7 +2,7 @@
 
 given, "even", read from a file ──────────────────────────────▶ plan ─▶ deploy
 "auto":  connect ─▶ profile = measure(…) ─▶ solve(profile) ───▶ plan ─▶ deploy
-"replicated":  connect ─▶ measure(…) ─▶ shares by speed ──────▶ plan ─▶ deploy
+"replicated":  likewise, and solve_replicated(profile)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..plan import Plan, StagePlan
 from ..planner.feasibility import as_measured, check_plan, with_shares
 from ..planner.profile import Profile
-from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve
+from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
 from ..planner.verdict import judge, render
 from ..profiler.dry_run import NoSample
 from ..profiler.kept import Measured
@@ -117,12 +117,13 @@ class PlanChoice:
         return self._with_micro_batches(even_plan(num_layers, workers))
 
     def solve(self, profile: Profile, workers: Sequence[str]) -> Plan:
-        """The fastest plan by a profile.
+        """The fastest plan by a profile; under ``"replicated"`` the fastest of such plans.
 
         Raises:
-            PlanError: If the model fits on no devices.
+            PlanError: If the model fits on no devices, or not on each.
         """
-        solution = solve(profile, Wishes(micro_batches=self._micro_batches))
+        find = solve_replicated if self.plan == "replicated" else solve
+        solution = find(profile, Wishes(micro_batches=self._micro_batches))
         _print_verdict(solution)
         self._solved[len(profile.model.layers), tuple(workers)] = solution.plan
         return solution.plan
@@ -299,10 +300,12 @@ class Site:
             except NoSample as reason:
                 plan = given or choice.even(len(layers), workers, str(reason))
             else:
-                plan = given or choice.solve(choice.measured.profile, workers)
-                if given is not None:
-                    _warn_of_faults(plan, choice.measured.profile)
-                    plan = _shared_by_speed(plan, choice.measured.profile)
+                profile = choice.measured.profile
+                if given is None or choice.plan == "replicated":
+                    plan = choice.solve(profile, workers)
+                else:
+                    _warn_of_faults(given, profile)
+                    plan = _shared_by_speed(given, profile)
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
             rank_zero_info("no worker would make it faster, so the model runs here alone")

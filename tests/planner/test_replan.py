@@ -384,3 +384,83 @@ def test_both_times_of_every_device_are_named() -> None:
         "19 ms (measured: 417 ms), a 60 ms (measured: 61 ms). The measurements of coordinator do "
         "not hold."
     )
+
+
+def replicated(*shares_of_round: int, hosted: bool = False) -> Plan:
+    names = ["a", COORDINATOR] if hosted else ["a", "b"]
+    return Plan([StagePlan(names, (0, 4), shares=[*shares_of_round])], micro_batches=12)
+
+
+def shares_in(found: Replanned | None) -> list[int] | None:
+    assert found is not None
+    return found.plan.stages[0].shares
+
+
+def pair(own: float | None = None) -> Profile:
+    """Two workers of one second for a layer's forward and two for its backward."""
+    layers = [] if own is None else device("x", own, 2 * own).timings
+    mine = coordinator([*ends(1e-4, 1e-4), *layers])
+    workers = [device("a", 1, 2), device("b", 1, 2)]
+    return profile(4, workers, mine, batch_size=12)
+
+
+def test_a_slower_replica_gets_a_smaller_share_and_no_layer_moves() -> None:
+    """b takes twice as long: 6 and 6 of 12 micro-batches become 8 and 4."""
+    plan = replicated(6, 6)
+    found = replan(plan, pair(), {COORDINATOR: S(0.0, 0.001), **seconds(a=6, b=12)})
+    assert shares_in(found) == [8, 4]
+    assert found is not None
+    assert found.plan.stages[0].layers == plan.stages[0].layers
+    assert found.gain == pytest.approx(1 - 8 / 12, abs=0.02)
+    assert found.is_worth_it
+
+
+def test_shares_that_fit_stay() -> None:
+    found = replan(replicated(6, 6), pair(), {COORDINATOR: S(0.0, 0.001), **seconds(a=6, b=6)})
+    assert shares_in(found) == [6, 6]
+    assert found is not None
+    assert not found.is_worth_it
+
+
+def test_without_a_profile_shares_follow_the_seconds() -> None:
+    """A round of two becomes one of twelve, so that the shares can be as fine as the step."""
+    found = replan(replicated(1, 1), None, seconds(a=6, b=12))
+    assert shares_in(found) == [8, 4]
+    assert found is not None
+    assert found.gain == pytest.approx(1 - 8 / 12)
+
+
+def test_without_a_profile_the_coordinator_keeps_its_share() -> None:
+    plan = Plan([StagePlan(["a", "b", COORDINATOR], (0, 4), shares=[4, 4, 4])], micro_batches=12)
+    found = replan(plan, None, {COORDINATOR: S(0.0, 9.0), **seconds(a=4, b=12)})
+    assert shares_in(found) == [6, 2, 4]
+
+
+def test_a_spare_stays_a_spare() -> None:
+    plan = Plan([StagePlan(["a", "b", "c"], (0, 4), shares=[6, 6, 0])], micro_batches=12)
+    found = replan(plan, None, seconds(a=6, b=12))
+    assert shares_in(found) == [8, 4, 0]
+
+
+def test_the_coordinator_gets_fewer_where_the_profile_tells_its_time() -> None:
+    found = replan(
+        replicated(6, 6, hosted=True), pair(1), {COORDINATOR: S(0.0, 12.0), **seconds(a=6)}
+    )
+    its, own = shares_in(found) or [0, 0]
+    assert its > 6 > own
+    assert found is not None
+    assert found.is_worth_it
+
+
+def test_layers_move_between_stages_with_replicas() -> None:
+    """All replicas of a stage get its new layers."""
+    plan = Plan(
+        [StagePlan(["a", "b"], (0, 2), shares=[1, 1]), StagePlan(["c"], (2, 4))], micro_batches=12
+    )
+    workers = [device(name, 1, 2) for name in "abc"]
+    measured = profile(4, workers, coordinator(ends(1e-4, 1e-4)), batch_size=12)
+    found = replan(plan, measured, {COORDINATOR: S(0.0, 0.001), **seconds(a=3, b=3, c=6)})
+    assert found is not None
+    assert [stage.layers for stage in found.plan.stages] == [(0, 3), (3, 4)]
+    assert [stage.workers for stage in found.plan.stages] == [["a", "b"], ["c"]]
+    assert found.is_worth_it

@@ -56,7 +56,12 @@ class OneWorker:
         moves = MovedSide(
             coordinator, self.layers, self.training, lambda _number: cast(Channel, self.others)
         )
-        self.handlers = {**self.layers.handlers, **self.training.handlers, **moves.handlers}
+        self.handlers = {
+            **self.layers.handlers,
+            **self.training.handlers,
+            **moves.handlers,
+            m.ApplyOptimizer: self.training.apply_optimizer,
+        }
 
     def take(self, message: m.Message, *tensors: Tensor) -> None:
         self.handlers[type(message)](message, tensors)
@@ -70,7 +75,7 @@ class OneWorker:
             write_recipe(model, found), modules, partial(named_contents, modules), False
         )
         self.layers.build(m.Deploy(1, [stage.spec(1)], [], 0, kept or []))
-        self.training.train_anew(kept or [])
+        self.training.train_anew(kept or [], lambda _name: True)
         return modules
 
     def fill(self, numbers: list[int]) -> dict[int, nn.Module]:
