@@ -224,10 +224,9 @@ class Deployment:
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._names = {number: layer.name for number, layer in away.items()}
         self._away = {number: layer.module for number, layer in away.items()}
-        placed = Placement.of(plan).hosted
-        hosted = {} if placed is None else {n: self._away[n] for n in placed.layers}
-        weights = weights_in_checkpoint(root)
-        self._look_at_tensors(weights, hosted, before)
+        numbers = {n for stage in plan.stages if stage.is_hosted for n in stage.layer_indices}
+        hosted = {number: layer for number, layer in self._away.items() if number in numbers}
+        self._look_at_tensors(hosted, before)
         recorder = coordinator.telemetry.recorder
         self.hand_overs = HandOvers(
             coordinator.stages, recorder, self._away, plan, batches, self._follow
@@ -236,7 +235,9 @@ class Deployment:
             away, self._exchange, self.tensors, self._pass_by, hosted, self._follow_attributes
         )
         self._hollow.check()  # before any weight travels
-        check_can_be_compiled(layers, plan, coordinator.connections.equipment)
+        connections = coordinator.connections
+        check_can_be_compiled(layers, plan, connections.equipment)
+        weights = weights_in_checkpoint(root)
         remote = remote_stages(root, stages, plan, weights, self.weights_dtype_of)
         differing = changed_since_recipe(remote, away)
         if before is None:
@@ -244,19 +245,18 @@ class Deployment:
         else:
             self._move(remote, seed)
             before._hollow.fill(home)
-        self.hosted = self._replica_of(hosted) if hosted else None
+        self.hosted = None
+        if hosted:
+            copies, on_workers = coordinator.stages.copies, coordinator.layers
+            self.hosted = HostedReplicas(
+                Placement.of(plan), hosted, on_workers, self._hollow, copies
+            )
         self._hooks = self._hollow_out()
-        self._attributes = PlainAttributes(
-            away, coordinator.connections, coordinator.layers, differing
-        )
+        self._attributes = PlainAttributes(away, connections, coordinator.layers, differing)
 
-    def _look_at_tensors(
-        self,
-        weights: CheckpointWeights | None,
-        hosted: Mapping[int, nn.Module],
-        before: Deployment | None,
-    ) -> None:
+    def _look_at_tensors(self, hosted: Collection[int], before: Deployment | None) -> None:
         """Find out which tensors are on workers, here and there, or trained."""
+        weights = weights_in_checkpoint(self._root)
         changed, are_there = ((), ()) if before is None else before._changed_and_away
         leaving = {n: layer for n, layer in self._away.items() if n not in are_there}
         check_weights_can_be_sent(leaving, weights)
@@ -266,10 +266,6 @@ class Deployment:
         rounded = [s for s in self.plan.remote_stages if self.weights_dtype_of(s) is not None]
         names_of = {tensor: name for name, tensor in named_tensors(self._away)}
         self.trained = TrainedParameters(training, names_of, rounded)
-
-    def _replica_of(self, hosted: Mapping[int, nn.Module]) -> HostedReplicas:
-        remote, copies = self.coordinator.layers, self.coordinator.stages.copies
-        return HostedReplicas(Placement.of(self.plan), hosted, remote, self._hollow, copies)
 
     def _send(self, stages: Sequence[RemoteStage], seed: int) -> None:
         """Give the stages to their workers."""
