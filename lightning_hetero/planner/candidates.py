@@ -23,7 +23,6 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise, product
 
 import msgspec
-import numpy as np
 
 from ..plan import (
     BYTES_PER_NUMBER,
@@ -35,9 +34,9 @@ from ..plan import (
     WireDtype,
     most_started,
 )
-from .costs import START, BothEnds, Cost, End, Holder, Need, Numbers, Option, cost_at, layer_seconds
+from .costs import START, BothEnds, Cost, End, Holder, Need, Option, cost_at, layer_seconds
 from .profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Profile
-from .replicas import Part, Team, exchange_seconds, most_in_flight, optimizer_part
+from .replicas import Part, Team, exchange_seconds, most_in_flight, of_replica, optimizer_part
 from .routes import (
     Hop,
     Pipeline,
@@ -525,23 +524,6 @@ def as_replicas(
         )
         found.append(replace(seat, part=part))
     return found
-
-
-def of_replica(need: Need, optimizer_part: float, kept_bytes: Numbers = 0.0) -> Need:
-    """The need of a replica: its part of the optimizer's state, and room for one more set of
-    gradients or weights in the exchange, which takes place while no action runs.
-
-    Args:
-        need: What it needs with the whole stage for itself.
-        optimizer_part: The part of the parameters that it steps.
-        kept_bytes: What its micro-batches in flight keep besides the layers.
-    """
-    return replace(
-        need,
-        optimizer=need.optimizer * optimizer_part,
-        in_flight=need.in_flight + kept_bytes,
-        working=np.maximum(need.working, need.gradients),
-    )
 
 
 NO_HOP = Hop("inside a process", 0.0)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..plan import COORDINATOR, ReplicaOptimizer
+from .costs import Need
+from .costs import Numbers as Amount
 from .profile import Link
 
 Numbers = npt.NDArray[np.float64]
@@ -105,6 +107,23 @@ def most_in_flight(share: Any, total: Any, started: int, limit: int) -> Any:
     """
     mine = np.ceil(started * share / np.maximum(total, 1)) + 1
     return np.minimum(np.minimum(mine, started), limit) * (share > 0)
+
+
+def of_replica(need: Need, optimizer_part: float, kept_bytes: Amount = 0.0) -> Need:
+    """The need of a replica: its part of the optimizer's state, and room for one more set of
+    gradients or weights in the exchange, which takes place while no action runs.
+
+    Args:
+        need: What it needs with the whole stage for itself.
+        optimizer_part: The part of the parameters that it steps.
+        kept_bytes: What its micro-batches in flight keep besides the layers.
+    """
+    return replace(
+        need,
+        optimizer=need.optimizer * optimizer_part,
+        in_flight=need.in_flight + kept_bytes,
+        working=np.maximum(need.working, need.gradients),
+    )
 
 
 LinkOf = Callable[[str, str], Link]

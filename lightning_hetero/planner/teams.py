@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..plan import COORDINATOR, Dtype, ReplicaOptimizer, most_started
-from .candidates import Candidate, Costs, Range, Seat, as_replicas, of_replica
+from .candidates import Candidate, Costs, Range, Seat, as_replicas
 from .costs import BothEnds, Holder, Index, Need, Numbers, fastest_of
 from .profile import EMBEDDING, HEAD
 from .replicas import (
@@ -31,6 +31,7 @@ from .replicas import (
     Team,
     exchange_seconds,
     most_in_flight,
+    of_replica,
     optimizer_part,
     shares_of,
     whole_counts,
