@@ -341,7 +341,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         is_inside_window = isinstance(run, TrainingRun) and run.is_inside_window
         check_move(self._module(), self.deployment, plan, is_inside_window)
         if isinstance(run, TrainingRun) and run.deployment.plan.differs_in_shares_only(plan):
-            run.deployment.share(plan)
+            run.share(plan)
             leave_pictures(self._module().trainer, run.deployment, run.profile)
         elif isinstance(run, TrainingRun):
             trainer = self._module().trainer
