@@ -227,7 +227,12 @@ def test_a_plan_is_written_and_its_verdict_shown(
     assert "The plan is in plan.yaml." in shown
     written = Plan.from_yaml("plan.yaml")
     written.check(8, ["fast:1", "slow:1"])
-    assert {stage.worker: stage.layers for stage in written.stages}["fast:1"] in [(0, 6), (2, 8)]
+    assert [stage.workers for stage in written.stages] == [["fast:1", "slow:1", "coordinator"]]
+    (shares,) = [stage.present_shares for stage in written.stages]
+    assert shares[0] == max(shares)
+    plan(monkeypatch, profile_path, "--no-replicas", "--output", "plan.yaml")
+    line = {stage.worker: stage.layers for stage in Plan.from_yaml("plan.yaml").stages}
+    assert line["fast:1"] in [(0, 6), (2, 8)]
 
 
 def test_an_existing_plan_is_replaced_only_when_it_is_named(

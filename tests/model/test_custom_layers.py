@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -349,6 +350,16 @@ def test_text_of_another_form_is_refused(change: dict[str, Any]) -> None:
         Recipe.from_json(json.dumps({**plain, **change}))
 
 
+@pytest.fixture
+def usual_recursion_limit() -> Iterator[None]:
+    """Python's own limit: a test before may have left a higher one."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("usual_recursion_limit")
 @pytest.mark.parametrize("depth", [500, 20_000])
 def test_text_nested_without_an_end_is_refused(depth: int) -> None:
     text = described(with_attribute("x", 987654)).to_json().replace("987654", nested_text(depth))
