@@ -480,7 +480,7 @@ def test_the_replicated_plan_gives_everyone_all_layers_and_shares_by_speed(
     module = fit(TinyModule(), strategy, loader(24, 12), max_steps=2, callbacks=[Noting()])
     plan = plans[0]
     (stage,) = plan.stages
-    assert stage.workers == [*workers[:2], "coordinator"]
+    assert sorted(stage.workers) == sorted([*workers[:2], "coordinator"])
     assert stage.layers == (0, NUM_LAYERS)
     assert stage.shares is not None
     assert sum(stage.shares) == plan.micro_batches == 6
