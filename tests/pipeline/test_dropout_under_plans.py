@@ -129,7 +129,7 @@ class Training:
         self.model = Model(self.has_adapters)
         layers = [DecoderLayer(str(n), layer) for n, layer in enumerate(self.model.layers)]
         self.draws = draws = Draws(SEED)
-        adjust_own(layers, self.plan)
+        adjust_own(layers, [stage for stage in self.plan.stages if stage.is_local])
         self.own = {
             number: layers[number].module
             for stage in self.plan.stages
