@@ -309,7 +309,10 @@ class Deployment:
         self.coordinator.connections.check_linked()
         self.plan = plan
         self.hand_overs.plan = plan
-        self.coordinator.layers.share(Placement.of(plan))
+        placement = Placement.of(plan)
+        self.coordinator.layers.share(placement)
+        if self.hosted is not None:
+            self.hosted.placement = placement
 
     def paths(self) -> dict[str, str]:
         """The path in the module of each tensor on a worker, by its name there."""
@@ -554,6 +557,8 @@ class Deployment:
             PlanError: If the coordinator is a replica in one of the plans.
             ModelError: With the reason.
         """
+        if self.plan.differs_in_shares_only(plan):
+            return
         if any(stage.is_hosted for stage in (*self.plan.stages, *plan.stages)):
             raise PlanError(
                 "Layers do not move during a run while the coordinator is a replica of some, or to "

@@ -45,6 +45,7 @@ class HostedReplicas:
         copies: Copies tensors from the device that this process computes on.
 
     Attributes:
+        placement: As given; other shares may take its place between two steps.
         names_of: The name of each parameter on the workers.
     """
 
@@ -56,7 +57,7 @@ class HostedReplicas:
         hollow: HollowLayers,
         copies: Copies,
     ) -> None:
-        self._placement = placement
+        self.placement = placement
         self._number = next(s.number for s in placement.stages if s.is_hosted)
         self._layers = layers
         self._remote = remote
@@ -75,23 +76,23 @@ class HostedReplicas:
     @property
     def processes(self) -> tuple[str, ...]:
         """The replicas in the plan's order, which is that of sums."""
-        return self._placement.stage(self._number).processes
+        return self.placement.stage(self._number).processes
 
     @property
     def workers(self) -> list[Member]:
         """The replicas on workers."""
         named = self._remote.connections.named
-        return [named(name) for name in self._placement.stage(self._number).workers]
+        return [named(name) for name in self.placement.stage(self._number).workers]
 
     def stays(self, microbatch: int) -> bool:
-        return self._placement.process(self._number, microbatch) == COORDINATOR
+        return self.placement.process(self._number, microbatch) == COORDINATOR
 
     def never_leaves(self, microbatch: int) -> bool:
-        return not self._placement.route(microbatch)
+        return not self.placement.route(microbatch)
 
     def running(self, enter: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
         # Behind other stages, and before them, the graph is cut at the hand-over.
-        is_only = len(self._placement.stages) == 1
+        is_only = len(self.placement.stages) == 1
         return self._hollow.running_here(enter) if is_only else self._hollow.running_here()
 
     def note_present(self) -> None:
