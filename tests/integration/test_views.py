@@ -167,6 +167,8 @@ def test_a_run_of_every_shape_shows_who_did_what(
         norm = math.sqrt(sum(squares[layer] for layer in held))
         assert row[f"stage/{number}/gradient_norm"] == pytest.approx(norm, rel=1e-5)
     assert 0 < row["pipeline/model_flops_utilization"] < 1
+    taken = {name: row.get(f"stage/{n}/from_replicas_bytes", 0) for n, name in enumerate(names)}
+    assert taken == exchanged
     assert row["pipeline/bottleneck_stage"] in record.process_numbers
     check_report(record, plan)
     check_log(caplog.text, plan)
