@@ -411,7 +411,7 @@ class StepGradients:
         tied: Parameters that several parts of the model use, such as an embedding that is also
             the head. One micro-batch adds to their gradients in several backwards. These parts
             are summed per micro-batch first, as a single backward does, so sums are bit-equal. So
-            are all gradients of a micro-batch that visits the stages several times.
+            are all gradients from the first micro-batch on that visits the stages several times.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
@@ -426,6 +426,7 @@ class StepGradients:
         self._partial: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._ended: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._num_added = 0
+        self._is_all_apart = False
 
     def begin(self, accumulate: bool) -> None:
         """Start a step; with ``accumulate`` it adds to the present gradients."""
@@ -453,7 +454,8 @@ class StepGradients:
         Args:
             visits_several_times: Whether it visits the stages several times.
         """
-        apart = self._parameters if visits_several_times else self._tied
+        self._is_all_apart = self._is_all_apart or visits_several_times
+        apart = self._parameters if self._is_all_apart else self._tied
         total = self._take(apart)
         mine = self._partial.setdefault(microbatch, {})
         self._put(apart, [mine.get(parameter) for parameter in apart])
