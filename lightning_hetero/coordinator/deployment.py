@@ -266,7 +266,12 @@ class Deployment:
         if hosted:
             copies = coordinator.stages.copies
             self.hosted = HostedReplicas(
-                placement, hosted, coordinator.layers, self._hollow, copies
+                placement,
+                hosted,
+                coordinator.layers,
+                self._hollow,
+                copies,
+                coordinator.stages.note_tokens,
             )
         self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(

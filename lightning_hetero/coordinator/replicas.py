@@ -43,6 +43,7 @@ class HostedReplicas:
         remote: Has deployed them.
         hollow: The run of hollow layers that they belong to.
         copies: Copies tensors from the device that this process computes on.
+        note_tokens: Counts the tokens of a micro-batch that this process runs to its end.
 
     Attributes:
         placement: As given; other shares may take its place between two steps.
@@ -56,7 +57,9 @@ class HostedReplicas:
         remote: RemoteLayers,
         hollow: HollowLayers,
         copies: Copies,
+        note_tokens: Callable[[Tensor], None],
     ) -> None:
+        self.note_tokens = note_tokens
         self.placement = placement
         self._number = next(s.number for s in placement.stages if s.is_hosted)
         self._layers = layers

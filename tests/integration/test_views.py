@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, Plan, StageMonitor
+from lightning_hetero.callbacks.monitor import deployment_of
 from lightning_hetero.pipeline.placement import Placement
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import RunRecord, read_run
@@ -48,6 +49,21 @@ class LayerNorms(pl.Callback):
             gradient = parameter.grad
             assert isinstance(gradient, Tensor)
             self.squares[number] += float(gradient.square().sum())
+
+
+class Tokens(pl.Callback):
+    """The tokens of the batches, and those that the run has counted."""
+
+    def __init__(self) -> None:
+        self.given, self.counted = 0, 0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        deployment = deployment_of(trainer)
+        assert deployment is not None
+        self.given += batch["input_ids"].numel()
+        self.counted = deployment.coordinator.stages.num_tokens
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +161,9 @@ def test_a_run_of_every_shape_shows_who_did_what(
     plan = shaped(workers, EVERY_SHAPE[shape], PIECES)
     names = names_in(plan)
     caplog.set_level(logging.INFO)
-    look(tmp_path, HeteroPipelineStrategy(workers[:2], plan), 2)
+    tokens = Tokens()
+    look(tmp_path, HeteroPipelineStrategy(workers[:2], plan), 2, tokens)
+    assert tokens.counted == tokens.given > 0
     trace = trace_in(tmp_path)
     check_trace(trace, plan, 1, names)
     # The rules of a trace hold for predicted actions too: no process does two at a time.
