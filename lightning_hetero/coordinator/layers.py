@@ -504,6 +504,27 @@ class RemoteLayers:
         for worker, name, gradient, _ in self._asked_tensors(m.FetchGradients, asked):
             yield worker, name, gradient
 
+    def fingerprints_of(
+        self, workers: Sequence[Member], names: Sequence[str]
+    ) -> Callable[[], list[tuple[Member, list[bytes]]]]:
+        """Ask several workers for the fingerprints of the same tensors, between two steps; the
+        function that is returned waits for them."""
+        request = m.FetchFingerprints(self.connections.step, list(names))
+        for worker in workers:
+            self.connections.send(worker, request)
+
+        def answered() -> list[tuple[Member, list[bytes]]]:
+            found = self.connections.collect(m.Fingerprints, workers)
+            for worker, answer in found:
+                with self.connections.blaming(worker):
+                    if len(answer.found) != len(names):
+                        raise RemoteProtocolError(
+                            f"It sent {len(answer.found)} fingerprints of {len(names)} tensors."
+                        )
+            return [(worker, answer.found) for worker, answer in found]
+
+        return answered
+
     def _asked_tensors(
         self,
         request: type[m.FetchTensors | m.FetchGradients],

@@ -21,17 +21,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..devices.copies import Copies
-from ..errors import ModelError
+from ..errors import ModelError, WorkerError
 from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers
-from ..model.tensors import locate, named_tensors
+from ..model.tensors import Content, locate, named_tensors
 from ..pipeline.placement import Placement
 from ..pipeline.turns import current_turn
 from ..plan import COORDINATOR
 from ..protocol import messages as m
+from ..protocol.tensors import fingerprint_of
 from ..transport.channel import send_copied
 from .layers import RemoteLayers
 from .member import Member
+
+STEPS_BETWEEN_COMPARISONS = 100
+"""After so many optimizer steps the weights of workers are compared with those here."""
 
 
 class HostedReplicas:
@@ -75,6 +79,8 @@ class HostedReplicas:
         # The names of tensors that may have changed without a trace since they were sent.
         self._stale: set[str] = set()
         self._was_in_turn: bool | None = None
+        # The optimizer steps since weights were compared.
+        self._num_steps = 0
 
     @property
     def processes(self) -> tuple[str, ...]:
@@ -114,6 +120,7 @@ class HostedReplicas:
         """Some optimizers write to memory behind torch's back, so all that trains has changed."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self.note_changed(p for p in parameters if p.requires_grad)
+        self._num_steps += 1
 
     def note_changed(self, tensors: Iterable[Tensor]) -> None:
         """Note that tensors may have changed."""
@@ -156,6 +163,29 @@ class HostedReplicas:
                 for worker in self.workers:
                     send_copied(worker.channel, content, self._copies)
 
+    def compare(self) -> None:
+        """Compare the trained tensors of the workers with those here, which were sent to them.
+
+        Raises:
+            WorkerError: If a worker has other ones.
+        """
+        contents = {
+            name: Content(_tensor_at(owner, leaf), state_of(owner, leaf))
+            for name, (owner, leaf) in self._held.items()
+            if _tensor_at(owner, leaf).requires_grad
+        }
+        answered = self._remote.fingerprints_of(self.workers, [*contents])
+        own = [fingerprint_of(content.parts) for content in contents.values()]
+        for worker, found in answered():
+            differ = (n for n, mine, its in zip(contents, own, found, strict=True) if mine != its)
+            if (name := next(differ, None)) is not None:
+                raise WorkerError(
+                    f"{worker} has another content of the tensor {name} than this process, which "
+                    "has sent it: the worker computes or stores wrongly, or the tensor was changed "
+                    "here in a way that torch does not note. Run `lightning-hetero verify`, and "
+                    "continue from a checkpoint."
+                )
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside, a batch's micro-batches run.
@@ -163,6 +193,8 @@ class HostedReplicas:
         Raises:
             ModelError: If a tensor of the layers has changed inside: other micro-batches ran with
                 another one.
+            WorkerError: If a worker has other weights than this process; that is looked at after
+                each hundredth optimizer step.
         """
         before = self._states()
         yield
@@ -176,6 +208,9 @@ class HostedReplicas:
                 "of its own. Let one worker alone have the layers that change their tensors in "
                 "training, or change them between two batches."
             )
+        if self._num_steps >= STEPS_BETWEEN_COMPARISONS and self._sent == before:
+            self._num_steps = 0
+            self.compare()
 
     def add_gradients(self, trained: Container[Tensor]) -> None:
         """Add the workers' sums of gradients to those here, in the plan's order of the processes.

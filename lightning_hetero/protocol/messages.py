@@ -740,5 +740,21 @@ class Status(Message, frozen=True):
     stage: StageStatus | None
 
 
+class FetchFingerprints(ServingRequest, frozen=True):
+    """Asks for the fingerprints of tensors that the coordinator has too."""
+
+    requests = "comparing its weights"
+    step: Count
+    names: list[Name]
+
+
+class Fingerprints(Message, frozen=True):
+    """The fingerprints of the tensors that were asked for, in their order."""
+
+    said = by(Speaker.WORKER, State.SERVING)
+    step: Count
+    found: list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]]
+
+
 # All classes of messages, as a decoder needs them.
 KINDS = tuple(kinds_below(Message))

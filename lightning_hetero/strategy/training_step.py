@@ -250,7 +250,7 @@ class MicrobatchedStep(BatchStep):
         plan = self._deployment.plan
         self._flags.begin_step(len(work))
         stages = self._deployment.coordinator.stages
-        stages.is_before_step = not self._module.trainer.fit_loop._should_accumulate()
+        stages.is_before_step = steps_behind_batch(self._module.trainer)
         with ExitStack() as stack:
             stack.enter_context(self._deployment.hand_overs.cut_step())
             stack.callback(stand_in(self._module, "log", log.log))

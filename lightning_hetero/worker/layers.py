@@ -13,7 +13,7 @@ from ..model.four_bit import is_four_bit, quantize, state_of
 from ..model.tensors import Content, locate, named_contents, named_tensors, narrowed, set_tensor
 from ..pipeline.stage_layers import build_described, numbered_layers
 from ..protocol import messages as m
-from ..protocol.tensors import TensorSpec
+from ..protocol.tensors import TensorSpec, fingerprint_of
 from ..transport.channel import Channel, Handler
 from .owner import Host
 
@@ -42,6 +42,7 @@ class StageLayers:
             m.OfferTensor: self._on_offer_tensor,
             m.FetchTensors: self._on_fetch_tensors,
             m.FetchGradients: self._on_fetch_gradients,
+            m.FetchFingerprints: self._on_fetch_fingerprints,
         }
         self._coordinator = coordinator
         self._host = host
@@ -156,6 +157,12 @@ class StageLayers:
                 self._coordinator.send(m.TensorContent(name), parameter.grad)
                 self._coordinator.wait_until_sent(MOST_COPIES)
         self._coordinator.send(m.Done())
+
+    def _on_fetch_fingerprints(
+        self, message: m.FetchFingerprints, _tensors: tuple[Tensor, ...]
+    ) -> None:
+        found = [fingerprint_of(self.content(name).parts) for name in message.names]
+        self._coordinator.send(m.Fingerprints(message.step, found))
 
     def set_attributes(self, message: m.SetAttributes) -> None:
         """Give a module the attributes of the coordinator's module.

@@ -172,11 +172,13 @@ class Neighbors:
         return self._ways[step, stage, key].upstream == 0
 
     def channel_to(self, number: int) -> Channel:
-        """The channel for tensors to a worker.
+        """The channel for tensors to a worker, or to the coordinator, which is number 0.
 
         Raises:
             ModelError: If it was never dialled.
         """
+        if number == 0:
+            return self._coordinator
         if number not in self._downstream:
             raise ModelError(f"This worker was not told to connect to worker {number}.")
         return self._downstream[number]

@@ -1,14 +1,14 @@
-"""The worker's side of replicas: workers that hold the same stage add up their gradients.
+"""The worker's side of replicas: processes that hold the same stage add up their gradients.
 
 Every parameter of the stage has one owner among them. The others send it their sums; it adds all of
-them in the plan's order of the workers, and sends back what the stage's optimizer wants:
+them in the plan's order of the processes, and sends back what the stage's optimizer wants:
 
     each     a ─ sums ─▶ owner ─ totals ─▶ a       every replica steps by itself
     split    a ─ sums ─▶ owner ─ weights ─▶ a      the owner steps; then its weights follow
 
 The sums do not depend on who comes first. Those of a layer leave as soon as the last backward has
 left it, while the layers before it still compute. Where the coordinator is one of the replicas, it
-owns all parameters, fetches the gradients and stores the weights, and nothing of this happens.
+owns all parameters, and stores the weights that it has stepped as any others.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _MOST_AHEAD = 1
 
 @dataclass(frozen=True)
 class _Shared:
-    """A stage that other workers hold too.
+    """A stage that other processes hold too.
 
     Args:
-        holders: The numbers of its workers, in the plan's order.
+        holders: The numbers of its processes, in the plan's order.
         owner_of: The number of each parameter's owner.
         is_split: Whether only owners step.
     """
@@ -50,6 +50,22 @@ class _Shared:
     holders: Sequence[int]
     owner_of: Mapping[str, int]
     is_split: bool
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the coordinator is one of the processes."""
+        return COORDINATOR_STAGE in self.holders
+
+    def receivers(self, content: m.ReplicaContent) -> Sequence[int]:
+        """The numbers of the processes that get such a thing from others."""
+        if self.is_hosted:
+            return [COORDINATOR_STAGE] if content == "sums" else []
+        has_part = content == "sums" or self.is_split == (content == "weights")
+        return self.holders if has_part else []
+
+    def senders(self, content: m.ReplicaContent) -> Sequence[int]:
+        """The numbers of the processes from which each of these workers gets such a thing."""
+        return [] if self.is_hosted else self.receivers(content)
 
 
 # An exchange, what is exchanged, and the worker that sends it.
@@ -106,8 +122,7 @@ class ReplicaSide:
             pairs = zip(stage.parameters, stage.owners, strict=True) if stage.owners else ()
             owner_of = {spec.name: owner for spec, owner in pairs}
             self._owner_of |= owner_of
-            # 0 is the coordinator, which then adds up itself.
-            if len(stage.holders) > 1 and 0 not in stage.holders:
+            if len(stage.holders) > 1:
                 self._shared.append(_Shared(stage.holders, owner_of, stage.is_split))
         self.end(self._round)
         self._is_reduced = False
@@ -173,7 +188,7 @@ class ReplicaSide:
 
     def follow_step(self, number: int) -> None:
         """Send the weights that this worker has stepped to the others, and wait for theirs."""
-        if any(shared.is_split for shared in self._shared):
+        if any(shared.receivers("weights") for shared in self._shared):
             self._begin(number, "weights")
 
     def _on_reduce_gradients(
@@ -251,13 +266,9 @@ class ReplicaSide:
             self._waits_for = None
 
     def _has_come(self, content: m.ReplicaContent) -> bool:
-        return all((self._round, content, other) in self._whole for other in self._others(content))
-
-    def _others(self, content: m.ReplicaContent) -> list[int]:
-        """The workers that send something of an exchange here, and get something from here."""
-        shared = [each for each in self._shared if _has_part(each, content)]
-        numbers = {number for each in shared for number in each.holders}
-        return sorted(numbers - {self._number})
+        others = {number for each in self._shared for number in each.senders(content)}
+        others -= {self._number}
+        return all((self._round, content, other) in self._whole for other in others)
 
     def _add_up(self) -> None:
         """Add the sums of all holders of each parameter that this worker owns, in their order."""
@@ -271,7 +282,7 @@ class ReplicaSide:
                 parameter.grad = total
 
     def _take_totals(self) -> None:
-        """Go on with the owners' totals; with ``split``, without any."""
+        """Go on with the owners' totals; without any if only the owners step."""
         self._is_reduced = True
         for name, parameter in self._parameters(lambda _, owner: owner != self._number):
             owner = self._owner_of[name]
@@ -288,7 +299,8 @@ class ReplicaSide:
 
     def _send_all(self, content: m.ReplicaContent) -> None:
         channels = []
-        for other in self._others(content):
+        others = {number for each in self._shared for number in each.receivers(content)}
+        for other in sorted(others - {self._number}):
             channel = self._channel_to(other)
             channels.append(channel)
             batches = [*_batches(self._tensors_for(other, content))]
@@ -316,7 +328,7 @@ class ReplicaSide:
         owner = other if content == "sums" else self._number
 
         def is_wanted(shared: _Shared, owned_by: int) -> bool:
-            return owned_by == owner and other in shared.holders and _has_part(shared, content)
+            return owned_by == owner and other in shared.receivers(content)
 
         for name, parameter in self._parameters(is_wanted):
             gradient = parameter.grad
@@ -350,13 +362,6 @@ class ReplicaSide:
 def _state(tensor: Tensor) -> tuple[int, int]:
     """What tells that a gradient has changed."""
     return id(tensor), tensor._version
-
-
-def _has_part(shared: _Shared, content: m.ReplicaContent) -> bool:
-    """Whether a stage's workers exchange such a thing."""
-    if content == "sums":
-        return True
-    return shared.is_split == (content == "weights")
 
 
 def _batches(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

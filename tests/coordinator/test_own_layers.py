@@ -12,8 +12,10 @@ from torch import nn
 from transformers import DynamicCache
 
 from lightning_hetero.coordinator import own_layers
-from lightning_hetero.coordinator.own_layers import adjust_own
+from lightning_hetero.coordinator.own_layers import adjust_own, prepare_hosted
 from lightning_hetero.model.layers import DecoderLayer
+from lightning_hetero.model.override import overrides_of
+from lightning_hetero.pipeline.draws import Draws
 from lightning_hetero.plan import Plan, StagePlan
 
 
@@ -82,3 +84,18 @@ def test_a_copy_of_a_layer_computes_with_its_own_weights(calls: list[str]) -> No
         run = partial(other, torch.ones(1, 2))
         assert torch.equal(run(), torch.zeros(1, 2))
     assert calls == ["compiled"]
+
+
+def test_layers_of_a_replica_are_compiled_run_again_and_seeded(calls: list[str]) -> None:
+    torch.manual_seed(0)
+    layers = [DecoderLayer(f"layers.{number}", Cached(2, 2)) for number in range(3)]
+    stage = StagePlan(["a", "coordinator"], (0, 2), recompute=True, compile=True)
+    plan = Plan([stage, StagePlan(["b"], (2, 3))])
+    adjusted = prepare_hosted(layers, plan, Draws(1))
+    for layer in layers:
+        layer.module(torch.ones(1, 2, requires_grad=True), DynamicCache()).sum().backward()
+    assert calls == ["compiled"] * 4
+    assert [len([*overrides_of(layer.module)]) for layer in layers] == [3, 3, 0]
+    for put_back in adjusted:
+        put_back()
+    assert not any(any(overrides_of(layer.module)) for layer in layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,24 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import (
+    HeteroPipelineStrategy,
+    PipelineTimeline,
+    Plan,
+    StageMonitor,
+    StagePlan,
+)
 from lightning_hetero.callbacks import StageWeightAveraging
+from lightning_hetero.coordinator.replicas import HostedReplicas
 from lightning_hetero.errors import PlanError
 
 from ..equality import assert_close, differing, weights_of
 from ..families import FLOOR, FamilyModule, tiny_model
 from ..models import VOCABULARY, TinyModule, fit, loader, scaled_precision, tiny_llama, trainer
+from ..pretrained import PretrainedModule, build_from_checkpoint, build_whole, save_tiny
 from ..qlora import in_four_bits, with_lora
 from .by_hand import Manual, both_step
 from .generation import Generating, generate
@@ -258,6 +267,55 @@ def test_four_bits_have_the_bits_of_one_device(workers: list[str], tmp_path: Pat
     expected = run_alone(plan, use)
     assert differing(expected, use.module()) != []
     assert differing(run_over(workers, plan, use), expected) == []
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
+def test_a_model_that_stays_on_disk_has_the_bits_of_its_groups(
+    quantize: bool, workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what trains is sent again."""
+    sent: list[str] = []
+    send = HostedReplicas._send
+
+    def note(self: HostedReplicas, names: Collection[str]) -> None:
+        sent.extend(names)
+        send(self, names)
+
+    monkeypatch.setattr(HostedReplicas, "_send", note)
+    folder = save_tiny("llama", tmp_path)
+    plan = Plan([StagePlan([workers[0], "coordinator"], (0, 4), shares=[3, 2])], PIECES)
+    found, expected = (
+        PretrainedModule(partial(build, folder, quantize, lora=True))
+        for build in (build_from_checkpoint, build_whole)
+    )
+    fit(found, HeteroPipelineStrategy(workers[:1], plan), loader(30, BATCH_SIZE))
+    fit_in_groups(expected, plan, loader(30, BATCH_SIZE // PIECES))
+    wanted = dict(expected.named_parameters())
+    for name, parameter in found.named_parameters():
+        assert not parameter.requires_grad or torch.equal(parameter, wanted[name]), name
+    trained = [name for name in sent if "lora_" in name]
+    assert len(sent) == len(trained) == 2 * len({*trained})
+
+
+def test_halves_have_the_bits_of_whole_layers(workers: list[str]) -> None:
+    plan = hosted_plan(workers, before=1)
+    cut = replace(
+        plan, stages=[replace(s, layers=(2 * s.layers[0], 2 * s.layers[1])) for s in plan.stages]
+    )
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE)
+    found = fit(TinyModule(), HeteroPipelineStrategy(workers[:1], cut, cut_layers=True), data)
+    assert differing(found, run_alone(plan, Use())) == []
+
+
+def test_a_run_leaves_its_pictures_and_figures(workers: list[str], tmp_path: Path) -> None:
+    callbacks = [PipelineTimeline(), StageMonitor()]
+    logger = CSVLogger(tmp_path)
+    options: dict[str, Any] = {"logger": logger, "callbacks": callbacks, "log_every_n_steps": 1}
+    strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers))
+    fit(TinyModule(), strategy, loader(30, BATCH_SIZE), **options)
+    folder = Path(logger.log_dir)
+    assert Plan.from_yaml(folder / "plan.yaml") == hosted_plan(workers)
+    assert {"run.json", "metrics.csv", "architecture.svg"} <= {p.name for p in folder.iterdir()}
 
 
 @pytest.mark.filterwarnings("ignore:The loss of the first batch")

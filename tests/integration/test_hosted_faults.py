@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.errors import ModelError, StageFailed, WeightsLost, WorkerLost
+from lightning_hetero.coordinator import replicas
+from lightning_hetero.coordinator.replicas import HostedReplicas
+from lightning_hetero.errors import ModelError, StageFailed, WeightsLost, WorkerError, WorkerLost
 
 from ..conftest import WorkerProcess, worker_process
-from ..equality import differing
+from ..equality import assert_close, differing, weights_of
 from ..models import TinyModule, fit, loader
 from ..stateful_layers import Averaging, Counting, LayeredModule
 
@@ -85,7 +87,7 @@ def test_layers_that_change_their_tensors_or_attributes_in_training_are_refused(
     strategy = HeteroPipelineStrategy(
         [victim.address], plan, layers="model.blocks", check_first_batch="off"
     )
-    with pytest.raises((ModelError, StageFailed), match="changed"):
+    with pytest.raises((ModelError, StageFailed), match="changed|updated the buffers"):
         fit(LayeredModule(kind), strategy, loader(12, BATCH_SIZE))
 
 
@@ -99,6 +101,55 @@ def test_weights_that_change_while_a_batch_runs_are_refused(workers: list[str]) 
     strategy = HeteroPipelineStrategy(workers[:1], hosted(workers[:1]), check_first_batch="off")
     with pytest.raises(ModelError, match=r"1\.mlp\.up_proj\.weight of a layer has changed while"):
         fit(Changing(), strategy, loader(12, BATCH_SIZE))
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_other_weights_on_a_worker_are_found(
+    workers: list[str], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one tensor never arrives, as if the worker had stored it wrongly."""
+    send = HostedReplicas._send
+
+    def leave_out(self: HostedReplicas, names: Collection[str]) -> None:
+        send(self, [name for name in names if name != "1.mlp.up_proj.weight"])
+
+    monkeypatch.setattr(HostedReplicas, "_send", leave_out)
+    monkeypatch.setattr(replicas, "STEPS_BETWEEN_COMPARISONS", steps)
+    strategy = HeteroPipelineStrategy(workers[:1], hosted(workers[:1]))
+    module = TinyModule()
+    wrong = rf"stage 1 on {workers[0]} has another content of the tensor 1\.mlp\.up_proj\.weight"
+    with pytest.raises(WorkerError, match=wrong):
+        fit(module, strategy, loader(20, BATCH_SIZE))
+    assert len(module.losses) == steps
+
+
+def test_equal_weights_pass_every_comparison(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "STEPS_BETWEEN_COMPARISONS", 1)
+    compared = []
+    compare = HostedReplicas.compare
+    monkeypatch.setattr(HostedReplicas, "compare", lambda self: compared.append(compare(self)))
+    strategy = HeteroPipelineStrategy(workers[:2], hosted(workers[:2], first=2))
+    fit(TinyModule(), strategy, loader(16, BATCH_SIZE))
+    assert len(compared) == 3
+
+
+def test_shares_may_change_during_the_run(workers: list[str]) -> None:
+    def plan(*shares: int) -> Plan:
+        stage = StagePlan([workers[0], "coordinator"], (0, NUM_LAYERS), shares=list(shares))
+        return Plan([stage], micro_batches=4)
+
+    class Sharing(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_arguments: Any) -> None:
+            trainer.strategy.move_layers(
+                plan(*[(1, 3), (1, 1), (0, 1), (1, 0)][trainer.global_step])
+            )
+
+    strategy = HeteroPipelineStrategy(workers[:1], plan(1, 1))
+    found = fit(TinyModule(), strategy, loader(16, BATCH_SIZE), callbacks=[Sharing()])
+    plain = fit(TinyModule(), data=loader(16, 1), accumulate_grad_batches=4)
+    assert_close(weights_of(found), weights_of(plain))
 
 
 def test_an_error_in_a_micro_batch_that_runs_here_leaves_the_worker_free(

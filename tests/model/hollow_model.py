@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,11 @@ class Hollowed:
     """A model whose layers 1 to 3, or others, are hollow, and where they went."""
 
     def __init__(
-        self, model: PreTrainedModel, exchange: Exchange | None = None, away: range = AWAY
+        self,
+        model: PreTrainedModel,
+        exchange: Exchange | None = None,
+        away: range = AWAY,
+        kept: Collection[int] = (),
     ) -> None:
         self.model = model
         layers = find_decoder_layers(model)
@@ -79,7 +83,9 @@ class Hollowed:
         self.collecting = CollectingHooks(model, [layer.name for layer in chosen.values()])
         self.layers = {number: layer.module for number, layer in chosen.items()}
         self.elsewhere = Elsewhere(self.layers)
-        self.run = HollowLayers(chosen, exchange or self.elsewhere.exchange, self.elsewhere)
+        self.run = HollowLayers(
+            chosen, exchange or self.elsewhere.exchange, self.elsewhere, kept=kept
+        )
         self.run.caches.listen(model, [layer.name for layer in chosen.values()])
         self.run.hollow()
 

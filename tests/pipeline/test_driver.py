@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -655,3 +656,121 @@ def test_microbatches_learn_from_what_the_stages_collect(
         zero = torch.zeros_like(parameter)
         mine, its = (zero if g is None else g for g in (gradients[name], parameter.grad))
         torch.testing.assert_close(mine, its, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@dataclass
+class Replica:
+    """A copy of the layers in this process. Implements `HostedLayers`."""
+
+    layers: Layers
+    staying: frozenset[int]
+    enter: Through | None = None
+
+    def stays(self, microbatch: int) -> bool:
+        return microbatch in self.staying
+
+    never_leaves = stays
+
+    @contextmanager
+    def running(self, enter: Through) -> Iterator[None]:
+        assert self.enter is None
+        self.enter = enter
+        try:
+            yield
+        finally:
+            self.enter = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return hidden
+
+
+def run_with_replica(
+    pipeline: Pipeline, staying: Collection[int], count: int, limit: int
+) -> dict[str, Tensor | None]:
+    """Train one step; returns the gradients of all processes."""
+    pipeline.driver.hosted = replica = Replica(copy.deepcopy(pipeline.layers), frozenset(staying))
+    here = [parameter for layer in replica.layers.values() for parameter in layer.parameters()]
+    local = [*pipeline.model.parameters(), *here]
+    shared = [pipeline.model.embedding.weight] if pipeline.tied else []
+    pipeline.driver.gradients = StepGradients(local, shared)
+    away, step = pipeline.hand_over, pipeline.training_step
+
+    def through(hidden: Tensor) -> Tensor:
+        enter = replica.enter
+        return away(hidden) if enter is None else replica.forward(enter(hidden))
+
+    pipeline.training_step = lambda model, _, tokens: step(model, through, tokens)
+    pipeline.run(microbatches(count), limit)
+    pipeline.training_step = step
+    return pipeline.gradients() | own_gradients(replica.layers)
+
+
+def own_gradients(layers: Layers) -> dict[str, Tensor | None]:
+    named = (
+        (f"here {n}.{name}", p) for n, each in layers.items() for name, p in each.named_parameters()
+    )
+    return {name: parameter.grad for name, parameter in named}
+
+
+def expected_with_replica(
+    pipeline: Pipeline, staying: Collection[int], count: int
+) -> dict[str, Tensor | None]:
+    """The sums of each process are those of its micro-batches, and what is before the layers and
+    behind them adds up all, in their order."""
+    plain, here = pipeline.twin(), copy.deepcopy(pipeline.layers)
+    there = plain.layers
+    for index, tokens in enumerate(microbatches(count)):
+        plain.layers = here if index in staying else there
+        sequential(plain, [tokens], [1 / count])
+    plain.layers = there
+    return plain.gradients() | own_gradients(here)
+
+
+def twice(model: Model, through: Through, tokens: Tensor) -> Tensor:
+    return model.loss(through(through(model.embed(tokens)) * 0.5))
+
+
+@settings(max_examples=40)
+@given(
+    st.sets(st.integers(0, 7)), st.integers(1, 8), st.integers(1, 6), st.integers(0, 10**6),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_a_replica_here_adds_up_its_own_micro_batches(
+    staying: set[int], count: int, limit: int, timing: int, tied: bool, starts_first: bool
+) -> None:
+    pipeline = Pipeline(2, timing, tied=tied)
+    pipeline.driver.starts_first = starts_first
+    expected = expected_with_replica(pipeline, staying, count)
+    found = run_with_replica(pipeline, staying, count, limit)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@settings(max_examples=40)
+@given(st.sets(st.integers(0, 7)), st.integers(1, 8), st.integers(1, 6), st.integers(0, 10**6))
+def test_with_several_visits_too_timing_changes_nothing(
+    staying: set[int], count: int, limit: int, timing: int
+) -> None:
+    """In all of these a step ends: no micro-batch waits for the loss of one that cannot start."""
+    found = run_with_replica(Pipeline(2, timing, twice), staying, count, limit)
+    at_once = Pipeline(2, None, twice)
+    expected = expected_with_replica(at_once, staying, count)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    exactly = run_with_replica(at_once, staying, count, limit)
+    torch.testing.assert_close(found, exactly, rtol=0, atol=0)
+
+
+def test_micro_batches_that_feed_the_stages_start_before_those_that_stay() -> None:
+    started = []
+
+    def step(model: Model, through: Through, tokens: Tensor) -> Tensor:
+        started.append(numbers[tokens])
+        return model(tokens, through)
+
+    pipeline, inputs = Pipeline(num_stages=1, training_step=step), microbatches(6)
+    numbers = {tokens: number for number, tokens in enumerate(inputs)}
+    pipeline.driver.hosted = Replica(pipeline.layers, frozenset())
+    pipeline.driver.hosted.never_leaves = {0, 2, 4}.__contains__  # type: ignore[method-assign]
+    pipeline.run(inputs, limit=4)
+    assert started[:4] == [1, 3, 0, 2]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.pipeline.rule import Action, GradientOrder, Key, choose
+from lightning_hetero.pipeline.rule import Action, GradientOrder, Key, choose, startable
 
 keys = st.builds(Key, st.integers(0, 5), st.integers(0, 2))
 
@@ -276,3 +277,62 @@ def test_each_loss_and_each_visit_comes_once(visits: list[int], window: int) -> 
     for k, count in enumerate(visits):
         own = [each for each in found if each.startswith(f"{k}.")]
         assert own == [f"{k}.{v}" for v in reversed(range(count))]
+
+
+def test_what_no_stage_waits_for_comes_last_and_backwards_before_forwards() -> None:
+    own = [Action(0, "F", Key(0)), Action(0, "B", Key(1, 1))]
+    others = [Action(0, "F", Key(2)), Action(0, "F", Key(3)), Action(0, "B", Key(4))]
+    ready, in_flight = [*own, *others], {1, 3, 4}
+    for starts_first in (False, True):
+        left, taken = list(ready), []
+        while left:
+            chosen = choose(left, in_flight, 9, starts_first, own)
+            assert chosen is not None
+            taken.append(chosen)
+            left.remove(chosen)
+        assert {*taken[:3]} == {*others}
+        assert taken[3:] == own[::-1]
+
+
+def test_the_first_micro_batch_of_each_kind_may_start() -> None:
+    assert startable({0, 1, 2, 3}, {0, 1}.__contains__, 0, 4, 2) == [0, 2]
+    assert startable({2, 3}, {0, 1}.__contains__, 0, 4, 2) == [2]
+    assert startable(set(), {0, 1}.__contains__, 0, 4, 2) == []
+
+
+@given(
+    st.sets(st.integers(0, 9), max_size=10),
+    st.sets(st.integers(0, 9)),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+def test_the_next_loss_can_always_come(
+    present: set[int], staying: set[int], max_started: int, visits: int, chance: Random
+) -> None:
+    """Whatever starts first and however late others end, there is room for the one that is needed.
+
+    A micro-batch ends when its last gradient has been sent.
+    """
+    count = len(present)
+    order = GradientOrder(count, max(1, max_started // 2))
+    not_started, in_flight = {*range(count)}, set[int]()
+    while not_started or in_flight:
+        may = startable(
+            not_started, staying.__contains__, len(in_flight), max_started, order.window
+        )
+        if may and chance.random() < 0.7:
+            index = chance.choice(may)
+            not_started.remove(index)
+            in_flight.add(index)
+            assert len(in_flight) <= max_started
+            continue
+        index, key = order.next_loss, order.next_gradient
+        if index is not None and index in in_flight:
+            order.note_loss(visits)
+            in_flight -= {index} if visits == 1 else set()
+        elif key is not None:
+            order.note_gradient()
+            in_flight -= {key.microbatch} if key.visit == 0 else set()
+        else:
+            assert may, f"{in_flight} wait for {index}, which cannot start"

@@ -103,9 +103,10 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
         "Gradient DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients "
         "ApplyOptimizer AverageWeights ReduceGradients ReplicaTensors Record FetchRecord "
-        "FetchTensors FetchGradients FetchOptimizerState Deploy",
+        "FetchTensors FetchGradients FetchOptimizerState FetchFingerprints Deploy",
         "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
-        "ReplicaTensors OptimizerState NeighborLost NeighborUnreachable Paused Resumed",
+        "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable Paused "
+        "Resumed",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
