@@ -493,16 +493,8 @@ class RemoteLayers:
         """Bring gradients of remote parameters here, as new CPU tensors; a parameter without a
         gradient is left out."""
         asked = self.holdings.names_by_owner(names)
-        return {name: gradient for _, name, gradient in self.gradients_of(asked)}
-
-    def gradients_of(
-        self, asked: Sequence[tuple[Member, list[str]]]
-    ) -> Iterator[tuple[Member, str, Tensor]]:
-        """Bring the gradients that some workers have of parameters of these names; yields each
-        with the worker and the name."""
-        self.connections.check_usable()
-        for worker, name, gradient, _ in self._asked_tensors(m.FetchGradients, asked):
-            yield worker, name, gradient
+        answers = self._asked_tensors(m.FetchGradients, asked)
+        return {name: gradient for _, name, gradient, _ in answers}
 
     def fingerprints_of(
         self, workers: Sequence[Member], names: Sequence[str]

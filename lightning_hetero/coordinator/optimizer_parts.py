@@ -48,11 +48,13 @@ class Steps(Protocol):
     Attributes:
         norms_due: For each worker that has got gradients from here, the parameters that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
+        sums_due: The exchange whose sums workers send to this process; 0 for none.
         on_last_backward: Called when all gradients before an optimizer's step have been sent.
     """
 
     norms_due: dict[Member, set[str]]
     has_new_gradients: bool
+    sums_due: int
     on_last_backward: Callable[[], None]
 
     def present_step(self) -> int:
@@ -96,7 +98,7 @@ class OptimizerParts:
         self._stepping = ExitStack()
         # The class name of each optimizer, and the names of its parameters.
         self._optimized: dict[int, tuple[str, set[str]]] = {}
-        stages.on_last_backward = self._reduce
+        stages.on_last_backward = self.reduce
 
     def build(
         self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
@@ -128,7 +130,7 @@ class OptimizerParts:
         self._is_applying = True
         packer = Packer()
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
-        self._reduce()
+        self.reduce()
         step, number = self._stages.present_step(), self._next_exchange()
         make = partial(m.ApplyOptimizer, step, optimizer, values, number)
         self._broadcast(make, *packer.tensors)
@@ -206,13 +208,14 @@ class OptimizerParts:
     def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Bring gradients of remote parameters here, as new CPU tensors; a parameter without a
         gradient is left out."""
-        self._reduce()
+        self.reduce()
         return self.layers.fetch_gradients(names)
 
-    def _reduce(self) -> None:
+    def reduce(self) -> None:
         """Let replicas add up their gradients when what was sent has run; does not wait for it."""
-        if self._stages.has_new_gradients and self.layers.holdings.placement.exchanges:
-            number, stamp = self._next_exchange(), self._stages.stamp_of_all
+        if self._stages.has_new_gradients and self.layers.holdings.placement.has_replicas:
+            self._stages.sums_due = self._next_exchange()
+            number, stamp = self._stages.sums_due, self._stages.stamp_of_all
             self._connections.broadcast(lambda worker: m.ReduceGradients(number, **stamp(worker)))
         self._stages.has_new_gradients = False
 
@@ -254,7 +257,7 @@ class OptimizerParts:
 
         Before you call it you may only look at gradients here.
         """
-        self._reduce()
+        self.reduce()
         workers = self._connections.workers
         step = self._stages.present_step()
         self._broadcast(partial(m.MeasureNorms, step, optimizer))
@@ -285,7 +288,7 @@ class OptimizerParts:
 
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
         """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
-        self._reduce()
+        self.reduce()
         step = self._stages.present_step()
         self._broadcast(partial(m.ClipGradients, step, optimizer, clipping.factor, clipping.value))
 
