@@ -105,8 +105,8 @@ class StageMonitor(pl.Callback):
       step; ``stage/N/tokens_per_second``: the speed of the process if it never had to wait.
     - ``stage/N/queue_depth``: the mean number of actions that were ready when one was chosen.
     - ``stage/N/sent_bytes``, ``received_bytes`` of a step; ``from_replicas_bytes``: gradients and
-      weights of a step that came from other workers which hold the same stage, and which the others
-      count as sent.
+      weights of a step that other replicas of the stage have sent to the process. Where the
+      coordinator is a replica, the weights that it sends to workers are not counted.
     - ``stage/N/memory_bytes``, ``memory_peak_bytes``; ``temperature_celsius``, ``power_watts``;
       ``gradient_norm``.
     - ``pipeline/step_seconds``, ``tokens_per_second`` (of all the time that passed, also between

@@ -264,14 +264,13 @@ class Deployment:
             before._hollow.fill(home)
         self.hosted = None
         if hosted:
-            copies = coordinator.stages.copies
             self.hosted = HostedReplicas(
                 placement,
                 hosted,
                 coordinator.layers,
                 self._hollow,
-                copies,
-                coordinator.stages.note_tokens,
+                coordinator.stages,
+                coordinator.telemetry.recorder,
             )
         self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(

@@ -136,11 +136,18 @@ def check_arrows(trace: dict[str, Any], plan: Plan, shown: list[Any]) -> None:
     assert len(ends) == 2 * num_sent
 
 
+def exchanges_of(plan: Plan) -> set[tuple[str, str]]:
+    """Who sends gradients or weights to whom; a coordinator that is a replica owns them all."""
+    placement = Placement.of(plan)
+    hosted = () if placement.hosted is None else placement.hosted.workers
+    return {*placement.exchanges, *((name, "coordinator") for name in hosted)}
+
+
 def check_exchanges(shown: list[Any], plan: Plan, names: list[str]) -> None:
     """What replicas sent each other is shown where it was taken, with its bytes and its sender."""
     taken = [e for e in shown if e["name"] == "ReplicaTensors"]
     pairs = {(names[e["args"]["from"]], names[e["pid"]]) for e in taken}
-    assert pairs == {*Placement.of(plan).exchanges}
+    assert pairs == exchanges_of(plan)
     assert all(e["args"]["kind"] == "optimizer" for e in taken)
     asked = {e["pid"] for e in shown if e["name"] == "ReduceGradients"}
     assert asked == ({names.index(name) for name in plan.workers} if plan.has_replicas else set())
@@ -171,7 +178,7 @@ def test_a_run_of_every_shape_shows_who_did_what(
     exchanged = {
         names[each["process"]]: each["from_replicas_bytes"] for each in steps[-1]["processes"]
     }
-    replicas = {name for pair in Placement.of(plan).exchanges for name in pair}
+    replicas = {target for _, target in exchanges_of(plan)}
     assert {name for name, num_bytes in exchanged.items() if num_bytes} == replicas
     assert all(("predicted" in step) is not plan.has_replicas for step in steps)
     record, row = read_run(tmp_path), rows_of(tmp_path)[-1]
