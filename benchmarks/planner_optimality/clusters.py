@@ -1,4 +1,5 @@
-"""Random clusters of two to six devices, small enough for a brute force."""
+"""Random clusters, small enough for a brute force: of two to six devices for lines, and of two to
+four for plans with replicas."""
 
 from __future__ import annotations
 
@@ -25,6 +26,39 @@ LAYERS = {2: (6, 24), 3: (6, 16), 4: (6, 12), 5: (6, 10), 6: (6, 9)}
 """The fewest and the most layers, by the number of devices."""
 
 SIZES = (1, 2, 4, 8, 16)
+
+
+SMALL_LAYERS = {2: (2, 6), 3: (2, 5), 4: (2, 4)}
+"""The fewest and the most layers of small clusters, by the number of devices."""
+
+
+def draw_small_cluster(seed: int) -> Profile:
+    """A cluster of up to four devices, whose model trains between all and one in 10,000 of its
+    parameters. So replicas, lines, and lines with replicas are each the best plan somewhere."""
+    draw = random.Random(seed)
+    num_devices = draw.randint(2, 4)
+    layers = ["layer"] * draw.randint(*SMALL_LAYERS[num_devices])
+    if draw.random() < 0.3:
+        layers = [draw.choice(["dense", "mixture"]) for _ in layers]
+    names = [COORDINATOR, *(f"worker-{number}" for number in range(1, num_devices))]
+    trained = _log_uniform(draw, 1e-5, 1)
+    model = ModelProfile(
+        "made up",
+        layers,
+        [_part(name, draw, trained) for name in [*ENDS, *dict.fromkeys(layers)]],
+        tokens_per_sample=512,
+        activation_bytes_per_sample=2**22,
+        gradient_bytes_per_sample=2**22,
+        embedding_may_leave=draw.random() < 0.5,
+    )
+    return Profile(
+        VERSION,
+        model,
+        [_device(name, model, draw) for name in names],
+        list(_links(names, draw)),
+        LinkSpeed(draw.uniform(0.0001, 0.002), _log_uniform(draw, 1e8, 1e10)),
+        draw.choice([4, 8, 8, 16]),
+    )
 
 
 def draw_cluster(seed: int) -> Profile:
@@ -58,9 +92,10 @@ def draw_cluster(seed: int) -> Profile:
     )
 
 
-def _part(name: str, draw: random.Random) -> Part:
+def _part(name: str, draw: random.Random, trained: float = 1.0) -> Part:
     size = int(draw.uniform(0.2, 1) * GIB)
-    return Part(name, size, size // 4, gradient_bytes=size, optimizer_bytes=2 * size)
+    gradient_bytes = int(size * trained)
+    return Part(name, size, gradient_bytes // 4, gradient_bytes, 2 * gradient_bytes)
 
 
 def _device(name: str, model: ModelProfile, draw: random.Random) -> DeviceProfile:

@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planner_optimality.brute_force import CLOSE, BruteForce
-from benchmarks.planner_optimality.clusters import LAYERS, draw_cluster
+from benchmarks.planner_optimality.brute_teams import BruteTeams
+from benchmarks.planner_optimality.clusters import LAYERS, draw_cluster, draw_small_cluster
 from lightning_hetero.errors import PlanError
 from lightning_hetero.planner.candidates import Candidate
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.planner.solver import solve
+from lightning_hetero.planner.solver import Wishes, solve
 
 DEVELOPMENT = range(60)
 """Seeds of the clusters to look at while one changes the search."""
@@ -28,16 +29,30 @@ DEVELOPMENT = range(60)
 FIGURE = range(3000, 3200)
 """Seeds of the clusters for the table; they are not to be looked at one by one."""
 
+SMALL = range(5000, 6000)
+"""Seeds of the small clusters on which replicas are compared."""
+
 BOUND = 0.025
 """The gap that the planner's rules allow: 2 % for a device, 0.5 % for micro-batches in flight."""
 
 
+LINE, REPLICAS, MIXTURE, NO_PLAN = "line", "replicas", "line with replicas", "none fits"
+
+
 @dataclass(frozen=True)
 class Result:
-    """One cluster; the gap is None if nothing fits."""
+    """One cluster; the gap is None if nothing fits.
+
+    Args:
+        seed: Of the cluster.
+        row: The number of its devices, or the kind of its best plan.
+        gap: By how much the planner's step is longer than the shortest one, as a share.
+        plan_seconds: CPU seconds of planning.
+        brute_force_seconds: CPU seconds of the brute force.
+    """
 
     seed: int
-    num_devices: int
+    row: str
     gap: float | None
     plan_seconds: float
     brute_force_seconds: float
@@ -46,48 +61,79 @@ class Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--development", action="store_true", help="take the development seeds")
+    parser.add_argument("--replicas", action="store_true", help="compare plans with replicas")
     parser.add_argument("--clusters", type=int, help="take only so many of the seeds")
+    parser.add_argument("--first", type=int, help="the first seed to take")
     options = parser.parse_args()
-    seeds = DEVELOPMENT if options.development else FIGURE
-    results = [compare(seed) for seed in seeds[: options.clusters]]
+    seeds = SMALL if options.replicas else FIGURE
+    seeds = DEVELOPMENT if options.development else seeds
+    first = seeds.start if options.first is None else options.first
+    seeds = range(first, seeds.stop)[: options.clusters]
+    of_seed = compare_replicas if options.replicas else compare
+    results = [of_seed(seed) for seed in seeds]
     console = Console()
-    console.print(table_of(results))
+    console.print(table_of(results, "best plan" if options.replicas else "devices"))
     over = [(r.seed, r.gap) for r in results if r.gap is not None and r.gap > BOUND]
     console.print(f"over {BOUND:.1%}:", ", ".join(f"seed {s} {gap:.1%}" for s, gap in over))
 
 
 def compare(seed: int) -> Result:
-    """Plan one cluster, and look for a better plan by brute force."""
+    """Plan one cluster in a line, and look for a better line by brute force."""
     profile = draw_cluster(seed)
     start = time.process_time()
-    chosen = _planned(profile)
+    chosen = _planned(profile, Wishes(replicas=False))
     planned = time.process_time()
     known = {} if chosen is None else {"known": chosen.step_seconds}
     best = BruteForce(profile, **known).best()
-    ended = time.process_time()
+    seconds = planned - start, time.process_time() - planned
+    return Result(seed, str(len(profile.devices)), _gap(seed, chosen, best), *seconds)
+
+
+def compare_replicas(seed: int) -> Result:
+    """Plan one small cluster, and look for a better plan with or without replicas by brute
+    force."""
+    profile = draw_small_cluster(seed)
+    start = time.process_time()
+    chosen = _planned(profile, Wishes())
+    planned = time.process_time()
+    known = {} if chosen is None else {"known": chosen.step_seconds}
+    best = BruteTeams(profile, **known).best()
+    seconds = planned - start, time.process_time() - planned
+    return Result(seed, kind_of(best or chosen), _gap(seed, chosen, best), *seconds)
+
+
+def kind_of(plan: Candidate | None) -> str:
+    """Whether a plan is a line, replicas of one stage, or a line with such a stage."""
+    if plan is None:
+        return NO_PLAN
+    if not plan.has_replicas:
+        return LINE
+    return REPLICAS if len(plan.teams) == 1 else MIXTURE
+
+
+def _gap(seed: int, chosen: Candidate | None, best: Candidate | None) -> float | None:
     if chosen is None and best is not None:
         raise SystemExit(f"Seed {seed}: the planner found no plan, and brute force found one.")
-    gap = None
-    if chosen is not None:
-        gap = 0.0 if best is None else chosen.step_seconds / best.step_seconds - 1
-    return Result(seed, len(profile.devices), gap, planned - start, ended - planned)
+    if chosen is None:
+        return None
+    return 0.0 if best is None else chosen.step_seconds / best.step_seconds - 1
 
 
-def _planned(profile: Profile) -> Candidate | None:
+def _planned(profile: Profile, wishes: Wishes) -> Candidate | None:
     try:
-        return solve(profile).chosen
+        return solve(profile, wishes).chosen
     except PlanError:
         return None
 
 
-def table_of(results: Sequence[Result]) -> Table:
-    """Gaps and seconds by the number of devices, and of all clusters."""
-    columns = ("devices", "clusters", "mean gap", "worst", f"over {BOUND:.1%}", "optimal")
+def table_of(results: Sequence[Result], title: str) -> Table:
+    """Gaps and seconds by the number of devices or the kind of the best plan, and of all."""
+    columns = (title, "clusters", "mean gap", "worst", f"over {BOUND:.1%}", "optimal")
     table = Table(*columns, "plan, s in all", "longest", "brute force, s in all")
-    for num_devices in LAYERS:
-        some = [result for result in results if result.num_devices == num_devices]
+    for row in [*map(str, LAYERS), LINE, REPLICAS, MIXTURE, NO_PLAN]:
+        some = [result for result in results if result.row == row]
         if some:
-            table.add_row(str(num_devices), *_cells(some))
+            table.add_row(row, *_cells(some))
     table.add_row("all", *_cells(results))
     return table
 

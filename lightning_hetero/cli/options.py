@@ -252,6 +252,9 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
         metavar="N",
         help="micro-batches in a batch (default: the planner chooses)",
     )
+    plan.add_argument(
+        "--no-replicas", action="store_true", help="let no two processes hold the same stage"
+    )
     _add_questions(plan)
     _add_output_option(plan, "the plan", "a new plan.yaml")
 

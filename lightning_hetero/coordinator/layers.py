@@ -9,6 +9,7 @@ from itertools import chain
 from types import MappingProxyType
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from ..devices.device import needs_triton
@@ -40,6 +41,9 @@ from .connections import Connections
 from .loads import Load, send_all
 from .member import Member
 from .progress import Progress, ProgressInLines, ProgressOfBytes
+
+STEPS_BETWEEN_COMPARISONS = 100
+"""After so many optimizer steps the weights of replicas are compared."""
 
 NOBODY: Mapping[str, int] = MappingProxyType({})
 
@@ -426,8 +430,8 @@ class RemoteLayers:
         for stage in stages:
             tensors.update(held_tensors(stage.layers, stage.tensor_dtypes))
         owner_of: dict[str, Member] = {}
-        numbered = dict(enumerate(stages, start=1))
         members = {worker.name: worker for worker in connections.members}
+        numbered = numbered_stages(stages, placement, members)
         self.holdings = Holdings(numbered, members, tensors, owner_of, placement)
         for number, stage in numbered.items():
             for worker in self.holdings.holders(number):
@@ -643,6 +647,33 @@ class PlainAttributes:
                     for worker in holdings.holders(number):
                         self._connections.send(worker, message)
         self._unsent = []
+
+
+def numbered_stages(
+    stages: Sequence[RemoteStage], placement: Placement, members: Mapping[str, Member]
+) -> dict[int, RemoteStage]:
+    """The stages by their numbers; of replicas on unlike devices, only the owners step.
+
+    The last bits of an optimizer's step may differ between devices and between versions of torch,
+    and replicas would drift apart.
+    """
+    found = dict(enumerate(stages, start=1))
+    for number, stage in found.items():
+        placed = placement.stage(number)
+        kinds = {_kind_of(members[name].equipment) for name in placed.workers}
+        if len(kinds) > 1 and not placed.is_hosted and not stage.is_split:
+            found[number] = replace(stage, is_split=True)
+            rank_zero_info(
+                f"the replicas of stage {number} are unlike devices or have unlike versions of "
+                "torch, so each steps a part of the parameters (`optimizer: split`)"
+            )
+    return found
+
+
+def _kind_of(equipment: m.Equipment) -> tuple[str, ...]:
+    """What the last bits of an optimizer's step may depend on."""
+    device, torch_version = equipment.device.partition(":")[0], equipment.versions.get("torch", "")
+    return device, equipment.device_name, torch_version
 
 
 def owners_of(layers: Mapping[int, nn.Module], stage: PlacedStage) -> dict[str, str]:

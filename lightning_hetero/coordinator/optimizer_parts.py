@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ModelError, RemoteProtocolError
+from ..errors import ModelError, RemoteProtocolError, WorkerError
 from ..model.override import stand_in
 from ..pipeline.optimizer import (
     AveragingAction,
@@ -38,7 +38,7 @@ from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
 from .answers import check_norms, check_optimizer_state
 from .connections import Connections
-from .layers import RemoteLayers
+from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
 
 
@@ -95,6 +95,7 @@ class OptimizerParts:
         self._stages = stages
         self._recorder = recorder
         self._is_applying = False
+        self._num_steps = 0
         self._stepping = ExitStack()
         # The class name of each optimizer, and the names of its parameters.
         self._optimized: dict[int, tuple[str, set[str]]] = {}
@@ -138,9 +139,34 @@ class OptimizerParts:
         self._stepping.enter_context(self._recorder.span("optimizer", message=APPLY))
 
     def note_applied(self) -> None:
-        """Note that the optimizer has stepped here too."""
+        """Note that the optimizer has stepped here too.
+
+        Raises:
+            WorkerError: If replicas have unlike weights; that is looked at after each hundredth
+                step.
+        """
         self._is_applying = False
         self._stepping.close()
+        self._num_steps += 1
+        if self._num_steps % STEPS_BETWEEN_COMPARISONS == 0:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """Compare what trains on workers that hold the same stage."""
+        holdings = self.layers.holdings
+        for stage in holdings.placement.stages:
+            if stage.is_hosted or len(stage.processes) < 2:
+                continue
+            held = holdings.of_stage(stage.number).items()
+            names = [name for name, each in held if each.is_trained]
+            answers = self.layers.fingerprints_of(holdings.holders(stage.number), names)()
+            for name, *found in zip(names, *(own for _, own in answers), strict=True):
+                if len({*found}) > 1:
+                    usual = max(found, key=found.count)
+                    wrong = [w for (w, _), its in zip(answers, found, strict=True) if its != usual]
+                    # Of two replicas nobody knows which is right.
+                    wrong = wrong if len(found) > 2 else [worker for worker, _ in answers]
+                    raise unlike_replicas(wrong, name)
 
     @property
     def is_between_steps(self) -> bool:
@@ -291,6 +317,15 @@ class OptimizerParts:
         self.reduce()
         step = self._stages.present_step()
         self._broadcast(partial(m.ClipGradients, step, optimizer, clipping.factor, clipping.value))
+
+
+def unlike_replicas(workers: Sequence[Member], name: str) -> WorkerError:
+    """The error for replicas whose weights are not equal."""
+    return WorkerError(
+        f"The tensor {name} is not equal on the replicas of its stage: "
+        f"{' or '.join(map(str, workers))} computes or stores wrongly. Run `lightning-hetero "
+        "verify`, and continue from a checkpoint."
+    )
 
 
 class RemoteOptimizer:

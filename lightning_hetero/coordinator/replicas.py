@@ -32,12 +32,9 @@ from ..plan import COORDINATOR
 from ..protocol import messages as m
 from ..protocol.tensors import fingerprint_of
 from ..transport.channel import send_copied
-from .layers import RemoteLayers
+from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
 from .stages import RemoteStages
-
-STEPS_BETWEEN_COMPARISONS = 100
-"""After so many optimizer steps the weights of workers are compared with those here."""
 
 
 class HostedReplicas:
@@ -142,6 +139,9 @@ class HostedReplicas:
 
         Args:
             is_trial: Whether the hidden states belong to a trial within a step.
+
+        Raises:
+            ModelError: If another parameter was put in the place of one of the layers.
         """
         is_in_turn = is_trial or current_turn() is not None
         if self._was_in_turn not in (None, is_in_turn):
@@ -152,10 +152,20 @@ class HostedReplicas:
         found = self._states()
         changed = self._stale | {name for name, state in found.items() if state != self._sent[name]}
         if changed:
+            self._check_parameters()
             self._remote.connections.check_usable()
             self._send(changed)
             self._sent = found
             self._stale.clear()
+
+    def _check_parameters(self) -> None:
+        for name, tensor in self._present():
+            if isinstance(tensor, nn.Parameter) and tensor not in self.names_of:
+                raise ModelError(
+                    f"The parameter {name} of a layer was replaced by another one during the run, "
+                    "and the gradients that workers have for it would be lost. Set its content "
+                    "with `load_state_dict()`, or let one process alone have the layer."
+                )
 
     def _send(self, names: Collection[str]) -> None:
         for name, (owner, leaf) in self._held.items():

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal, get_args
 
 from msgspec.structs import replace
 
 from ..errors import TrustError
 from ..plan import COORDINATOR, Plan
-from ..planner.candidates import Candidate, crossing_bytes
+from ..planner.candidates import Candidate
 from ..planner.feasibility import candidate_of
 from ..planner.profile import Link, Profile
 from ..planner.solver import solve
@@ -323,18 +322,5 @@ def against_plan(wanted: Wanted, worker: str, measured: Sequence[Link]) -> Findi
 
 def _bytes_per_step(candidate: Candidate, worker: str) -> tuple[int, int]:
     """The bytes that a step sends from the coordinator to the worker, and back."""
-    costs, names = candidate.costs, [seat.name for seat in candidate.seats]
-    crossing = crossing_bytes(
-        costs.profile.model,
-        len(names) - 1,
-        costs.batch_size,
-        candidate.embedding_left,
-        candidate.narrowings,
-    )
-    there = back = 0.0
-    for (activations, gradients), pair in zip(crossing, pairwise(names), strict=True):
-        if pair == (COORDINATOR, worker):
-            there, back = there + activations, back + gradients
-        elif pair == (worker, COORDINATOR):
-            there, back = there + gradients, back + activations
-    return round(there), round(back)
+    there = candidate.bytes_sent(COORDINATOR, worker)
+    return round(there), round(candidate.bytes_sent(worker, COORDINATOR))

@@ -6,7 +6,10 @@ layers. The coordinator has the first seat and the last one, and each of them ma
     coordinator ─────────────▶ worker 1 ─▶ worker 2 ─▶ worker 1 ─▶ coordinator
     start, embedding, layers   layers      layers      layers      layers, head, loss
 
-A worker may have any number of seats. The embedding may be on the worker with the first layer. Then
+A worker may have any number of seats. Seats with the same layers are replicas of one stage, each
+with its part of the micro-batches; the coordinator may have such a seat beside its other two.
+
+The embedding may be on the worker with the first layer. Then
 the coordinator still starts each micro-batch, with masks, positions and the user's own code, and
 sends token ids.
 """
@@ -15,33 +18,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise, product
 
 import msgspec
+import numpy as np
 
 from ..plan import (
     BYTES_PER_NUMBER,
     COORDINATOR,
     Narrowing,
     Plan,
+    ReplicaOptimizer,
     StagePlan,
     WireDtype,
     most_started,
 )
-from .costs import START, BothEnds, Cost, End, Holder, Need, Option, cost_at, layer_seconds
+from .costs import START, BothEnds, Cost, End, Holder, Need, Numbers, Option, cost_at, layer_seconds
 from .profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Profile
-from .simulation import (
+from .replicas import Part, Team, exchange_seconds, most_in_flight, optimizer_part
+from .routes import (
     Hop,
     Pipeline,
-    Simulation,
+    Replicas,
     StageTimes,
     busy_seconds_of_media,
     least_seconds,
-    predict,
-    predict_below,
 )
+from .simulation import Simulation, predict, predict_below
 
 Range = tuple[int, int]
 Hops = tuple[Sequence[Hop], Sequence[Hop]]
@@ -163,12 +168,14 @@ class Seat:
         layers: Its layers here; the coordinator may have none.
         option: How it runs them.
         ends: The ends of the model that it has here, as for `Holder`.
+        part: Its part in a stage that has replicas; None if it has the stage alone.
     """
 
     name: str
     layers: Range
     option: Option
     ends: tuple[str, ...] = ()
+    part: Part | None = None
 
     @property
     def num_layers(self) -> int:
@@ -214,7 +221,8 @@ class Candidate:
     @cached_property
     def workers(self) -> tuple[str, ...]:
         """The workers, each once, as the layers come to them."""
-        return tuple(dict.fromkeys(seat.name for seat in self.seats[1:-1]))
+        names = (seat.name for seat in self.seats[1:-1])
+        return tuple(dict.fromkeys(name for name in names if name != COORDINATOR))
 
     @property
     def processes(self) -> tuple[str, ...]:
@@ -232,9 +240,26 @@ class Candidate:
         return [seat.layers for seat in self.seats]
 
     @property
+    def ranges_of_teams(self) -> list[Range]:
+        """The layers of each stage, with those of the coordinator at both ends."""
+        between = [team[0].layers for team in self.teams]
+        return [self.seats[0].layers, *between, self.seats[-1].layers]
+
+    @property
     def has_lone_seats(self) -> bool:
-        """Whether each worker has one seat."""
-        return len(self.workers) == len(self.seats) - 2
+        """Whether each worker has one seat, and its stage for itself."""
+        return len(self.workers) == len(self.seats) - 2 and not self.has_replicas
+
+    @cached_property
+    def teams(self) -> list[list[Seat]]:
+        """The seats of each stage behind the coordinator's first one; several are replicas."""
+        between = groupby(self.seats[1:-1], key=lambda seat: seat.layers)
+        return [list(seats) for _, seats in between]
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several processes hold the same stage."""
+        return any(seat.part is not None for seat in self.seats)
 
     def seats_of(self, name: str) -> list[Seat]:
         """The seats of a process."""
@@ -248,28 +273,114 @@ class Candidate:
     def pipeline(self) -> Pipeline:
         """The step that the simulator plays."""
         names = [seat.name for seat in self.seats[:-1]]
-        hops = self.costs.hops(names, self.size, self.embedding_left)
-        if self.narrowings:
-            hops = boundary_hops(self.costs, names, self.size, self.embedding_left, self.narrowings)
         numbers = {name: number for number, name in enumerate(self.processes)}
         own, behind = self.seats[0], self.seats[-1]
         loss_seconds = self.holder(behind).end_seconds(HEAD) + sum(behind.layer_seconds)
         return Pipeline(
             [self._times(seat) for seat in self.seats[:-1]],
             loss_seconds,
-            *hops,
+            *self._hops(names),
             self.micro_batches,
             self.in_flight,
             # The same condition as `Plan.starts_on_worker`.
             starts_first=not own.num_layers,
-            max_started=most_started(self.in_flight, sends_token_ids=self.embedding_left),
+            max_started=self.max_started,
             processes=() if self.has_lone_seats else [numbers[name] for name in names],
+            replicas=self._replicas() if self.has_replicas else None,
         )
+
+    @property
+    def max_started(self) -> int:
+        """The most micro-batches that may have started on the coordinator."""
+        return most_started(self.in_flight, sends_token_ids=self.embedding_left)
+
+    def _hops(self, names: Sequence[str]) -> Hops:
+        if self.has_replicas:
+            return (), ()
+        if self.narrowings:
+            left, narrowings = self.embedding_left, self.narrowings
+            return boundary_hops(self.costs, names, self.size, left, narrowings)
+        return self.costs.hops(names, self.size, self.embedding_left)
+
+    def _replicas(self) -> Replicas:
+        """The stage and the share of each seat but the last, and the hops between their devices."""
+        stages = [[self.seats[0]], *self.teams]
+        numbers = [number for number, team in enumerate(stages) for _ in team]
+        shares = [1 if seat.part is None else seat.part.share for seat in self.seats[:-1]]
+        return Replicas(numbers, shares, *self._hops_between(numbers), self.exchange_seconds)
+
+    def _hops_between(
+        self, numbers: Sequence[int]
+    ) -> tuple[dict[tuple[int, int], Hop], dict[tuple[int, int], Hop]]:
+        model, last = self.costs.profile.model, numbers[-1]
+        crossing = crossing_bytes(model, last + 1, self.size, self.embedding_left, self.narrowings)
+        there: dict[tuple[int, int], Hop] = {}
+        back: dict[tuple[int, int], Hop] = {}
+        names = [seat.name for seat in self.seats]
+        places = [*numbers, last + 1]
+        for one, other in product(range(len(names)), repeat=2):
+            if places[other] != places[one] + 1 or names[one] == names[other]:
+                continue
+            # The coordinator is entry 0 at both ends.
+            ends = tuple(0 if names[each] == COORDINATOR else each for each in (one, other))
+            forward, backward = crossing[places[one]]
+            there[ends[0], ends[1]] = self.costs.hop(names[one], names[other], forward)
+            back[ends[1], ends[0]] = self.costs.hop(names[other], names[one], backward)
+        return there, back
+
+    @cached_property
+    def exchange_seconds(self) -> float:
+        """The seconds of a step for which replicas exchange gradients and weights."""
+        return exchange_seconds(self._exchanging, self.costs.link)
+
+    @property
+    def _exchanging(self) -> list[Team]:
+        return [
+            Team([seat.name for seat in team], self.gradient_bytes(team[0]))
+            for team in self.teams
+            if len(team) > 1
+        ]
+
+    def bytes_sent(self, source: str, target: str) -> float:
+        """The bytes that one process sends to another one in a step."""
+        pipeline, names = self.pipeline, [seat.name for seat in self.seats]
+        replicas = pipeline.replicas
+        numbers = range(len(names)) if replicas is None else replicas.numbers
+        crossing = crossing_bytes(
+            self.costs.profile.model,
+            pipeline.num_stages,
+            self.costs.batch_size,
+            self.embedding_left,
+            self.narrowings,
+        )
+        found = 0.0
+        for way, count in pipeline.ways.items():
+            for one, other in pairwise([*way, 0]):
+                forward, backward = crossing[numbers[other] - 1 if other else numbers[one]]
+                ends, part = (names[one], names[other]), count / self.micro_batches
+                found += part * forward * (ends == (source, target))
+                found += part * backward * (ends == (target, source))
+        for team in self._exchanging:
+            for one_name, other_name, num_bytes in team.transfers():
+                found += num_bytes * ({one_name, other_name} == {source, target})
+        return found
+
+    @property
+    def gradient_bytes_of_teams(self) -> list[float]:
+        """The gradients of each stage that has replicas."""
+        return [self.gradient_bytes(team[0]) for team in self.teams if len(team) > 1]
+
+    def gradient_bytes(self, seat: Seat) -> float:
+        """The gradients of a seat's parameters."""
+        need = self.holder(seat).need(seat.option, *seat.layers, in_flight=1)
+        return float(need.gradients)
 
     def _times(self, seat: Seat) -> StageTimes:
         holder, (forward, backward) = self.holder(seat), seat.layer_seconds
         before, optimizer = holder.before_layers, holder.optimizer_seconds(*seat.layers)
-        if seat.name == COORDINATOR:
+        if seat.part is not None:
+            optimizer *= optimizer_part(seat.name, seat.part.optimizer, seat.part.num)
+        if seat is self.seats[0]:
             last = self.seats[-1]
             optimizer += self.holder(last).optimizer_seconds(*last.layers)
         return StageTimes(
@@ -278,10 +389,16 @@ class Candidate:
 
     @property
     def process_seconds(self) -> dict[str, float]:
-        """The seconds of each process for one micro-batch; the coordinator's include the loss."""
-        seconds = [stage.forward_seconds + stage.backward_seconds for stage in self.pipeline.stages]
-        seconds[0] += self.pipeline.loss_seconds
-        return dict(zip(self.processes, self.pipeline.sums(seconds), strict=True))
+        """The seconds of each process for one micro-batch; the coordinator's include the loss.
+
+        A replica's are the mean over all micro-batches, also those that others run."""
+        pipeline, num = self.pipeline, self.micro_batches
+        seconds = [
+            (stage.forward_seconds + stage.backward_seconds) * count / num
+            for stage, count in zip(pipeline.stages, pipeline.counts, strict=True)
+        ]
+        seconds[0] += pipeline.loss_seconds
+        return dict(zip(self.processes, pipeline.sums(seconds), strict=True))
 
     @property
     def bottleneck_seconds(self) -> float:
@@ -293,6 +410,8 @@ class Candidate:
         """The seconds for which one micro-batch occupies each link or shared medium."""
         if self.pipeline.is_alone:
             return {}
+        if self.has_replicas:
+            return self.pipeline.media_seconds
         hops = [*self.pipeline.forward_hops, *self.pipeline.backward_hops]
         return busy_seconds_of_media(hop for hop in hops if hop != NO_HOP)
 
@@ -329,30 +448,100 @@ class Candidate:
     def identity(self) -> Hashable:
         """Equal for candidates of one search that are the same plan."""
         left = self.embedding_left
-        return self.workers, tuple(self.ranges), self.micro_batches, self.in_flight, left
+        same = self.workers, tuple(self.ranges), self.micro_batches, self.in_flight, left
+        if not self.has_replicas:
+            return same
+        return (*same, *((seat.name, seat.part) for seat in self.seats))
 
     def need(self, name: str) -> Need:
         """The memory that a process needs."""
-        first, *others = (
-            self.holder(seat).need(seat.option, *seat.layers, self.in_flight)
-            for seat in self.seats_of(name)
-        )
+        return self.need_of(self.seats_of(name))
+
+    def need_of(self, seats: Sequence[Seat]) -> Need:
+        """The memory that seats of one process need, which may differ from those of the plan."""
+        first, *others = map(self._need, seats)
         return sum(others, start=first)
+
+    def _need(self, seat: Seat) -> Need:
+        holder, part = self.holder(seat), seat.part
+        if part is None:
+            return holder.need(seat.option, *seat.layers, self.in_flight)
+        count = most_in_flight(part.share, part.total, self.max_started, self.in_flight)
+        need = holder.need(seat.option, *seat.layers, count)
+        stepped = optimizer_part(seat.name, part.optimizer, part.num)
+        return of_replica(need, stepped, count * part.kept_bytes)
 
     def plan(self) -> Plan:
         """The candidate as a plan, without stages that have no layers."""
-        held = [self._stage_plan(seat) for seat in self.seats if seat.num_layers]
-        return Plan(held, self.micro_batches, self.in_flight)
+        held = [[self.seats[0]], *self.teams, [self.seats[-1]]]
+        stages = [self._stage_plan(team) for team in held if team[0].num_layers]
+        return Plan(stages, self.micro_batches, self.in_flight)
 
-    def _stage_plan(self, seat: Seat) -> StagePlan:
-        option, dtype = seat.option, self.costs.profile.model.dtype
-        return StagePlan(
-            [seat.name],
+    def _stage_plan(self, team: Sequence[Seat]) -> StagePlan:
+        seat, dtype = team[0], self.costs.profile.model.dtype
+        plan = StagePlan(
+            [each.name for each in team],
             seat.layers,
-            option.recompute,
-            None if option.dtype == dtype else option.dtype,
+            seat.option.recompute,
+            None if seat.option.dtype == dtype else seat.option.dtype,
             embedding=seat.has_embedding,
         )
+        parts = [each.part for each in team if each.part is not None]
+        if not parts:
+            return plan
+        shares, optimizer = [part.share for part in parts], parts[0].optimizer
+        return replace(plan, shares=shares, optimizer=None if optimizer == "each" else optimizer)
+
+
+def as_replicas(
+    seats: Sequence[Seat],
+    shares: Sequence[int],
+    optimizer: ReplicaOptimizer | None,
+    head_bytes: float = 0.0,
+    is_only: bool = False,
+) -> list[Seat]:
+    """Seats as the replicas of one stage.
+
+    Args:
+        seats: A seat of each replica, with the same layers.
+        shares: How many micro-batches of a round each one runs.
+        optimizer: As in a `StagePlan`.
+        head_bytes: What head and loss take for a micro-batch if this is the last stage on workers.
+            The coordinator's own micro-batches may keep it until it is their loss's turn.
+        is_only: Whether this is the only stage on workers.
+    """
+    own = sum(n for seat, n in zip(seats, shares, strict=True) if seat.name == COORDINATOR)
+    is_hosted = any(seat.name == COORDINATOR for seat in seats)
+    found = []
+    for seat, share in zip(seats, shares, strict=True):
+        is_own, total = seat.name == COORDINATOR, sum(shares)
+        part = Part(
+            share,
+            # The coordinator's own micro-batches may end before earlier ones that are away.
+            total if is_own or not is_only else total - own,
+            len(seats),
+            None if is_hosted else optimizer or "each",
+            head_bytes if is_own else 0.0,
+        )
+        found.append(replace(seat, part=part))
+    return found
+
+
+def of_replica(need: Need, optimizer_part: float, kept_bytes: Numbers = 0.0) -> Need:
+    """The need of a replica: its part of the optimizer's state, and room for one more set of
+    gradients or weights in the exchange, which takes place while no action runs.
+
+    Args:
+        need: What it needs with the whole stage for itself.
+        optimizer_part: The part of the parameters that it steps.
+        kept_bytes: What its micro-batches in flight keep besides the layers.
+    """
+    return replace(
+        need,
+        optimizer=need.optimizer * optimizer_part,
+        in_flight=need.in_flight + kept_bytes,
+        working=np.maximum(need.working, need.gradients),
+    )
 
 
 NO_HOP = Hop("inside a process", 0.0)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..plan import COORDINATOR, Dtype
 from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, ModelProfile
-from .simulation import Speed
+from .routes import Speed
 from .split import Matrix
 
 KEPT_FREE = 0.05
@@ -281,7 +281,7 @@ class Holder:
         seconds = self.device.optimizer_seconds
         return _sums(seconds.get(kind, 0.0) for kind in self._model.layers)
 
-    def need(self, option: Option, first: Index, end: Index, in_flight: int) -> Need:
+    def need(self, option: Option, first: Index, end: Index, in_flight: Numbers) -> Need:
         """The memory that a stage needs with this many micro-batches in flight."""
         kept, working = self._kept(option, first, end), self._working(option, first, end)
         parts = [self._model.part(name) for name in self.ends if name in ENDS]

@@ -6,15 +6,16 @@ Every text names the device, the bytes that are short, and the remedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..units import in_bytes, in_layers
-from .candidates import Candidate, Costs, Seat
+from .candidates import Candidate, Costs, Seat, as_replicas
 from .costs import START, BothEnds, Holder
 from .profile import EMBEDDING, ENDS, HEAD, Profile
+from .replicas import shares_of
 
 
 def as_measured(plan: Plan, profile: Profile) -> Plan:
@@ -44,14 +45,64 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
         raise PlanError("The profile names no batch size, so micro-batches have none; add it.")
     check_micro_batches(plan.micro_batches, profile.batch_size)
     costs = Costs(profile, {})
-    size = costs.size(plan.micro_batches)
-    seats = []
-    for stage, ends in _with_ends(plan, costs.num_layers):
-        holder = costs.holder(stage.worker, size, ends)
-        option = holder.option(stage.dtype or profile.model.dtype, stage.recompute)
-        seats.append(Seat(stage.worker, stage.layers, option, ends))
+    stages = _with_ends(plan, costs.num_layers)
+    seats: list[Seat] = []
+    for stage, ends in stages:
+        seats += _seats(costs, plan.micro_batches, stage, ends)
     in_flight = min(plan.max_in_flight, plan.micro_batches)
-    return Candidate(costs, seats, plan.micro_batches, in_flight, plan.narrowings)
+    found = Candidate(costs, seats, plan.micro_batches, in_flight, plan.narrowings)
+    return with_parts(found, plan.remote_stages) if plan.has_replicas else found
+
+
+def with_parts(candidate: Candidate, stages: Sequence[StagePlan]) -> Candidate:
+    """The candidate whose stages on workers have the replicas, shares and optimizers of a plan.
+
+    Where the plan has no shares, they are those by measured speed.
+    """
+    first, last = candidate.seats[0], candidate.seats[-1]
+    own_seconds = sum(
+        float(candidate.holder(seat).seconds(seat.option, *seat.layers)) for seat in (first, last)
+    )
+    head = candidate.holder(last).ends[HEAD].cost
+    seats = [first]
+    for number, (stage, team) in enumerate(zip(stages, candidate.teams, strict=True), start=1):
+        if len(team) < 2:
+            seats += team
+            continue
+        shares = stage.shares or _shares_by_speed(candidate, team, own_seconds)
+        head_bytes = head.peak_bytes if head and number == len(stages) else 0.0
+        seats += as_replicas(team, shares, stage.optimizer, head_bytes, len(stages) == 1)
+    return replace(candidate, seats=[*seats, last])
+
+
+def _shares_by_speed(candidate: Candidate, team: Sequence[Seat], own_seconds: float) -> list[int]:
+    count = candidate.micro_batches
+    seconds = [float(candidate.holder(s).seconds(s.option, *s.layers)) for s in team]
+    fixed = [count * own_seconds if seat.name == COORDINATOR else 0.0 for seat in team]
+    return shares_of(seconds, count, fixed)
+
+
+def with_shares(plan: Plan, profile: Profile) -> Plan:
+    """The plan with shares by measured speed where it names replicas without shares.
+
+    Raises:
+        PlanError: As `candidate_of` does.
+    """
+    if all(stage.shares or len(stage.workers) < 2 for stage in plan.stages):
+        return plan
+    found = {stage.layers: stage.shares for stage in candidate_of(plan, profile).plan().stages}
+    stages = [replace(stage, shares=stage.shares or found[stage.layers]) for stage in plan.stages]
+    return replace(plan, stages=stages)
+
+
+def _seats(
+    costs: Costs, micro_batches: int, stage: StagePlan, ends: tuple[str, ...]
+) -> Iterator[Seat]:
+    """A seat of each process that holds the stage."""
+    for name in stage.workers:
+        holder = costs.holder(name, costs.size(micro_batches), ends)
+        option = holder.option(stage.dtype or costs.profile.model.dtype, stage.recompute)
+        yield Seat(name, stage.layers, option, ends)
 
 
 def _with_ends(plan: Plan, num_layers: int) -> list[tuple[StagePlan, tuple[str, ...]]]:
@@ -134,11 +185,7 @@ def _shortage(candidate: Candidate, name: str) -> Shortage | None:
         return Shortage(name, num_layers, math.inf, False, 0)
 
     def short_bytes(tried: Sequence[Seat]) -> float:
-        needs = [
-            holder.need(seat.option, *seat.layers, candidate.in_flight)
-            for holder, seat in zip(holders, tried, strict=True)
-        ]
-        return float(sum(needs[1:], start=needs[0]).total) - holders[0].usable_bytes
+        return float(candidate.need_of(tried).total) - holders[0].usable_bytes
 
     short = short_bytes(seats)
     if short <= 0:

@@ -12,7 +12,7 @@ import numpy as np
 from ..plan import COORDINATOR
 from .candidates import Arrangement, Candidate, Costs, boundary_hops
 from .costs import BothEnds
-from .simulation import busy_seconds_of_media
+from .routes import busy_seconds_of_media
 from .split import (
     Choice,
     Indices,

@@ -20,7 +20,8 @@ between seats, exchanges, removes or adds a worker, or changes the place of the 
 number of micro-batches or of those in flight.
 
 At the end it takes as few micro-batches in flight as are nearly as fast. For a mixture in halves it
-also tries the experts on one worker and all else on another (`experts`).
+also tries the experts on one worker and all else on another (`experts`). Then it looks for plans
+with replicas, and takes one if it is faster by as much as a device has to be (`team_search`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from ..plan import COORDINATOR
 from .candidates import Arrangement, Candidate, Costs, spans_of
 from .experts import best_apart
 from .orders import Orders, interchangeable, place, place_all, place_at, place_behind
-from .simulation import Speed, least_bottleneck
+from .routes import Speed, least_bottleneck
+from .team_search import TeamSearch
 
 ALL_ORDERS_UP_TO = 5
 """Workers up to which all subsets in all orders are tried: 325 arrangements."""
@@ -87,19 +89,32 @@ class Search:
     Args:
         costs: The costs of devices and links.
         micro_batches: Numbers of micro-batches to choose from.
+        may_replicate: Whether several processes may hold the same stage.
+
+    Attributes:
+        line: The best plan without replicas, once `best` has run; None if none fits.
+        teams: The search among plans with replicas.
     """
 
-    def __init__(self, costs: Costs, micro_batches: Sequence[int]) -> None:
+    def __init__(
+        self, costs: Costs, micro_batches: Sequence[int], may_replicate: bool = True
+    ) -> None:
         self._costs = costs
+        self._may_replicate = may_replicate
         self.micro_batches = micro_batches
         self._classes = interchangeable(costs)
         self._starts: list[Candidate] = []
         self._orders = Orders(costs, costs.size(max(micro_batches)))
+        self.teams = TeamSearch(costs, micro_batches, self._classes, self._orders.by_speed)
+        self.line: Candidate | None = None
 
     def best(self) -> Candidate | None:
         """The best candidate without devices that gain too little; None if nothing fits."""
         best = self._best_devices()
         found = None if best is None else self._with_enough_in_flight(best)
+        self.line = found
+        if self._may_replicate:
+            found = self.teams.best(found) or found
         limit = math.inf if found is None else found.step_seconds * (1 - LEAST_GAIN)
         return self.apart if self.apart is not None and self.apart.is_below(limit) else found
 

@@ -31,6 +31,7 @@ class Wishes:
         memory_bytes: Memory of devices, instead of the profile's.
         batch_size: Samples of a training batch, instead of the profile's.
         micro_batches: Number of micro-batches; None lets the solver choose.
+        replicas: Whether several processes may hold the same stage. Pins exclude replicas too.
     """
 
     pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class Wishes:
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     batch_size: int | None = None
     micro_batches: int | None = None
+    replicas: bool = True
 
 
 def parse_pin(text: str) -> tuple[str, tuple[int, int]]:
@@ -173,7 +175,8 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
     wishes = wishes or Wishes()
     costs = Costs(apply(wishes, profile), wishes.pins)
     _check_amount(costs)
-    search = Search(costs, micro_batch_counts(costs.batch_size, wishes.micro_batches))
+    counts = micro_batch_counts(costs.batch_size, wishes.micro_batches)
+    search = Search(costs, counts, wishes.replicas)
     chosen = search.best()
     if chosen is None:
         raise explain_shortage(costs, search.micro_batches)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations
 from typing import Literal
 
 from rich import box
@@ -13,16 +13,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..pipeline.placement import Placement
 from ..plan import COORDINATOR
 from ..units import in_bytes, in_duration, in_micro_batches, in_percent, in_percent_apart
 from . import experts
-from .candidates import Candidate
+from .candidates import Candidate, Seat
 from .costs import Option
 from .feasibility import shortages
 from .prediction import running_costs
 from .profile import HEAD, DeviceProfile
+from .replicas import Team, exchange_seconds
+from .routes import Hop, Speed, least_bottleneck
 from .search import LEAST_GAIN, Search, speeds_of
-from .simulation import Hop, Speed, least_bottleneck
 from .solver import Solution
 
 NO_GAIN = 1.005
@@ -71,6 +73,7 @@ class StageVerdict:
         busy_share: The share of the step for which the process computes.
         embedding: Whether the stage is on a worker and has the embedding.
         is_another: Whether the process also has a stage before this one.
+        share: How many micro-batches of a round it runs, and the round, if the stage has replicas.
     """
 
     device: DeviceProfile
@@ -83,6 +86,7 @@ class StageVerdict:
     busy_share: float
     embedding: bool = False
     is_another: bool = False
+    share: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,8 @@ class Verdict:
         assumed_links: Number of hops over links that were not measured.
         no_gain: Why more machines are not faster than the best single device; empty if they are.
         experts: Why the experts of a mixture are apart or not; empty without halves of a mixture.
+        replicas: What replicas cost on these links, and why they are taken or not; empty without
+            workers, or if nothing trains.
     """
 
     candidate: Candidate
@@ -117,6 +123,7 @@ class Verdict:
     assumed_links: int
     no_gain: str = ""
     experts: str = ""
+    replicas: str = ""
 
     @property
     def tokens_per_second(self) -> float:
@@ -138,6 +145,7 @@ def judge(solution: Solution) -> Verdict:
         experts=(
             experts.verdict(search.apart, candidate) if experts.has_experts(candidate.costs) else ""
         ),
+        replicas=_about_replicas(candidate, search),
         no_gain="" if single is None else _why_no_gain(candidate, search, single, bounds),
     )
 
@@ -172,13 +180,14 @@ def _stage(candidate: Candidate, index: int, parts: Sequence[int]) -> StageVerdi
     seat, pipeline = candidate.seats[index], candidate.pipeline
     forward, backward = seat.layer_seconds
     hops: list[Hop] = []
+    there, back = pipeline.hops
     for part in parts:
         holder = candidate.holder(candidate.seats[part])
         forward += holder.before_layers.forward_seconds
         backward += holder.before_layers.backward_seconds + holder.end_seconds(HEAD)
+        hops += _longest_from(there, part)
         # The coordinator's gradients leave its last seat, and are the first entry.
-        hops += pipeline.forward_hops[part : part + 1]
-        hops += [pipeline.backward_hops[part % len(pipeline.stages)]] if part else []
+        hops += _longest_from(back, part % len(pipeline.stages)) if part else []
     before = {each.name for each in candidate.seats[:index] if each.num_layers}
     return StageVerdict(
         device=candidate.costs.profile.device(seat.name),
@@ -193,7 +202,58 @@ def _stage(candidate: Candidate, index: int, parts: Sequence[int]) -> StageVerdi
         busy_share=candidate.simulation.busy_shares[candidate.processes.index(seat.name)],
         embedding=seat.has_embedding,
         is_another=seat.name in before,
+        share=_share(candidate, seat),
     )
+
+
+def _longest_from(hops: Mapping[tuple[int, int], Hop], entry: int) -> list[Hop]:
+    """The longest hop that leaves an entry, to any replica; none from a process to itself."""
+    found = [hop for (source, _), hop in hops.items() if source == entry]
+    return [max(found, key=lambda hop: hop.busy_seconds + hop.latency_seconds)] if found else []
+
+
+def _share(candidate: Candidate, seat: Seat) -> tuple[int, int] | None:
+    if seat.part is None:
+        return None
+    team = next(team for team in candidate.teams if seat in team)
+    return seat.part.share, sum(each.part.share for each in team if each.part is not None)
+
+
+def _about_replicas(candidate: Candidate, search: Search) -> str:
+    """What replicas cost on these links, and why they are taken or not, as a sentence."""
+    if candidate.has_replicas:
+        count = max(candidate.gradient_bytes_of_teams)
+        exchanged = (
+            f"replicas exchange {in_bytes(count)} of gradients and as much of weights in each "
+            f"step, which takes {in_duration(candidate.exchange_seconds)} of "
+            f"{in_duration(candidate.step_seconds)}"
+        )
+        line = search.line
+        if line is None:
+            return f"{exchanged}; no plan without replicas fits"
+        times = line.step_seconds / candidate.step_seconds
+        return f"{exchanged}; without replicas a step would take {times:.2f} times as long"
+    if not candidate.workers:
+        return ""
+    names, link = [*candidate.workers, COORDINATOR], candidate.costs.link
+    num_bytes = sum(candidate.gradient_bytes(seat) for seat in candidate.seats)
+    if num_bytes == 0:
+        return ""
+    seconds = exchange_seconds([Team(names, num_bytes)], link)
+    cost = (
+        f"as replicas of all layers these devices would exchange {in_bytes(num_bytes)} of "
+        f"gradients and as much of weights in each step, for {in_duration(seconds)}"
+    )
+    if seconds >= candidate.step_seconds:
+        return f"{cost}, which is longer than this plan's whole step"
+    fastest = search.teams.fastest
+    if fastest is None:
+        return f"{cost}; no plan with replicas comes near this one"
+    longer = fastest.step_seconds / candidate.step_seconds - 1
+    if longer < 0:
+        less, least = in_percent_apart(-longer, LEAST_GAIN)
+        return f"{cost}; the best plan with replicas takes only {less} less, which is below {least}"
+    return f"{cost}; the best plan with replicas that was found takes {in_percent(longer)} longer"
 
 
 def _bounds(candidate: Candidate, search: Search) -> list[Bound]:
@@ -274,8 +334,10 @@ def _held_up_by(spread: Candidate) -> str:
 
 def _assumed_links(candidate: Candidate) -> int:
     known = {(link.source, link.target) for link in candidate.costs.profile.links}
-    names = [seat.name for seat in candidate.seats]
-    hops = {(one, other) for one, other in pairwise(names) if one != other}
+    placement = Placement.of(candidate.plan())
+    hops = {*placement.links} if placement.stages else set()
+    for team in candidate.teams:
+        hops |= {(one.name, other.name) for one, other in combinations(team, 2)}
     return len({*hops, *((target, source) for source, target in hops)} - known)
 
 
@@ -327,6 +389,8 @@ def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:
         if known.isdisjoint(candidate.costs.profile.model.kinds):
             return "no layer of the model was measured on it."
         return f"not one layer fits there with {candidate.size} samples in a micro-batch."
+    if candidate.has_replicas:
+        return f"no plan with it that was tried takes {in_percent(LEAST_GAIN)} less."
     beside = search.best_with([*candidate.workers, name])
     if beside is None:
         return "no order of the devices leaves layers for it."
@@ -383,7 +447,7 @@ def sentences(verdict: Verdict) -> list[str]:
         if stage.embedding
     ]
     lines += [*_bound_lines(verdict), *_idle_link(verdict.candidate), _single(verdict)]
-    lines += [verdict.experts] if verdict.experts else []
+    lines += [text for text in (verdict.experts, verdict.replicas) if text]
     if verdict.assumed_links:
         are = "link was" if verdict.assumed_links == 1 else "links were"
         lines.append(f"{verdict.assumed_links} {are} not measured; the speed is assumed.")
@@ -457,7 +521,8 @@ def _cells(stage: StageVerdict, has_embedding: bool) -> list[str]:
 def _layers_text(stage: StageVerdict, has_embedding: bool) -> str:
     first, end = stage.layers
     if end > first:
-        return f"{first}:{end} ({end - first})"
+        share = "" if stage.share is None else ", {} of {} micro-batches".format(*stage.share)
+        return f"{first}:{end} ({end - first}){share}"
     if stage.device.name != COORDINATOR:
         return "no layers"
     ends = "the embedding, the head" if has_embedding else "the head"

@@ -27,17 +27,9 @@ from ..plan import Plan
 from ..planner.candidates import Costs
 from ..planner.feasibility import candidate_of
 from ..planner.profile import Profile
+from ..planner.routes import Hop, Pipeline, Speed, StageTimes, least_bottleneck
 from ..planner.search import speeds_of
-from ..planner.simulation import (
-    LOSS,
-    Hop,
-    Pipeline,
-    Simulation,
-    Speed,
-    StageTimes,
-    least_bottleneck,
-    predict,
-)
+from ..planner.simulation import LOSS, Simulation, predict
 from ..protocol.fields import ACTIONS, ClockSample, Span, SpanKind
 from .ranges import Ranges, ranges_of
 

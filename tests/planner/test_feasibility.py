@@ -12,7 +12,7 @@ from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.candidates import Candidate
 from lightning_hetero.planner.feasibility import candidate_of, check_plan
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Part, Profile
-from lightning_hetero.planner.simulation import Hop
+from lightning_hetero.planner.routes import Hop
 from lightning_hetero.planner.solver import solve
 
 from .profiles import GIB, coordinator, device, ends, profile, timing

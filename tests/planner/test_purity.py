@@ -36,6 +36,7 @@ def test_the_planner_imports_no_torch() -> None:
         "version",
         "yaml_file",
         "pipeline",
+        "pipeline.placement",
         "pipeline.rule",
         "protocol",
         "protocol.fields",

@@ -19,12 +19,13 @@ from lightning_hetero.plan import COORDINATOR, most_started
 from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs
 from lightning_hetero.planner.orders import Orders, interchangeable, place_at
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
+from lightning_hetero.planner.routes import Hop, Pipeline, StageTimes
 from lightning_hetero.planner.search import (
     LEAST_GAIN,
     LEAST_GAIN_IN_FLIGHT,
     Search,
 )
-from lightning_hetero.planner.simulation import Hop, Pipeline, StageTimes, simulate
+from lightning_hetero.planner.simulation import simulate
 from lightning_hetero.planner.solver import Wishes, solve
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
@@ -345,7 +346,7 @@ def test_slow_links_between_many_are_avoided() -> None:
         batch_size=32,
     )
     # One layer takes at most 18 seconds, a boundary on a slow link 100.
-    names = solve(slowed, Wishes(micro_batches=32)).chosen.workers
+    names = solve(slowed, Wishes(micro_batches=32, replicas=False)).chosen.workers
     assert len(names) == 3
     assert len({int(name[1:]) % 2 for name in names}) == 1
 
@@ -367,7 +368,7 @@ def test_the_search_takes_the_fewest_in_flight_that_are_nearly_fastest(
     num_workers: int, hop_seconds: float
 ) -> None:
     given_profile = alike(num_workers, hop_seconds)
-    chosen = solve(given_profile, Wishes(micro_batches=16)).chosen
+    chosen = solve(given_profile, Wishes(micro_batches=16, replicas=False)).chosen
     assert len(chosen.workers) == num_workers
     costs = Costs(given_profile, {})
     seconds = {}
@@ -384,7 +385,8 @@ def test_the_search_takes_the_fewest_in_flight_that_are_nearly_fastest(
 
 
 def test_slower_links_want_more_in_flight() -> None:
-    near, far = (solve(alike(2, hop), Wishes(micro_batches=16)).chosen for hop in (0, 8))
+    wishes = Wishes(micro_batches=16, replicas=False)
+    near, far = (solve(alike(2, hop), wishes).chosen for hop in (0, 8))
     assert near.in_flight < far.in_flight
 
 

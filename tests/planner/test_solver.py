@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
@@ -24,7 +26,7 @@ def cluster_of(row: Row, batch_size: int) -> Profile:
 
 
 def shares(profile_: Profile, wishes: Wishes) -> dict[str, int]:
-    chosen = solve(profile_, wishes).chosen
+    chosen = solve(profile_, dataclasses.replace(wishes, replicas=False)).chosen
     return {seat.name: seat.num_layers for seat in chosen.seats[1:-1]}
 
 
@@ -72,7 +74,7 @@ def test_a_start_up_cost_makes_larger_microbatches() -> None:
     def pieces(start_up: float) -> int:
         timings = [timing("layer", start_up + size, start_up + size, size=size) for size in (1, 64)]
         workers = [device(name, 0, 0, timings=timings) for name in "ab"]
-        return solve(profile(4, workers, batch_size=64)).plan.micro_batches
+        return solve(profile(4, workers, batch_size=64), Wishes(replicas=False)).plan.micro_batches
 
     assert pieces(0) == 64
     assert pieces(0.5) > pieces(20)
@@ -80,7 +82,8 @@ def test_a_start_up_cost_makes_larger_microbatches() -> None:
 
 def test_the_coordinator_takes_layers_where_it_has_time() -> None:
     own = coordinator([*ends(0.5, 1), timing("layer", 1, 2), timing("layer", 64, 128, size=64)])
-    chosen = solve(profile(12, [device("w", 1, 2)], own, batch_size=32)).chosen
+    measured = profile(12, [device("w", 1, 2)], own, batch_size=32)
+    chosen = solve(measured, Wishes(replicas=False)).chosen
     # 12 layers and ends worth one: 5.5 and 6.5 would be level.
     assert sum(seat.num_layers for seat in chosen.seats_of("coordinator")) in (5, 6)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.planner.simulation import Speed, least_bottleneck
+from lightning_hetero.planner.routes import Speed, least_bottleneck
 from lightning_hetero.planner.solver import even_plan
 from lightning_hetero.planner.split import Matrix, Splits, best_splits, bottlenecks, nowhere_but
 

@@ -75,7 +75,8 @@ def test_advice_tries_the_first_devices_left_out_and_names_the_others() -> None:
 def test_a_device_that_gains_too_little_is_left_out_with_its_gain() -> None:
     times = {"a6000": 43.3, "l4-1": 81.3, "l4-2": 81.3, "p40": 464.5}
     workers = [device(name, time / 4, time * 3 / 4) for name, time in times.items()]
-    solution = solve(profile(32, workers, batch_size=16), Wishes(micro_batches=16))
+    wishes = Wishes(micro_batches=16, replicas=False)
+    solution = solve(profile(32, workers, batch_size=16), wishes)
     (advice,) = advise(solution.chosen, solution.search)
     assert advice.worker == "p40"
     assert "a step would take only 0." in advice.text
@@ -198,7 +199,7 @@ def shown(verdict: Verdict) -> str:
 
 
 def test_the_table_shows_every_stage_and_the_sentences_the_rest() -> None:
-    console = Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=250, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     verdict = judge(solve(small()))
     console.print(render(verdict))
     text = console.export_text()

@@ -1,0 +1,182 @@
+"""Replicas of a stage: their shares by speed, what each keeps, and what their exchange takes.
+
+stage 1   a ██ ██ ██ ██ ██ ██        9 of 16 micro-batches
+          b ████ ████ ████           4
+coordinator █████ █████              3, its other work beside them
+          then gradients to their owners, the optimizer, and weights back
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..plan import COORDINATOR, ReplicaOptimizer
+from .profile import Link
+
+Numbers = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+_INSTANT = 1e-12
+
+
+def fair_counts(seconds: Numbers, count: int, fixed_seconds: Numbers | float = 0.0) -> Counts:
+    """How many micro-batches each replica takes so that the slowest one ends as early as possible.
+
+    The counts are exact: with these the slowest replica ends at the least time t at which all
+    together have run ``count`` micro-batches, so the counts are floor((t - fixed) / seconds), less
+    what is too many. One with infinite seconds takes none.
+
+    Args:
+        seconds: One micro-batch on each replica, with the shape (replicas, ...).
+        count: Micro-batches of the step.
+        fixed_seconds: What each replica has to do besides, of the same shape.
+
+    Returns:
+        Whole numbers of the shape of ``seconds``, whose sum over the replicas is ``count``.
+    """
+    each = np.maximum(seconds, _INSTANT)
+    fixed = np.broadcast_to(fixed_seconds, each.shape)
+    # All end at once if micro-batches may be divided; a replica whose other work takes longer than
+    # that has none of them.
+    takes = np.ones(each.shape, bool)
+    for _ in range(len(each)):
+        speeds = np.where(takes, 1 / each, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            end = (count + (fixed * speeds).sum(axis=0)) / speeds.sum(axis=0)
+        takes &= fixed <= end
+    with np.errstate(invalid="ignore"):
+        found = np.floor(np.where(takes, (end - fixed) / each, 0.0) * (1 - 1e-12))
+    found = np.nan_to_num(found, posinf=0.0)
+    # Each of those left, fewer than replicas, goes where it ends first.
+    for _ in range(len(each)):
+        next_end = fixed + (found + 1) * each
+        first = np.argmin(next_end, axis=0)[None]
+        is_left = found.sum(axis=0) < count
+        more = np.take_along_axis(found, first, axis=0) + is_left
+        np.put_along_axis(found, first, more, axis=0)
+    return found.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A replica's part in its stage.
+
+    Args:
+        share: How many micro-batches of a round it runs.
+        total: The micro-batches of a round that take turns with its own while others are in
+            flight.
+        num: The number of replicas.
+        optimizer: Who steps the parameters; None where the coordinator is a replica, which steps
+            them all.
+        kept_bytes: Bytes that each of its micro-batches in flight keeps besides the layers' own.
+    """
+
+    share: int
+    total: int
+    num: int
+    optimizer: ReplicaOptimizer | None = None
+    kept_bytes: float = 0.0
+
+
+def optimizer_part(name: str, optimizer: ReplicaOptimizer | None, num: int) -> float:
+    """The part of a stage's parameters that one of its ``num`` replicas steps."""
+    if optimizer is None:
+        return float(name == COORDINATOR)
+    return 1.0 if optimizer == "each" else 1 / num
+
+
+def most_in_flight(share: Any, total: Any, started: int, limit: int) -> Any:
+    """The most micro-batches that a replica has in flight.
+
+    Of any micro-batches in a row, the turns give it its share, rounded up, and at most one more.
+
+    Args:
+        share: How many micro-batches of a round it runs; a number or an array.
+        total: The micro-batches of a round.
+        started: The most micro-batches that may have started on the coordinator.
+        limit: The bound of the plan for each process.
+    """
+    mine = np.ceil(started * share / np.maximum(total, 1)) + 1
+    return np.minimum(np.minimum(mine, started), limit) * (share > 0)
+
+
+LinkOf = Callable[[str, str], Link]
+
+
+@dataclass(frozen=True)
+class Team:
+    """The replicas of one stage, as they exchange gradients and weights.
+
+    Args:
+        names: The processes.
+        num_bytes: The gradients of the stage's parameters, which are as large as their weights.
+    """
+
+    names: Sequence[str]
+    num_bytes: float
+
+    def transfers(self) -> Iterable[tuple[str, str, float]]:
+        """What each replica sends to another one so that owners have the sums of all gradients.
+
+        The coordinator owns all parameters of a stage that it holds. Otherwise each replica owns
+        as many bytes.
+        """
+        if COORDINATOR in self.names:
+            for name in self.names:
+                if name != COORDINATOR:
+                    yield name, COORDINATOR, self.num_bytes
+            return
+        for source in self.names:
+            for target in self.names:
+                if source != target:
+                    yield source, target, self.num_bytes / len(self.names)
+
+
+def exchange_seconds(teams: Sequence[Team], link_of: LinkOf) -> float:
+    """The seconds for which replicas exchange gradients, and then sums or new weights.
+
+    Every process sends one thing at a time and receives one thing at a time, and so does a shared
+    medium.
+    """
+    there = [transfer for team in teams for transfer in team.transfers()]
+    back = [(target, source, num_bytes) for source, target, num_bytes in there]
+    return _phase_seconds(there, link_of) + _phase_seconds(back, link_of)
+
+
+def _phase_seconds(transfers: Iterable[tuple[str, str, float]], link_of: LinkOf) -> float:
+    busy: defaultdict[tuple[str, str], float] = defaultdict(float)
+    latency = 0.0
+    for source, target, num_bytes in transfers:
+        if num_bytes == 0:
+            continue
+        link = link_of(source, target)
+        seconds = num_bytes / link.bytes_per_second
+        latency = max(latency, link.latency_seconds)
+        busy["from", source] += seconds
+        busy["to", target] += seconds
+        if link.shared:
+            busy["over", link.shared] += seconds
+    return max(busy.values(), default=0.0) + latency
+
+
+def whole_counts(seconds: Numbers, count: int, fixed_seconds: Numbers | float = 0.0) -> Counts:
+    """The `fair_counts` among those in which each replica has at least one micro-batch; there must
+    be as many."""
+    return 1 + fair_counts(seconds, count - len(seconds), fixed_seconds + seconds)
+
+
+def shares_of(seconds: Sequence[float], count: int, fixed_seconds: Sequence[float]) -> list[int]:
+    """Shares of ``count`` micro-batches by `whole_counts`; as equal as possible where the seconds
+    of a replica are not known, or micro-batches are too few."""
+    num = len(seconds)
+    if count < num or not all(map(math.isfinite, seconds)):
+        return [math.ceil((count - index) / num) for index in range(num)]
+    found: list[int] = whole_counts(np.array(seconds), count, np.array(fixed_seconds)).tolist()
+    return found
