@@ -12,9 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.throttle import How, slowed
+from benchmarks.peers import throttle
+from benchmarks.peers.throttle import How
 from benchmarks.peers.workload import NUM_LAYERS, WORKLOADS
 from benchmarks.processes import on_core, worker_process
+from benchmarks.replicas import slowed
+from benchmarks.replicas.slowed import MICRO_BATCHES
 from benchmarks.training import fit
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.callbacks import PipelineProfiler
@@ -23,7 +26,6 @@ from lightning_hetero.planner.prediction import predict_given
 from lightning_hetero.planner.profile import Profile
 from lightning_hetero.planner.solver import Wishes
 
-MICRO_BATCHES = 16
 GOAL = 0.08
 
 # The worker's share of its core, and the coordinator's micro-batches; None for a line of layers.
@@ -36,9 +38,7 @@ def plan_for(worker: str, own: int | None) -> Plan:
         cut = NUM_LAYERS // 2
         line = [StagePlan([worker], (0, cut)), StagePlan([COORDINATOR], (cut, NUM_LAYERS))]
         return Plan(line, MICRO_BATCHES)
-    shares = [MICRO_BATCHES - own, own]
-    stage = StagePlan([worker, COORDINATOR], (0, NUM_LAYERS), shares=shares)
-    return Plan([stage], MICRO_BATCHES)
+    return slowed.plan_for(worker, own)
 
 
 def predicted_seconds(plan: Plan, profile: Profile) -> float:
@@ -66,19 +66,15 @@ def compare(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         worker = stack.enter_context(worker_process(on_core(core)))
-        stack.enter_context(slowed(worker.pid, share, how, core))
+        stack.enter_context(throttle.slowed(worker.pid, share, how, core))
         plan = plan_for(worker.address, own)
         profiler = PipelineProfiler(
             options.budget_seconds, path=folder / "profile.yaml", force=True
         )
         strategy: Any = HeteroPipelineStrategy([worker.address], plan)
         module = workload.module()
-        fit(
-            module,
-            workload.loader(options.steps, MICRO_BATCHES),
-            strategy,
-            callbacks=[profiler],
-        )
+        data = workload.loader(options.steps, MICRO_BATCHES)
+        fit(module, data, strategy, callbacks=[profiler])
         profile = strategy.plan_choice.profile
     return predicted_seconds(plan, profile), median(module.step_seconds)
 
@@ -91,14 +87,8 @@ def run(core: int, how: How, options: argparse.Namespace, console: Console) -> N
             pairs.append(compare(core, share, own, how, options))
         console.print(f"predicted: round {number + 1} of {options.rounds} done")
     table = Table(title=f"steps of {MICRO_BATCHES} micro-batches; goal: within {GOAL:.0%}")
-    for column in (
-        "worker's core",
-        "plan",
-        "predicted, s",
-        "measured, s",
-        "error",
-        "of the rounds",
-    ):
+    columns = ("worker's core", "plan", "predicted, s", "measured, s", "error", "of the rounds")
+    for column in columns:
         table.add_column(column, justify="right")
     for (share, own), pairs in found.items():
         errors = [predicted / measured - 1 for predicted, measured in pairs]

@@ -20,6 +20,7 @@ from benchmarks.peers.throttle import How, slowed
 from benchmarks.peers.workload import NUM_LAYERS, WORKLOADS
 from benchmarks.plan_quality.main import Worker
 from benchmarks.processes import on_core, worker_process
+from benchmarks.replicas.two_cores import SLOW_IN_FLIGHT
 from benchmarks.training import fit
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.plan import COORDINATOR
@@ -79,7 +80,7 @@ def plan_for(worker: str, own: int) -> Plan:
     """The coordinator and the worker hold all layers."""
     shares = [MICRO_BATCHES - own, own]
     stage = StagePlan([worker, COORDINATOR], (0, NUM_LAYERS), shares=shares)
-    return Plan([stage], MICRO_BATCHES)
+    return Plan([stage], MICRO_BATCHES, SLOW_IN_FLIGHT)
 
 
 class SlowsAndShares(pl.Callback):

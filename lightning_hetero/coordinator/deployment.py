@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from itertools import chain
 from typing import NoReturn
@@ -40,13 +40,8 @@ from ..pipeline.placement import Placement
 from ..pipeline.transfers import coming_home
 from ..plan import Plan, StagePlan
 from ..protocol.tensors import DTYPES
-from .layers import (
-    PlainAttributes,
-    RemoteLayers,
-    RemoteStage,
-    changed_since_recipe,
-    remote_stages,
-)
+from .holdings import RemoteStage, remote_stages
+from .layers import PlainAttributes, RemoteLayers, changed_since_recipe
 from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
 from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
@@ -229,29 +224,16 @@ class Deployment:
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._names = {number: layer.name for number, layer in away.items()}
         self._away = {number: layer.module for number, layer in away.items()}
-        placement = Placement.of(plan)
-        hosted = {} if placement.hosted is None else self._modules(placement.hosted.layers)
-        self._empty = {n: layer for n, layer in self._away.items() if n not in hosted}
+        placed = Placement.of(plan).hosted
+        hosted = {} if placed is None else {n: self._away[n] for n in placed.layers}
         weights = weights_in_checkpoint(root)
-        changed, are_there = ((), ()) if before is None else before._changed_and_away
-        check_weights_can_be_sent(
-            {n: layer for n, layer in self._away.items() if n not in are_there}, weights
-        )
-        self.tensors = TensorsAway(self._empty, coordinator.layers, weights, changed, hosted)
-        rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
-        names_of = {tensor: name for name, tensor in named_tensors(self._away)}
-        self.trained = TrainedParameters(coordinator.training, names_of, rounded)
+        self._look_at_tensors(weights, hosted, before)
         recorder = coordinator.telemetry.recorder
         self.hand_overs = HandOvers(
             coordinator.stages, recorder, self._away, plan, batches, self._follow
         )
         self._hollow = HollowLayers(
-            away,
-            self._exchange,
-            self.tensors,
-            self._pass_by,
-            hosted,
-            lambda: self._attributes.follow(),
+            away, self._exchange, self.tensors, self._pass_by, hosted, self._follow_attributes
         )
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.connections.equipment)
@@ -262,20 +244,34 @@ class Deployment:
         else:
             self._move(remote, seed)
             before._hollow.fill(home)
-        self.hosted = None
-        if hosted:
-            self.hosted = HostedReplicas(
-                placement,
-                hosted,
-                coordinator.layers,
-                self._hollow,
-                coordinator.stages,
-                coordinator.telemetry.recorder,
-            )
+        self.hosted = self._replica_of(hosted) if hosted else None
         self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(
             away, coordinator.connections, coordinator.layers, differing
         )
+
+    def _look_at_tensors(
+        self,
+        weights: CheckpointWeights | None,
+        hosted: Mapping[int, nn.Module],
+        before: Deployment | None,
+    ) -> None:
+        """Find out which tensors are on workers, here and there, or trained."""
+        changed, are_there = ((), ()) if before is None else before._changed_and_away
+        leaving = {n: layer for n, layer in self._away.items() if n not in are_there}
+        check_weights_can_be_sent(leaving, weights)
+        empty = {n: layer for n, layer in self._away.items() if n not in hosted}
+        remote, training = self.coordinator.layers, self.coordinator.training
+        self.tensors = TensorsAway(empty, remote, weights, changed, hosted)
+        rounded = [s for s in self.plan.remote_stages if self.weights_dtype_of(s) is not None]
+        names_of = {tensor: name for name, tensor in named_tensors(self._away)}
+        self.trained = TrainedParameters(training, names_of, rounded)
+
+    def _replica_of(self, hosted: Mapping[int, nn.Module]) -> HostedReplicas:
+        of = self.coordinator
+        layers, stages, recorder = of.layers, of.stages, of.telemetry.recorder
+        placement = Placement.of(self.plan)
+        return HostedReplicas(placement, hosted, layers, self._hollow, stages, recorder)
 
     def _send(self, stages: Sequence[RemoteStage], seed: int) -> None:
         """Give the stages to their workers."""
@@ -383,9 +379,6 @@ class Deployment:
             self._hollow.hollow()
             self._adjusted += prepare_own(self._root, self.layers, self.plan, self.draws)
             return hooks.pop_all()
-
-    def _modules(self, numbers: Iterable[int]) -> dict[int, nn.Module]:
-        return {number: self._away[number] for number in numbers}
 
     @property
     def modules_away(self) -> list[nn.Module]:
@@ -607,6 +600,10 @@ class Deployment:
         """Seed the code behind a hollow layer as behind one that stays here."""
         if is_seeded(self._away[number]):
             self.draws.pass_by(number)
+
+    def _follow_attributes(self) -> None:
+        """Bring the workers' attributes up to date before layers run here that they have too."""
+        self._attributes.follow()
 
     def _follow(self, has_backward: bool) -> None:
         """Bring the stages up to date before hidden states leave."""

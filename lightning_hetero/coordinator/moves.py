@@ -21,7 +21,8 @@ from ..model.tensors import stored_in_four_bits
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from .answers import held_tensors
-from .layers import Holdings, RemoteLayers, RemoteStage, numbered_stages, owners_of
+from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
+from .layers import RemoteLayers
 from .loads import Load, PassedOn, send_all
 from .member import Member
 

@@ -1,6 +1,7 @@
 """The solver: from a profile and a user's wishes to the plan with the shortest predicted step.
 
-`even_plan` needs no profile: it gives every process the same number of layers.
+`even_plan` and `replicated_plan` need no profile: they give every process the same number of
+layers, or all of them.
 """
 
 from __future__ import annotations
@@ -213,6 +214,13 @@ def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:
         return counts
     powers = (2**exponent for exponent in range(batch_size.bit_length()))
     return sorted({batch_size, *(max(c for c in counts if c <= power) for power in powers)})
+
+
+def replicated_plan(num_layers: int, workers: Sequence[str]) -> Plan:
+    """Every process, the coordinator included, holds all layers; their shares are equal, unless
+    `with_shares` gives them by measured speed."""
+    names = [*workers, COORDINATOR]
+    return Plan([StagePlan(names, (0, num_layers))])
 
 
 def even_plan(num_layers: int, workers: Sequence[str]) -> Plan:
