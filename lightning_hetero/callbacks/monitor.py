@@ -104,8 +104,11 @@ class StageMonitor(pl.Callback):
     - ``stage/N/forward_ms``, ``backward_ms``, ``loss_ms`` of a micro-batch, ``optimizer_ms`` of a
       step; ``stage/N/tokens_per_second``: the speed of the process if it never had to wait.
     - ``stage/N/queue_depth``: the mean number of actions that were ready when one was chosen.
-    - ``stage/N/sent_bytes``, ``received_bytes`` of a step; ``memory_bytes``, ``memory_peak_bytes``;
-      ``temperature_celsius``, ``power_watts``; ``gradient_norm``.
+    - ``stage/N/sent_bytes``, ``received_bytes`` of a step; ``from_replicas_bytes``: gradients and
+      weights of a step that other replicas of the stage have sent to the process. Where the
+      coordinator is a replica, the weights that it sends to workers are not counted.
+    - ``stage/N/memory_bytes``, ``memory_peak_bytes``; ``temperature_celsius``, ``power_watts``;
+      ``gradient_norm``.
     - ``pipeline/step_seconds``, ``tokens_per_second`` (of all the time that passed, also between
       steps), ``bubble_share``; ``bottleneck_stage``: the N of the process that computes longest.
     - ``pipeline/bound_share``: the seconds of a step at the sum of the devices' measured speeds,

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from ..coordinator.telemetry import Telemetry
 from ..pipeline.placement import COORDINATOR_STAGE
+from ..pipeline.recorder import EXCHANGED
 from ..plan import Plan
 from ..protocol.fields import ACTIONS, Span
 from ..report.charts import chart_of
@@ -39,9 +40,6 @@ TRACE_NAME, CHART_NAME = "timeline.json", "timeline.svg"
 _WHO = "timeline"
 
 FORMAT = "lightning-hetero timeline 2"
-EXCHANGED = "ReplicaTensors"
-"""The message with gradients or weights from another replica of a stage."""
-
 PREDICTED = 1000
 """Add this to the number of a process to get the process id that shows its predicted actions."""
 
@@ -336,6 +334,8 @@ def _shares(process: ProcessSpans) -> dict[str, Any]:
         "transferring_us": 1e6 * process.seconds("take", "pack"),
         "sent_bytes": sum(span.num_bytes for span in process.spans if span.kind == "send"),
         "from_replicas_bytes": sum(
-            span.num_bytes for span in process.spans if span.message == EXCHANGED
+            span.num_bytes
+            for span in process.spans
+            if span.message == EXCHANGED and span.kind == "optimizer"
         ),
     }

@@ -247,10 +247,7 @@ class Deployment:
             before._hollow.fill(home)
         self.hosted = None
         if hosted:
-            copies, on_workers = coordinator.stages.copies, coordinator.layers
-            self.hosted = HostedReplicas(
-                Placement.of(plan), hosted, on_workers, self._hollow, copies
-            )
+            self.hosted = HostedReplicas(Placement.of(plan), hosted, coordinator, self._hollow)
         self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(away, connections, coordinator.layers, differing)
 

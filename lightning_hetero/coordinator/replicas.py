@@ -21,12 +21,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..devices.copies import Copies
 from ..errors import ModelError, RemoteProtocolError, WorkerError
 from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers
 from ..model.tensors import Content, locate, named_tensors
 from ..pipeline.placement import Placement
+from ..pipeline.recorder import EXCHANGED, Recorder
 from ..pipeline.turns import current_turn
 from ..plan import COORDINATOR
 from ..protocol import messages as m
@@ -34,6 +34,7 @@ from ..protocol.tensors import fingerprint_of
 from ..transport.channel import send_copied
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
+from .session import Coordinator
 
 
 class HostedReplicas:
@@ -42,9 +43,8 @@ class HostedReplicas:
     Args:
         placement: Says which micro-batches this process runs; it must have a hosted stage.
         layers: The layers of the hosted stage by their numbers.
-        remote: Has deployed them.
+        coordinator: Has deployed them.
         hollow: The run of hollow layers that they belong to.
-        copies: Copies tensors from the device that this process computes on.
 
     Attributes:
         placement: As given; other shares may take its place between two steps.
@@ -55,17 +55,17 @@ class HostedReplicas:
         self,
         placement: Placement,
         layers: Mapping[int, nn.Module],
-        remote: RemoteLayers,
+        coordinator: Coordinator,
         hollow: HollowLayers,
-        copies: Copies,
     ) -> None:
+        self.note_tokens = coordinator.stages.note_tokens
         self.placement = placement
         self._number = next(s.number for s in placement.stages if s.is_hosted)
         self._layers = layers
-        self._remote = remote
+        self._remote = remote = coordinator.layers
         self._hollow = hollow
-        self._copies = copies
-        self._sums = _WorkerSums(remote)
+        self._copies = coordinator.stages.copies
+        self._sums = _WorkerSums(remote, coordinator.telemetry.recorder)
         self._held = _held_tensors(layers)
         found = self._present()
         self.names_of: Mapping[Tensor, str] = {
@@ -249,26 +249,36 @@ class _WorkerSums:
 
     Args:
         remote: Knows the form of each tensor.
+        recorder: Takes a span for each message, and for the time that this process waits.
     """
 
-    def __init__(self, remote: RemoteLayers) -> None:
+    def __init__(self, remote: RemoteLayers, recorder: Recorder) -> None:
         self._remote = remote
+        self._recorder = recorder
         # By exchange and worker, and those that are whole.
         self._parts: dict[tuple[int, Member], dict[str, Tensor]] = {}
         self._whole: set[tuple[int, Member]] = set()
-        remote.connections.take_sums = self._take
+        remote.connections.take_sums = self._take_recorded
 
     def of(self, number: int, workers: Sequence[Member]) -> dict[str, dict[str, Tensor]]:
         """Wait for the sums of an exchange; returns them by worker and parameter."""
         connections = self._remote.connections
         connections.check_usable()
-        while not all((number, worker) in self._whole for worker in workers):
-            # What else comes is left over from an earlier step.
-            connections.hear(connections.deadlines.progress_seconds)
+        with self._recorder.span("wait", message=EXCHANGED):
+            while not all((number, worker) in self._whole for worker in workers):
+                # What else comes is left over from an earlier step.
+                connections.hear(connections.deadlines.progress_seconds)
         found = {worker.name: self._parts[number, worker] for worker in workers}
         self._whole.clear()
         self._parts = {part: each for part, each in self._parts.items() if part[0] > number}
         return found
+
+    def _take_recorded(
+        self, worker: Member, message: m.ReplicaTensors, tensors: Sequence[Tensor]
+    ) -> None:
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        with self._recorder.span("optimizer", None, EXCHANGED, num_bytes, worker.number):
+            self._take(worker, message, tensors)
 
     def _take(self, worker: Member, message: m.ReplicaTensors, tensors: Sequence[Tensor]) -> None:
         """Take what a worker has sent.

@@ -107,7 +107,7 @@ class RemoteStages:
         copies: As given.
         narrowings: The rounding at each boundary: from this process to the first stage, to the
             last one, and back to this process; none without any.
-        num_tokens: Positions of hidden states that were sent for training.
+        num_tokens: Positions of hidden states that went into the stages for training.
         dropout_step: The number of the present step for dropout masks, which trials do not count.
         norms_due: For each worker that has got gradients from here, in this step or in those
             accumulated before, the parameters of its stage that train.
@@ -208,11 +208,15 @@ class RemoteStages:
         with self._recorder.span("pack", key, "Activation"):
             self._send_forward(key, hidden, surroundings, is_whole)
         if surroundings.grad_enabled and key.visit == 0:
-            # Token ids for an embedding on a worker have no dimension of features.
-            shape = hidden.shape[:-1] if hidden.is_floating_point() else hidden.shape
-            num_tokens = shape.numel()
-            self.num_tokens += num_tokens
-            self._recorder.note_training(num_tokens)
+            self.note_tokens(hidden)
+
+    def note_tokens(self, hidden: Tensor) -> None:
+        """Count the tokens of a micro-batch that trains."""
+        # Token ids for an embedding on a worker have no dimension of features.
+        shape = hidden.shape[:-1] if hidden.is_floating_point() else hidden.shape
+        num_tokens = shape.numel()
+        self.num_tokens += num_tokens
+        self._recorder.note_training(num_tokens)
 
     def _send_forward(
         self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool

@@ -71,6 +71,9 @@ class HostedLayers(Protocol):
                 its result goes into them.
         """
 
+    def note_tokens(self, hidden: Tensor) -> None:
+        """Count the tokens of a micro-batch that never leaves."""
+
 
 @dataclass
 class Driver:
@@ -156,6 +159,7 @@ class _Microbatch:
     draws: MicrobatchDraws
     visits: list[_Visit] = field(default_factory=list)
     visits_several_times: bool = False
+    is_counted: bool = False
 
 
 @dataclass
@@ -300,9 +304,13 @@ class _RunningStep:
 
     def _enter(self, index: int, hidden: Tensor) -> Tensor:
         """Cut the graph of a micro-batch before layers that run here."""
+        microbatch = self._in_flight[index]
+        if self.driver.hosted is not None and not microbatch.is_counted:
+            self.driver.hosted.note_tokens(hidden)
+            microbatch.is_counted = True
         if not (torch.is_grad_enabled() and hidden.requires_grad):
             return hidden  # nothing before the layers trains
-        leaf, visits = _leaf_on(hidden.device, hidden), self._in_flight[index].visits
+        leaf, visits = _leaf_on(hidden.device, hidden), microbatch.visits
         visits.append(_Visit(Key(index, len(visits)), hidden, (leaf,), is_here=True))
         return leaf
 

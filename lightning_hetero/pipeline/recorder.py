@@ -29,6 +29,9 @@ from .rule import Key
 APPLY = "ApplyOptimizer"
 """The message whose span ends an optimizer's step."""
 
+EXCHANGED = "ReplicaTensors"
+"""The message with gradients or weights from another replica of a stage."""
+
 MOST_SPANS = 2**15
 """Spans that are kept for one fetch; a long step has fewer."""
 
@@ -68,6 +71,7 @@ class _Step:
     num_ready: int = 0
     num_choices: int = 0
     received_bytes: int = 0
+    from_replicas_bytes: int = 0
 
     def add(self, span: Span, seconds: float) -> None:
         if self.has_stepped and span.kind not in ACTIONS:
@@ -80,8 +84,12 @@ class _Step:
         self.end_seconds = span.end_seconds
         self.has_stepped = span.message == APPLY
         self.num_steps += self.has_stepped
+        # A warm spare runs no micro-batch, and steps with the other replicas.
+        self.is_training |= self.has_stepped
         if span.kind == "take":
             self.received_bytes += span.num_bytes
+        if span.message == EXCHANGED:
+            self.from_replicas_bytes += span.num_bytes
 
 
 @dataclass(frozen=True)
@@ -208,12 +216,22 @@ class Recorder:
             self._step.num_microbatches += 1
 
     def note_sent(
-        self, peer: int, key: Key, message: str, num_bytes: int, start_seconds: float, stage: int
+        self,
+        peer: int,
+        key: Key | None,
+        message: str,
+        num_bytes: int,
+        start_seconds: float,
+        stage: int,
     ) -> None:
         """Record a message that a channel has sent; any thread may call this."""
         end = self._clock()
+        microbatch, visit = (None, 0) if key is None else key
         self._sent.append(
-            Span("send", start_seconds, end, *key, message, num_bytes, peer, stage=stage)
+            Span(
+                *("send", start_seconds, end, microbatch, visit, message, num_bytes, peer),
+                stage=stage,
+            )
         )
 
     def record(self, with_spans: bool) -> tuple[Totals, list[Span], int]:
@@ -253,6 +271,7 @@ class Recorder:
             sending_seconds=before.sending_seconds + sending_seconds,
             sent_bytes=before.sent_bytes + sum(span.num_bytes for span in sent),
             received_bytes=before.received_bytes + step.received_bytes,
+            from_replicas_bytes=before.from_replicas_bytes + step.from_replicas_bytes,
             num_steps=before.num_steps + step.num_steps,
             num_microbatches=before.num_microbatches + step.num_microbatches,
             num_tokens=before.num_tokens + step.num_tokens,

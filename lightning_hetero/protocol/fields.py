@@ -127,6 +127,7 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seconds: By kind, without nested spans: all kinds but ``send`` add up to the step.
         counts: Number of spans of each kind.
         sending_seconds: Time spent sending, over all links.
+        from_replicas_bytes: What came from other replicas of a stage: gradients and weights.
         num_steps: Steps of the optimizer.
         num_microbatches: Forwards; on the coordinator, micro-batches handed over.
         num_tokens: Positions of the hidden states; the coordinator counts them.
@@ -140,6 +141,7 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sending_seconds: _Amount = 0.0
     sent_bytes: _Number = 0
     received_bytes: _Number = 0
+    from_replicas_bytes: _Number = 0
     num_steps: _Number = 0
     num_microbatches: _Number = 0
     num_tokens: _Number = 0

@@ -124,6 +124,8 @@ def _of_one(totals: Totals, num_steps: int) -> dict[str, float]:
         found["sent_bytes"] = totals.sent_bytes / num_steps
         if totals.received_bytes > 0:
             found["received_bytes"] = totals.received_bytes / num_steps
+        if totals.from_replicas_bytes > 0:
+            found["from_replicas_bytes"] = totals.from_replicas_bytes / num_steps
     return found
 
 

@@ -475,7 +475,7 @@ def observe(channel: Channel, peer: int, recorder: Recorder | None) -> None:
 def _note_sent(
     recorder: Recorder, peer: int, message: m.Message, num_bytes: int, start_seconds: float
 ) -> None:
-    if message.key is not None:
+    if message.key is not None or isinstance(message, m.ReplicaTensors):
         kind = type(message).__name__
         recorder.note_sent(peer, message.key, kind, num_bytes, start_seconds, message.stage_number)
 

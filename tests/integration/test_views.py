@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, Plan, StageMonitor
+from lightning_hetero.callbacks.monitor import deployment_of
 from lightning_hetero.pipeline.placement import Placement
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import RunRecord, read_run
@@ -48,6 +49,21 @@ class LayerNorms(pl.Callback):
             gradient = parameter.grad
             assert isinstance(gradient, Tensor)
             self.squares[number] += float(gradient.square().sum())
+
+
+class Tokens(pl.Callback):
+    """The tokens of the batches, and those that the run has counted."""
+
+    def __init__(self) -> None:
+        self.given, self.counted = 0, 0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        deployment = deployment_of(trainer)
+        assert deployment is not None
+        self.given += batch["input_ids"].numel()
+        self.counted = deployment.coordinator.stages.num_tokens
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +136,18 @@ def check_arrows(trace: dict[str, Any], plan: Plan, shown: list[Any]) -> None:
     assert len(ends) == 2 * num_sent
 
 
+def exchanges_of(plan: Plan) -> set[tuple[str, str]]:
+    """Who sends gradients or weights to whom; a coordinator that is a replica owns them all."""
+    placement = Placement.of(plan)
+    hosted = () if placement.hosted is None else placement.hosted.workers
+    return {*placement.exchanges, *((name, "coordinator") for name in hosted)}
+
+
 def check_exchanges(shown: list[Any], plan: Plan, names: list[str]) -> None:
     """What replicas sent each other is shown where it was taken, with its bytes and its sender."""
     taken = [e for e in shown if e["name"] == "ReplicaTensors"]
     pairs = {(names[e["args"]["from"]], names[e["pid"]]) for e in taken}
-    assert pairs == {*Placement.of(plan).exchanges}
+    assert pairs == exchanges_of(plan)
     assert all(e["args"]["kind"] == "optimizer" for e in taken)
     asked = {e["pid"] for e in shown if e["name"] == "ReduceGradients"}
     assert asked == ({names.index(name) for name in plan.workers} if plan.has_replicas else set())
@@ -145,7 +168,9 @@ def test_a_run_of_every_shape_shows_who_did_what(
     plan = shaped(workers, EVERY_SHAPE[shape], PIECES)
     names = names_in(plan)
     caplog.set_level(logging.INFO)
-    look(tmp_path, HeteroPipelineStrategy(workers[:2], plan), 2)
+    tokens = Tokens()
+    look(tmp_path, HeteroPipelineStrategy(workers[:2], plan), 2, tokens)
+    assert tokens.counted == tokens.given > 0
     trace = trace_in(tmp_path)
     check_trace(trace, plan, 1, names)
     # The rules of a trace hold for predicted actions too: no process does two at a time.
@@ -153,7 +178,7 @@ def test_a_run_of_every_shape_shows_who_did_what(
     exchanged = {
         names[each["process"]]: each["from_replicas_bytes"] for each in steps[-1]["processes"]
     }
-    replicas = {name for pair in Placement.of(plan).exchanges for name in pair}
+    replicas = {target for _, target in exchanges_of(plan)}
     assert {name for name, num_bytes in exchanged.items() if num_bytes} == replicas
     is_hosted = any(stage.is_hosted for stage in plan.stages)
     assert all(("predicted" in step) is not is_hosted for step in steps)
@@ -168,6 +193,8 @@ def test_a_run_of_every_shape_shows_who_did_what(
         norm = math.sqrt(sum(squares[layer] for layer in held))
         assert row[f"stage/{number}/gradient_norm"] == pytest.approx(norm, rel=1e-5)
     assert 0 < row["pipeline/model_flops_utilization"] < 1
+    taken = {name: row.get(f"stage/{n}/from_replicas_bytes", 0) for n, name in enumerate(names)}
+    assert taken == exchanged
     assert row["pipeline/bottleneck_stage"] in record.process_numbers
     check_report(record, plan)
     check_log(caplog.text, plan)

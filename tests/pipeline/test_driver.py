@@ -665,11 +665,15 @@ class Replica:
     layers: Layers
     staying: frozenset[int]
     enter: Through | None = None
+    num_tokens: int = 0
 
     def stays(self, microbatch: int) -> bool:
         return microbatch in self.staying
 
     never_leaves = stays
+
+    def note_tokens(self, hidden: Tensor) -> None:
+        self.num_tokens += hidden.shape[:-1].numel()
 
     @contextmanager
     def running(self, enter: Through) -> Iterator[None]:
@@ -745,6 +749,9 @@ def test_a_replica_here_adds_up_its_own_micro_batches(
     expected = expected_with_replica(pipeline, staying, count)
     found = run_with_replica(pipeline, staying, count, limit)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    replica, sizes = pipeline.driver.hosted, [each.numel() for each in microbatches(count)]
+    assert isinstance(replica, Replica)
+    assert replica.num_tokens == sum(sizes[index] for index in staying if index < count)
 
 
 @settings(max_examples=40)

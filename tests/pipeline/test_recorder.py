@@ -120,6 +120,20 @@ def test_what_is_sent_counts_apart(stage: Stage) -> None:
     assert Span("send", 101.0, 102.0, 3, 0, "Activation", 640, 1, stage=2) in spans
 
 
+def test_what_replicas_exchange_is_sent_in_a_step_and_counted_where_it_is_taken(
+    stage: Stage,
+) -> None:
+    stage.begin()
+    stage.spend("forward", 1.0)
+    with stage.recorder.span("optimizer", message="ReplicaTensors", num_bytes=300, peer=2):
+        stage.seconds += 1.0
+    stage.recorder.note_sent(2, None, "ReplicaTensors", 500, start_seconds=101.0, stage=0)
+    totals, spans, _ = stage.recorder.record(with_spans=True)
+    assert (totals.from_replicas_bytes, totals.sent_bytes) == (300, 500)
+    assert (totals.received_bytes, totals.seconds["optimizer"]) == (0, 1.0)
+    assert [span.microbatch for span in spans if span.kind == "send"] == [None]
+
+
 def test_switched_off_it_costs_nothing_and_keeps_its_sums(stage: Stage) -> None:
     stage.begin()
     stage.spend("forward", 1.0)
