@@ -26,7 +26,12 @@ from lightning_hetero.errors import (
 )
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Surroundings
-from lightning_hetero.pipeline.codec import decode_activation, decode_arguments, encode_activation
+from lightning_hetero.pipeline.codec import (
+    Leg,
+    decode_activation,
+    decode_arguments,
+    encode_activation,
+)
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
@@ -398,7 +403,7 @@ def test_a_constant_is_sent_twice_and_then_no_more(is_streamed: bool) -> None:
         for number in range(4):
             mask = torch.full((2,), number)
             around = surroundings(place(table.clone()), place(mask.clone()))
-            OutgoingArguments(1, Key(number), around, copies).send(worker, 1, {3})
+            OutgoingArguments(1, Key(number), around, copies).send(worker, Leg(1), {3})
             frame = received(down)
             assert isinstance(frame.message, m.Arguments)
             num_tensors.append(len(frame.tensors))
@@ -414,4 +419,4 @@ def test_an_argument_that_cannot_be_sent_is_refused_before_it_is_queued() -> Non
     call = LayerCall(3, True, (on_device(torch.ones(2)), object()), {})
     arguments = OutgoingArguments(1, Key(0), Surroundings(True, None, [call]), copies)
     with channel_pair() as (up, _), pytest.raises(LocalProtocolError, match="object"):
-        arguments.send(worker_behind(up), 1, {3})
+        arguments.send(worker_behind(up), Leg(1), {3})
