@@ -76,6 +76,7 @@ def worker_process(
     program: Sequence[str] | None = None,
     device: str = "cpu",
     token_file: Path | None = None,
+    allow: str | None = None,
 ) -> Iterator[WorkerProcess]:
     """A worker with one compute thread, ended at the end.
 
@@ -85,10 +86,12 @@ def worker_process(
         program: What is run instead of ``python -m lightning_hetero``.
         device: What it computes on.
         token_file: The token by which it knows its coordinator, over TLS; None for its default.
+        allow: The package from which it may import classes of layers.
     """
     command = [*before, *(program or [sys.executable, "-m", "lightning_hetero"])]
     command += ["worker", "--listen", f"{host}:0", "--threads", "1", "--device", device]
     command += ["--token-file", str(token_file)] if token_file else []
+    command += ["--allow", allow] if allow else []
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
     said: deque[str] = deque(maxlen=20)
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,11 +46,19 @@ def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Decoder(pl.LightningModule):
-    """The model; when each optimizer step ended, and the loss of its batch."""
+    """The model; when each optimizer step ended, and the loss of its batch.
 
-    def __init__(self, config: LlamaConfig) -> None:
+    Args:
+        config: Of the model.
+        prepare: Makes of the model what is trained, such as one with adapters.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, prepare: Callable[[LlamaForCausalLM], nn.Module] | None = None
+    ) -> None:
         super().__init__()
-        self.model = build(config)
+        model = build(config)
+        self.model = model if prepare is None else prepare(model)
         self.marks: list[float] = []
         self.cpu_marks: list[float] = []
         self.losses: list[float] = []
@@ -70,7 +78,7 @@ class Decoder(pl.LightningModule):
             self._parts = []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(list(self.parameters()))
+        return adamw([p for p in self.parameters() if p.requires_grad])
 
     @property
     def step_seconds(self) -> list[float]:

@@ -351,7 +351,6 @@ def test_the_narrower_wish_of_two_neighbors_holds_at_their_boundary() -> None:
         Narrowing("int8", "int8"),
         Narrowing("int8", None),
     ]
-    assert plan.coordinator_narrowing == Narrowing("bfloat16", None)
     assert plan.stage_narrowings == [Narrowing("int8", "int8"), Narrowing("int8", "int8")]
 
 

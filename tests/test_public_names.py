@@ -90,8 +90,8 @@ COMMANDS = {
     "doctor": "--json --plan --profile --seconds --timeout --token-file addresses",
     "profile": "--data --force --model --output -o config",
     "plan": (
-        "--batch-size --exclude --given --memory --micro-batches --output --pin --what-if -o "
-        "profile"
+        "--batch-size --exclude --given --memory --micro-batches --no-replicas --output --pin "
+        "--what-if -o profile"
     ),
     "diagram": "--output --profile --title -o plan",
     "verify": "--data --model --plan config",

@@ -13,18 +13,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.peers import workload
 from benchmarks.peers.job import Job, Role, heard
 from benchmarks.peers.links import LOOPBACK, Link, link
 from benchmarks.peers.throttle import How, slowed
+from benchmarks.peers.workload import NUM_LAYERS, SMALL, WORKLOADS
 from benchmarks.processes import environment, memory_bytes, on_core, worker_process
 
 EVEN = "torch 1F1B, even split"
 TORCH = ("torch 1F1B", EVEN, "torch GPipe")
-CUT = "hetero, cut layers"
-HETERO = ("hetero", CUT, "hetero, coordinator first", "hetero, 16-bit wire")
+DDP, UNEQUAL_DDP = "torch DDP", "torch DDP, unequal"
+CUT, REPLICAS = "hetero, cut layers", "hetero, replicas"
+HETERO = ("hetero", CUT, REPLICAS, "hetero, coordinator first", "hetero, 16-bit wire")
 PLANNED = ("hetero", CUT)
 """Those that take a plan, if one is given."""
+
+SHARED = " + "
+"""Between the holders of a stage, where a plan is told in words."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Outcome:
         tokens_per_step: That it trained on.
         split: Layers (micro-batches) that the first process had.
         memory: Of the first process and, if there is one, of the second.
+        plan: Of the strategy, in words.
     """
 
     step_seconds: list[float]
@@ -67,6 +72,7 @@ class Outcome:
     tokens_per_step: int
     split: int
     memory: list[Memory]
+    plan: str = ""
 
     @property
     def tokens_per_second(self) -> float:
@@ -87,6 +93,7 @@ class Arena:
         link: Between the two.
         plan: Of the strategy, where not that of a split.
         in_flight: Of the strategy.
+        trains: The name of the workload.
     """
 
     cores: tuple[int, int]
@@ -97,6 +104,7 @@ class Arena:
     link: Link = LOOPBACK
     plan: str | None = None
     in_flight: int | None = None
+    trains: str = SMALL
 
     @contextmanager
     def linked(self) -> Iterator[Arena]:
@@ -107,7 +115,7 @@ class Arena:
             with link(self.setting.rate) as made:
                 yield dataclasses.replace(self, link=made)
 
-    def alone(self, peer: str, core: int, num_layers: int = workload.NUM_LAYERS) -> Outcome:
+    def alone(self, peer: str, core: int, num_layers: int = NUM_LAYERS) -> Outcome:
         """Run a peer of one process: 0 the fast core, 1 the slowed one."""
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             job = self._job(peer, num_layers, folder, num_layers)
@@ -124,7 +132,7 @@ class Arena:
             job = self._job(peer, split, folder)
             if peer in HETERO:
                 return self._run_hetero(stack, job)
-            if peer in TORCH:
+            if peer in (*TORCH, DDP, UNEQUAL_DDP):
                 return self._run_torch(stack, job)
             return self._run_server(stack, job)
 
@@ -162,9 +170,7 @@ class Arena:
         pid, core = ready["ready"], self.cores[1]
         stack.enter_context(slowed(pid, self.setting.share, self.how, core))
 
-    def _job(
-        self, peer: str, split: int, folder: str, num_layers: int = workload.NUM_LAYERS
-    ) -> Job:
+    def _job(self, peer: str, split: int, folder: str, num_layers: int = NUM_LAYERS) -> Job:
         return Job(
             peer=peer,
             role="first",
@@ -178,6 +184,7 @@ class Arena:
             before_second=self._before(1),
             plan=self.plan if peer in PLANNED else None,
             in_flight=self.in_flight,
+            trains=self.trains,
         )
 
     def _start(self, stack: ExitStack, job: Job, end: int) -> _Process:
@@ -193,9 +200,10 @@ class Arena:
         """What the processes tell together."""
         together = {key: value for each in reversed(facts) for key, value in each.items()}
         memory = [Memory(each["peak_bytes"], each["baseline_bytes"]) for each in facts]
-        num_tokens = workload.tokens_per_step(self.micro_batches)
+        num_tokens = WORKLOADS[self.trains].tokens_per_step(self.micro_batches)
         seconds, losses = together["step_seconds"], together["losses"]
-        return Outcome(seconds, losses, num_tokens, together["split"], memory)
+        plan = together.get("plan", "")
+        return Outcome(seconds, losses, num_tokens, together["split"], memory, plan)
 
 
 class _Process:

@@ -14,9 +14,12 @@ MODULES = {
     "torch 1F1B": "torch_pipeline",
     "torch 1F1B, even split": "torch_pipeline",
     "torch GPipe": "torch_pipeline",
+    "torch DDP": "data_parallel",
+    "torch DDP, unequal": "data_parallel",
     "Ray server": "parameter_server",
     "hetero": "hetero",
     "hetero, cut layers": "hetero",
+    "hetero, replicas": "hetero",
     "hetero, coordinator first": "hetero",
     "hetero, 16-bit wire": "hetero",
 }

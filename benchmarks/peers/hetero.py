@@ -1,16 +1,15 @@
-"""HeteroPipelineStrategy: the last layers on the coordinator, or its first ones; one worker."""
+"""HeteroPipelineStrategy with one worker: a line of two stages, or replicas of one stage."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from benchmarks.peers import workload
-from benchmarks.peers.arena import CUT
+from benchmarks.peers.arena import CUT, REPLICAS, SHARED
 from benchmarks.peers.job import Job, Speaker
 from benchmarks.peers.one_device import TellAtEnd
-from benchmarks.training import Decoder, fit
+from benchmarks.training import fit
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.plan import WireDtype
+from lightning_hetero.plan import COORDINATOR, WireDtype
 
 WORKER = "worker"
 """What a plan file of this benchmark calls the worker, whose port is not known before."""
@@ -27,20 +26,37 @@ def run(job: Job) -> None:
         micro_batches=job.micro_batches,
         cut_layers=job.peer == CUT,
     )
-    module = Decoder(workload.config(job.num_layers))
     fit(
-        module,
-        workload.loader(job.num_steps, job.micro_batches),
+        job.workload.module(job.num_layers),
+        job.workload.loader(job.num_steps, job.micro_batches),
         strategy,
-        callbacks=[TellAtEnd(speaker, lambda: layers_here(strategy))],
+        callbacks=[TellAtEnd(speaker, lambda: split_of(carried_out(strategy)))],
     )
 
 
-def layers_here(strategy: HeteroPipelineStrategy) -> int:
-    """How many the coordinator holds."""
+def carried_out(strategy: HeteroPipelineStrategy) -> Plan:
+    """The plan that the run has."""
     assert strategy.deployment is not None
-    stages = strategy.deployment.plan.stages
-    return sum(len(stage.layer_indices) for stage in stages if stage.is_local)
+    return strategy.deployment.plan
+
+
+def split_of(plan: Plan) -> tuple[int, str]:
+    """How many layers (of replicas: micro-batches of a round) the coordinator has, and the stages
+    in words."""
+    shared = next((stage for stage in plan.stages if stage.is_hosted), None)
+    if shared is not None:
+        own = dict(zip(shared.workers, shared.present_shares, strict=True))[COORDINATOR]
+    else:
+        own = sum(len(stage.layer_indices) for stage in plan.stages if stage.is_local)
+    return own, " · ".join(map(in_words, plan.stages))
+
+
+def in_words(stage: StagePlan) -> str:
+    """Such as ``[0, 8) worker 9 + coordinator 7``."""
+    names = [COORDINATOR if name == COORDINATOR else WORKER for name in stage.workers]
+    shares = stage.present_shares if len(names) > 1 else [""]
+    holders = SHARED.join(f"{n} {s}".strip() for n, s in zip(names, shares, strict=True))
+    return f"[{stage.layers[0]}, {stage.layers[1]}) {holders}"
 
 
 def plan_for(job: Job) -> Plan | str:
@@ -49,11 +65,18 @@ def plan_for(job: Job) -> Plan | str:
         return job.plan
     if job.plan is not None:
         return with_worker(Plan.from_yaml(job.plan), job.worker)
-    narrow: WireDtype | None = "bfloat16" if job.peer == "hetero, 16-bit wire" else None
+    return Plan(stages_for(job), job.micro_batches, job.in_flight)
+
+
+def stages_for(job: Job) -> list[StagePlan]:
+    """The stages of the split."""
+    if job.peer == REPLICAS:
+        shares = [job.micro_batches - job.split, job.split]
+        return [StagePlan([job.worker, COORDINATOR], (0, job.num_layers), shares=shares)]
     if job.peer == "hetero, coordinator first":
-        local = StagePlan(["coordinator"], (0, job.split))
-        remote = StagePlan([job.worker], (job.split, job.num_layers))
-        return Plan([local, remote], job.micro_batches, job.in_flight)
+        local = StagePlan([COORDINATOR], (0, job.split))
+        return [local, StagePlan([job.worker], (job.split, job.num_layers))]
+    narrow: WireDtype | None = "bfloat16" if job.peer == "hetero, 16-bit wire" else None
     num_layers = job.num_layers * (2 if job.peer == CUT else 1)
     end = num_layers - job.split
     remote = StagePlan(
@@ -63,9 +86,8 @@ def plan_for(job: Job) -> Plan | str:
         gradient_dtype=narrow,
         embedding=True,
     )
-    local = StagePlan(["coordinator"], (end, num_layers))
-    stages = [remote, local] if job.split else [remote]
-    return Plan(stages, job.micro_batches, job.in_flight)
+    local = StagePlan([COORDINATOR], (end, num_layers))
+    return [remote, local] if job.split else [remote]
 
 
 def with_worker(plan: Plan, address: str) -> Plan:

@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from benchmarks.peers.workload import SMALL, WORKLOADS, Workload
 from benchmarks.processes import memory_bytes
 
 Role = Literal["first", "second"]
@@ -31,6 +32,7 @@ class Job:
         worker: Where the worker of the strategy listens.
         plan: The strategy's plan; None for one of the ``split``.
         in_flight: The strategy's bound on micro-batches in flight; None for its default.
+        trains: The name of the workload.
     """
 
     peer: str
@@ -46,6 +48,11 @@ class Job:
     worker: str = ""
     plan: str | None = None
     in_flight: int | None = None
+    trains: str = SMALL
+
+    @property
+    def workload(self) -> Workload:
+        return WORKLOADS[self.trains]
 
     @classmethod
     def read(cls, text: str) -> Job:

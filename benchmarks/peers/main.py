@@ -16,18 +16,31 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.peers import report, workload
-from benchmarks.peers.arena import CUT, EVEN, HETERO, PLANNED, TORCH, Arena, Outcome, Setting
+from benchmarks.peers import report
+from benchmarks.peers.arena import (
+    CUT,
+    DDP,
+    EVEN,
+    HETERO,
+    PLANNED,
+    REPLICAS,
+    TORCH,
+    UNEQUAL_DDP,
+    Arena,
+    Outcome,
+    Setting,
+)
 from benchmarks.peers.links import bits_per_second, missing
 from benchmarks.peers.one_device import WHOLE_BATCHES
 from benchmarks.peers.report import ONE_CORE, SLOWED_CORE, Measured
 from benchmarks.peers.splits import climb, largest_deviation
 from benchmarks.peers.throttle import best_way
+from benchmarks.peers.workload import NUM_LAYERS, SMALL, WORKLOADS
 from benchmarks.processes import machine, two_cores, wide_console
 
 SERVER = "Ray server"
-SHORT = workload.NUM_LAYERS // 2
-PEERS = [WHOLE_BATCHES, *TORCH, SERVER, *HETERO]
+SHORT = NUM_LAYERS // 2
+PEERS = [WHOLE_BATCHES, *TORCH, DDP, UNEQUAL_DDP, SERVER, *HETERO]
 
 TOLERANCE = 1e-4
 # Rounded boundaries are another computation; the losses only have to be nearly the same.
@@ -51,6 +64,7 @@ def main() -> None:
             options.micro_batches,
             plan=options.plan,
             in_flight=options.in_flight,
+            trains=options.trains,
         )
         with arena.linked() as linked:
             measured = measure(linked, options, console)
@@ -73,6 +87,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--links", nargs="*", default=["100mbit"], type=rate, help="such as 1gbit or 20mbit"
     )
+    parser.add_argument("--trains", choices=[*WORKLOADS], default=SMALL, help="model and weights")
     parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     parser.add_argument(
         "--split",
@@ -124,11 +139,13 @@ def one_split(text: str) -> tuple[str, int]:
 def ranges(micro_batches: int) -> dict[str, tuple[int, int]]:
     """The least and the most layers (micro-batches) of each peer's first process."""
     return {
-        **dict.fromkeys(TORCH, (0, workload.NUM_LAYERS)),
-        **dict.fromkeys(HETERO, (0, workload.NUM_LAYERS - 1)),
-        CUT: (0, 2 * workload.NUM_LAYERS - 1),
+        **dict.fromkeys(TORCH, (0, NUM_LAYERS)),
+        **dict.fromkeys(HETERO, (0, NUM_LAYERS - 1)),
+        CUT: (0, 2 * NUM_LAYERS - 1),
         SERVER: (0, micro_batches),
-        EVEN: (workload.NUM_LAYERS // 2, workload.NUM_LAYERS // 2),
+        EVEN: (NUM_LAYERS // 2, NUM_LAYERS // 2),
+        DDP: (micro_batches // 2, micro_batches // 2),
+        **dict.fromkeys((UNEQUAL_DDP, REPLICAS), (1, micro_batches - 1)),
     }
 
 
@@ -154,10 +171,10 @@ def settings(options: argparse.Namespace, console: Console) -> list[Setting]:
 
 def measure(arena: Arena, options: argparse.Namespace, console: Console) -> Measured:
     """All rounds on one setting."""
-    measured = Measured(arena.setting, (workload.NUM_LAYERS, SHORT))
+    measured = Measured(arena.setting, (NUM_LAYERS, SHORT))
     peers = []
     for peer in options.peers:
-        reason = why_not(peer, arena.setting)
+        reason = why_not(peer, arena)
         if reason is None:
             peers.append(peer)
         else:
@@ -177,11 +194,17 @@ def measure(arena: Arena, options: argparse.Namespace, console: Console) -> Meas
     return measured
 
 
-def why_not(peer: str, setting: Setting) -> str | None:
+def why_not(peer: str, arena: Arena) -> str | None:
     """Why the peer does not run; None if it does."""
+    if peer in TORCH and WORKLOADS[arena.trains].has_adapters:
+        return "its stages are cut from a model without adapters"
+    if peer == DDP and arena.micro_batches % 2:
+        return f"{arena.micro_batches} micro-batches are no two equal parts"
+    if peer in (UNEQUAL_DDP, REPLICAS) and arena.micro_batches < 2:
+        return "one micro-batch has no two parts"
     if peer == SERVER and importlib.util.find_spec("ray") is None:
         return "ray is not installed; it is in the extra 'bench'"
-    if peer == "hetero, 16-bit wire" and setting.rate is None:
+    if peer == "hetero, 16-bit wire" and arena.setting.rate is None:
         return "it is for slow links"
     return None
 

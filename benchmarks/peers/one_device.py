@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 
-from benchmarks.peers import workload
 from benchmarks.peers.job import Job, Speaker
 from benchmarks.training import Decoder, fit
 
@@ -16,14 +15,15 @@ WHOLE_BATCHES = "one core, whole batches"
 class TellAtEnd(pl.Callback):
     """Tells of the run when its last step is done, before weights are brought back."""
 
-    def __init__(self, speaker: Speaker, count_here: Callable[[], int]) -> None:
+    def __init__(self, speaker: Speaker, split_of: Callable[[], tuple[int, str]]) -> None:
         self._speaker = speaker
-        self._count_here = count_here
+        self._split_of = split_of
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, Decoder)
+        split, plan = self._split_of()
         self._speaker.done(
-            step_seconds=module.step_seconds, losses=module.losses, split=self._count_here()
+            step_seconds=module.step_seconds, losses=module.losses, split=split, plan=plan
         )
 
 
@@ -33,8 +33,8 @@ def run(job: Job) -> None:
     speaker.ready()
     accumulate = 1 if job.peer == WHOLE_BATCHES else job.micro_batches
     fit(
-        Decoder(workload.config(job.num_layers)),
-        workload.loader(job.num_steps, job.micro_batches, accumulate),
+        job.workload.module(job.num_layers),
+        job.workload.loader(job.num_steps, job.micro_batches, accumulate),
         accumulate=accumulate,
-        callbacks=[TellAtEnd(speaker, lambda: job.num_layers)],
+        callbacks=[TellAtEnd(speaker, lambda: (job.num_layers, ""))],
     )

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from benchmarks.peers import workload
 from benchmarks.peers.job import Job, Speaker
+from benchmarks.peers.workload import Workload
 from benchmarks.processes import be_quiet, memory_bytes
-from benchmarks.training import adamw, build
+from benchmarks.training import adamw
 
 PORT = 6399
 OBJECT_STORE_BYTES = 500 * 2**20
@@ -39,10 +39,11 @@ Array = numpy.ndarray[Any, numpy.dtype[numpy.float32]]
 class GradientWorker:
     """Holds the whole model, takes weights, gives gradients."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, workload: Workload, num_layers: int) -> None:
         be_quiet()
         self._baseline_bytes = memory_bytes("self", "VmRSS")
-        self._model = build(workload.config(num_layers))
+        self._model = workload.model(num_layers)
+        self._trained = [p for p in self._model.parameters() if p.requires_grad]
 
     def pid(self) -> int:
         """The process to be slowed."""
@@ -50,14 +51,14 @@ class GradientWorker:
 
     def gradient(self, weights: Array, pieces: Sequence[Tensor]) -> tuple[Array, float]:
         """The sums of the micro-batches' gradients and losses."""
-        vector_to_parameters(torch.tensor(weights), self._model.parameters())
+        vector_to_parameters(torch.tensor(weights), self._trained)
         self._model.zero_grad()
         total = 0.0
         for tokens in pieces:
             loss = self._model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             total += float(loss)
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._trained if p.grad is not None]
         return parameters_to_vector(gradients).numpy(), total
 
     def memory(self) -> dict[str, int]:
@@ -71,7 +72,9 @@ def run(job: Job) -> None:
     with tempfile.TemporaryDirectory(prefix="ray-") as folder, nodes(job, folder):
         speaker = Speaker()
         workers = [
-            GradientWorker.options(num_cpus=0, resources={side: 1}).remote(job.num_layers)
+            GradientWorker.options(num_cpus=0, resources={side: 1}).remote(
+                job.workload, job.num_layers
+            )
             for side in ("first", "second")
         ]
         speaker.ready(ray.get(workers[1].pid.remote()))
@@ -85,12 +88,13 @@ def run(job: Job) -> None:
 
 def train(job: Job, workers: Sequence[Any]) -> tuple[list[float], list[float]]:
     """When each step ended, and the losses."""
-    parameters = list(build(workload.config(job.num_layers)).parameters())
+    model = job.workload.model(job.num_layers)
+    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(parameters)
     marks: list[float] = []
     losses: list[float] = []
-    for tokens in workload.batches(job.num_steps, job.micro_batches):
-        pieces = tokens.split(workload.MICROBATCH_SIZE)
+    for tokens in job.workload.batches(job.num_steps, job.micro_batches):
+        pieces = tokens.split(job.workload.microbatch_size)
         shares = [pieces[: job.split], pieces[job.split :]]
         weights = ray.put(parameters_to_vector(parameters).detach().numpy())
         # The far worker is asked first: it has the longer way.

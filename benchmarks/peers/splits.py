@@ -50,6 +50,21 @@ class Costs:
         split = self.balanced_split(speed)
         return self.total_seconds / self.busiest_seconds(split, speed)
 
+    def replicas_bound(self, own: int, count: int, speed: float) -> float:
+        """How many times one fast core two replicas of all layers are, with nothing lost.
+
+        The fast core has the head and the loss of all micro-batches, and the layers for ``own`` of
+        the ``count`` micro-batches; the other one has the layers for the rest.
+        """
+        of_all = self.num_layers * self.layer_seconds
+        here = self.rest_seconds + of_all * own / count
+        return self.total_seconds / max(here, of_all * (count - own) / count / speed)
+
+    def balanced_share(self, count: int, speed: float) -> int:
+        """The micro-batches of the fast core with which replicas are fastest."""
+        shares = range(1, max(2, count))
+        return max(shares, key=lambda own: self.replicas_bound(own, count, speed))
+
 
 def climb(start: int, lowest: int, highest: int, speed_of: Callable[[int], float]) -> int:
     """The fastest split, looked for from ``start`` until both neighbours are slower; each is

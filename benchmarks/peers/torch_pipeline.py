@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from transformers import LlamaForCausalLM
 
-from benchmarks.peers import workload
 from benchmarks.peers.job import Job, Speaker
 from benchmarks.training import adamw, build
 
@@ -58,7 +57,8 @@ def run(job: Job) -> None:
     meeting_point = f"file://{job.folder}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
     layers = range(job.split) if rank == 0 else range(job.split, job.num_layers)
-    part = Part(build(workload.config(job.num_layers)), layers, is_first=rank == 0)
+    model = build(job.workload.config(job.num_layers))
+    part = Part(model, layers, is_first=rank == 0)
     marks, losses = train(part, job, rank)
     seconds = [end - start for start, end in itertools.pairwise(marks)]
     facts = {"step_seconds": seconds} if rank == 0 else {"losses": losses}
@@ -73,7 +73,7 @@ def train(part: Part, job: Job, rank: int) -> tuple[list[float], list[float]]:
     optimizer = adamw(list(part.parameters()))
     marks: list[float] = []
     losses: list[float] = []
-    for tokens in workload.batches(job.num_steps, job.micro_batches):
+    for tokens in job.workload.batches(job.num_steps, job.micro_batches):
         of_pieces: list[Tensor] = []
         if rank == 0:
             schedule.step(tokens)

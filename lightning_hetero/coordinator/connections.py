@@ -43,6 +43,8 @@ Wanted = TypeVar("Wanted", bound=m.Message)
 # Takes a message that answers no request.
 Aside = Callable[[Member, Any], None]
 
+TakeSums = Callable[[Member, m.ReplicaTensors, Sequence[Tensor]], None]
+
 # How often a wait looks whether this process is to end.
 _LOOK_AROUND_SECONDS = 1.0
 
@@ -71,6 +73,7 @@ class Connections:
         in_flight: The most micro-batches in flight in the present step.
         asides: Takes messages that answer no request, by their kind.
         num_exchanges: The exchanges of replicas that were asked for.
+        take_sums: Takes the sums of gradients that a worker sends to this process.
         has_torn_step: Whether a worker has failed inside an optimizer step.
         is_ending: Tells whether SIGTERM has asked this process to end.
 
@@ -98,6 +101,7 @@ class Connections:
             m.NeighborUnreachable: self._on_neighbor_unreachable,
         }
         self.num_exchanges = 0
+        self.take_sums: TakeSums = _refuse_sums
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
@@ -288,6 +292,10 @@ class Connections:
         take_aside = self.asides.get(type(message))
         if take_aside is not None:
             take_aside(worker, message)
+            return None
+        if isinstance(message, m.ReplicaTensors):
+            with self.blaming(worker):
+                self.take_sums(worker, message, content.tensors)
             return None
         if isinstance(message, m.Failure):
             raise self._stage_failed(worker, message)
@@ -508,6 +516,10 @@ class Connections:
     @property
     def _when(self) -> str:
         return f"in step {self.step}" if self.step else "before the first step"
+
+
+def _refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:
+    raise RemoteProtocolError(f"It said {message}, and this process is no replica.")
 
 
 def _copy_of(error: WorkerError) -> WorkerError:

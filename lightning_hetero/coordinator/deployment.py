@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from itertools import chain
 from typing import NoReturn
@@ -40,13 +40,8 @@ from ..pipeline.placement import Placement
 from ..pipeline.transfers import coming_home
 from ..plan import Plan, StagePlan
 from ..protocol.tensors import DTYPES
-from .layers import (
-    PlainAttributes,
-    RemoteLayers,
-    RemoteStage,
-    changed_since_recipe,
-    remote_stages,
-)
+from .holdings import RemoteStage, remote_stages
+from .layers import PlainAttributes, RemoteLayers, changed_since_recipe
 from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
 from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
@@ -229,32 +224,20 @@ class Deployment:
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._names = {number: layer.name for number, layer in away.items()}
         self._away = {number: layer.module for number, layer in away.items()}
-        placement = Placement.of(plan)
-        hosted = {} if placement.hosted is None else self._modules(placement.hosted.layers)
-        self._empty = {n: layer for n, layer in self._away.items() if n not in hosted}
-        weights = weights_in_checkpoint(root)
-        changed, are_there = ((), ()) if before is None else before._changed_and_away
-        check_weights_can_be_sent(
-            {n: layer for n, layer in self._away.items() if n not in are_there}, weights
-        )
-        self.tensors = TensorsAway(self._empty, coordinator.layers, weights, changed, hosted)
-        rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
-        names_of = {tensor: name for name, tensor in named_tensors(self._away)}
-        self.trained = TrainedParameters(coordinator.training, names_of, rounded)
+        numbers = {n for stage in plan.stages if stage.is_hosted for n in stage.layer_indices}
+        hosted = {number: layer for number, layer in self._away.items() if number in numbers}
+        self._look_at_tensors(hosted, before)
         recorder = coordinator.telemetry.recorder
         self.hand_overs = HandOvers(
             coordinator.stages, recorder, self._away, plan, batches, self._follow
         )
         self._hollow = HollowLayers(
-            away,
-            self._exchange,
-            self.tensors,
-            self._pass_by,
-            hosted,
-            lambda: self._attributes.follow(),
+            away, self._exchange, self.tensors, self._pass_by, hosted, self._follow_attributes
         )
         self._hollow.check()  # before any weight travels
-        check_can_be_compiled(layers, plan, coordinator.connections.equipment)
+        connections = coordinator.connections
+        check_can_be_compiled(layers, plan, connections.equipment)
+        weights = weights_in_checkpoint(root)
         remote = remote_stages(root, stages, plan, weights, self.weights_dtype_of)
         differing = changed_since_recipe(remote, away)
         if before is None:
@@ -264,14 +247,25 @@ class Deployment:
             before._hollow.fill(home)
         self.hosted = None
         if hosted:
-            copies = coordinator.stages.copies
+            copies, on_workers = coordinator.stages.copies, coordinator.layers
             self.hosted = HostedReplicas(
-                placement, hosted, coordinator.layers, self._hollow, copies
+                Placement.of(plan), hosted, on_workers, self._hollow, copies
             )
         self._hooks = self._hollow_out()
-        self._attributes = PlainAttributes(
-            away, coordinator.connections, coordinator.layers, differing
-        )
+        self._attributes = PlainAttributes(away, connections, coordinator.layers, differing)
+
+    def _look_at_tensors(self, hosted: Collection[int], before: Deployment | None) -> None:
+        """Find out which tensors are on workers, here and there, or trained."""
+        weights = weights_in_checkpoint(self._root)
+        changed, are_there = ((), ()) if before is None else before._changed_and_away
+        leaving = {n: layer for n, layer in self._away.items() if n not in are_there}
+        check_weights_can_be_sent(leaving, weights)
+        empty = {n: layer for n, layer in self._away.items() if n not in hosted}
+        remote, training = self.coordinator.layers, self.coordinator.training
+        self.tensors = TensorsAway(empty, remote, weights, changed, hosted)
+        rounded = [s for s in self.plan.remote_stages if self.weights_dtype_of(s) is not None]
+        names_of = {tensor: name for name, tensor in named_tensors(self._away)}
+        self.trained = TrainedParameters(training, names_of, rounded)
 
     def _send(self, stages: Sequence[RemoteStage], seed: int) -> None:
         """Give the stages to their workers."""
@@ -379,9 +373,6 @@ class Deployment:
             self._hollow.hollow()
             self._adjusted += prepare_own(self._root, self.layers, self.plan, self.draws)
             return hooks.pop_all()
-
-    def _modules(self, numbers: Iterable[int]) -> dict[int, nn.Module]:
-        return {number: self._away[number] for number in numbers}
 
     @property
     def modules_away(self) -> list[nn.Module]:
@@ -603,6 +594,10 @@ class Deployment:
         """Seed the code behind a hollow layer as behind one that stays here."""
         if is_seeded(self._away[number]):
             self.draws.pass_by(number)
+
+    def _follow_attributes(self) -> None:
+        """Bring the workers' attributes up to date before layers run here that they have too."""
+        self._attributes.follow()
 
     def _follow(self, has_backward: bool) -> None:
         """Bring the stages up to date before hidden states leave."""

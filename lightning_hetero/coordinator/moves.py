@@ -21,7 +21,8 @@ from ..model.tensors import stored_in_four_bits
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from .answers import held_tensors
-from .layers import Holdings, RemoteLayers, RemoteStage, owners_of
+from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
+from .layers import RemoteLayers
 from .loads import Load, PassedOn, send_all
 from .member import Member
 
@@ -168,7 +169,7 @@ def _holdings(
 ) -> Holdings:
     """What the workers hold when all tensors of a plan have come."""
     named = {member.name: member for member in members}
-    numbered = dict(enumerate(stages, start=1))
+    numbered = numbered_stages(stages, placement, named)
     tensors, owner_of = {}, {}
     for number, stage in numbered.items():
         held = held_tensors(stage.layers, stage.tensor_dtypes)

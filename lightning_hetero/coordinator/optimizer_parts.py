@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ModelError, RemoteProtocolError
+from ..errors import ModelError, RemoteProtocolError, WorkerError
 from ..model.override import stand_in
 from ..pipeline.optimizer import (
     AveragingAction,
@@ -38,7 +38,7 @@ from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
 from .answers import check_norms, check_optimizer_state
 from .connections import Connections
-from .layers import RemoteLayers
+from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
 
 
@@ -48,11 +48,13 @@ class Steps(Protocol):
     Attributes:
         norms_due: For each worker that has got gradients from here, the parameters that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
+        sums_due: The exchange whose sums workers send to this process; 0 for none.
         on_last_backward: Called when all gradients before an optimizer's step have been sent.
     """
 
     norms_due: dict[Member, set[str]]
     has_new_gradients: bool
+    sums_due: int
     on_last_backward: Callable[[], None]
 
     def present_step(self) -> int:
@@ -93,10 +95,11 @@ class OptimizerParts:
         self._stages = stages
         self._recorder = recorder
         self._is_applying = False
+        self._num_steps = 0
         self._stepping = ExitStack()
         # The class name of each optimizer, and the names of its parameters.
         self._optimized: dict[int, tuple[str, set[str]]] = {}
-        stages.on_last_backward = self._reduce
+        stages.on_last_backward = self.reduce
 
     def build(
         self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
@@ -128,7 +131,7 @@ class OptimizerParts:
         self._is_applying = True
         packer = Packer()
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
-        self._reduce()
+        self.reduce()
         step, number = self._stages.present_step(), self._next_exchange()
         make = partial(m.ApplyOptimizer, step, optimizer, values, number)
         self._broadcast(make, *packer.tensors)
@@ -136,9 +139,34 @@ class OptimizerParts:
         self._stepping.enter_context(self._recorder.span("optimizer", message=APPLY))
 
     def note_applied(self) -> None:
-        """Note that the optimizer has stepped here too."""
+        """Note that the optimizer has stepped here too.
+
+        Raises:
+            WorkerError: If replicas have unlike weights; that is looked at after each hundredth
+                step.
+        """
         self._is_applying = False
         self._stepping.close()
+        self._num_steps += 1
+        if self._num_steps % STEPS_BETWEEN_COMPARISONS == 0:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """Compare what trains on workers that hold the same stage."""
+        holdings = self.layers.holdings
+        for stage in holdings.placement.stages:
+            if stage.is_hosted or len(stage.processes) < 2:
+                continue
+            held = holdings.of_stage(stage.number).items()
+            names = [name for name, each in held if each.is_trained]
+            answers = self.layers.fingerprints_of(holdings.holders(stage.number), names)()
+            for name, *found in zip(names, *(own for _, own in answers), strict=True):
+                if len({*found}) > 1:
+                    usual = max(found, key=found.count)
+                    wrong = [w for (w, _), its in zip(answers, found, strict=True) if its != usual]
+                    # Of two replicas nobody knows which is right.
+                    wrong = wrong if len(found) > 2 else [worker for worker, _ in answers]
+                    raise unlike_replicas(wrong, name)
 
     @property
     def is_between_steps(self) -> bool:
@@ -206,13 +234,14 @@ class OptimizerParts:
     def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Bring gradients of remote parameters here, as new CPU tensors; a parameter without a
         gradient is left out."""
-        self._reduce()
+        self.reduce()
         return self.layers.fetch_gradients(names)
 
-    def _reduce(self) -> None:
+    def reduce(self) -> None:
         """Let replicas add up their gradients when what was sent has run; does not wait for it."""
-        if self._stages.has_new_gradients and self.layers.holdings.placement.exchanges:
-            number, stamp = self._next_exchange(), self._stages.stamp_of_all
+        if self._stages.has_new_gradients and self.layers.holdings.placement.has_replicas:
+            self._stages.sums_due = self._next_exchange()
+            number, stamp = self._stages.sums_due, self._stages.stamp_of_all
             self._connections.broadcast(lambda worker: m.ReduceGradients(number, **stamp(worker)))
         self._stages.has_new_gradients = False
 
@@ -254,7 +283,7 @@ class OptimizerParts:
 
         Before you call it you may only look at gradients here.
         """
-        self._reduce()
+        self.reduce()
         workers = self._connections.workers
         step = self._stages.present_step()
         self._broadcast(partial(m.MeasureNorms, step, optimizer))
@@ -285,9 +314,18 @@ class OptimizerParts:
 
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
         """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
-        self._reduce()
+        self.reduce()
         step = self._stages.present_step()
         self._broadcast(partial(m.ClipGradients, step, optimizer, clipping.factor, clipping.value))
+
+
+def unlike_replicas(workers: Sequence[Member], name: str) -> WorkerError:
+    """The error for replicas whose weights are not equal."""
+    return WorkerError(
+        f"The tensor {name} is not equal on the replicas of its stage: "
+        f"{' or '.join(map(str, workers))} computes or stores wrongly. Run `lightning-hetero "
+        "verify`, and continue from a checkpoint."
+    )
 
 
 class RemoteOptimizer:

@@ -6,13 +6,14 @@ For some micro-batches its layers run here, for the others on the workers:
               micro-batches here ─▶ sums here ─┴▶ .grad ─▶ the optimizer steps here ─▶ weights to a
 
 The weights here are ordinary ones to Lightning: clipping, scaling, the optimizer and checkpoints
-see them. Gradients are fetched before Lightning looks at them, and added in the plan's order of the
-processes. Before the next hidden states leave, the workers get what has changed.
+see them. Workers send their sums of gradients when their last backward has run; they are added in
+the plan's order of the processes before Lightning looks at them. Before the next hidden states
+leave, the workers get what has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import reduce
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..devices.copies import Copies
-from ..errors import ModelError, WorkerError
+from ..errors import ModelError, RemoteProtocolError, WorkerError
 from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers
 from ..model.tensors import Content, locate, named_tensors
@@ -31,11 +32,8 @@ from ..plan import COORDINATOR
 from ..protocol import messages as m
 from ..protocol.tensors import fingerprint_of
 from ..transport.channel import send_copied
-from .layers import RemoteLayers
+from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
-
-STEPS_BETWEEN_COMPARISONS = 100
-"""After so many optimizer steps the weights of workers are compared with those here."""
 
 
 class HostedReplicas:
@@ -67,6 +65,7 @@ class HostedReplicas:
         self._remote = remote
         self._hollow = hollow
         self._copies = copies
+        self._sums = _WorkerSums(remote)
         self._held = _held_tensors(layers)
         found = self._present()
         self.names_of: Mapping[Tensor, str] = {
@@ -136,6 +135,9 @@ class HostedReplicas:
 
         Args:
             is_trial: Whether the hidden states belong to a trial within a step.
+
+        Raises:
+            ModelError: If another parameter was put in the place of one of the layers.
         """
         is_in_turn = is_trial or current_turn() is not None
         if self._was_in_turn not in (None, is_in_turn):
@@ -146,10 +148,20 @@ class HostedReplicas:
         found = self._states()
         changed = self._stale | {name for name, state in found.items() if state != self._sent[name]}
         if changed:
+            self._check_parameters()
             self._remote.connections.check_usable()
             self._send(changed)
             self._sent = found
             self._stale.clear()
+
+    def _check_parameters(self) -> None:
+        for name, tensor in self._present():
+            if isinstance(tensor, nn.Parameter) and tensor not in self.names_of:
+                raise ModelError(
+                    f"The parameter {name} of a layer was replaced by another one during the run, "
+                    "and the gradients that workers have for it would be lost. Set its content "
+                    "with `load_state_dict()`, or let one process alone have the layer."
+                )
 
     def _send(self, names: Collection[str]) -> None:
         for name, (owner, leaf) in self._held.items():
@@ -209,21 +221,19 @@ class HostedReplicas:
             self._num_steps = 0
             self.compare()
 
-    def add_gradients(self, trained: Container[Tensor]) -> None:
+    def add_gradients(self, number: int) -> None:
         """Add the workers' sums of gradients to those here, in the plan's order of the processes.
 
         Args:
-            trained: The parameters that may have gradients.
+            number: The exchange for which the workers were asked.
         """
-        named = {name: p for p, name in self.names_of.items() if p in trained}
-        sums: dict[str, dict[str, Tensor]] = {name: {} for name in self.processes}
+        named = {name: parameter for parameter, name in self.names_of.items()}
+        sums = self._sums.of(number, self.workers)
         sums[COORDINATOR] = {n: p.grad for n, p in named.items() if p.grad is not None}
-        asked = [(worker, [*named]) for worker in self.workers]
-        for worker, name, gradient in self._remote.gradients_of(asked):
-            sums[worker.name][name] = gradient.to(named[name].device)
         for name, parameter in named.items():
             found = [sums[process][name] for process in self.processes if name in sums[process]]
-            parameter.grad = reduce(Tensor.add_, found) if found else None
+            on_device = [gradient.to(parameter.device) for gradient in found]
+            parameter.grad = reduce(Tensor.add_, on_device) if found else None
 
     def _present(self) -> Iterator[tuple[str, Tensor]]:
         for name, (owner, leaf) in self._held.items():
@@ -232,6 +242,55 @@ class HostedReplicas:
     def _states(self) -> dict[str, tuple[int, int, int]]:
         """What tells that a tensor has changed: the object, its memory and its version."""
         return {name: (id(t), t.data_ptr(), t._version) for name, t in self._present()}
+
+
+class _WorkerSums:
+    """The sums of gradients that workers send to this process.
+
+    Args:
+        remote: Knows the form of each tensor.
+    """
+
+    def __init__(self, remote: RemoteLayers) -> None:
+        self._remote = remote
+        # By exchange and worker, and those that are whole.
+        self._parts: dict[tuple[int, Member], dict[str, Tensor]] = {}
+        self._whole: set[tuple[int, Member]] = set()
+        remote.connections.take_sums = self._take
+
+    def of(self, number: int, workers: Sequence[Member]) -> dict[str, dict[str, Tensor]]:
+        """Wait for the sums of an exchange; returns them by worker and parameter."""
+        connections = self._remote.connections
+        connections.check_usable()
+        while not all((number, worker) in self._whole for worker in workers):
+            # What else comes is left over from an earlier step.
+            connections.hear(connections.deadlines.progress_seconds)
+        found = {worker.name: self._parts[number, worker] for worker in workers}
+        self._whole.clear()
+        self._parts = {part: each for part, each in self._parts.items() if part[0] > number}
+        return found
+
+    def _take(self, worker: Member, message: m.ReplicaTensors, tensors: Sequence[Tensor]) -> None:
+        """Take what a worker has sent.
+
+        Raises:
+            RemoteProtocolError: If it is nothing that the worker may send.
+        """
+        held = self._remote.holdings.tensors
+        part = message.round, worker
+        is_due = message.round <= self._remote.connections.num_exchanges + 1
+        if message.content != "sums" or not is_due or part in self._whole:
+            raise RemoteProtocolError(f"It sent {message.content} of exchange {message.round}.")
+        if len(message.names) != len(tensors):
+            raise RemoteProtocolError(f"It sent {len(tensors)} tensors for {message}.")
+        found = self._parts.setdefault(part, {})
+        for name, tensor in zip(message.names, tensors, strict=True):
+            if name not in held or worker not in self._remote.holdings.holders_of[name]:
+                raise RemoteProtocolError(f"It sent a gradient of {name!r}, which it has not.")
+            held[name].check(name, tensor)
+            found[name] = tensor
+        if message.is_last:
+            self._whole.add(part)
 
 
 def _held_tensors(layers: Mapping[int, nn.Module]) -> dict[str, tuple[nn.Module, str]]:

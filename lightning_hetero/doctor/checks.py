@@ -22,7 +22,7 @@ from ..planner.solver import solve
 from ..protocol import messages as m
 from ..transport.address import Address
 from ..transport.handshake import Party, differences, obstacles
-from ..units import in_bytes, in_percent
+from ..units import in_bytes, in_percent, in_seconds
 
 Check = Literal[
     "name",
@@ -311,6 +311,10 @@ def against_plan(wanted: Wanted, worker: str, measured: Sequence[Link]) -> Findi
         f"a step sends {there} there and {back} back; a micro-batch occupies the link for "
         f"{in_percent(share)} of the slowest stage's time"
     )
+    if any(seat.part is not None for seat in candidate.seats_of(worker)):
+        figures["exchange_seconds"] = candidate.exchange_seconds
+        exchange = in_seconds(candidate.exchange_seconds)
+        text += f"; behind the last backward replicas exchange gradients for {exchange}"
     if share <= 1:
         return Finding("plan", "passed", text, "", figures)
     remedy = (

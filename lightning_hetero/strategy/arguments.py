@@ -63,6 +63,8 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
 
 
+NAMED_PLANS = ("auto", "even", "replicated")
+
 # By argument: whether a value is valid, and the valid values.
 _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "workers": (
@@ -71,7 +73,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "plan": (
         lambda value: _is_plan(value),
-        '"auto", "even", the path of a YAML file that exists, or a Plan',
+        '"auto", "even", "replicated", the path of a YAML file that exists, or a Plan',
     ),
     "layers": (
         lambda value: (
@@ -109,7 +111,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 # By argument: the texts that a misspelt one may have been.
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "workers": ("auto",),
-    "plan": ("auto", "even"),
+    "plan": NAMED_PLANS,
     "micro_batching": ("step", "boundary"),
     "loss_weighting": ("samples", "labels", "sum", "auto"),
     "check_first_batch": ("stop", "warn", "off"),
@@ -136,7 +138,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 def _is_plan(value: Any) -> bool:
     """Whether a value is a plan, names one, or may be the path of a file that comes later."""
-    if not isinstance(value, str) or value in ("auto", "even"):
+    if not isinstance(value, str) or value in NAMED_PLANS:
         return isinstance(value, (str, PathLike, Plan))
     path = Path(value)
     return bool(path.suffix or path.parent.name) or path.exists()
@@ -156,7 +158,7 @@ def _meant(name: str, value: Any) -> str:
 def _check_some_worker(workers: Any, plan: Any) -> None:
     """Refuse an empty list of workers, unless the plan needs none."""
     # The content of a plan file is known later.
-    needs_some = plan.remote_stages if isinstance(plan, Plan) else plan in ("auto", "even")
+    needs_some = plan.remote_stages if isinstance(plan, Plan) else plan in NAMED_PLANS
     if isinstance(workers, (list, tuple)) and not workers and needs_some:
         raise MisconfigurationException(
             "`workers` is an empty list, so nothing would be on a worker; it must name at least "

@@ -2,6 +2,7 @@
 
 given, "even", read from a file ──────────────────────────────▶ plan ─▶ deploy
 "auto":  connect ─▶ profile = measure(…) ─▶ solve(profile) ───▶ plan ─▶ deploy
+"replicated":  likewise, and solve_replicated(profile)
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from ..errors import PlanError
 from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..plan import Plan, StagePlan
-from ..planner.feasibility import as_measured, check_plan
+from ..planner.feasibility import as_measured, check_plan, with_shares
 from ..planner.profile import Profile
-from ..planner.solver import Solution, Wishes, even_plan, solve
+from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
 from ..planner.verdict import judge, render
 from ..profiler.dry_run import NoSample
 from ..profiler.kept import Measured
@@ -55,7 +56,7 @@ class PlanChoice:
     """Chooses the plan of each run of a strategy.
 
     Args:
-        plan: ``"auto"``, ``"even"``, a path or a Plan.
+        plan: ``"auto"``, ``"even"``, ``"replicated"``, a path or a Plan.
         micro_batches: Pieces of a batch; None takes the plan's number.
 
     Attributes:
@@ -79,7 +80,8 @@ class PlanChoice:
         if trainer.state.fn != TrainerFn.FITTING:
             return None
         chosen = chosen_profiling(trainer)
-        return ProfilingOptions() if chosen is None and self.plan == "auto" else chosen
+        needs_profile = self.plan in ("auto", "replicated")
+        return ProfilingOptions() if chosen is None and needs_profile else chosen
 
     def given(self, num_layers: int, workers: Sequence[str]) -> Plan | None:
         """The user's own plan; None under ``"auto"``.
@@ -90,8 +92,9 @@ class PlanChoice:
         plan = self.plan
         if plan == "auto":
             return None
-        if plan == "even":
-            plan = even_plan(num_layers, workers)
+        if plan in ("even", "replicated"):
+            make = even_plan if plan == "even" else replicated_plan
+            plan = make(num_layers, workers)
         elif not isinstance(plan, Plan):
             plan = Plan.from_yaml(plan)
         plan = self._with_micro_batches(plan)
@@ -114,12 +117,13 @@ class PlanChoice:
         return self._with_micro_batches(even_plan(num_layers, workers))
 
     def solve(self, profile: Profile, workers: Sequence[str]) -> Plan:
-        """The fastest plan by a profile.
+        """The fastest plan by a profile; under ``"replicated"`` the fastest of such plans.
 
         Raises:
-            PlanError: If the model fits on no devices.
+            PlanError: If the model fits on no devices, or not on each.
         """
-        solution = solve(profile, Wishes(micro_batches=self._micro_batches))
+        find = solve_replicated if self.plan == "replicated" else solve
+        solution = find(profile, Wishes(micro_batches=self._micro_batches))
         _print_verdict(solution)
         self._solved[len(profile.model.layers), tuple(workers)] = solution.plan
         return solution.plan
@@ -296,9 +300,12 @@ class Site:
             except NoSample as reason:
                 plan = given or choice.even(len(layers), workers, str(reason))
             else:
-                plan = given or choice.solve(choice.measured.profile, workers)
-                if given is not None:
-                    _warn_of_faults(plan, choice.measured.profile)
+                profile = choice.measured.profile
+                if given is None or choice.plan == "replicated":
+                    plan = choice.solve(profile, workers)
+                else:
+                    _warn_of_faults(given, profile)
+                    plan = _shared_by_speed(given, profile)
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
             rank_zero_info("no worker would make it faster, so the model runs here alone")
@@ -370,6 +377,16 @@ def _holders_as_text(stage: StagePlan) -> str:
 def _all_on_one(workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:
     """A plan whose worker holds all layers, and so imports everything that any worker may need."""
     return Plan([StagePlan(list(workers[:1]), (0, len(layers)))])
+
+
+def _shared_by_speed(plan: Plan, profile: Profile) -> Plan:
+    """The plan with shares by measured speed for replicas without any; equal ones if the profile
+    does not fit."""
+    try:
+        found = with_shares(as_measured(plan, profile), profile)
+    except PlanError:
+        return plan  # `_warn_of_faults` has said why
+    return dataclasses.replace(found, micro_batches=plan.micro_batches)
 
 
 def _warn_of_faults(plan: Plan, profile: Profile) -> None:

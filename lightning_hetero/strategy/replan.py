@@ -200,7 +200,9 @@ class Watch:
         if measured is not None and measured.path is not None and expected is not None:
             self._promised = measured, expected
         self._watcher = Watcher(expected)
-        self._workers = deployment.plan.workers
+        # Of a step's micro-batches, the part that each worker runs; spares run none.
+        parts = parts_of_workers(deployment.plan)
+        self._parts = {name: part for name, part in parts.items() if part > 0}
         # Layers behind the workers run in one action with the head and the loss.
         self._has_first_layers = not deployment.plan.starts_on_worker
         # The reports so far for steps that are not complete.
@@ -248,7 +250,7 @@ class Watch:
     def bottleneck(self) -> str:
         """The stages of the slowest process of the latest steps; empty while it is not known."""
         slowest = self._watcher.slowest()
-        if slowest in self._workers:
+        if slowest in self._parts:
             stages = Placement.of(self._deployment.plan).stages_of(slowest)
             return f"stage {' and '.join(map(str, stages))}"
         return slowest or ""
@@ -258,8 +260,9 @@ class Watch:
         for name, said in self._deployment.coordinator.stages.take_timings():
             if said.num_microbatches > 0:
                 seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches
-                self._note(said.step, name, StageSeconds(seconds))
-        wanted = len(self._workers) + (self._recorder is not None)
+                # As if it had run them all: that tells which process limits the step.
+                self._note(said.step, name, StageSeconds(seconds * self._parts.get(name, 1.0)))
+        wanted = len(self._parts) + (self._recorder is not None)
         complete = [step for step, told in sorted(self._steps.items()) if len(told) == wanted]
         drifts = [self._watcher.note(self._steps.pop(step)) for step in complete]
         for step in sorted(self._steps)[:-_MOST_OPEN]:
@@ -304,6 +307,16 @@ class Watch:
         if self._moves:
             return f"Moving layers should save {saved}."
         return f"With `replan=True`, moving layers would save {saved}."
+
+
+def parts_of_workers(plan: Plan) -> dict[str, float]:
+    """The part of a step's micro-batches that each worker runs in its first stage."""
+    placement, count = Placement.of(plan), plan.micro_batches
+    first = {name: placement.stages_of(name)[0] for name in plan.workers}
+    return {
+        name: sum(placement.process(stage, k) == name for k in range(count)) / count
+        for name, stage in first.items()
+    }
 
 
 def _consequence(measured: Measured, found: Misjudged) -> str:

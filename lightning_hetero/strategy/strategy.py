@@ -52,9 +52,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             that announce themselves on the local network with the same token.
         plan: Who holds which layers. ``"auto"`` measures the devices, or reads an earlier
             measurement, and takes the plan with the shortest predicted step. ``"even"`` gives every
-            worker the same number of layers. A path reads a YAML file; a `Plan` is taken as it is.
-            Plans call local workers ``local-1``, ``local-2``, …, and others by their
-            ``"host:port"``.
+            worker the same number of layers. ``"replicated"`` gives every process all layers, the
+            coordinator included, and micro-batches by measured speed. A path reads a YAML file; a
+            `Plan` is taken as it is. Plans call local workers ``local-1``, ``local-2``, …, and
+            others by their ``"host:port"``.
         layers: Where the LightningModule has its decoder layers: the dotted path of a ModuleList or
             of one layer, a list of paths, or a callable from the module to the layers. None finds
             them in a Hugging Face model. A model without decoder layers runs on this process alone.
@@ -340,7 +341,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         is_inside_window = isinstance(run, TrainingRun) and run.is_inside_window
         check_move(self._module(), self.deployment, plan, is_inside_window)
         if isinstance(run, TrainingRun) and run.deployment.plan.differs_in_shares_only(plan):
-            run.deployment.share(plan)
+            run.share(plan)
             leave_pictures(self._module().trainer, run.deployment, run.profile)
         elif isinstance(run, TrainingRun):
             trainer = self._module().trainer

@@ -261,6 +261,11 @@ class TrainingRun(Run):
         for optimizer in optimizers:
             settle(optimizer)
 
+    def share(self, plan: Plan) -> None:
+        """Let replicas take other shares; the plan differs in nothing else."""
+        self.deployment.share(plan)
+        self._watch = self._watch.after_move(self.deployment, self._step.recorder)
+
     def _attached(
         self, deployment: Deployment, options: StepOptions, optimizers: Sequence[Optimizer]
     ) -> tuple[RemoteSteps, BatchStep]:

@@ -348,9 +348,13 @@ class MicrobatchedStep(BatchStep):
 
     def _add_gradients(self) -> None:
         """Add up the sums of all replicas before the optimizer steps."""
-        hosted = self._deployment.hosted
-        if hosted is not None and steps_behind_batch(self._module.trainer):
-            hosted.add_gradients(self._deployment.trained.ever)
+        hosted, stages = self._deployment.hosted, self._deployment.coordinator.stages
+        if hosted is None or not steps_behind_batch(self._module.trainer):
+            return
+        self._deployment.coordinator.training.reduce()
+        if stages.sums_due:
+            hosted.add_gradients(stages.sums_due)
+            stages.sums_due = 0
 
 
 class LossScaling:

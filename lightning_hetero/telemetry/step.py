@@ -22,12 +22,13 @@ from typing import Literal
 from msgspec.structs import replace
 
 from ..errors import ChannelError, PlanError
+from ..pipeline.placement import Placement
 from ..pipeline.rule import Action
 from ..plan import Plan
 from ..planner.candidates import Costs
 from ..planner.feasibility import candidate_of
 from ..planner.profile import Profile
-from ..planner.routes import Hop, Pipeline, Speed, StageTimes, least_bottleneck
+from ..planner.routes import Hop, Pipeline, Replicas, Speed, StageTimes, least_bottleneck
 from ..planner.search import speeds_of
 from ..planner.simulation import LOSS, Simulation, predict
 from ..protocol.fields import ACTIONS, ClockSample, Span, SpanKind
@@ -162,17 +163,18 @@ def name_of(span: Span) -> str:
 
 @dataclass(frozen=True)
 class StageSpans(Spans):
-    """What one stage did in a step, as the simulator sees it.
+    """What one process did for one stage in a step, as the simulator sees it.
 
     Args:
         stage: The number of the stage; 0 is the coordinator's.
-        worker: The name of its process.
-        spans: The actions of the stage, and what it sent; ``peer`` is the stage that takes a
-            message, or 0 for a message that goes over the coordinator. The optimizer's step of a
-            process belongs to its first stage.
+        process: The number of the process.
+        worker: The name of the process.
+        spans: Its actions in the stage, and what it sent. The span of a message has the number of
+            the stage that takes it. The optimizer's step of a process belongs to its first stage.
     """
 
     stage: int
+    process: int
     worker: str
     spans: Sequence[Span]
 
@@ -218,20 +220,20 @@ class RecordedStep:
 
     @cached_property
     def stages(self) -> list[StageSpans]:
-        """The stages by their numbers."""
+        """The stages by their numbers; a stage with replicas comes once for each worker."""
         coordinator, *workers = self.processes
-        found = [StageSpans(0, coordinator.name, [*map(_to_stage, coordinator.spans)])]
+        found = [StageSpans(0, 0, coordinator.name, coordinator.spans)]
         num_stages = 1 + max((held.stage for each in workers for held in each.ranges), default=0)
         for process in workers:
             for place, held in enumerate(process.ranges):
                 own = [
-                    _to_stage(span)
+                    span
                     for span in process.spans
                     if _stage_of(span, num_stages) == held.stage
                     or (span.kind == "optimizer" and place == 0)
                 ]
-                found.append(StageSpans(held.stage, process.name, own))
-        return sorted(found, key=lambda stage: stage.stage)
+                found.append(StageSpans(held.stage, process.number, process.name, own))
+        return sorted(found, key=lambda stage: (stage.stage, stage.process))
 
 
 def _stage_of(span: Span, num_stages: int) -> int | None:
@@ -241,10 +243,6 @@ def _stage_of(span: Span, num_stages: int) -> int | None:
     # The span of a message names the stage that takes it.
     sent = span.kind == "send" and {"Activation": -1, "Gradient": 1}.get(span.message)
     return (span.stage + sent) % num_stages if sent else None
-
-
-def _to_stage(span: Span) -> Span:
-    return replace(span, peer=span.stage) if span.peer else span
 
 
 def recorded_step(
@@ -335,22 +333,21 @@ class Prediction:
 def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Prediction | None:
     """The prediction of a step.
 
-    It is None for steps that the simulator does not know: a stage has replicas, a micro-batch
-    passes through the stages several times, or the batch is cut at the boundary only.
+    It is None for steps that the simulator does not know: a micro-batch passes through the stages
+    several times, or the batch is cut at the boundary only. Without a profile it is None too where
+    the coordinator is a replica: the step does not tell what its layers alone take there.
     """
-    if plan.has_replicas:
-        return None
     if profile is not None:
         try:
             candidate = candidate_of(plan, profile)
         except PlanError:
             pass
         else:
-            return _prediction(step, "profile", candidate.pipeline, candidate.simulation)
+            return _prediction(step, plan, "profile", candidate.pipeline, candidate.simulation)
     pipeline = pipeline_of(step, plan)
     if pipeline is None:
         return None
-    return _prediction(step, "this step's own times", pipeline, predict(pipeline))
+    return _prediction(step, plan, "this step's own times", pipeline, predict(pipeline))
 
 
 def bound_seconds(plan: Plan, profile: Profile) -> float:
@@ -366,28 +363,44 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
     first = step.stages[0]
     count = _count(first, "forward")
     is_plain = all(not span.visit for stage in step.stages for span in stage.actions)
+    placement = Placement.of(plan)
     if len(step.stages) < 2 or not is_plain or not 0 < count == _count(first, "loss"):
         return None
-    last = len(step.stages) - 1
-    names = list(dict.fromkeys(stage.worker for stage in step.stages))
-    processes = [names.index(stage.worker) for stage in step.stages]
+    if placement.hosted is not None:
+        return None
+    held = {(each.stage, each.worker): each for each in step.stages}
+    order = [(stage, name) for stage in placement.stages for name in stage.processes]
+    entries = [first, *(held[stage.number, name] for stage, name in order)]
+    there, back = _hops(entries, "Activation", 1), _hops(entries, "Gradient", -1)
+    replicas = None
+    if placement.has_replicas:
+        shares = [share for stage in placement.stages for share in stage.shares]
+        replicas = Replicas([each.stage for each in entries], [1, *shares], there, back)
     return Pipeline(
-        [_times(stage) for stage in step.stages],
+        [*map(_times, entries)],
         _mean(first, "loss"),
-        [
-            _hop(step.stages, processes, index, 0 if index == last else index + 1, "Activation")
-            for index in range(last + 1)
-        ],
-        [
-            _hop(step.stages, processes, index, (index or last + 1) - 1, "Gradient")
-            for index in range(last + 1)
-        ],
+        [] if replicas else [*there.values()],
+        [] if replicas else [*back.values()],
         count,
         min(plan.max_in_flight, count),
         plan.starts_on_worker,
         max_started=plan.max_started,
-        processes=processes,
+        processes=[placement.processes.index(each.worker) for each in entries],
+        replicas=replicas,
     )
+
+
+def _hops(
+    entries: Sequence[StageSpans], message: str, direction: int
+) -> dict[tuple[int, int], Hop]:
+    """The hop of a message from each stage to the next one, by their places in the list."""
+    num_stages = entries[-1].stage + 1
+    return {
+        (index, other): _hop(entries, one, two, message)
+        for index, one in enumerate(entries)
+        for other, two in enumerate(entries)
+        if two.stage == (one.stage + direction) % num_stages
+    }
 
 
 def _times(stage: StageSpans) -> StageTimes:
@@ -402,25 +415,22 @@ def _count(stage: StageSpans, kind: SpanKind) -> int:
     return sum(span.kind == kind for span in stage.spans)
 
 
-def _hop(
-    stages: Sequence[StageSpans], processes: Sequence[int], index: int, other: int, message: str
-) -> Hop:
+def _hop(stages: Sequence[StageSpans], one: StageSpans, other: StageSpans, message: str) -> Hop:
     """The mean time of a message from a stage to another one, or over the coordinator if the
     coordinator forwards between the two; nothing inside a process."""
-    stage, here, there = stages[index], processes[index], processes[other]
-    name = f"{here} to {there}"
-    if here == there:
+    name = f"{one.process} to {other.process}"
+    if one.process == other.process:
         return Hop(name, 0.0)
-    if here and there and _sends(stage, 0, message):
-        legs = _sends(stage, 0, message), _sends(stages[0], other, message)
-        return Hop(name, sum(map(_mean_seconds, legs)))
-    return Hop(name, _mean_seconds(_sends(stage, other, message)))
 
+    def sends(source: StageSpans, taken_by: int) -> list[Span]:
+        ends = taken_by, other.stage, message
+        sent = (span for span in source.spans if span.kind == "send")
+        return [span for span in sent if (span.peer, span.stage, span.message) == ends]
 
-def _sends(stage: StageSpans, other: int, message: str) -> list[Span]:
-    """The spans in which a stage sent messages of a kind to another one, or to the coordinator."""
-    sends = (span for span in stage.spans if span.kind == "send" and span.peer == other)
-    return [span for span in sends if span.message == message]
+    legs = [sends(one, other.process)]
+    if one.process and other.process and (forwarded := sends(one, 0)):
+        legs = [forwarded, sends(stages[0], other.process)]
+    return Hop(name, sum(map(_mean_seconds, legs)))
 
 
 def _mean_seconds(spans: Iterable[Span]) -> float:
@@ -429,24 +439,25 @@ def _mean_seconds(spans: Iterable[Span]) -> float:
 
 
 def _prediction(
-    step: RecordedStep, source: Source, pipeline: Pipeline, played: Simulation
+    step: RecordedStep, plan: Plan, source: Source, pipeline: Pipeline, played: Simulation
 ) -> Prediction:
-    end = max((span.end_seconds for span in played.spans), default=0.0)
-    spans: dict[int, list[Span]] = {stage.stage: [] for stage in step.stages}
+    end = max((span.end_seconds for span in played.spans), default=0.0) + pipeline.exchange_seconds
+    names = Placement.of(plan).processes
+    spans: dict[str, list[Span]] = {name: [] for name in names}
     for action, start_seconds, end_seconds in played.spans:
         microbatch, stage = action.key.microbatch, action.stage_index
-        spans[stage].append(
+        name = names[pipeline.process_of[pipeline.entries[stage][microbatch]]]
+        spans[name].append(
             Span(_kind_of(action), start_seconds, end_seconds, microbatch, stage=stage)
         )
-    found = []
-    for process in step.processes:
-        stages = [each.stage for each in process.ranges] if process.number else [0]
-        own = [span for stage in stages for span in spans[stage]]
-        seconds = sum(pipeline.stages[stage].optimizer_seconds for stage in stages)
+    last = pipeline.sums([times.optimizer_seconds for times in pipeline.stages])
+    for name, seconds in zip(names, last, strict=True):
         if seconds > 0:
-            own.append(Span("optimizer", end, end + seconds))
-        ordered = sorted(own, key=lambda span: span.start_seconds)
-        found.append(ProcessSpans(process.number, process.name, process.ranges, ordered))
+            spans[name].append(Span("optimizer", end, end + seconds))
+    found = [
+        dataclasses.replace(process, spans=spans[process.name], clock=SAME_CLOCK)
+        for process in step.processes
+    ]
     return Prediction(source, played.step_seconds, played.bubble, found)
 
 

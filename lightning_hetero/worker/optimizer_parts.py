@@ -104,6 +104,11 @@ class TrainedSide:
             m.FetchOptimizerState: self._on_fetch_optimizer_state,
         }
 
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether any optimizer has a part here."""
+        return bool(self._optimizers)
+
     def train_anew(self, kept: Collection[str], stepped: Callable[[str], bool]) -> None:
         """Take optimizers and averages apart; the layers have changed.
 

@@ -93,7 +93,6 @@ class ReplicaSide:
         channel_to: Callable[[int], Channel],
     ) -> None:
         self.handlers: dict[type, Handler] = {
-            m.ReduceGradients: self._on_reduce_gradients,
             m.ReplicaTensors: self._on_replica_tensors,
         }
         self._layers = layers
@@ -191,13 +190,12 @@ class ReplicaSide:
         if any(shared.receivers("weights") for shared in self._shared):
             self._begin(number, "weights")
 
-    def _on_reduce_gradients(
-        self, message: m.ReduceGradients, _tensors: tuple[Tensor, ...]
-    ) -> None:
-        if not self._shared or message.round <= self._round:
+    def reduce(self, number: int) -> None:
+        """Add up gradients with the other replicas, which is the exchange of that number."""
+        if not self._shared or number <= self._round:
             return  # an aborted step has dropped the gradients
         self.note_backward()
-        self._begin(message.round, "sums")
+        self._begin(number, "sums")
 
     def _on_replica_tensors(self, message: m.ReplicaTensors, tensors: tuple[Tensor, ...]) -> None:
         part = message.round, message.content, message.source

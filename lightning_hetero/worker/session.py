@@ -148,6 +148,7 @@ class StageSession:
             m.DropCaches: self._on_drop_caches,
             m.AbortStep: self._on_abort_step,
             m.ApplyOptimizer: self._on_apply_optimizer,
+            m.ReduceGradients: self._on_reduce_gradients,
         }
 
     def attach_upstream(self, channel: Channel, member: int) -> None:
@@ -426,6 +427,14 @@ class StageSession:
         self._recorder.begin_step()
         accumulate, dropout_step = message.accumulate, message.dropout_step
         self._runner.begin(message.step, message.in_flight, accumulate, dropout_step)
+
+    def _on_reduce_gradients(
+        self, message: m.ReduceGradients, _tensors: tuple[Tensor, ...]
+    ) -> None:
+        self._replicas.reduce(message.round)
+        if not self._training.has_optimizers:
+            # Where the coordinator steps all parameters, nothing else ends the step here.
+            self._coordinator.send(self._telemetry.take_timings(self._runner.step))
 
     def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
         self._training.apply_optimizer(message, tensors)

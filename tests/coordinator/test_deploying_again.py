@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_hetero.coordinator.layers import RemoteStage
+from lightning_hetero.coordinator.holdings import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers

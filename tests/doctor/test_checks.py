@@ -51,6 +51,28 @@ def test_each_worker_carries_its_own_boundaries() -> None:
     assert first.outcome == last.outcome == "passed"
 
 
+@pytest.mark.parametrize(
+    ("workers", "shares", "of_a", "of_b"),
+    [
+        (["a:1", "b:1"], [3, 1], 3 / 4, 1 / 4),
+        (["a:1", "b:1", COORDINATOR], [2, 1, 1], 1 / 2, 1 / 4),
+        (["a:1", "b:1"], [1, 0], 1, 0),
+    ],
+)
+def test_a_replica_carries_what_its_own_micro_batches_need(
+    workers: list[str], shares: list[int], of_a: float, of_b: float
+) -> None:
+    wanted = Wanted(MEASURED, Plan([StagePlan(workers, (0, 8), shares=shares)], 4))
+    for worker, part in (("a:1", of_a), ("b:1", of_b)):
+        found = against_plan(wanted, worker, links(worker, 1e12))
+        if not part:
+            assert found.text == "the plan sends only small messages on this link"
+            continue
+        assert found.figures["there_bytes_per_step"] == part * 4000 * 16
+        assert found.figures["back_bytes_per_step"] == part * 4000 * 16
+        assert "behind the last backward replicas exchange gradients for" in found.text
+
+
 def test_in_a_line_the_first_worker_gets_token_ids_and_the_last_one_sends_most() -> None:
     stages = [StagePlan(["a:1"], (0, 4), embedding=True), StagePlan(["b:1"], (4, 8))]
     wanted = Wanted(MEASURED, Plan(stages, micro_batches=4))

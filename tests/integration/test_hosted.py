@@ -465,3 +465,24 @@ def test_moves_are_refused(workers: list[str]) -> None:
     strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers))
     with pytest.raises(PlanError, match="while the coordinator is a replica"):
         fit(TinyModule(), strategy, callbacks=[Moving()])
+
+
+def test_the_replicated_plan_gives_everyone_all_layers_and_shares_by_speed(
+    workers: list[str],
+) -> None:
+    plans: list[Plan] = []
+
+    class Noting(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_arguments: Any) -> None:
+            plans.append(trainer.strategy.deployment.plan)
+
+    strategy = HeteroPipelineStrategy(workers[:2], "replicated", micro_batches=6)
+    module = fit(TinyModule(), strategy, loader(24, 12), max_steps=2, callbacks=[Noting()])
+    plan = plans[0]
+    (stage,) = plan.stages
+    assert stage.workers == [*workers[:2], "coordinator"]
+    assert stage.layers == (0, NUM_LAYERS)
+    assert stage.shares is not None
+    assert sum(stage.shares) == plan.micro_batches == 6
+    expected = fit_in_groups(TinyModule(), plan, loader(24, 2), max_steps=2)
+    assert differing(module, expected) == []

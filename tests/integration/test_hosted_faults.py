@@ -152,6 +152,17 @@ def test_shares_may_change_during_the_run(workers: list[str]) -> None:
     assert_close(weights_of(found), weights_of(plain))
 
 
+def test_another_parameter_in_the_place_of_one_is_refused(workers: list[str]) -> None:
+    class Replacing(TinyModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            layer = self.model.model.layers[1].mlp
+            layer.up_proj.weight = nn.Parameter(layer.up_proj.weight.detach() * 2)
+
+    strategy = HeteroPipelineStrategy(workers[:1], hosted(workers[:1]), check_first_batch="off")
+    with pytest.raises(ModelError, match=r"The parameter 1\.mlp\.up_proj\.weight .* was replaced"):
+        fit(Replacing(), strategy, loader(12, BATCH_SIZE))
+
+
 def test_an_error_in_a_micro_batch_that_runs_here_leaves_the_worker_free(
     workers: list[str],
 ) -> None:

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.errors import StageFailed
+from lightning_hetero.coordinator import holdings, optimizer_parts
+from lightning_hetero.coordinator.loads import Load, send_all
+from lightning_hetero.errors import StageFailed, WorkerError
 
 from ..equality import TOLERANCE, differing
 from ..families import FamilyModule
@@ -274,3 +276,41 @@ def test_other_shares_alone_send_nothing(workers: list[str]) -> None:
     moving, wrong = moved_and_expected(plans, workers[:2])
     assert wrong == []
     assert moving.sent_bytes[1:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_replica_with_other_weights_is_named(
+    count: int, workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Poking(pl.Callback):
+        """Gives the last worker another weight, as if it had computed wrongly."""
+
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            strategy: Any = trainer.strategy
+            remote = strategy.deployment.coordinator.layers
+            name, worker = "1.mlp.up_proj.weight", remote.connections.workers[-1]
+            other = torch.ones(remote.holdings.tensors[name].spec.shape)
+            load = Load(worker, iter([(name, other, {})]), is_built=True)
+            assert [*send_all([load], remote.receive)]
+
+    monkeypatch.setattr(optimizer_parts, "STEPS_BETWEEN_COMPARISONS", 2)
+    plan = Plan([StagePlan(workers[:count], (0, 5))], micro_batches=PIECES)
+    module = TinyModule()
+    named = [workers[0], workers[1]] if count == 2 else [workers[2]]
+    wrong = " or ".join(f"stage 1 on {name}" for name in named)
+    with pytest.raises(WorkerError, match=rf"1\.mlp\.up_proj\.weight is not equal.* {wrong} comp"):
+        fit(module, strategy_of(plan), loader(36, BATCH_SIZE), callbacks=[Poking()])
+    assert len(module.losses) == 1
+
+
+def test_replicas_on_unlike_devices_step_in_parts(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_parts, "STEPS_BETWEEN_COMPARISONS", 1)
+    kinds = iter(range(9))
+    monkeypatch.setattr(holdings, "_kind_of", lambda _equipment: next(kinds))
+    module, strategy = TinyModule(), strategy_of(replicated(workers))
+    fit(module, strategy, loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE))
+    expected = fit_in_groups(TinyModule(), replicated(workers), loader(NUM_STEPS * BATCH_SIZE, 1))
+    assert next(kinds) == 2
+    assert differing(module, expected) == []

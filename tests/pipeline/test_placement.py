@@ -108,12 +108,18 @@ def test_turns_are_spread_evenly(shares: tuple[int, ...], expected: str) -> None
     assert "".join(placement.process(1, k) for k in range(len(expected))) == expected
 
 
-@given(shares=st.lists(st.integers(0, 9), min_size=1, max_size=5), rounds=st.integers(1, 3))
-def test_everyone_gets_their_share_of_each_round(shares: list[int], rounds: int) -> None:
+@given(
+    shares=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    rounds=st.integers(1, 3),
+    last=st.none() | st.integers(0, 4),
+)
+def test_everyone_gets_their_share_of_each_round(
+    shares: list[int], rounds: int, last: int | None
+) -> None:
     total = sum(shares)
     if total == 0:
         return
-    found = turns(shares, rounds * total)
+    found = turns(shares, rounds * total, last)
     for begin in range(0, len(found), total):
         counts = Counter(found[begin : begin + total])
         assert [counts[index] for index in range(len(shares))] == shares
@@ -130,11 +136,11 @@ HOSTED = Plan(
 def test_replicas_take_their_shares_and_pieces_of_whole_batches_stay_with_workers() -> None:
     placement = Placement.of(HOSTED)
     assert placement.processes == (COORDINATOR, "a", "b", "c")
-    assert [placement.process(2, k) for k in range(4)] == ["b", COORDINATOR, "b", "b"]
+    assert [placement.process(2, k) for k in range(4)] == ["b", "b", COORDINATOR, "b"]
     assert [placement.process(2, k, is_whole=True) for k in range(3)] == ["b", "b", "b"]
     assert placement.route(0) == ((1, "a"), (2, "b"))
-    assert placement.route(1) == ((1, "a"),)
-    assert placement.route(1, is_whole=True) == ((1, "a"), (2, "b"))
+    assert placement.route(2) == ((1, "a"),)
+    assert placement.route(2, is_whole=True) == ((1, "a"), (2, "b"))
     assert placement.hosted is not None
     assert placement.hosted.number == 2
     assert placement.owner(3) == COORDINATOR
@@ -147,6 +153,11 @@ def test_spares_share_whole_batches_if_they_are_all_there_is() -> None:
     placement = Placement((stage,))
     assert [placement.process(1, k) for k in range(2)] == [COORDINATOR] * 2
     assert [placement.process(1, k, is_whole=True) for k in range(3)] == ["a", "b", "a"]
+
+
+def test_the_coordinator_ends_a_round() -> None:
+    assert turns([9, 7], 16, last=1) == [0, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1]
+    assert turns([1, 1], 2, last=0) == [1, 0]
 
 
 @given(sizes=st.lists(st.integers(0, 10**6), min_size=1, max_size=30), count=st.integers(1, 5))

@@ -182,3 +182,14 @@ def test_a_coordinator_that_is_a_replica_sends_nothing_for_its_own_micro_batches
         *((0, 0, 0, True), (0, 0, 1, False), (1, 0, 2, False), (1, 1, 2, False), (2, 2, 0, False))
     ]
     assert [(each.source, each.target) for each in found.exchanges] == [(0, 1)]
+
+
+def test_a_profile_adds_facts_of_each_replica() -> None:
+    shared = StagePlan(["fast:1", "local-1", "coordinator"], (0, 8), shares=[2, 1, 1])
+    found = topology_of(Plan([shared], micro_batches=8), measured())
+    weights = [0 if p.memory is None else p.memory.used_bytes["weights"] for p in found.places]
+    # Every replica has all layers, and the coordinator the embedding too.
+    assert weights == [9 * GIB, 8 * GIB, 8 * GIB]
+    assert [place.device for place in found.workers] == ["RTX 5090", "EPYC"]
+    assert [each.link.forward for each in found.exchanges] == [Speed(1e8, 0.001), None]
+    assert found.facts[-1].startswith("predicted: ")

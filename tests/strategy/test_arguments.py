@@ -69,7 +69,8 @@ def test_a_wrong_argument_is_refused_with_its_name(name: str, value: Any) -> Non
         (
             "plan",
             "fast",
-            'it must be "auto", "even", the path of a YAML file that exists, or a Plan.',
+            'it must be "auto", "even", "replicated", the path of a YAML file that exists, or a '
+            "Plan.",
         ),
     ],
 )
@@ -81,7 +82,7 @@ def test_what_was_probably_meant_is_named(name: str, value: str, meant: str) -> 
 
 def test_an_empty_list_of_workers_needs_a_plan_without_workers() -> None:
     HeteroPipelineStrategy([], Plan([StagePlan(["coordinator"], (0, 1))]))
-    for plan in ("auto", "even", Plan([StagePlan(["a:1"], (0, 1))])):
+    for plan in ("auto", "even", "replicated", Plan([StagePlan(["a:1"], (0, 1))])):
         with pytest.raises(
             MisconfigurationException, match="`workers` is an empty list.*workers=0"
         ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol.fields import Span, SpanKind
 from lightning_hetero.telemetry.ranges import Range
@@ -92,6 +94,41 @@ def turn_by_turn() -> RecordedStep:
         send("Gradient", way[stage + 1], way[stage], stage)
         compute("backward", stage)
     return recorded_step(4, 0.0, TURNS, NAMES, spans, {1: SAME_CLOCK, 2: SAME_CLOCK})
+
+
+# Micro-batches 0 and 2 on `a`, 1 on `b`.
+REPLICAS = Plan(
+    [
+        StagePlan(["coordinator"], (0, 1)),
+        StagePlan(["a", "b"], (1, 3), shares=[2, 1]),
+        StagePlan(["coordinator"], (3, 4)),
+    ],
+    micro_batches=3,
+)
+
+
+def with_replicas() -> RecordedStep:
+    """Three micro-batches one after the other; `b` takes two seconds longer for each action."""
+    spans: dict[int, list[Span]] = {number: [] for number in NAMES}
+    now = 1.0
+
+    def note(process: int, kind: SpanKind, number: int, seconds: float = 1.0, **of: Any) -> None:
+        nonlocal now
+        spans[process].append(Span(kind, now, now + seconds, number, **of))
+        now += seconds
+
+    for number, worker in enumerate((1, 2, 1)):
+        more = 2.0 * (worker == 2)
+        note(0, "forward", number)
+        note(0, "send", number, message="Activation", peer=worker, stage=1)
+        note(worker, "forward", number, 1.0 + more, stage=1)
+        note(worker, "send", number, message="Activation", peer=0, stage=0)
+        note(0, "loss", number)
+        note(0, "send", number, message="Gradient", peer=worker, stage=1)
+        note(worker, "backward", number, 2.0 + more, stage=1)
+        note(worker, "send", number, message="Gradient", peer=0, stage=0)
+        note(0, "backward", number)
+    return recorded_step(4, 0.0, REPLICAS, NAMES, spans, {1: SAME_CLOCK, 2: SAME_CLOCK})
 
 
 def staggered_step(num_stages: int, num_microbatches: int, seconds: float) -> RecordedStep:

@@ -5,16 +5,27 @@ Recorded steps: on one clock, without spans outside the step, with their bubble.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 from msgspec.structs import replace
 
 from lightning_hetero.errors import ChannelError
+from lightning_hetero.plan import Plan
 from lightning_hetero.protocol.fields import ClockSample, Span
 from lightning_hetero.telemetry.step import align, name_of, pipeline_of, prediction_of
 
-from .made_up import COORDINATOR, TURNS, WORKER, made_up, made_up_step, turn_by_turn
+from .made_up import (
+    COORDINATOR,
+    REPLICAS,
+    TURNS,
+    WORKER,
+    made_up,
+    made_up_step,
+    turn_by_turn,
+    with_replicas,
+)
 
 
 def ping(asked: float, there: float, back: float, offset: float) -> ClockSample:
@@ -107,14 +118,17 @@ def test_each_stage_has_its_own_actions_and_messages() -> None:
     ]
     for stage in stages[1:]:
         assert [span.kind for span in stage.actions] == ["forward", "backward"]
-    # Where a message goes: to the stage, or to the coordinator, which forwards it.
-    sent = [[(s.message, s.peer) for s in stage.spans if s.kind == "send"] for stage in stages]
-    assert sent[1:] == [
-        [("Activation", 2), ("Gradient", 0)],
-        [("Activation", 0), ("Gradient", 1)],
-        [("Activation", 0), ("Gradient", 2)],
+    # The stage that takes a message, and the process that it is sent to: this may be the
+    # coordinator, which forwards it.
+    sent = [
+        [(s.message, s.stage, s.peer) for s in stage.spans if s.kind == "send"] for stage in stages
     ]
-    assert sent[0] == [("Activation", 1), ("Activation", 3), ("Gradient", 3)]
+    assert sent[1:] == [
+        [("Activation", 2, 1), ("Gradient", 0, 0)],
+        [("Activation", 3, 0), ("Gradient", 1, 2)],
+        [("Activation", 0, 0), ("Gradient", 2, 1)],
+    ]
+    assert sent[0] == [("Activation", 1, 2), ("Activation", 3, 2), ("Gradient", 3, 2)]
 
 
 def test_the_times_of_each_hop_are_those_of_its_stages() -> None:
@@ -125,6 +139,36 @@ def test_the_times_of_each_hop_are_those_of_its_stages() -> None:
     assert [stage.forward_seconds for stage in pipeline.stages] == [1.0] * 4
     # Numbered by the plan, in which `b` comes first.
     assert list(pipeline.processes) == [0, 1, 2, 1]
+
+
+def test_replicas_are_predicted_with_their_own_times() -> None:
+    """A micro-batch of `a` takes 1 + 2 s, one of `b` 3 + 4 s; everything else takes a second."""
+    step = with_replicas()
+    assert [(each.stage, each.worker) for each in step.stages] == [
+        *((0, "coordinator"), (1, "a"), (1, "b"))
+    ]
+    pipeline = pipeline_of(step, REPLICAS)
+    assert pipeline is not None
+    assert pipeline.replicas is not None
+    assert pipeline.replicas.shares == [1, 2, 1]
+    assert [each.forward_seconds for each in pipeline.stages] == [1.0, 1.0, 3.0]
+    there, back = pipeline.hops
+    assert {ends: hop.busy_seconds for ends, hop in there.items()} == {
+        **{(0, 1): 1.0, (0, 2): 1.0, (1, 0): 1.0, (2, 0): 1.0}
+    }
+    assert {*back} == {(1, 0), (2, 0), (0, 1), (0, 2)}
+    found = prediction_of(step, REPLICAS, None)
+    assert found is not None
+    names = [sorted(name_of(span) for span in each.actions) for each in found.processes]
+    assert names[1:] == [["1B0", "1B2", "1F0", "1F2"], ["1B1", "1F1"]]
+    assert len(names[0]) == 9
+    seconds = [each.computing_seconds for each in found.processes]
+    assert seconds == pytest.approx([9.0, 6.0, 7.0])
+
+
+def test_without_a_profile_a_coordinator_that_is_a_replica_is_not_predicted() -> None:
+    hosted = dataclasses.replace(REPLICAS.stages[1], workers=["a", "coordinator"])
+    assert pipeline_of(with_replicas(), Plan([REPLICAS.stages[0], hosted], 3)) is None
 
 
 def test_a_worker_with_several_stages_is_predicted_as_one_process() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from lightning_hetero.coordinator.layers import obstacles_to_compiling, shortcomings
+from lightning_hetero.coordinator.holdings import obstacles_to_compiling, shortcomings
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.model.adapters import Adapters
 from lightning_hetero.model.custom_layers import BlocksRecipe

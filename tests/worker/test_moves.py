@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.layers import RemoteStage
+from lightning_hetero.coordinator.holdings import RemoteStage
 from lightning_hetero.errors import ModelError, RemoteProtocolError
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.model.layers import find_decoder_layers
@@ -56,7 +56,12 @@ class OneWorker:
         moves = MovedSide(
             coordinator, self.layers, self.training, lambda _number: cast(Channel, self.others)
         )
-        self.handlers = {**self.layers.handlers, **self.training.handlers, **moves.handlers}
+        self.handlers = {
+            **self.layers.handlers,
+            **self.training.handlers,
+            **moves.handlers,
+            m.ApplyOptimizer: self.training.apply_optimizer,
+        }
 
     def take(self, message: m.Message, *tensors: Tensor) -> None:
         self.handlers[type(message)](message, tensors)
@@ -70,7 +75,7 @@ class OneWorker:
             write_recipe(model, found), modules, partial(named_contents, modules), False
         )
         self.layers.build(m.Deploy(1, [stage.spec(1)], [], 0, kept or []))
-        self.training.train_anew(kept or [])
+        self.training.train_anew(kept or [], lambda _name: True)
         return modules
 
     def fill(self, numbers: list[int]) -> dict[int, nn.Module]:

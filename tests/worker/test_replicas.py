@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,13 +111,7 @@ class Net:
                 self.sides[link.ends[1]].handlers[m.ReplicaTensors](message, (*tensors,))
 
     def reduce(self, number: int) -> None:
-        request = m.ReduceGradients(number)
-        self.run(
-            {
-                each: lambda side=side: side.handlers[m.ReduceGradients](request, ())
-                for each, side in self.sides.items()
-            }
-        )
+        self.run({each: partial(side.reduce, number) for each, side in self.sides.items()})
         assert not any(side.is_waiting for side in self.sides.values())
 
     def gradients(self, number: int) -> dict[str, Tensor | None]:
@@ -213,22 +208,22 @@ def test_sums_leave_layer_by_layer_and_once_more_if_they_have_changed(is_changed
     if is_changed:
         parameters["0.b"].grad.add_(1)  # type: ignore[union-attr]
     expected = {name: summed([*net.layers.values()], name) for name in SHAPES}
-    net.sides[1].handlers[m.ReduceGradients](m.ReduceGradients(1), ())
+    net.sides[1].reduce(1)
     assert sent_names(link)[3:] == (["0.b"] if is_changed else [])
-    net.run({2: lambda: net.sides[2].handlers[m.ReduceGradients](m.ReduceGradients(1), ())})
+    net.run({2: lambda: net.sides[2].reduce(1)})
     for number in (1, 2):
         assert all(same(net.gradients(number)[name], expected[name]) for name in SHAPES)
 
 
 def test_an_exchange_that_was_given_up_leaves_nothing_behind() -> None:
     net = Net(2, 0)
-    net.sides[1].handlers[m.ReduceGradients](m.ReduceGradients(1), ())
+    net.sides[1].reduce(1)
     assert net.sides[1].is_waiting
     for side in net.sides.values():
         side.end(1)
     assert not net.sides[1].is_waiting
     # Its sums come late, and the other replica is asked late.
-    net.sides[2].handlers[m.ReduceGradients](m.ReduceGradients(1), ())
+    net.sides[2].reduce(1)
     net.run({})
     assert not net.sides[2].is_waiting
     expected = {name: summed([*net.layers.values()], name) for name in SHAPES}
@@ -274,7 +269,7 @@ def test_nothing_is_waited_for_without_replicas() -> None:
     layers: Any = Layers(0)
     side = ReplicaSide(layers, PlainCopies(torch.device("cpu")), print, alone.__getitem__)
     side.expect(m.Deploy(1, [m.StageSpec(1, "", [], recompute=False)], [], seed=0))
-    side.handlers[m.ReduceGradients](m.ReduceGradients(1), ())
+    side.reduce(1)
     side.follow_step(2)
     assert not side.is_waiting
     assert not alone

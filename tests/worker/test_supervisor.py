@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator.layers import RemoteStage
+from lightning_hetero.coordinator.holdings import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import ChannelError, StageFailed, WorkerUnreachable

@@ -1,0 +1,181 @@
+"""One stage on the coordinator and a worker, a pinned core each, against peers in the same rounds.
+
+A round runs, one after the other: the first core alone, the second one alone, a model of half the
+layers, the replicas, and the case's peers. All must have the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peers.arena import CUT, DDP, REPLICAS, SHARED, UNEQUAL_DDP, Arena, Setting
+from benchmarks.peers.main import SERVER, SHORT, run_round, why_not
+from benchmarks.peers.report import ONE_CORE, SLOWED_CORE, Measured
+from benchmarks.peers.throttle import How
+from benchmarks.peers.workload import NUM_LAYERS
+
+PLANNED = "hetero"
+AUTO = 'plan="auto"'
+HALVES_HERE = 7
+"""Of the line of 16 halves: with the head, which takes 1.5 halves, the coordinator has 8.5."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Replicas on two cores.
+
+    Args:
+        name: In the options.
+        micro_batches: Of a step.
+        own: How many of them the coordinator runs.
+        goal: Times one core.
+        peers: That run in the same rounds.
+        share: Of its core that the worker has.
+        has_adapters: Whether adapters alone train.
+        in_flight: The bound on micro-batches in flight; None for the plan's default.
+    """
+
+    name: str
+    micro_batches: int
+    own: int
+    goal: float
+    peers: tuple[str, ...]
+    share: float = 1
+    has_adapters: bool = False
+    in_flight: int | None = None
+
+    @property
+    def title(self) -> str:
+        trained = "adapters" if self.has_adapters else "all weights"
+        core = "" if self.share == 1 else f", worker's core at {self.share:g}"
+        return f"{self.micro_batches} micro-batches, {trained}{core}"
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """What the first process has, by the peer; the plan of `PLANNED` is not given."""
+        count = self.micro_batches
+        equal = count // 2
+        splits = {REPLICAS: self.own, DDP: equal, UNEQUAL_DDP: self.own, SERVER: self.own}
+        return {**splits, CUT: HALVES_HERE, PLANNED: NUM_LAYERS // 2}
+
+
+SLOW_PEERS = (DDP, UNEQUAL_DDP, SERVER, PLANNED)
+SLOW_IN_FLIGHT = 8
+"""While a slow worker runs one micro-batch, the coordinator runs up to five."""
+
+CASES = [
+    Case("adapters", 16, 7, 1.85, (DDP,), has_adapters=True),
+    Case("weights", 16, 7, 1.75, (DDP,)),
+    *(Case(f"few-{count}", count, count // 2, 1.70, (CUT,)) for count in (2, 4, 8)),
+    Case("half", 16, 10, 1.35, SLOW_PEERS, 0.5, in_flight=SLOW_IN_FLIGHT),
+    Case("quarter", 16, 13, 1.13, SLOW_PEERS, 0.25, in_flight=SLOW_IN_FLIGHT),
+]
+
+
+class Contest:
+    """The rounds of a case.
+
+    Args:
+        case: What runs.
+        cores: Of the coordinator and of the worker.
+        how: How the second core is slowed.
+        options: The steps of a run, the model, and the bound on micro-batches in flight.
+        console: Says why a peer does not run.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        cores: tuple[int, int],
+        how: How,
+        options: argparse.Namespace,
+        console: Console,
+    ) -> None:
+        self.case = case
+        self._console = console
+        ending = ", adapters" if case.has_adapters else ""
+        self._arena = Arena(
+            cores,
+            Setting(case.title, case.share),
+            how,
+            options.steps,
+            case.micro_batches,
+            plan="auto" if PLANNED in case.peers else None,
+            in_flight=options.in_flight or case.in_flight,
+            trains=options.model + ending,
+        )
+        self._measured = Measured(self._arena.setting, (NUM_LAYERS, SHORT))
+        self._peers = [REPLICAS]
+        for peer in case.peers:
+            reason = why_not(peer, self._arena)
+            if reason is None:
+                self._peers.append(peer)
+            else:
+                console.print(f"{peer} skipped: {reason}")
+
+    def run_round(self) -> None:
+        """Everything once."""
+        splits = {peer: split for peer, split in self.case.splits.items() if peer in self._peers}
+        run_round(self._arena, self._measured, self._peers, splits)
+        self._leave_out_lines()
+        measured = self._measured
+        ratios = [f"{peer} {measured.ratios(peer)[-1]:.2f}" for peer in measured.outcomes]
+        self._console.print(f"{self.case.name}: × one core: {', '.join(ratios)}")
+
+    def _leave_out_lines(self) -> None:
+        """Where the planner takes no replicas, its plan runs once, and the table has the given
+        plan alone."""
+        planned = self._measured.outcomes.get(PLANNED)
+        if planned is None or SHARED in planned[-1].plan:
+            return
+        speed = self._measured.ratios(PLANNED)[-1]
+        self._console.print(
+            f"{self.case.name}: {AUTO} takes no replicas, but {planned[-1].plan}: {speed:.2f} × "
+            "one core. The replicas have the given shares."
+        )
+        self._peers.remove(PLANNED)
+        del self._measured.outcomes[PLANNED]
+
+    def report(self) -> None:
+        """Print the medians of the rounds' ratios."""
+        measured, case = self._measured, self.case
+        speed, costs = measured.second_speed, measured.costs
+        bound = costs.replicas_bound(case.own, case.micro_batches, speed)
+        best = costs.balanced_share(case.micro_batches, speed)
+        table = Table(title=case.title)
+        for column in ("run", "here", "tokens/s", "× one core", "of the rounds", "replicas ×"):
+            table.add_column(column, justify="right")
+        for peer, outcomes in measured.outcomes.items():
+            ratios = measured.ratios(peer)
+            table.add_row(
+                AUTO if peer == PLANNED else peer,
+                "" if peer in (ONE_CORE, SLOWED_CORE) else str(outcomes[-1].split),
+                f"{median(outcome.tokens_per_second for outcome in outcomes):.0f}",
+                f"{median(ratios):.3f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{median(measured.ratios(REPLICAS, peer)):.3f}",
+            )
+        reached = median(measured.ratios(REPLICAS))
+        self._console.print(table)
+        head = costs.rest_seconds / costs.layer_seconds
+        self._console.print(
+            f"{case.name}: {reached:.3f} × one core; goal {case.goal:g}; bound {bound:.3f}, of "
+            f"which {reached / bound:.0%} is reached. The second core has {speed:.2f} × the first "
+            f"one's speed, and all but the layers takes as long as {head:.2f} layers; with these, "
+            f"{best} of {case.micro_batches} micro-batches here are fastest."
+        )
+
+
+def run(cases: Sequence[Contest], num_rounds: int) -> None:
+    """All rounds, and their tables."""
+    for _ in range(num_rounds):
+        for contest in cases:
+            contest.run_round()
+    for contest in cases:
+        contest.report()
