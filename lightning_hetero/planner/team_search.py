@@ -415,7 +415,7 @@ def with_shares_of(
     parts = [seat.part for seat in teams[index]]
     head_bytes = max(part.kept_bytes for part in parts if part is not None)
     optimizer = parts[0].optimizer if parts[0] is not None else None
-    teams[index] = as_replicas(teams[index], shares, optimizer, head_bytes, len(teams) == 1)
+    teams[index] = as_replicas(teams[index], shares, optimizer, head_bytes)
     between = [seat for team in teams for seat in team]
     return dataclasses.replace(best, seats=[best.seats[0], *between, best.seats[-1]])
 
