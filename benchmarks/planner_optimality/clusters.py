@@ -33,8 +33,8 @@ SMALL_LAYERS = {2: (2, 6), 3: (2, 5), 4: (2, 4)}
 
 
 def draw_small_cluster(seed: int) -> Profile:
-    """A cluster of up to four devices, whose model trains between all and one in 10,000 of its
-    parameters. So replicas, lines, and lines with replicas are each the best plan somewhere."""
+    """A cluster of up to four devices, whose model trains between all and one in 100,000 of
+    its parameters. So replicas, lines, and lines with replicas are each the best plan somewhere."""
     draw = random.Random(seed)
     num_devices = draw.randint(2, 4)
     layers = ["layer"] * draw.randint(*SMALL_LAYERS[num_devices])

@@ -37,13 +37,17 @@ class Case:
     num_kinds: int
     num_layers: int
     goal_seconds: float | None = None
+    trains_all: bool = True
 
 
 CASES = [
     Case("3 different", 3, 3, 32),
-    Case("5 different", 5, 5, 48),
+    Case("5 different", 5, 5, 48, goal_seconds=4),
     Case("8 different", 8, 8, 80, goal_seconds=1),
     Case("64 of 6 kinds", 64, 6, 128, goal_seconds=2),
+    Case("5 different, adapters", 5, 5, 48, goal_seconds=4, trains_all=False),
+    Case("8 different, adapters", 8, 8, 80, trains_all=False),
+    Case("64 of 6 kinds, adapters", 64, 6, 128, trains_all=False),
 ]
 
 
@@ -100,13 +104,14 @@ def make_profile(case: Case, batch_size: int, seed: int) -> Profile:
                 {"layer": 0.001},
             )
         )
+    trained = 2**28 if case.trains_all else 2**20
     model = ModelProfile(
         "made up",
         ["layer"] * case.num_layers,
         [
             Part(EMBEDDING, GIB // 4),
             Part(HEAD, GIB // 4),
-            Part("layer", GIB // 4, 2**27, GIB // 4, GIB // 2),
+            Part("layer", GIB // 4, trained // 2, trained, 2 * trained),
         ],
         tokens_per_sample=1024,
         activation_bytes_per_sample=2**23,

@@ -497,7 +497,6 @@ def as_replicas(
     shares: Sequence[int],
     optimizer: ReplicaOptimizer | None,
     head_bytes: float = 0.0,
-    is_only: bool = False,
 ) -> list[Seat]:
     """Seats as the replicas of one stage.
 
@@ -507,7 +506,6 @@ def as_replicas(
         optimizer: As in a `StagePlan`.
         head_bytes: What head and loss take for a micro-batch if this is the last stage on workers.
             The coordinator's own micro-batches may keep it until it is their loss's turn.
-        is_only: Whether this is the only stage on workers.
     """
     own = sum(n for seat, n in zip(seats, shares, strict=True) if seat.name == COORDINATOR)
     is_hosted = any(seat.name == COORDINATOR for seat in seats)
@@ -516,8 +514,9 @@ def as_replicas(
         is_own, total = seat.name == COORDINATOR, sum(shares)
         part = Part(
             share,
-            # The coordinator's own micro-batches may end before earlier ones that are away.
-            total if is_own or not is_only else total - own,
+            # The coordinator's turns come last in a round, and its own micro-batches may end before
+            # earlier ones that are away.
+            total if is_own else total - own,
             len(seats),
             None if is_hosted else optimizer or "each",
             head_bytes if is_own else 0.0,

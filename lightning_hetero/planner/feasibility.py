@@ -71,7 +71,7 @@ def with_parts(candidate: Candidate, stages: Sequence[StagePlan]) -> Candidate:
             continue
         shares = stage.shares or _shares_by_speed(candidate, team, own_seconds)
         head_bytes = head.peak_bytes if head and number == len(stages) else 0.0
-        seats += as_replicas(team, shares, stage.optimizer, head_bytes, len(stages) == 1)
+        seats += as_replicas(team, shares, stage.optimizer, head_bytes)
     return replace(candidate, seats=[*seats, last])
 
 

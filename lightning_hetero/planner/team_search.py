@@ -21,7 +21,7 @@ from .feasibility import shortages
 from .replicas import Part
 from .teams import Tables, TeamArrangement
 
-MOST_TRIED = {3: 2000, 5: 400, 10: 20}
+MOST_TRIED = {3: 2000, 5: 400, 10: 60}
 """By the number of workers up to which it holds, the changes that are split; with more workers the
 search only compares the plans with which it begins."""
 
@@ -160,21 +160,31 @@ class TeamSearch:
         found: list[Teams] = [((*workers, COORDINATOR),), (workers,)]
         if len(workers) <= MOST_PAIRED:
             found += [((name, COORDINATOR),) for name in workers]
+        found += self._teams_of_equals()
+        if MOST_PAIRED < len(workers) <= max(MOST_TRIED):
+            found += self._dealt()
+        return list(dict.fromkeys(found))
+
+    def _teams_of_equals(self) -> Iterator[Teams]:
+        """The workers with equal measurements as one team, as two, and as four."""
         kinds: dict[Hashable, list[str]] = {}
-        for name in workers:
+        for name in self.by_speed:
             kinds.setdefault(self.costs.kinds[name], []).append(name)
         most = max(map(len, kinds.values()))
         for num in [n for n in (1, 2, 4) if n < most]:
-            # The members of each kind in so many teams.
-            found.append(
-                tuple(
-                    tuple(names[index::num])
-                    for names in kinds.values()
-                    for index in range(num)
-                    if names[index::num]
-                )
-            )
-        return list(dict.fromkeys(found))
+            parts = (names[index::num] for names in kinds.values() for index in range(num))
+            yield tuple(tuple(part) for part in parts if part)
+
+    def _dealt(self) -> Iterator[Teams]:
+        """The workers dealt to two, three or four teams, by speed and by memory: teams that are
+        about as fast, and teams whose workers hold about as many layers."""
+        memory = {each.name: each.memory_bytes for each in self.costs.profile.devices}
+        by_memory = sorted(self.by_speed, key=lambda name: memory[name])
+        for num in [n for n in (2, 3, 4) if n < len(by_memory)]:
+            yield tuple(tuple(self.by_speed[index::num]) for index in range(num))
+            size = math.ceil(len(by_memory) / num)
+            parts = (by_memory[start : start + size] for start in range(0, len(by_memory), size))
+            yield tuple(self._ordered(part) for part in parts)
 
     def _placed(self, way: TeamArrangement, below: float) -> list[Candidate]:
         """The arrangement with its layers split; none if it does not fit or is not faster."""
@@ -211,13 +221,14 @@ class TeamSearch:
     def _near(self, best: Candidate) -> Iterator[Candidate]:
         """The candidates with one change that may be faster."""
         way, below = TeamArrangement.of(best, self._tables), best.step_seconds
-        yield from _with_moved_layers(way, best)
-        yield from with_moved_shares(best)
-        yield from _with_other_turns(best)
-        for other in self._with_other_in_flight(way, best, below):
-            yield other
-            if len(self.by_speed) <= MOST_TURNED:
-                yield from _with_other_turns(other)
+        if best.has_replicas:  # A line has been changed in these ways already.
+            yield from _with_moved_layers(way, best)
+            yield from with_moved_shares(best)
+            yield from _with_other_turns(best)
+            for other in self._with_other_in_flight(way, best, below):
+                yield other
+                if len(self.by_speed) <= MOST_TURNED:
+                    yield from _with_other_turns(other)
         ways = [dataclasses.replace(way, micro_batches=n) for n in self.micro_batches]
         for teams in self._changed(way.teams):
             left = way.embedding_left and COORDINATOR not in teams[0]
@@ -404,7 +415,7 @@ def with_shares_of(
     parts = [seat.part for seat in teams[index]]
     head_bytes = max(part.kept_bytes for part in parts if part is not None)
     optimizer = parts[0].optimizer if parts[0] is not None else None
-    teams[index] = as_replicas(teams[index], shares, optimizer, head_bytes, len(teams) == 1)
+    teams[index] = as_replicas(teams[index], shares, optimizer, head_bytes)
     between = [seat for team in teams for seat in team]
     return dataclasses.replace(best, seats=[best.seats[0], *between, best.seats[-1]])
 

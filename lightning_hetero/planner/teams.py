@@ -209,7 +209,7 @@ class Tables:
     def _in_flight(self, request: _Request, index: int, counts: Counts) -> Numbers:
         """The most micro-batches in flight on a replica, by its counts."""
         total = np.full_like(counts[index], request.micro_batches)
-        if request.is_hosted and request.is_only and request.names[index] != COORDINATOR:
+        if request.is_hosted and request.names[index] != COORDINATOR:
             # As in `as_replicas`.
             total = total - counts[request.names.index(COORDINATOR)]
         started = most_started(request.in_flight, request.embedding_left)
@@ -433,4 +433,4 @@ class TeamArrangement:
         fixed = self.tables.fixed_seconds(request)
         shares = shares_of(seconds, request.micro_batches, fixed)
         head_bytes = self.tables.head_bytes(request)
-        return as_replicas(seats, shares, way.optimizer, head_bytes, request.is_only)
+        return as_replicas(seats, shares, way.optimizer, head_bytes)
