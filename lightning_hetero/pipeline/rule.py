@@ -60,7 +60,8 @@ def choose(
     Args:
         ready: Actions of one stage whose inputs are there.
         in_flight: Micro-batches between the begin of their forward and the end of their backward.
-        max_in_flight: The most micro-batches in flight; a further one has to wait.
+        max_in_flight: The most micro-batches in flight; a further one has to wait, unless it is
+            older than one that is in flight on a worker.
         starts_first: Start new micro-batches before all else, then end old ones, which makes room.
             This is right where the coordinator has no layers before the workers' layers: to start
             and to end a micro-batch is little work for it then, and feeds the workers.
@@ -72,6 +73,8 @@ def choose(
         if action.kind == "B"
         or action.key.microbatch in in_flight
         or len(in_flight) < max_in_flight
+        # A worker may get an older micro-batch late, from a replica; newer ones wait for it.
+        or (action.stage_index > 0 and action.key.microbatch < max(in_flight))
     ]
     if len(may_run) < 2:
         return may_run[0] if may_run else None

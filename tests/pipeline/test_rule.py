@@ -336,3 +336,11 @@ def test_the_next_loss_can_always_come(
             in_flight -= {key.microbatch} if key.visit == 0 else set()
         else:
             assert may, f"{in_flight} wait for {index}, which cannot start"
+
+
+def test_a_worker_has_a_place_for_what_is_older_than_something_in_flight() -> None:
+    older, newer = Action(1, "F", Key(1)), Action(1, "F", Key(5))
+    assert choose([newer, older], {2, 4}, 2) == older
+    assert choose([newer], {2, 4}, 2) is None
+    # The coordinator begins nothing beyond its bound.
+    assert choose([Action(0, "F", Key(1))], {2, 4}, 2) is None

@@ -133,11 +133,10 @@ def test_a_spare_replica_runs_nothing() -> None:
     assert played.busy_seconds == [0, 9, 0]
 
 
-def test_a_step_that_never_ends_is_refused() -> None:
-    """Process 1 has the micro-batches 2 and 4 in flight, and no place for 1 in its second stage."""
+def test_an_older_micro_batch_that_comes_late_from_a_replica_finds_a_place() -> None:
+    """Process 1 has the micro-batches 2 and 4 in flight when 1 comes to its second stage."""
     stages = [[(1, 1, (1, 1)), (2, 1, (50, 50))], [(3, 1, (1, 1))], [(1, 1, (1, 1))]]
-    with pytest.raises(PlanError, match="With 2 micro-batches in flight this plan never ends"):
-        simulate(replace(pipeline(stages, count=6, limit=2), max_started=6))
+    assert simulate(replace(pipeline(stages, count=6, limit=2), max_started=6)).step_seconds > 0
     assert simulate(pipeline(stages, count=6, limit=6)).step_seconds > 0
 
 
