@@ -116,14 +116,20 @@ class PlanChoice:
         rank_zero_info(f"plan='auto' is 'even' here, since nothing can be measured: {reason}")
         return self._with_micro_batches(even_plan(num_layers, workers))
 
-    def solve(self, profile: Profile, workers: Sequence[str]) -> Plan:
+    def solve(self, profile: Profile, workers: Sequence[str], replicas: bool) -> Plan:
         """The fastest plan by a profile; under ``"replicated"`` the fastest of such plans.
+
+        Args:
+            profile: The measurements.
+            workers: The names of all workers.
+            replicas: Whether ``"auto"`` may give a stage to several processes.
 
         Raises:
             PlanError: If the model fits on no devices, or not on each.
         """
         find = solve_replicated if self.plan == "replicated" else solve
-        solution = find(profile, Wishes(micro_batches=self._micro_batches))
+        wishes = Wishes(micro_batches=self._micro_batches, replicas=replicas)
+        solution = find(profile, wishes)
         _print_verdict(solution)
         self._solved[len(profile.model.layers), tuple(workers)] = solution.plan
         return solution.plan
@@ -302,7 +308,8 @@ class Site:
             else:
                 profile = choice.measured.profile
                 if given is None or choice.plan == "replicated":
-                    plan = choice.solve(profile, workers)
+                    # The coordinator is no replica where a batch's step runs whole.
+                    plan = choice.solve(profile, workers, replicas=self._cuts_step)
                 else:
                     _warn_of_faults(given, profile)
                     plan = _shared_by_speed(given, profile)
