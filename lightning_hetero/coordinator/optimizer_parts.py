@@ -48,13 +48,13 @@ class Steps(Protocol):
     Attributes:
         norms_due: For each worker that has got gradients from here, the parameters that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
-        sums_due: The exchange whose sums workers send to this process; 0 for none.
+        sums_due: The exchanges whose sums workers send to this process.
         on_last_backward: Called when all gradients before an optimizer's step have been sent.
     """
 
     norms_due: dict[Member, set[str]]
     has_new_gradients: bool
-    sums_due: int
+    sums_due: list[int]
     on_last_backward: Callable[[], None]
 
     def present_step(self) -> int:
@@ -239,9 +239,11 @@ class OptimizerParts:
 
     def reduce(self) -> None:
         """Let replicas add up their gradients when what was sent has run; does not wait for it."""
-        if self._stages.has_new_gradients and self.layers.holdings.placement.has_replicas:
-            self._stages.sums_due = self._next_exchange()
-            number, stamp = self._stages.sums_due, self._stages.stamp_of_all
+        placement = self.layers.holdings.placement
+        if self._stages.has_new_gradients and placement.has_replicas:
+            number, stamp = self._next_exchange(), self._stages.stamp_of_all
+            if placement.hosted is not None:
+                self._stages.sums_due.append(number)
             self._connections.broadcast(lambda worker: m.ReduceGradients(number, **stamp(worker)))
         self._stages.has_new_gradients = False
 

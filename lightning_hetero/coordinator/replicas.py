@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import reduce
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -221,14 +222,14 @@ class HostedReplicas:
             self._num_steps = 0
             self.compare()
 
-    def add_gradients(self, number: int) -> None:
+    def add_gradients(self, numbers: Sequence[int]) -> None:
         """Add the workers' sums of gradients to those here, in the plan's order of the processes.
 
         Args:
-            number: The exchange for which the workers were asked.
+            numbers: The exchanges for which the workers were asked.
         """
         named = {name: parameter for parameter, name in self.names_of.items()}
-        sums = self._sums.of(number, self.workers)
+        sums = self._sums.of(numbers, self.workers)
         sums[COORDINATOR] = {n: p.grad for n, p in named.items() if p.grad is not None}
         for name, parameter in named.items():
             found = [sums[process][name] for process in self.processes if name in sums[process]]
@@ -260,17 +261,22 @@ class _WorkerSums:
         self._whole: set[tuple[int, Member]] = set()
         remote.connections.take_sums = self._take_recorded
 
-    def of(self, number: int, workers: Sequence[Member]) -> dict[str, dict[str, Tensor]]:
-        """Wait for the sums of an exchange; returns them by worker and parameter."""
+    def of(self, numbers: Sequence[int], workers: Sequence[Member]) -> dict[str, dict[str, Tensor]]:
+        """Wait for the sums of some exchanges; returns their totals by worker and parameter."""
         connections = self._remote.connections
         connections.check_usable()
         with self._recorder.span("wait", message=EXCHANGED):
-            while not all((number, worker) in self._whole for worker in workers):
+            while not self._whole.issuperset(product(numbers, workers)):
                 # What else comes is left over from an earlier step.
                 connections.hear(connections.deadlines.progress_seconds)
-        found = {worker.name: self._parts[number, worker] for worker in workers}
+        found: dict[str, dict[str, Tensor]] = {worker.name: {} for worker in workers}
+        for number, worker in product(numbers, workers):
+            own = found[worker.name]
+            for name, tensor in self._parts[number, worker].items():
+                own[name] = own[name].add_(tensor) if name in own else tensor
+        # What an aborted step has left goes too.
         self._whole.clear()
-        self._parts = {part: each for part, each in self._parts.items() if part[0] > number}
+        self._parts.clear()
         return found
 
     def _take_recorded(
@@ -288,7 +294,7 @@ class _WorkerSums:
         """
         held = self._remote.holdings.tensors
         part = message.round, worker
-        is_due = message.round <= self._remote.connections.num_exchanges + 1
+        is_due = message.round <= self._remote.connections.num_exchanges
         if message.content != "sums" or not is_due or part in self._whole:
             raise RemoteProtocolError(f"It sent {message.content} of exchange {message.round}.")
         if len(message.names) != len(tensors):

@@ -112,7 +112,8 @@ class RemoteStages:
         norms_due: For each worker that has got gradients from here, in this step or in those
             accumulated before, the parameters of its stage that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
-        sums_due: The exchange whose sums workers send to this process; 0 for none.
+        sums_due: The exchanges whose sums workers send to this process: several if somebody has
+            looked at gradients in the middle of an accumulation window.
         is_before_step: Whether an optimizer steps behind the present batch.
         on_last_backward: Called when all gradients of such a batch have been sent.
     """
@@ -125,7 +126,8 @@ class RemoteStages:
         self.num_tokens = 0
         self.dropout_step = 0
         self.norms_due: dict[Member, set[str]] = {}
-        self.has_new_gradients, self.sums_due = False, 0
+        self.has_new_gradients = False
+        self.sums_due: list[int] = []
         self.is_before_step = False
         self.on_last_backward: Callable[[], None] = lambda: None
         self._connections = connections
@@ -153,7 +155,7 @@ class RemoteStages:
         keeps_gradients = accumulate or is_trial
         if not keeps_gradients:
             self.norms_due.clear()
-            self.has_new_gradients, self.sums_due = False, 0
+            self.has_new_gradients, self.sums_due = False, []
         begin = partial(
             m.BeginStep, connections.step, max_in_flight, keeps_gradients, self.dropout_step
         )
@@ -188,7 +190,7 @@ class RemoteStages:
     def abort_step(self) -> None:
         """Make every stage forget the present step; never raises."""
         self.norms_due.clear()
-        self.has_new_gradients, self.sums_due = False, 0
+        self.has_new_gradients, self.sums_due = False, []
         # What was under way may still come back, so its ways stay known.
         self._counts = _Counts()
         if self._connections.step > 0:

@@ -349,12 +349,12 @@ class MicrobatchedStep(BatchStep):
     def _add_gradients(self) -> None:
         """Add up the sums of all replicas before the optimizer steps."""
         hosted, stages = self._deployment.hosted, self._deployment.coordinator.stages
-        if hosted is None or not steps_behind_batch(self._module.trainer):
+        if hosted is None or not stages.is_before_step:
             return
         self._deployment.coordinator.training.reduce()
         if stages.sums_due:
             hosted.add_gradients(stages.sums_due)
-            stages.sums_due = 0
+            stages.sums_due = []
 
 
 class LossScaling:

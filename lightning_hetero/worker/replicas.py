@@ -209,9 +209,10 @@ class ReplicaSide:
                 f"Worker {message.source} sent {message.content} of exchange {message.round}, and "
                 f"exchange {self._round} is the last one here."
             )
-        found = self._parts.setdefault(part, {})
+        found, parameters = self._parts.setdefault(part, {}), self._layers.parameters()
         for name, tensor in zip(message.names, tensors, strict=True):
-            parameter = self._expected(message, name)
+            self._check_part(message, name)
+            parameter = parameters[name]
             if TensorSpec.of(tensor) != TensorSpec.of(parameter):
                 raise RemoteProtocolError(
                     f"Worker {message.source} sent {TensorSpec.of(tensor)} as {message.content} of "
@@ -222,11 +223,11 @@ class ReplicaSide:
             self._whole.add(part)
         self._go_on()
 
-    def _expected(self, message: m.ReplicaTensors, name: str) -> nn.Parameter:
-        """The parameter that a worker sends something of.
+    def _check_part(self, message: m.ReplicaTensors, name: str) -> None:
+        """Refuse what a worker sends of a parameter that it does not share or that another owns.
 
         Raises:
-            RemoteProtocolError: If it does not share it, or the owner is another one.
+            RemoteProtocolError: With the parameter's name.
         """
         shared = next((each for each in self._shared if name in each.owner_of), None)
         owner = self._number if message.content == "sums" else message.source
@@ -240,7 +241,6 @@ class ReplicaSide:
                 f"Worker {message.source} sent {message.content} of {name!r}, which is not its "
                 "part of what replicas exchange."
             )
-        return self._layers.named_parameters([name])[0]
 
     def _begin(self, number: int, content: m.ReplicaContent) -> None:
         """Send the others their parts of an exchange, and wait for theirs."""

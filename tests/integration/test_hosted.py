@@ -486,3 +486,28 @@ def test_the_replicated_plan_gives_everyone_all_layers_and_shares_by_speed(
     assert sum(stage.shares) == plan.micro_batches == 6
     expected = fit_in_groups(TinyModule(), plan, loader(24, 2), max_steps=2)
     assert differing(module, expected) == []
+
+
+class LookingAtNorms(pl.Callback):
+    """Looks at the gradients after every batch, also in the middle of an accumulation window."""
+
+    def on_train_batch_end(self, trainer: Any, *_arguments: Any) -> None:
+        trainer.strategy.grad_norms()
+
+
+@pytest.mark.parametrize("beside", ["coordinator", "worker", "both"])
+def test_looking_at_gradients_in_mid_window_loses_none(beside: str, workers: list[str]) -> None:
+    hosted = StagePlan([workers[0], "coordinator"], (0, 3), shares=[3, 2])
+    on_workers = StagePlan(workers[:2], (3, NUM_LAYERS), shares=[2, 3])
+    here = StagePlan(["coordinator"], (3, NUM_LAYERS))
+    first = StagePlan(["coordinator"], (0, 3))
+    stages = {"coordinator": [hosted, here], "worker": [first, on_workers]}
+    plan = Plan(stages.get(beside, [hosted, on_workers]), micro_batches=PIECES)
+    data = loader(BATCH_SIZE * 4, BATCH_SIZE)
+    options: dict[str, Any] = {"max_steps": 2, "callbacks": [LookingAtNorms()]}
+    strategy = HeteroPipelineStrategy(plan.workers, plan)
+    found = fit(TinyModule(), strategy, data, accumulate_grad_batches=2, **options)
+    alone = loader(BATCH_SIZE * 4, BATCH_SIZE // PIECES)
+    expected = fit_in_groups(TinyModule(), plan, alone, 2, max_steps=2)
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
