@@ -24,17 +24,23 @@ from benchmarks.training import adamw
 DEADLINE = timedelta(seconds=300)
 
 
-def run(job: Job) -> None:
-    """One of the two processes."""
-    speaker = Speaker()
-    if job.role == "second":
-        speaker.ready()
+def meet(job: Job) -> int:
+    """Meet the other process in a group of gloo; returns the rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = job.interface
     rank = 0 if job.role == "first" else 1
     meeting_point = f"file://{job.folder}/rendezvous"
     dist.init_process_group(
         "gloo", init_method=meeting_point, timeout=DEADLINE, rank=rank, world_size=2
     )
+    return rank
+
+
+def run(job: Job) -> None:
+    """One of the two processes."""
+    speaker = Speaker()
+    if job.role == "second":
+        speaker.ready()
+    rank = meet(job)
     marks, losses = train(job, rank)
     seconds = [end - start for start, end in itertools.pairwise(marks)]
     facts = {"step_seconds": seconds, "losses": losses} if rank == 0 else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from transformers import LlamaForCausalLM
 
+from benchmarks.peers.data_parallel import meet
 from benchmarks.peers.job import Job, Speaker
 from benchmarks.training import adamw, build
 
@@ -52,10 +52,7 @@ def run(job: Job) -> None:
     speaker = Speaker()
     if job.role == "second":
         speaker.ready()
-    os.environ["GLOO_SOCKET_IFNAME"] = job.interface
-    rank = 0 if job.role == "first" else 1
-    meeting_point = f"file://{job.folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
+    rank = meet(job)
     layers = range(job.split) if rank == 0 else range(job.split, job.num_layers)
     model = build(job.workload.config(job.num_layers))
     part = Part(model, layers, is_first=rank == 0)

@@ -42,23 +42,8 @@ def draw_small_cluster(seed: int) -> Profile:
         layers = [draw.choice(["dense", "mixture"]) for _ in layers]
     names = [COORDINATOR, *(f"worker-{number}" for number in range(1, num_devices))]
     trained = _log_uniform(draw, 1e-5, 1)
-    model = ModelProfile(
-        "made up",
-        layers,
-        [_part(name, draw, trained) for name in [*ENDS, *dict.fromkeys(layers)]],
-        tokens_per_sample=512,
-        activation_bytes_per_sample=2**22,
-        gradient_bytes_per_sample=2**22,
-        embedding_may_leave=draw.random() < 0.5,
-    )
-    return Profile(
-        VERSION,
-        model,
-        [_device(name, model, draw) for name in names],
-        list(_links(names, draw)),
-        LinkSpeed(draw.uniform(0.0001, 0.002), _log_uniform(draw, 1e8, 1e10)),
-        draw.choice([4, 8, 8, 16]),
-    )
+    parts = [_part(name, draw, trained) for name in [*ENDS, *dict.fromkeys(layers)]]
+    return _made_up(draw, layers, parts, names, (1e8, 1e10), [4, 8, 8, 16])
 
 
 def draw_cluster(seed: int) -> Profile:
@@ -73,10 +58,23 @@ def draw_cluster(seed: int) -> Profile:
     kinds = ["layer"] if draw.random() < 0.7 else ["dense", "mixture"]
     layers = [draw.choice(kinds) for _ in range(draw.randint(*LAYERS[num_devices]))]
     names = [COORDINATOR, *(f"worker-{number}" for number in range(1, num_devices))]
+    parts = [_part(name, draw) for name in [*ENDS, *dict.fromkeys(layers)]]
+    return _made_up(draw, layers, parts, names, (5e7, 2e9), [2, 4, 4, 8, 16, 32])
+
+
+def _made_up(
+    draw: random.Random,
+    layers: list[str],
+    parts: list[Part],
+    names: list[str],
+    bytes_per_second: tuple[float, float],
+    batch_sizes: list[int],
+) -> Profile:
+    """The profile of a made-up model, whose parts are drawn, on devices of these names."""
     model = ModelProfile(
         "made up",
         layers,
-        [_part(name, draw) for name in [*ENDS, *dict.fromkeys(layers)]],
+        parts,
         tokens_per_sample=512,
         activation_bytes_per_sample=2**22,
         gradient_bytes_per_sample=2**22,
@@ -87,8 +85,8 @@ def draw_cluster(seed: int) -> Profile:
         model,
         [_device(name, model, draw) for name in names],
         list(_links(names, draw)),
-        LinkSpeed(draw.uniform(0.0001, 0.002), _log_uniform(draw, 5e7, 2e9)),
-        draw.choice([2, 4, 4, 8, 16, 32]),
+        LinkSpeed(draw.uniform(0.0001, 0.002), _log_uniform(draw, *bytes_per_second)),
+        draw.choice(batch_sizes),
     )
 
 

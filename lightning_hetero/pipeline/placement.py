@@ -204,14 +204,6 @@ class Placement:
             if self.process(stage, microbatch) == process
         ]
 
-    def after(self, stage: int) -> int:
-        """The stage that takes this one's activations; behind the last one is the coordinator."""
-        return (stage + 1) % (len(self.stages) + 1)
-
-    def before(self, stage: int) -> int:
-        """The stage that takes this one's gradients; before the first one is the coordinator."""
-        return (stage - 1) % (len(self.stages) + 1)
-
     @cached_property
     def links(self) -> tuple[tuple[str, str], ...]:
         """Who sends activations to whom, each pair once, in the order of the layers; gradients go
