@@ -24,6 +24,9 @@ from .forked import CAN_FORK, Process, forked_worker
 # The user's own token must not change the tests; workers inherit this variable.
 os.environ[FILE_VARIABLE] = ""
 
+# `make test` runs on processors; this runs the same tests with workers on another device.
+WORKER_DEVICE = os.environ.get("TEST_WORKER_DEVICE", "cpu")
+
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("steady", deadline=None)
 hypothesis.settings.load_profile("steady")
@@ -49,23 +52,25 @@ def worker_process(
     before: str = "",
     prefix: Sequence[str] = (),
     by_command: bool = False,
+    device: str = WORKER_DEVICE,
     **environment: str,
 ) -> Iterator[WorkerProcess]:
     """A worker on a free loopback port; the end of the block ends it.
 
     Its process is forked if that is possible. It is started by the command if ``by_command`` is
-    true or a ``prefix`` is given.
+    true, a ``prefix`` is given, or the device is no processor, which may not survive a fork.
 
     Args:
         options: Options of the command.
         before: Code that the process runs before the worker.
         prefix: Words in front of the command, such as a program that limits the memory.
         by_command: Start the worker by its command.
+        device: What computes its layers.
         environment: Variables of the process.
     """
-    options = ("--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu", *options)
+    options = ("--listen", "127.0.0.1:0", "--threads", "1", "--device", device, *options)
     environment = {**os.environ, **environment}
-    by_command = by_command or bool(prefix) or not CAN_FORK
+    by_command = by_command or bool(prefix) or not CAN_FORK or device != "cpu"
     started = (
         _commanded(prefix, options, before, environment)
         if by_command

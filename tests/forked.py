@@ -14,10 +14,13 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import IO, Any, Protocol
+
+import pytest
 
 from lightning_hetero import cli
 
@@ -178,6 +181,10 @@ def _warm_context() -> ForkServerContext:
     context.set_forkserver_preload(
         ["lightning_hetero.cli", *NEEDED_BY_LAYERS, *NEEDED_BY_TESTS, "tests.warm"]
     )
+    # An import that looks for a GPU would make CUDA fail in all forked processes.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        forkserver.ensure_running()
     return context
 
 

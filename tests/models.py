@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+# `make test` runs on processors; this runs the same tests with the coordinator on another device.
+ACCELERATOR = os.environ.get("TEST_ACCELERATOR", "cpu")
 VOCABULARY = 48
 SEQUENCE_LENGTH = 10
 
@@ -95,7 +98,8 @@ def loader(count: int, batch_size: int, padded: bool = False) -> DataLoader[dict
 def trainer(strategy: Any = "auto", **options: Any) -> pl.Trainer:
     """A Trainer that does nothing but train."""
     quiet: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": ACCELERATOR,
+        "devices": 1,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

@@ -32,7 +32,8 @@ def with_lora(model: PreTrainedModel, family: str, **options: Any) -> PeftModel:
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
-                parameter.normal_(std=0.1, generator=generator)
+                drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
+                parameter.copy_(drawn.normal_(std=0.1, generator=generator))
     return adapted
 
 

@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def gpu_worker() -> Iterator[str]:
-    with worker_process("--device", "cuda:0") as worker:
+    with worker_process(device="cuda:0") as worker:
         yield worker.address
 
 
