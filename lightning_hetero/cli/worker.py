@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from ..devices.numerics import prepare_process
 from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
 from ..launch.local import service_manager_here, unit_text
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace) -> None:
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
     )
+    prepare_process()
     is_own = options.listen_fd is None
     token_file = find_token_file(options.token_file) if is_own else None
     if options.place is not None:

@@ -16,6 +16,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ..devices.numerics import numerics_here
 from ..errors import BatchError, ModelError
 from ..model.layer_call import LayerCall
 from .boundary import Activation, Gradients, Surroundings, join_activations
@@ -88,7 +89,8 @@ def surroundings_here(
     if grad_enabled:
         _check_arguments_need_no_gradient(calls)
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return Surroundings(grad_enabled, autocast_dtype, calls, collect)
+    numerics = numerics_here()
+    return Surroundings(grad_enabled, autocast_dtype, calls, collect, numerics=numerics)
 
 
 def _check_arguments_need_no_gradient(calls: list[LayerCall]) -> None:
