@@ -93,6 +93,7 @@ def _worker(
         credentials=credentials,
         owner=owner,
         kept=kept,
+        equipment=place.equipment,
     )
 
 
