@@ -101,7 +101,7 @@ class Connections:
             m.NeighborUnreachable: self._on_neighbor_unreachable,
         }
         self.num_exchanges = 0
-        self.take_sums: TakeSums = _refuse_sums
+        self.take_sums: TakeSums = refuse_sums
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
@@ -518,7 +518,7 @@ class Connections:
         return f"in step {self.step}" if self.step else "before the first step"
 
 
-def _refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:
+def refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:
     raise RemoteProtocolError(f"It said {message}, and this process is no replica.")
 
 

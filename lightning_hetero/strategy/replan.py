@@ -132,7 +132,8 @@ def _averages_coming_home(
                 "before the run."
             )
     paths, coming = deployment.paths(), deployment.coming_home(plan)
-    ever = {deployment.tensors.names_of[tensor] for tensor in deployment.trained.ever}
+    names_of = deployment.tensors.names_of
+    ever = {names_of[tensor] for tensor in deployment.trained.ever if tensor in names_of}
     buffers = {path for path, b in module.named_buffers() if b.is_floating_point()}
     names = [n for n in coming if n in paths and (n in ever or paths[n] in buffers)]
     found = callback.with_averages_there(trainer, lambda: deployment.tensors.fetch(names))
@@ -150,7 +151,9 @@ def _go_on(
         return
     present = {**callback.present, **coming}
     callback.go_on(trainer, present)
-    leaving = {name: present[p] for name, p in deployment.paths().items() if p in present}
+    away = set(deployment.tensors.names_of.values())
+    paths = ((name, path) for name, path in deployment.paths().items() if name in away)
+    leaving = {name: present[path] for name, path in paths if path in present}
     callback.with_averages_there(trainer, lambda: deployment.tensors.store(leaving))
 
 
