@@ -85,15 +85,16 @@ def _worker(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
+    found = place.equipment
     owner = Owner(options.memory, _show) if options.listen_fd is None else Owner(options.memory)
     return Worker(
         place.listener,
-        _torch_device(options.device),
+        _torch_device(options.device) if found is None else torch.device(found.device),
         allowed=allowed,
         credentials=credentials,
         owner=owner,
         kept=kept,
-        equipment=place.equipment,
+        equipment=found,
     )
 
 

@@ -265,6 +265,16 @@ def device_for(torch_device: torch.device) -> Device:
     return BACKENDS.get(torch_device.type, Device)(torch_device)
 
 
+def devices_beside(own: torch.device, count: int) -> list[str]:
+    """Devices of the same kind for more processes on this machine: the others in turn, and with
+    them the own one last."""
+    if own.type == "cpu":
+        return ["cpu"] * count
+    num_here = int(getattr(torch, own.type).device_count())
+    first = (own.index or 0) + 1
+    return [f"{own.type}:{(first + number) % num_here}" for number in range(count)]
+
+
 def check_has_backend(torch_device: torch.device) -> None:
     """Refuse a device whose generators nothing here can seed.
 

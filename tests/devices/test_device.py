@@ -19,6 +19,7 @@ from lightning_hetero.devices.device import (
     Device,
     check_has_backend,
     device_for,
+    devices_beside,
     forked_generators,
     is_out_of_memory,
     needs_triton,
@@ -291,3 +292,19 @@ def test_a_device_without_a_name_is_named_after_the_processor(
 ) -> None:
     monkeypatch.setattr(device_module, "processor_name", lambda: "Apple M9")
     assert device_for(torch.device("mps")).name == "mps of Apple M9"
+
+
+@pytest.mark.parametrize(
+    ("own", "num_here", "expected"),
+    [
+        ("cpu", 0, ["cpu", "cpu"]),
+        ("cuda:0", 1, ["cuda:0", "cuda:0"]),
+        ("cuda", 2, ["cuda:1", "cuda:0"]),
+        ("cuda:1", 3, ["cuda:2", "cuda:0"]),
+    ],
+)
+def test_local_workers_take_the_other_devices_first(
+    own: str, num_here: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_here)
+    assert devices_beside(torch.device(own), 2) == expected
