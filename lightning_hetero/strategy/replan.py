@@ -20,7 +20,7 @@ from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
 from ..errors import ModelError, PlanError
 from ..model.tensors import is_frozen
-from ..pipeline.optimizer import beside
+from ..pipeline.optimizer import state_beside
 from ..pipeline.placement import Placement
 from ..pipeline.recorder import Recorder
 from ..plan import COORDINATOR, Plan
@@ -88,8 +88,11 @@ def moves_layers(module: pl.LightningModule) -> bool:
 
 def settle(optimizer: Optimizer) -> None:
     """Move the optimizer state that is here to the device of its parameters."""
-    for parameter, state in optimizer.state.items():
-        optimizer.state[parameter] = {k: beside(parameter, k, v) for k, v in state.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                optimizer.state[parameter] = state_beside(parameter, state, group)
 
 
 @contextmanager

@@ -280,6 +280,28 @@ def test_a_moment_of_a_gpu_with_events_waits_only_when_its_time_is_read(
     assert gpu.moment().seconds_after(start) == 1.5
 
 
+class NotSupported(Exception):
+    """What a vendor's library raises for a sensor that a card has not."""
+
+
+@pytest.mark.parametrize(("hip", "watts"), [(None, 0.25), ("6.4", 250.0)])
+def test_a_sensor_that_cannot_be_read_is_left_out_alone(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, watts: float
+) -> None:
+    def refuse(device: torch.device) -> int:
+        raise NotSupported
+
+    gpu = Cuda(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda device: 61)
+    monkeypatch.setattr(torch.cuda, "power_draw", refuse)
+    assert gpu.sensors() == {"temperature_celsius": 61.0}
+    # NVIDIA's library answers in milliwatts, AMD's in watts.
+    monkeypatch.setattr(torch.cuda, "temperature", refuse)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 250)
+    assert gpu.sensors() == {"power_watts": watts}
+
+
 def test_an_intel_gpu_reports_the_free_memory_of_its_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
