@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import RecoveryError
 
-# For values that a peer may tell too.
+LINGER_SECONDS = 120.0
 MOST_LINGER_SECONDS = 86_400.0
 
 
@@ -24,16 +24,24 @@ class Recovery:
         RecoveryError: If a value is out of its bounds.
     """
 
-    linger_seconds: float = 120.0
+    linger_seconds: float = LINGER_SECONDS
 
     def __post_init__(self) -> None:
-        seconds = self.linger_seconds
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not (is_number and math.isfinite(seconds) and 0 <= seconds <= MOST_LINGER_SECONDS):
-            raise RecoveryError(
-                f"`linger_seconds` is {seconds!r:.80}; it must be a number of seconds from 0 to "
-                f"{MOST_LINGER_SECONDS:.0f}."
-            )
+        check_linger_seconds(self.linger_seconds, "`linger_seconds`")
+
+
+def check_linger_seconds(seconds: Any, name: str) -> None:
+    """Refuse a time that nobody can wait for a connection.
+
+    Raises:
+        RecoveryError: With the value and its name.
+    """
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (is_number and 0 <= seconds <= MOST_LINGER_SECONDS):  # not true for NaN either
+        raise RecoveryError(
+            f"{name} is {seconds!r:.80}; it must be a number of seconds from 0 to "
+            f"{MOST_LINGER_SECONDS:.0f}."
+        )
 
 
 def recovery_of(value: bool | Recovery) -> Recovery | None:
