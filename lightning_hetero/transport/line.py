@@ -330,9 +330,12 @@ class Line:
             except (OSError, HeteroError) as error:
                 logger.debug("dialling %s again: %s", self._peer, error)
                 latest = str(error)
-            else:
+                continue
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(connection.close)
                 self._go_on(connection, count)
-                return
+                on_failure.pop_all()
+            return
 
     def _given_up(self, latest: str = "") -> ChannelError:
         """The error for a connection that has not come back; none comes any more."""
@@ -346,8 +349,7 @@ class Line:
         self, connection: Connection, count: int, welcome: Callable[[int], None] | None = None
     ) -> None:
         """Put a connection in the place of the broken one; the reading thread is parked."""
-        with contextlib.ExitStack() as on_failure, self._sending:
-            on_failure.callback(connection.close)
+        with self._sending:
             self._resume_ledger(count)
             if welcome is not None:
                 welcome(self.num_received)
@@ -356,7 +358,6 @@ class Line:
             with self._changed:
                 if self._is_final:
                     raise WorkerError("This conversation is over.")
-                on_failure.pop_all()
                 self.connection.close()
                 self.connection, self.is_away, self._is_parked = connection, False, False
                 self._changed.notify_all()

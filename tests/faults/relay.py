@@ -38,6 +38,7 @@ class Relay:
         # What cuts each connection.
         self._cuts: list[threading.Event] = []
         self._is_first_again = False
+        self._is_plugged = True
         threading.Thread(target=self._serve, daemon=True).start()
 
     def stall(self) -> None:
@@ -65,6 +66,15 @@ class Relay:
         self._is_first_again = True
         self._cuts[0].set()
 
+    def pull(self) -> None:
+        """Reset the connections that there are, and end each new one at once."""
+        self._is_plugged = False
+        self.reset()
+
+    def plug(self) -> None:
+        """Take new connections again."""
+        self._is_plugged = True
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -76,6 +86,9 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                if not self._is_plugged:
+                    near.close()
+                    continue
                 with self._there():
                     far = socket.create_connection((self._target.host, self._target.port))
                 cut = threading.Event()
