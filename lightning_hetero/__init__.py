@@ -23,6 +23,7 @@ Each folder answers one question; the two ends of one conversation have the same
     cli/           the command lightning-hetero, one file a command
 
     plan.py         Plan, StagePlan: who holds which layers
+    recovery.py     Recovery: how a run gets over faults
     errors.py       every exception, drawn as a tree
     units.py        amounts as a person writes them
     optional.py     libraries that are an extra
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from .callbacks.timeline import PipelineTimeline
     from .model.lazy_weights import from_pretrained
     from .plan import Plan, StagePlan
+    from .recovery import Recovery
     from .strategy.strategy import HeteroPipelineStrategy
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "PipelineProfiler",
     "PipelineTimeline",
     "Plan",
+    "Recovery",
     "StageMonitor",
     "StagePlan",
     "__version__",
@@ -72,6 +75,7 @@ _MODULES = {
     "PipelineProfiler": "callbacks.profiler",
     "PipelineTimeline": "callbacks.timeline",
     "Plan": "plan",
+    "Recovery": "recovery",
     "StageMonitor": "callbacks.monitor",
     "StagePlan": "plan",
     "from_pretrained": "model.lazy_weights",

@@ -16,6 +16,7 @@ from lightning_hetero import (
     HeteroPipelineStrategy,
     PipelineProfiler,
     PipelineTimeline,
+    Recovery,
     StageMonitor,
     errors,
     from_pretrained,
@@ -148,6 +149,7 @@ def commands() -> list[Path]:
     ("page", "kind"),
     [("plan-and-profile.md", kind) for kind in PLAN_AND_PROFILE]
     + [("strategy.md", HeteroPipelineStrategy), ("strategy.md", PipelineProfiler)]
+    + [("recovery.md", Recovery)]
     + [("watch-a-run.md", PipelineTimeline), ("watch-a-run.md", StageMonitor)]
     + [("checkpoints.md", StageWeightAveraging), ("models.md", from_pretrained)],
 )

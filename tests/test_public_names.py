@@ -25,7 +25,7 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "workers=2 plan='auto' layers=None micro_batches=None micro_batching='step' "
         "loss_weighting='auto' batch_dim=None check_first_batch='stop' checkpoint_weights='all' "
         "replan=False cut_layers=False accelerator=None checkpoint_io=None precision_plugin=None "
-        "token_file=None"
+        "token_file=None recovery=False"
     ),
     lightning_hetero.PipelineProfiler: (
         "budget_seconds=60.0 micro_batch_sizes=None dtypes=None path=None force=False"
@@ -38,6 +38,7 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "decay=0.999 update_every_n_steps=1 update_starting_at_step=None "
         "update_starting_at_epoch=None"
     ),
+    lightning_hetero.Recovery: "linger_seconds=120.0",
     from_pretrained: (
         "source quantization_config=None peft_config=None dtype=None attn_implementation=None "
         "quantize_on='coordinator' hub_options"
@@ -77,8 +78,9 @@ KEYS_OF_PROFILES: dict[type, str] = {
 COMMANDS = {
     "": "--print-completion --version",
     "worker": (
-        "--allow --announce --device --listen --listen-fd --log-level --memory --no-announce "
-        "--place --print-unit --script --sessions --stop-with-stdin --threads --token-file"
+        "--allow --announce --device --linger-seconds --listen --listen-fd --log-level --memory "
+        "--no-announce --place --print-unit --script --sessions --stop-with-stdin --threads "
+        "--token-file"
     ),
     "workers": "--token-file",
     "token": "--paste file",
@@ -107,6 +109,7 @@ def test_names_of_the_package() -> None:
         "PipelineProfiler",
         "PipelineTimeline",
         "Plan",
+        "Recovery",
         "StageMonitor",
         "StagePlan",
         "__version__",

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -86,7 +87,9 @@ def _worker(
         torch.set_num_threads(options.threads)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
     found = place.equipment
-    owner = Owner(options.memory, _show) if options.listen_fd is None else Owner(options.memory)
+    owner = Owner(options.memory, linger_seconds=options.linger_seconds)
+    if options.listen_fd is None:
+        owner = replace(owner, on_run_end=_show)
     return Worker(
         place.listener,
         _torch_device(options.device) if found is None else torch.device(found.device),
