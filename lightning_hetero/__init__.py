@@ -50,15 +50,19 @@ if TYPE_CHECKING:
     from .callbacks.monitor import StageMonitor
     from .callbacks.profiler import PipelineProfiler
     from .callbacks.timeline import PipelineTimeline
+    from .launch.launcher import Joining
+    from .launch.ssh import SshWorkers
     from .model.lazy_weights import from_pretrained
     from .plan import Plan, StagePlan
     from .strategy.strategy import HeteroPipelineStrategy
 
 __all__ = [
     "HeteroPipelineStrategy",
+    "Joining",
     "PipelineProfiler",
     "PipelineTimeline",
     "Plan",
+    "SshWorkers",
     "StageMonitor",
     "StagePlan",
     "__version__",
@@ -69,8 +73,10 @@ __all__ = [
 # seconds, and most commands need neither.
 _MODULES = {
     "HeteroPipelineStrategy": "strategy.strategy",
+    "Joining": "launch.launcher",
     "PipelineProfiler": "callbacks.profiler",
     "PipelineTimeline": "callbacks.timeline",
+    "SshWorkers": "launch.ssh",
     "Plan": "plan",
     "StageMonitor": "callbacks.monitor",
     "StagePlan": "plan",

@@ -18,6 +18,7 @@ HeteroError
 ├─ PictureError              a picture or a report that cannot be made here
 └─ WorkerError
    ├─ WorkerUnreachable      a worker did not answer, or refused the conversation
+   ├─ JoinError              a worker cannot join a run, or too few workers have joined it
    ├─ WorkerLost             a worker of the run is gone
    │  └─ WeightsLost         weights or optimizer state were lost with workers
    ├─ LinkLost               two workers are alive and cannot reach each other
@@ -104,6 +105,10 @@ class WorkerError(HeteroError):
 
 class WorkerUnreachable(WorkerError):
     """A worker did not answer, or refused the conversation."""
+
+
+class JoinError(WorkerError):
+    """A worker cannot join a run, or too few workers have joined it in time."""
 
 
 class WorkerLost(WorkerError):

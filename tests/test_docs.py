@@ -14,8 +14,10 @@ import yaml
 
 from lightning_hetero import (
     HeteroPipelineStrategy,
+    Joining,
     PipelineProfiler,
     PipelineTimeline,
+    SshWorkers,
     StageMonitor,
     errors,
     from_pretrained,
@@ -149,6 +151,7 @@ def commands() -> list[Path]:
     [("plan-and-profile.md", kind) for kind in PLAN_AND_PROFILE]
     + [("strategy.md", HeteroPipelineStrategy), ("strategy.md", PipelineProfiler)]
     + [("watch-a-run.md", PipelineTimeline), ("watch-a-run.md", StageMonitor)]
+    + [("joining.md", Joining), ("joining.md", SshWorkers)]
     + [("checkpoints.md", StageWeightAveraging), ("models.md", from_pretrained)],
 )
 def test_every_key_and_argument_has_its_row(page: str, kind: Any) -> None:

@@ -27,6 +27,11 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "replan=False cut_layers=False accelerator=None checkpoint_io=None precision_plugin=None "
         "token_file=None"
     ),
+    lightning_hetero.Joining: "listen='0.0.0.0:7070' least=1 most=None wait_seconds=300.0",
+    lightning_hetero.SshWorkers: (
+        "hosts command='lightning-hetero' options=<factory> ssh=<factory> join=None "
+        "listen='0.0.0.0:0' least=0 most=None wait_seconds=180.0"
+    ),
     lightning_hetero.PipelineProfiler: (
         "budget_seconds=60.0 micro_batch_sizes=None dtypes=None path=None force=False"
     ),
@@ -77,8 +82,9 @@ KEYS_OF_PROFILES: dict[type, str] = {
 COMMANDS = {
     "": "--print-completion --version",
     "worker": (
-        "--allow --announce --device --listen --listen-fd --log-level --memory --no-announce "
-        "--place --print-unit --script --sessions --stop-with-stdin --threads --token-file"
+        "--allow --announce --device --join --listen --listen-fd --log-level --memory --name "
+        "--no-announce --place --print-unit --rejoin-seconds --script --sessions "
+        "--stop-with-stdin --threads --token-file"
     ),
     "workers": "--token-file",
     "token": "--paste file",
@@ -103,9 +109,11 @@ COMMANDS = {
 def test_names_of_the_package() -> None:
     assert sorted(lightning_hetero.__all__) == [
         "HeteroPipelineStrategy",
+        "Joining",
         "PipelineProfiler",
         "PipelineTimeline",
         "Plan",
+        "SshWorkers",
         "StageMonitor",
         "StagePlan",
         "__version__",

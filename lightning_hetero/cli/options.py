@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from ..errors import HeteroError, PlanError
-from ..transport.address import Address
+from ..transport.address import Address, checked_name
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE
 from ..units import parse_bytes
 from ..version import __version__
 
 Value = TypeVar("Value")
+
+DEFAULT_LISTEN = Address("127.0.0.1", 9999)
+_MOST_SECONDS = 366 * 86400.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,11 +52,11 @@ def _add_worker_options(worker: argparse.ArgumentParser) -> None:
     worker.add_argument(
         "--listen",
         type=_checked(Address.parse),
-        default="127.0.0.1:9999",
         metavar="HOST:PORT",
         help="address to listen on; beyond loopback only with a token; port 0 takes a free port "
-        "(default: %(default)s)",
+        f"(default: {DEFAULT_LISTEN}; with --join a free port)",
     )
+    _add_join_options(worker)
     _add_token_option(worker, "accept only coordinators and workers with this token")
     worker.add_argument(
         "--announce",
@@ -81,6 +84,28 @@ def _add_worker_options(worker: argparse.ArgumentParser) -> None:
     )
     _add_owner_options(worker)
     _add_local_options(worker)
+
+
+def _add_join_options(worker: argparse.ArgumentParser) -> None:
+    worker.add_argument(
+        "--join",
+        type=_checked(Address.parse),
+        metavar="HOST:PORT",
+        help="dial the coordinator that waits for workers there, serve, and dial again",
+    )
+    worker.add_argument(
+        "--name",
+        type=_checked(checked_name),
+        metavar="NAME",
+        help="with --join: the worker's name in plans (default: the machine's name and the port)",
+    )
+    worker.add_argument(
+        "--rejoin-seconds",
+        type=_duration,
+        default=600.0,
+        metavar="SECONDS",
+        help="with --join: end after so long without being let in (default: %(default)g)",
+    )
 
 
 def _add_owner_options(worker: argparse.ArgumentParser) -> None:
@@ -419,6 +444,16 @@ def _seconds(text: str) -> float:
         seconds = 0.0
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
+
+
+def _duration(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to a year")
     return seconds
 
 

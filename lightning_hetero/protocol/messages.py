@@ -62,7 +62,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 # What replicas send each other.
 ReplicaContent = Literal["sums", "totals", "weights"]
@@ -76,32 +76,41 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
 
     Every version reads the Hello, Welcome and Failure of every other version, so that it can say
     what is wrong: new fields need a default, no field is ever removed, and unknown ones are
-    ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`.
+    ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`. A worker
+    that joins says its ``name`` in plans, and the ``address`` at which it listens.
     """
 
     said = (
         by(Speaker.COORDINATOR, State.OPENING, then=State.GREETING)
         | by(Speaker.UPSTREAM, State.OPENING, then=State.GREETING)
         | by(Speaker.WATCHER, State.OPENING, then=State.GREETING)
+        | by(Speaker.JOINER, State.OPENING, then=State.GREETING)
     )
     protocol: int
     role: Name = ""
     session: Name = ""
     equipment: Equipment = msgspec.field(default_factory=Equipment)
     member: Count = 0
+    name: Name = ""
+    address: Name = ""
 
 
-class Welcome(Message, frozen=True, forbid_unknown_fields=False):
-    """The worker accepts the conversation. ``utc_seconds`` is the time on its clock."""
+class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
+    """The worker accepts the conversation. ``utc_seconds`` is the time on its clock.
+
+    A coordinator says it to a worker that joins, and again with each ``note`` on how long to wait.
+    """
 
     said = (
         by(Speaker.WORKER, State.GREETING, then=State.IDLE)
         | by(Speaker.DOWNSTREAM, State.GREETING, then=State.LINKED)
         | by(Speaker.WATCHED, State.GREETING, then=State.TELLING)
+        | by(Speaker.DOOR, State.GREETING, State.WAITING, then=State.WAITING)
     )
     protocol: int
     equipment: Equipment = msgspec.field(default_factory=Equipment)
     utc_seconds: LongSeconds = 0.0
+    note: Name = ""
 
 
 class Ping(InstantMessage, frozen=True):

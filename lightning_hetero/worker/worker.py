@@ -27,10 +27,11 @@ from ..model.allowed_imports import Allowed
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
 from ..protocol.session import Session, answering_session
+from ..transport.address import Address
 from ..transport.channel import Channel, send_buffers
 from ..transport.connection import Connection, SocketConnection, prepare_socket
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, receive_hello
+from ..transport.handshake import Identity, address_of, check_hello, receive_hello
 from ..transport.lobby import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.tls import Credentials, secured
 from .owner import Host, Owner
@@ -87,13 +88,14 @@ class Worker:
         )
         self._is_paused = False
         self._is_draining = False
-        self._is_stopped = False
+        self._over = threading.Event()
         # Whether the only session of this process is over.
         self._is_replaced = False
         self._serves_one = False
         # Several processes may wait for the same listener, and one of them is the first.
         listener.setblocking(False)
         self._listener = listener
+        self._address = address_of(listener)
         self._stopping, self._waiting = socket.socketpair()
         self._lobby = Lobby(MOST_GREETINGS)
         self._refusals = RefusalLog()
@@ -107,7 +109,7 @@ class Worker:
         with self._listener, self._waiting, selectors.DefaultSelector() as arrivals:
             arrivals.register(self._listener, selectors.EVENT_READ)
             arrivals.register(self._waiting, selectors.EVENT_READ)
-            while not self._is_stopped:
+            while not self.is_stopped:
                 arrivals.select(SECONDS_OF_A_LINE)
                 self._refusals.tell_left_out()
                 # The peer may have gone, or another process may have accepted it.
@@ -137,7 +139,7 @@ class Worker:
         device_for(self._host.device).free_cache()
 
     def _accept(self) -> None:
-        if self._is_stopped:
+        if self.is_stopped:
             return
         connected, peer = self._listener.accept()
         connection, place = SocketConnection(connected), peer[:2]
@@ -152,10 +154,34 @@ class Worker:
 
     def stop(self) -> None:
         """Take no more connections."""
-        self._is_stopped = True
+        self._over.set()
         self._stopping.close()  # wakes `serve_forever`
         with self._session_changed:
             self._forgetting.cancel()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` has been called."""
+        return self._over.is_set()
+
+    def wait_until_stopped(self, seconds: float) -> None:
+        """Wait for `stop`, but not for longer."""
+        self._over.wait(seconds)
+
+    @property
+    def listener(self) -> Address:
+        """Where the worker listens."""
+        return self._address
+
+    @property
+    def identity(self) -> Identity:
+        """What the worker shows to its peers."""
+        return self._host.identity
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """How long each kind of waiting may take."""
+        return self._host.deadlines
 
     @property
     def device(self) -> torch.device:
@@ -223,11 +249,29 @@ class Worker:
             self._lobby.introduce(plain)
             return self._welcome(connection, hello, peer)
         except (ProtocolError, TrustError, WorkerError) as error:
-            with contextlib.suppress(OSError, ChannelError):
-                failure = m.Failure(str(error), is_replaced=isinstance(error, _Replaced))
-                refusal = encode_frame(Frame(failure))
-                send_buffers(connection, refusal, _LAST_WORD_SECONDS)
+            _tell_reason(connection, error)
             raise
+
+    def serve_joined(self, connection: Connection, message: m.Message, peer: str) -> None:
+        """Serve the coordinator that has spoken over a connection which this worker has dialled.
+
+        Args:
+            connection: Connected and, with a token, under TLS.
+            message: The coordinator's Hello.
+            peer: The coordinator's name for people.
+
+        Raises:
+            HeteroError: If the message is no Hello, or this end cannot work with the coordinator,
+                which is told the reason.
+        """
+        try:
+            hello = check_hello(message, self._host.identity, "the worker", ("coordinator",))
+            session = self._welcome(connection, hello, peer)
+        except (ProtocolError, WorkerError) as error:
+            _tell_reason(connection, error)
+            raise
+        if session is not None:
+            self._serve(session)
 
     def _welcome(self, connection: Connection, hello: m.Hello, peer: str) -> StageSession | None:
         """Answer a Hello; returns the session that it opens, if it opens one."""
@@ -313,10 +357,17 @@ class Worker:
 
     def _forget_later(self) -> None:
         """Free the last session's tensors after a while, unless another session begins."""
-        if self._is_draining or (self._is_stopped and not self._serves_one):
+        if self._is_draining or (self.is_stopped and not self._serves_one):
             self._host.kept.forget()  # no session can begin any more
-        if self._is_stopped:
+        if self.is_stopped:
             return
         self._forgetting = threading.Timer(KEPT_SECONDS, self._host.kept.forget)
         self._forgetting.daemon = True
         self._forgetting.start()
+
+
+def _tell_reason(connection: Connection, error: Exception) -> None:
+    """Tell a refused peer why."""
+    with contextlib.suppress(OSError, ChannelError):
+        failure = m.Failure(str(error), is_replaced=isinstance(error, _Replaced))
+        send_buffers(connection, encode_frame(Frame(failure)), _LAST_WORD_SECONDS)
