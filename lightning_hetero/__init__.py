@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .callbacks.profiler import PipelineProfiler
     from .callbacks.timeline import PipelineTimeline
     from .launch.launcher import Joining
+    from .launch.slurm import SlurmWorkers
     from .launch.ssh import SshWorkers
     from .model.lazy_weights import from_pretrained
     from .plan import Plan, StagePlan
@@ -62,6 +63,7 @@ __all__ = [
     "PipelineProfiler",
     "PipelineTimeline",
     "Plan",
+    "SlurmWorkers",
     "SshWorkers",
     "StageMonitor",
     "StagePlan",
@@ -76,8 +78,9 @@ _MODULES = {
     "Joining": "launch.launcher",
     "PipelineProfiler": "callbacks.profiler",
     "PipelineTimeline": "callbacks.timeline",
-    "SshWorkers": "launch.ssh",
     "Plan": "plan",
+    "SlurmWorkers": "launch.slurm",
+    "SshWorkers": "launch.ssh",
     "StageMonitor": "callbacks.monitor",
     "StagePlan": "plan",
     "from_pretrained": "model.lazy_weights",

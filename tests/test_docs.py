@@ -17,6 +17,7 @@ from lightning_hetero import (
     Joining,
     PipelineProfiler,
     PipelineTimeline,
+    SlurmWorkers,
     SshWorkers,
     StageMonitor,
     errors,
@@ -151,7 +152,7 @@ def commands() -> list[Path]:
     [("plan-and-profile.md", kind) for kind in PLAN_AND_PROFILE]
     + [("strategy.md", HeteroPipelineStrategy), ("strategy.md", PipelineProfiler)]
     + [("watch-a-run.md", PipelineTimeline), ("watch-a-run.md", StageMonitor)]
-    + [("joining.md", Joining), ("joining.md", SshWorkers)]
+    + [("joining.md", Joining), ("joining.md", SshWorkers), ("joining.md", SlurmWorkers)]
     + [("checkpoints.md", StageWeightAveraging), ("models.md", from_pretrained)],
 )
 def test_every_key_and_argument_has_its_row(page: str, kind: Any) -> None:

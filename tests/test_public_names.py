@@ -28,6 +28,10 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "token_file=None"
     ),
     lightning_hetero.Joining: "listen='0.0.0.0:7070' least=1 most=None wait_seconds=300.0",
+    lightning_hetero.SlurmWorkers: (
+        "components command='lightning-hetero' options=<factory> srun=<factory> join=None "
+        "listen='0.0.0.0:0' least=0 most=None wait_seconds=3600.0"
+    ),
     lightning_hetero.SshWorkers: (
         "hosts command='lightning-hetero' options=<factory> ssh=<factory> join=None "
         "listen='0.0.0.0:0' least=0 most=None wait_seconds=180.0"
@@ -83,7 +87,7 @@ COMMANDS = {
     "": "--print-completion --version",
     "worker": (
         "--allow --announce --device --join --listen --listen-fd --log-level --memory --name "
-        "--no-announce --place --print-unit --rejoin-seconds --script --sessions "
+        "--no-announce --place --print-manifest --print-unit --rejoin-seconds --script --sessions "
         "--stop-with-stdin --threads --token-file"
     ),
     "workers": "--token-file",
@@ -113,6 +117,7 @@ def test_names_of_the_package() -> None:
         "PipelineProfiler",
         "PipelineTimeline",
         "Plan",
+        "SlurmWorkers",
         "SshWorkers",
         "StageMonitor",
         "StagePlan",

@@ -119,13 +119,18 @@ def _add_owner_options(worker: argparse.ArgumentParser) -> None:
 
 
 def add_unit_option(worker: argparse.ArgumentParser) -> None:
-    """Add ``--print-unit``; without a value it is empty."""
+    """Add ``--print-unit``, which is empty without a value, and ``--print-manifest``."""
     worker.add_argument(
         "--print-unit",
         nargs="?",
         const="",
         choices=("systemd", "launchd"),
         help="print a file with which the system starts this worker with these options, and exit",
+    )
+    worker.add_argument(
+        "--print-manifest",
+        choices=("kubernetes", "slurm", "skypilot", "compose", "systemd", "launchd"),
+        help="likewise, for a cluster or a cloud, whose workers need --join",
     )
 
 

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
-from ..launch.local import service_manager_here, unit_text
+from ..launch.manifests import JOINING_KINDS, manifest_text, service_manager_here
 from ..model.allowed_imports import Allowed
 from ..transport.address import Address
 from ..transport.handshake import address_of, listen
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.print_unit is not None:
-        print(_unit(options), end="")
+    if options.print_unit is not None or options.print_manifest is not None:
+        print(_manifest(options), end="")
         return
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
@@ -134,16 +134,25 @@ def _command_at(place: Place) -> list[str]:
     return [sys.executable, "-m", "lightning_hetero", "worker", "--place", str(place), *options]
 
 
-def _unit(options: argparse.Namespace) -> str:
-    """The file with which the system starts the worker of this command line."""
+def _manifest(options: argparse.Namespace) -> str:
+    """The file with which a system starts the worker of this command line.
+
+    Raises:
+        HeteroError: If the system places workers where it likes, and the worker would not join.
+    """
     unit_parser = argparse.ArgumentParser(add_help=False)
     add_unit_option(unit_parser)
     _, others = unit_parser.parse_known_args(sys.argv[1:])
     command = [sys.executable, "-m", "lightning_hetero", *others]
     environment = {key: os.environ[key] for key in (FILE_VARIABLE,) if key in os.environ}
     where = str(options.listen or options.name or options.join or DEFAULT_LISTEN)
-    kind = options.print_unit or service_manager_here()
-    return unit_text(kind, command, os.getcwd(), environment, where)
+    kind = options.print_manifest or options.print_unit or service_manager_here()
+    if kind in JOINING_KINDS and options.join is None:
+        raise HeteroError(
+            f"Nobody knows beforehand where {kind} starts a worker, so the worker has to dial the "
+            "coordinator: add `--join HOST:PORT`."
+        )
+    return manifest_text(kind, command, os.getcwd(), environment, where)
 
 
 class _Saying:

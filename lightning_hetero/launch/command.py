@@ -29,11 +29,13 @@ class Command:
 
     Args:
         name: Its name for people, such as ``ssh gpu1``.
+        words: The program and its arguments.
         process: The process.
         printed: What it prints.
     """
 
     name: str
+    words: Sequence[str]
     process: subprocess.Popen[bytes]
     printed: IO[bytes]
 
@@ -106,7 +108,7 @@ def start_command(name: str, words: Sequence[str]) -> Command:
             f"{words[0]!r} cannot be started: {error.strerror or error}. Install it, or name its "
             "path."
         ) from error
-    return Command(name, process, printed)
+    return Command(name, words, process, printed)
 
 
 def stop_commands(commands: Sequence[Command]) -> None:
