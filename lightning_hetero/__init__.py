@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from .callbacks.monitor import StageMonitor
     from .callbacks.profiler import PipelineProfiler
     from .callbacks.timeline import PipelineTimeline
+    from .launch.cluster import ClusterFile
     from .launch.launcher import Joining
+    from .launch.ray import RayWorkers
     from .launch.slurm import SlurmWorkers
     from .launch.ssh import SshWorkers
     from .model.lazy_weights import from_pretrained
@@ -58,11 +60,13 @@ if TYPE_CHECKING:
     from .strategy.strategy import HeteroPipelineStrategy
 
 __all__ = [
+    "ClusterFile",
     "HeteroPipelineStrategy",
     "Joining",
     "PipelineProfiler",
     "PipelineTimeline",
     "Plan",
+    "RayWorkers",
     "SlurmWorkers",
     "SshWorkers",
     "StageMonitor",
@@ -74,11 +78,13 @@ __all__ = [
 # By public name, its module. It is imported when the name is first used: torch and Lightning take
 # seconds, and most commands need neither.
 _MODULES = {
+    "ClusterFile": "launch.cluster",
     "HeteroPipelineStrategy": "strategy.strategy",
     "Joining": "launch.launcher",
     "PipelineProfiler": "callbacks.profiler",
     "PipelineTimeline": "callbacks.timeline",
     "Plan": "plan",
+    "RayWorkers": "launch.ray",
     "SlurmWorkers": "launch.slurm",
     "SshWorkers": "launch.ssh",
     "StageMonitor": "callbacks.monitor",

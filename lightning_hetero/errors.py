@@ -13,6 +13,7 @@ HeteroError
 ├─ ChannelError              a connection ended or could not be used
 │  └─ TrustError             the two ends have no token in common, or one has none
 ├─ DiscoveryError            workers that cannot be announced or found
+├─ ClusterError              a cluster file that cannot be used
 ├─ MeshError                 a WireGuard mesh that cannot work, or its files
 ├─ SaveError                 a checkpoint that could not be written
 ├─ PictureError              a picture or a report that cannot be made here
@@ -85,6 +86,10 @@ class TrustError(ChannelError):
 
 class DiscoveryError(HeteroError):
     """Workers that cannot be announced or found on this network."""
+
+
+class ClusterError(HeteroError, ValueError):
+    """A cluster file that cannot be used."""
 
 
 class MeshError(HeteroError, ValueError):

@@ -17,6 +17,7 @@ from lightning_hetero import (
     Joining,
     PipelineProfiler,
     PipelineTimeline,
+    RayWorkers,
     SlurmWorkers,
     SshWorkers,
     StageMonitor,
@@ -152,7 +153,12 @@ def commands() -> list[Path]:
     [("plan-and-profile.md", kind) for kind in PLAN_AND_PROFILE]
     + [("strategy.md", HeteroPipelineStrategy), ("strategy.md", PipelineProfiler)]
     + [("watch-a-run.md", PipelineTimeline), ("watch-a-run.md", StageMonitor)]
-    + [("joining.md", Joining), ("joining.md", SshWorkers), ("joining.md", SlurmWorkers)]
+    + [
+        ("joining.md", Joining),
+        ("joining.md", SshWorkers),
+        ("joining.md", RayWorkers),
+        ("joining.md", SlurmWorkers),
+    ]
     + [("checkpoints.md", StageWeightAveraging), ("models.md", from_pretrained)],
 )
 def test_every_key_and_argument_has_its_row(page: str, kind: Any) -> None:

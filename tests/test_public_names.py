@@ -27,7 +27,12 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "replan=False cut_layers=False accelerator=None checkpoint_io=None precision_plugin=None "
         "token_file=None"
     ),
+    lightning_hetero.ClusterFile: "path",
     lightning_hetero.Joining: "listen='0.0.0.0:7070' least=1 most=None wait_seconds=300.0",
+    lightning_hetero.RayWorkers: (
+        "bundles address='auto' python=None options=<factory> join=None listen='0.0.0.0:0' "
+        "least=0 most=None wait_seconds=600.0"
+    ),
     lightning_hetero.SlurmWorkers: (
         "components command='lightning-hetero' options=<factory> srun=<factory> join=None "
         "listen='0.0.0.0:0' least=0 most=None wait_seconds=3600.0"
@@ -91,6 +96,9 @@ COMMANDS = {
         "--stop-with-stdin --threads --token-file"
     ),
     "workers": "--token-file",
+    "up": "cluster",
+    "down": "--now cluster",
+    "status": "cluster",
     "token": "--paste file",
     "mesh": "",
     "mesh init": "--file --mtu --network",
@@ -112,11 +120,13 @@ COMMANDS = {
 
 def test_names_of_the_package() -> None:
     assert sorted(lightning_hetero.__all__) == [
+        "ClusterFile",
         "HeteroPipelineStrategy",
         "Joining",
         "PipelineProfiler",
         "PipelineTimeline",
         "Plan",
+        "RayWorkers",
         "SlurmWorkers",
         "SshWorkers",
         "StageMonitor",

@@ -351,6 +351,17 @@ def _add_top_options(top: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_cluster_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("cluster", metavar="FILE", help="the cluster file, such as cluster.yaml")
+
+
+def _add_down_options(down: argparse.ArgumentParser) -> None:
+    _add_cluster_options(down)
+    down.add_argument(
+        "--now", action="store_true", help="end the workers at once, also in the middle of a run"
+    )
+
+
 def _add_report_options(report: argparse.ArgumentParser) -> None:
     report.add_argument(
         "folder",
@@ -364,6 +375,9 @@ def _add_report_options(report: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "worker": ("serve stages to one coordinator after another", _add_worker_options),
     "workers": ("list the workers that are announced on the local network", _add_workers_options),
+    "up": ("start a worker on each machine of a cluster file", _add_cluster_options),
+    "down": ("end the workers of a cluster file", _add_down_options),
+    "status": ("show what the workers of a cluster file do", _add_cluster_options),
     "token": ("make the secret that all machines of a run share", _add_token_options),
     "mesh": ("make a WireGuard network of machines in different places", _add_mesh_options),
     "doctor": ("find out why a worker cannot be used, hop by hop", _add_doctor_options),

@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..devices.description import equipment_here
 from ..discovery.find import find_workers
+from ..launch.cluster import ClusterFile, read_cluster
 from ..launch.join import Door, open_door
 from ..launch.launcher import Joining, Launcher
 from ..launch.local import (
@@ -38,16 +39,20 @@ class Fleet:
 
     Args:
         workers: That many local processes; a list of ``"host:port"``; ``"auto"`` for those that
-            are announced on the local network; or a launcher, whose workers dial this process.
+            are announced on the local network; a cluster file; or a launcher, whose workers dial
+            this process.
         token_file: The file of the token, if the user named one. The token itself is read for each
             run and not kept, so that no copy of this object contains it.
     """
 
     def __init__(
         self,
-        workers: int | Sequence[str] | Literal["auto"] | Launcher,
+        workers: int | Sequence[str] | Literal["auto"] | Launcher | ClusterFile,
         token_file: str | Path | None,
     ) -> None:
+        if isinstance(workers, ClusterFile):
+            cluster = read_cluster(workers.path)
+            workers, token_file = cluster.addresses, token_file or cluster.token_file
         self._workers = workers
         self._found: dict[str, Address] = {}
         self._token_file = token_file

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.whole_batches import BatchOptions
+from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
 from ..model.layers import DecoderLayer
 from ..pipeline.microbatch import CutBatch, LossWeighting
@@ -73,10 +74,11 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
             _is_count(value, 0)
             or _are_texts(value)
             or value == "auto"
+            or isinstance(value, ClusterFile)
             or (isinstance(value, Launcher) and not isinstance(value, type))
         ),
-        'a number of local workers, a list of "host:port", "auto", or a launcher such as '
-        "`Joining()`",
+        'a number of local workers, a list of "host:port", "auto", a ClusterFile, or a launcher '
+        "such as `Joining()`",
     ),
     "plan": (
         lambda value: _is_plan(value),

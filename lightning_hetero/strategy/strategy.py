@@ -26,6 +26,7 @@ from ..coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from ..coordinator.workers import Fleet
 from ..devices.main_memory import share_one_arena
 from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
+from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
 from ..model.allowed_imports import refuse_training_in_worker
 from ..model.four_bit import accepting_states, keep_layout
@@ -50,8 +51,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     Args:
         workers: The number of local worker processes, which the strategy starts and stops; or a
             list of ``"host:port"`` of workers that listen already; or ``"auto"`` for the workers
-            that announce themselves on the local network with the same token; or a launcher, such
-            as `Joining`, for workers that dial this process.
+            that announce themselves on the local network with the same token; or a
+            `ClusterFile`; or a launcher, such as `Joining`, for workers that dial this process.
         plan: Who holds which layers. ``"auto"`` measures the devices, or reads an earlier
             measurement, and takes the plan with the shortest predicted step. ``"even"`` gives every
             worker the same number of layers. ``"replicated"`` gives every process all layers, the
@@ -108,7 +109,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     def __init__(
         self,
-        workers: int | list[str] | Literal["auto"] | Launcher = 2,
+        workers: int | list[str] | Literal["auto"] | Launcher | ClusterFile = 2,
         plan: str | Path | Plan = "auto",
         layers: str | list[str] | Callable[[nn.Module], Any] | None = None,
         micro_batches: int | None = None,
