@@ -51,17 +51,27 @@ if TYPE_CHECKING:
     from .callbacks.monitor import StageMonitor
     from .callbacks.profiler import PipelineProfiler
     from .callbacks.timeline import PipelineTimeline
+    from .launch.cluster import ClusterFile
+    from .launch.launcher import Joining
+    from .launch.ray import RayWorkers
+    from .launch.slurm import SlurmWorkers
+    from .launch.ssh import SshWorkers
     from .model.lazy_weights import from_pretrained
     from .plan import Plan, StagePlan
     from .recovery import Recovery
     from .strategy.strategy import HeteroPipelineStrategy
 
 __all__ = [
+    "ClusterFile",
     "HeteroPipelineStrategy",
+    "Joining",
     "PipelineProfiler",
     "PipelineTimeline",
     "Plan",
+    "RayWorkers",
     "Recovery",
+    "SlurmWorkers",
+    "SshWorkers",
     "StageMonitor",
     "StagePlan",
     "__version__",
@@ -71,11 +81,16 @@ __all__ = [
 # By public name, its module. It is imported when the name is first used: torch and Lightning take
 # seconds, and most commands need neither.
 _MODULES = {
+    "ClusterFile": "launch.cluster",
     "HeteroPipelineStrategy": "strategy.strategy",
+    "Joining": "launch.launcher",
     "PipelineProfiler": "callbacks.profiler",
     "PipelineTimeline": "callbacks.timeline",
     "Plan": "plan",
+    "RayWorkers": "launch.ray",
     "Recovery": "recovery",
+    "SlurmWorkers": "launch.slurm",
+    "SshWorkers": "launch.ssh",
     "StageMonitor": "callbacks.monitor",
     "StagePlan": "plan",
     "from_pretrained": "model.lazy_weights",

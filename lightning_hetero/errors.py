@@ -14,11 +14,13 @@ HeteroError
 ├─ ChannelError              a connection ended or could not be used
 │  └─ TrustError             the two ends have no token in common, or one has none
 ├─ DiscoveryError            workers that cannot be announced or found
+├─ ClusterError              a cluster file that cannot be used
 ├─ MeshError                 a WireGuard mesh that cannot work, or its files
 ├─ SaveError                 a checkpoint that could not be written
 ├─ PictureError              a picture or a report that cannot be made here
 └─ WorkerError
    ├─ WorkerUnreachable      a worker did not answer, or refused the conversation
+   ├─ JoinError              a worker cannot join a run, or too few workers have joined it
    ├─ WorkerLost             a worker of the run is gone
    │  └─ WeightsLost         weights or optimizer state were lost with workers
    ├─ LinkLost               two workers are alive and cannot reach each other
@@ -91,6 +93,10 @@ class DiscoveryError(HeteroError):
     """Workers that cannot be announced or found on this network."""
 
 
+class ClusterError(HeteroError, ValueError):
+    """A cluster file that cannot be used."""
+
+
 class MeshError(HeteroError, ValueError):
     """A WireGuard mesh that cannot work, or files of it that cannot be read or written."""
 
@@ -109,6 +115,10 @@ class WorkerError(HeteroError):
 
 class WorkerUnreachable(WorkerError):
     """A worker did not answer, or refused the conversation."""
+
+
+class JoinError(WorkerError):
+    """A worker cannot join a run, or too few workers have joined it in time."""
 
 
 class WorkerLost(WorkerError):

@@ -14,9 +14,13 @@ import yaml
 
 from lightning_hetero import (
     HeteroPipelineStrategy,
+    Joining,
     PipelineProfiler,
     PipelineTimeline,
+    RayWorkers,
     Recovery,
+    SlurmWorkers,
+    SshWorkers,
     StageMonitor,
     errors,
     from_pretrained,
@@ -151,6 +155,12 @@ def commands() -> list[Path]:
     + [("strategy.md", HeteroPipelineStrategy), ("strategy.md", PipelineProfiler)]
     + [("recovery.md", Recovery)]
     + [("watch-a-run.md", PipelineTimeline), ("watch-a-run.md", StageMonitor)]
+    + [
+        ("joining.md", Joining),
+        ("joining.md", SshWorkers),
+        ("joining.md", RayWorkers),
+        ("joining.md", SlurmWorkers),
+    ]
     + [("checkpoints.md", StageWeightAveraging), ("models.md", from_pretrained)],
 )
 def test_every_key_and_argument_has_its_row(page: str, kind: Any) -> None:

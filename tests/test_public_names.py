@@ -27,6 +27,20 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "replan=False cut_layers=False accelerator=None checkpoint_io=None precision_plugin=None "
         "token_file=None recovery=False"
     ),
+    lightning_hetero.ClusterFile: "path",
+    lightning_hetero.Joining: "listen='0.0.0.0:7070' least=1 most=None wait_seconds=300.0",
+    lightning_hetero.RayWorkers: (
+        "bundles address='auto' python=None options=<factory> join=None listen='0.0.0.0:0' "
+        "least=0 most=None wait_seconds=600.0"
+    ),
+    lightning_hetero.SlurmWorkers: (
+        "components command='lightning-hetero' options=<factory> srun=<factory> join=None "
+        "listen='0.0.0.0:0' least=0 most=None wait_seconds=3600.0"
+    ),
+    lightning_hetero.SshWorkers: (
+        "hosts command='lightning-hetero' options=<factory> ssh=<factory> join=None "
+        "listen='0.0.0.0:0' least=0 most=None wait_seconds=180.0"
+    ),
     lightning_hetero.PipelineProfiler: (
         "budget_seconds=60.0 micro_batch_sizes=None dtypes=None path=None force=False"
     ),
@@ -78,11 +92,14 @@ KEYS_OF_PROFILES: dict[type, str] = {
 COMMANDS = {
     "": "--print-completion --version",
     "worker": (
-        "--allow --announce --device --linger-seconds --listen --listen-fd --log-level --memory "
-        "--no-announce --place --print-unit --script --sessions --stop-with-stdin --threads "
-        "--token-file"
+        "--allow --announce --device --join --linger-seconds --listen --listen-fd --log-level "
+        "--memory --name --no-announce --place --print-manifest --print-unit --rejoin-seconds "
+        "--script --sessions --stop-with-stdin --threads --token-file"
     ),
     "workers": "--token-file",
+    "up": "cluster",
+    "down": "--now cluster",
+    "status": "cluster",
     "token": "--paste file",
     "mesh": "",
     "mesh init": "--file --mtu --network",
@@ -105,11 +122,16 @@ COMMANDS = {
 
 def test_names_of_the_package() -> None:
     assert sorted(lightning_hetero.__all__) == [
+        "ClusterFile",
         "HeteroPipelineStrategy",
+        "Joining",
         "PipelineProfiler",
         "PipelineTimeline",
         "Plan",
+        "RayWorkers",
         "Recovery",
+        "SlurmWorkers",
+        "SshWorkers",
         "StageMonitor",
         "StagePlan",
         "__version__",

@@ -15,12 +15,15 @@ from typing import NoReturn, TypeVar
 
 from ..errors import HeteroError, PlanError
 from ..recovery import LINGER_SECONDS, MOST_LINGER_SECONDS, check_linger_seconds
-from ..transport.address import Address
+from ..transport.address import Address, checked_name
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE
 from ..units import parse_bytes
 from ..version import __version__
 
 Value = TypeVar("Value")
+
+DEFAULT_LISTEN = Address("127.0.0.1", 9999)
+_MOST_SECONDS = 366 * 86400.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,11 +53,11 @@ def _add_worker_options(worker: argparse.ArgumentParser) -> None:
     worker.add_argument(
         "--listen",
         type=_checked(Address.parse),
-        default="127.0.0.1:9999",
         metavar="HOST:PORT",
         help="address to listen on; beyond loopback only with a token; port 0 takes a free port "
-        "(default: %(default)s)",
+        f"(default: {DEFAULT_LISTEN}; with --join a free port)",
     )
+    _add_join_options(worker)
     _add_token_option(worker, "accept only coordinators and workers with this token")
     worker.add_argument(
         "--announce",
@@ -84,6 +87,28 @@ def _add_worker_options(worker: argparse.ArgumentParser) -> None:
     _add_local_options(worker)
 
 
+def _add_join_options(worker: argparse.ArgumentParser) -> None:
+    worker.add_argument(
+        "--join",
+        type=_checked(Address.parse),
+        metavar="HOST:PORT",
+        help="dial the coordinator that waits for workers there, serve, and dial again",
+    )
+    worker.add_argument(
+        "--name",
+        type=_checked(checked_name),
+        metavar="NAME",
+        help="with --join: the worker's name in plans (default: the machine's name and the port)",
+    )
+    worker.add_argument(
+        "--rejoin-seconds",
+        type=_duration,
+        default=600.0,
+        metavar="SECONDS",
+        help="with --join: end after so long without being let in (default: %(default)g)",
+    )
+
+
 def _add_owner_options(worker: argparse.ArgumentParser) -> None:
     worker.add_argument(
         "--memory",
@@ -103,13 +128,18 @@ def _add_owner_options(worker: argparse.ArgumentParser) -> None:
 
 
 def add_unit_option(worker: argparse.ArgumentParser) -> None:
-    """Add ``--print-unit``; without a value it is empty."""
+    """Add ``--print-unit``, which is empty without a value, and ``--print-manifest``."""
     worker.add_argument(
         "--print-unit",
         nargs="?",
         const="",
         choices=("systemd", "launchd"),
         help="print a file with which the system starts this worker with these options, and exit",
+    )
+    worker.add_argument(
+        "--print-manifest",
+        choices=("kubernetes", "slurm", "skypilot", "compose", "systemd", "launchd"),
+        help="likewise, for a cluster or a cloud, whose workers need --join",
     )
 
 
@@ -341,6 +371,17 @@ def _add_top_options(top: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_cluster_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("cluster", metavar="FILE", help="the cluster file, such as cluster.yaml")
+
+
+def _add_down_options(down: argparse.ArgumentParser) -> None:
+    _add_cluster_options(down)
+    down.add_argument(
+        "--now", action="store_true", help="end the workers at once, also in the middle of a run"
+    )
+
+
 def _add_report_options(report: argparse.ArgumentParser) -> None:
     report.add_argument(
         "folder",
@@ -354,6 +395,9 @@ def _add_report_options(report: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "worker": ("serve stages to one coordinator after another", _add_worker_options),
     "workers": ("list the workers that are announced on the local network", _add_workers_options),
+    "up": ("start a worker on each machine of a cluster file", _add_cluster_options),
+    "down": ("end the workers of a cluster file", _add_down_options),
+    "status": ("show what the workers of a cluster file do", _add_cluster_options),
     "token": ("make the secret that all machines of a run share", _add_token_options),
     "mesh": ("make a WireGuard network of machines in different places", _add_mesh_options),
     "doctor": ("find out why a worker cannot be used, hop by hop", _add_doctor_options),
@@ -451,6 +495,16 @@ def _linger_seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of seconds from 0 to {MOST_LINGER_SECONDS:.0f}"
         ) from None
+    return seconds
+
+
+def _duration(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to a year")
     return seconds
 
 

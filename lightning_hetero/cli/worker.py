@@ -27,24 +27,25 @@ from rich.text import Text
 from ..devices.numerics import prepare_process
 from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
-from ..launch.local import service_manager_here, unit_text
+from ..launch.manifests import JOINING_KINDS, manifest_text, service_manager_here
 from ..model.allowed_imports import Allowed
 from ..transport.address import Address
 from ..transport.handshake import address_of, listen
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import FILE_VARIABLE, Token, find_token_file
+from ..worker.join import Joiner
 from ..worker.owner import Owner, RunRecord
 from ..worker.shelf import KeptTensors
 from ..worker.supervisor import Place, Supervisor, serve_one_session, serve_one_session_anew
 from ..worker.worker import Worker
-from .options import add_unit_option
+from .options import DEFAULT_LISTEN, add_unit_option
 
 logger = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.print_unit is not None:
-        print(_unit(options), end="")
+    if options.print_unit is not None or options.print_manifest is not None:
+        print(_manifest(options), end="")
         return
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
@@ -53,30 +54,63 @@ def run(options: argparse.Namespace) -> None:
     is_own = options.listen_fd is None
     token_file = find_token_file(options.token_file) if is_own else None
     if options.place is not None:
+        place = Place.parse(options.place)
         make_for = partial(_maker, options, token_file)
-        serve_one_session_anew(make_for, _say_when_it_ends, Place.parse(options.place))
+        joiner = _joiner(options, address_of(place.listener))
+        serve_one_session_anew(make_for, _say_when_it_ends, joiner, place)
     secret = (
-        sys.stdin.buffer.readline().decode("ascii", "replace") if options.stop_with_stdin else ""
+        sys.stdin.buffer.readline().decode("ascii", "replace").strip()
+        if options.stop_with_stdin
+        else ""
     )
     credentials = _credentials(token_file, secret)
     make_worker = partial(_worker, options, credentials)
     if is_own:
-        listener = listen(options.listen, credentials)
+        listener = listen(_where(options), credentials)
     else:
         listener = socket.socket(fileno=options.listen_fd)
     supervisor = Supervisor(
         listener,
-        partial(serve_one_session, make_worker, _say_when_it_ends),
+        partial(
+            serve_one_session,
+            make_worker,
+            _say_when_it_ends,
+            _joiner(options, address_of(listener)),
+        ),
         _command_at,
         forks=options.sessions == "fork",
         stops_with_stdin=options.stop_with_stdin,
         secret=secret,
     )
     peers = "processes on this machine" if token_file is None else f"holders of {token_file}"
-    on_listening = _tell_ready if options.stop_with_stdin else None
+    peers = "the run that has started it" if secret else peers
+    # Only the strategy's own worker has a standard input that takes the answer.
+    on_listening = None if is_own else _tell_ready
     saying = _Saying(supervisor, address_of(listener), peers, on_listening)
-    with announced_worker(options.announce, address_of(listener), token_file):
+    # A worker that joins is found by nobody, unless its owner wants that.
+    wanted = False if options.join is not None and options.announce is None else options.announce
+    with announced_worker(wanted, address_of(listener), token_file):
         supervisor.serve_forever(saying.on_ready, saying.on_signal)
+
+
+def _where(options: argparse.Namespace) -> Address:
+    """Where the worker listens: by default any free port, if it dials the coordinator itself."""
+    if options.listen is not None:
+        where: Address = options.listen
+        return where
+    if options.join is None:
+        return DEFAULT_LISTEN
+    if options.join.is_loopback:
+        return Address("127.0.0.1", 0)
+    return Address("::" if ":" in options.join.host else "0.0.0.0", 0)  # noqa: S104
+
+
+def _joiner(options: argparse.Namespace, where: Address) -> Joiner | None:
+    """What brings a worker that listens there into runs; None without ``--join``."""
+    if options.join is None:
+        return None
+    name = options.name or f"{socket.gethostname()}-{where.port}"
+    return Joiner(options.join, name, options.rejoin_seconds)
 
 
 def _worker(
@@ -107,16 +141,25 @@ def _command_at(place: Place) -> list[str]:
     return [sys.executable, "-m", "lightning_hetero", "worker", "--place", str(place), *options]
 
 
-def _unit(options: argparse.Namespace) -> str:
-    """The file with which the system starts the worker of this command line."""
+def _manifest(options: argparse.Namespace) -> str:
+    """The file with which a system starts the worker of this command line.
+
+    Raises:
+        HeteroError: If the system places workers where it likes, and the worker would not join.
+    """
     unit_parser = argparse.ArgumentParser(add_help=False)
     add_unit_option(unit_parser)
     _, others = unit_parser.parse_known_args(sys.argv[1:])
     command = [sys.executable, "-m", "lightning_hetero", *others]
     environment = {key: os.environ[key] for key in (FILE_VARIABLE,) if key in os.environ}
-    where = str(options.listen)
-    kind = options.print_unit or service_manager_here()
-    return unit_text(kind, command, os.getcwd(), environment, where)
+    where = str(options.listen or options.name or options.join or DEFAULT_LISTEN)
+    kind = options.print_manifest or options.print_unit or service_manager_here()
+    if kind in JOINING_KINDS and options.join is None:
+        raise HeteroError(
+            f"Nobody knows beforehand where {kind} starts a worker, so the worker has to dial the "
+            "coordinator: add `--join HOST:PORT`."
+        )
+    return manifest_text(kind, command, os.getcwd(), environment, where)
 
 
 class _Saying:

@@ -40,6 +40,10 @@ from .member import Member
 
 Wanted = TypeVar("Wanted", bound=m.Message)
 
+# Opens the conversation with a worker: gets the worker's name and the session's, and returns the
+# channel, not started yet, and the worker's Welcome.
+Open = Callable[[str, str], tuple[Channel, m.Welcome]]
+
 # Takes a message that answers no request.
 Aside = Callable[[Member, Any], None]
 
@@ -62,6 +66,7 @@ class Connections:
         deadlines: How long each kind of waiting may take.
         identity: The equipment and credentials that this process shows to the workers.
         receive_pool: Makes the memory into which a channel reads tensors.
+        open_channel: Opens the conversation with a worker; None dials the worker's address.
 
     Attributes:
         members: The connected workers, by their numbers; an idle one that is lost is left out.
@@ -87,6 +92,7 @@ class Connections:
         deadlines: Deadlines,
         identity: Identity,
         receive_pool: Callable[[], BufferPool],
+        open_channel: Open | None = None,
     ) -> None:
         self.equipment = identity.equipment
         self.deadlines = deadlines
@@ -110,13 +116,19 @@ class Connections:
         # Why the run is over, and which link between two workers is lost.
         self._end: WorkerError | None = None
         self._link_loss: LinkLost | None = None
+        addresses = dict(workers)
+        if open_channel is None:
+
+            def open_channel(name: str, session: str) -> tuple[Channel, m.Welcome]:
+                return dial(addresses[name], "coordinator", session, deadlines, identity)
+
         run = secrets.token_hex(4)
         try:
             for number, (name, address) in enumerate(workers, start=1):
                 # Each worker has a name of its own, so that a neighbor that reaches another worker
                 # than the right one, or itself, is refused.
                 session = run + secrets.token_hex(16)
-                channel, welcome = dial(address, "coordinator", session, deadlines, identity)
+                channel, welcome = open_channel(name, session)
                 channel.start(self._inbox, receive_pool())
                 self._note_lingering(name, channel)
                 theirs = welcome.equipment

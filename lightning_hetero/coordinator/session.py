@@ -20,7 +20,7 @@ from ..plan import Narrowing
 from ..transport.address import Address
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
-from .connections import Connections
+from .connections import Connections, Open
 from .layers import RemoteLayers
 from .optimizer_parts import OptimizerParts
 from .stages import RemoteStages
@@ -37,6 +37,7 @@ class Coordinator:
         deadlines: How long each kind of waiting may take.
         identity: The equipment and credentials that this process shows to the workers.
         device: The device that this process computes on.
+        open_channel: Opens the conversation with a worker; None dials the worker's address.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -49,10 +50,13 @@ class Coordinator:
         deadlines: Deadlines,
         identity: Identity,
         device: torch.device = CPU,
+        open_channel: Open | None = None,
     ) -> None:
         check_has_backend(device)
         copies = device_for(device).copies()
-        self.connections = Connections(workers, deadlines, identity, copies.receive_pool)
+        self.connections = Connections(
+            workers, deadlines, identity, copies.receive_pool, open_channel
+        )
         self.telemetry = Telemetry(self.connections, device)
         self._has_served = False
         recorder = self.telemetry.recorder

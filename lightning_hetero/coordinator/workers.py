@@ -1,4 +1,4 @@
-"""The workers of a run: local processes that it starts and ends, or machines that are listening."""
+"""The workers of a run: local processes, machines that are listening, or workers that dial us."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from ..devices.description import equipment_here
 from ..devices.device import devices_beside
 from ..discovery.find import find_workers
+from ..launch.cluster import ClusterFile, read_cluster
+from ..launch.join import Door, open_door
+from ..launch.launcher import Joining, Launcher
 from ..launch.local import (
     START_SECONDS,
     LocalWorker,
@@ -27,7 +30,8 @@ from ..transport.address import Address
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import Credentials, credentials_of
-from ..transport.token import find_token_file
+from ..transport.token import Token, find_token_file
+from .connections import Open
 from .session import Coordinator
 
 
@@ -35,38 +39,60 @@ class Fleet:
     """Knows the workers by the names that plans use.
 
     Args:
-        workers: That many local processes, a list of ``"host:port"``, or ``"auto"`` for those that
-            are announced on the local network.
+        workers: That many local processes; a list of ``"host:port"``; ``"auto"`` for those that
+            are announced on the local network; a cluster file; or a launcher, whose workers dial
+            this process.
         token_file: The file of the token, if the user named one. The token itself is read for each
             run and not kept, so that no copy of this object contains it.
     """
 
     def __init__(
-        self, workers: int | Sequence[str] | Literal["auto"], token_file: str | Path | None
+        self,
+        workers: int | Sequence[str] | Literal["auto"] | Launcher | ClusterFile,
+        token_file: str | Path | None,
     ) -> None:
+        if isinstance(workers, ClusterFile):
+            cluster = read_cluster(workers.path)
+            workers, token_file = cluster.addresses, token_file or cluster.token_file
         self._workers = workers
         self._found: dict[str, Address] = {}
         self._token_file = token_file
         self._local: list[LocalWorker] = []
+        self._door: Door | None = None
         self._threads_before: int | None = None
 
     @property
     def restart(self) -> list[str]:
         """What the user has to do before another run can use the workers, as words of a list."""
-        return [] if isinstance(self._workers, int) else ["start the worker again"]
+        is_ours = isinstance(self._workers, Launcher) and not isinstance(self._workers, Joining)
+        return [] if isinstance(self._workers, int) or is_ours else ["start the worker again"]
 
-    def find(self, device: torch.device, deadlines: Deadlines) -> list[str]:
-        """The workers' names in plans. With ``"auto"`` it searches for workers once in each run.
+    def find(
+        self, device: torch.device, deadlines: Deadlines, named: Sequence[str] = ()
+    ) -> list[str]:
+        """The workers' names in plans, once for each run.
+
+        With ``"auto"`` it searches for workers; with a launcher it waits for them.
+
+        Args:
+            device: The device that this process computes on.
+            deadlines: How long each kind of waiting may take.
+            named: The workers that the user's plan names, if there is one.
 
         Raises:
             DiscoveryError: If no worker is found, or no search is possible here.
+            JoinError: If too few workers join in time.
             TokenError: If the token cannot be used.
+            WorkerError: If workers cannot be started, or cannot dial this process.
         """
         if isinstance(self._workers, int):
             return local_worker_names(self._workers)
-        if self._workers != "auto":
+        if isinstance(self._workers, Launcher):
+            if not self._found:
+                self._found = self._gather(self._workers, device, deadlines, named)
+        elif self._workers != "auto":
             return list(self._workers)
-        if not self._found:
+        elif not self._found:
             self._found = self._search(device, deadlines)
         return list(self._found)
 
@@ -87,6 +113,7 @@ class Fleet:
             TokenError: If the token cannot be used.
         """
         identity = Identity(equipment_here(device))
+        open_channel: Open | None = None
         if isinstance(self._workers, int):
             if names and not self._local:
                 self._start(devices_beside(device, self._workers), imports)
@@ -96,15 +123,25 @@ class Fleet:
             addresses = {worker.name: worker.address for worker in self._local}
             seconds = max(deadlines.connect_seconds, START_SECONDS)
             deadlines = dataclasses.replace(deadlines, connect_seconds=seconds)
+        elif self._door is not None:
+            addresses, open_channel = self._found, self._door.admit
         else:
-            named = () if self._workers == "auto" else self._workers
+            named = self._workers if isinstance(self._workers, (list, tuple)) else ()
             addresses = self._found or {text: Address.parse(text) for text in named}
             identity = dataclasses.replace(identity, credentials=self._credentials())
         workers = [(name, addresses[name]) for name in names]
-        return Coordinator(workers, deadlines, identity, device=device)
+        return Coordinator(workers, deadlines, identity, device, open_channel)
 
     def end(self, deadlines: Deadlines) -> None:
-        """End the local processes. May be called twice."""
+        """End the processes that were started, and take no worker in any more.
+
+        May be called twice.
+        """
+        door, self._door = self._door, None
+        if door is not None:
+            door.close()
+        if isinstance(self._workers, Launcher):
+            self._workers.stop()
         local, self._local = self._local, []
         self._found = {}
         stop_local_workers(local, deadlines)
@@ -121,6 +158,23 @@ class Fleet:
         for sentence in search.left_out:
             rank_zero_info(f"left out: {sentence}")
         return {str(worker.address): worker.address for worker in search.workers}
+
+    def _gather(
+        self, launcher: Launcher, device: torch.device, deadlines: Deadlines, named: Sequence[str]
+    ) -> dict[str, Address]:
+        """Start the workers of a launcher, wait for them, and choose among those that come."""
+        token = Token.new() if launcher.brings_token else None
+        credentials = self._credentials() if token is None else Credentials(token)
+        identity = Identity(equipment_here(device), credentials)
+        where = Address.parse(launcher.listen)
+        self._door = open_door(where, identity, deadlines, launcher.least, named, rank_zero_info)
+        try:
+            launcher.start(self._door.address, token)
+            self._door.wait(launcher.wait_seconds, launcher.faults)
+            return self._door.begin(launcher.most)
+        except BaseException:
+            self.end(deadlines)
+            raise
 
     def _credentials(self) -> Credentials | None:
         return credentials_of(find_token_file(self._token_file))

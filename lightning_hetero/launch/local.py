@@ -1,12 +1,10 @@
-"""Workers on this machine: those that a run starts, and those that the system starts.
+"""Workers on this machine that a run starts.
 
-A run's workers start with a listening socket of this process and end with it. Such a worker's
-standard input is one end of a pair of sockets, the leash, whose other end only this process holds.
-Over the leash the worker gets the run's token, which keeps other users of the machine out, and
-tells when it is ready. When this process ends, by a return, an exception or kill -9, the leash
-closes and the worker exits, so no orphan is left.
-
-The system starts a worker by a systemd unit or a launchd property list; see ``templates/``.
+They start with a listening socket of this process and end with it. Such a worker's standard input
+is one end of a pair of sockets, the leash, whose other end only this process holds. Over the leash
+the worker gets the run's token, which keeps other users of the machine out, and tells when it is
+ready. When this process ends, by a return, an exception or kill -9, the leash closes and the worker
+exits, so no orphan is left. The files with which a system starts a worker are in `manifests`.
 """
 
 from __future__ import annotations
@@ -14,17 +12,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from ..errors import WorkerError
 from ..model.allowed_imports import Allowed
@@ -41,12 +35,6 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 60.0
 # How often a wait for a worker looks at its process.
 _LOOK_SECONDS = 1.0
-
-ServiceManager = Literal["systemd", "launchd"]
-
-_TEMPLATES: dict[ServiceManager, str] = {"systemd": "worker.service", "launchd": "worker.plist"}
-# How long the system waits for the current run to end when it stops the worker.
-_DRAIN_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -240,65 +228,3 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def service_manager_here() -> ServiceManager:
-    """The program that starts services on this system."""
-    return "launchd" if sys.platform == "darwin" else "systemd"
-
-
-def unit_text(
-    kind: ServiceManager,
-    command: Sequence[str],
-    folder: str,
-    environment: Mapping[str, str],
-    where: str,
-) -> str:
-    """The file with which the system starts a worker.
-
-    Args:
-        kind: The system's service manager.
-        command: The worker's command line.
-        folder: The worker's working directory.
-        environment: Environment variables that the worker needs.
-        where: The address that the worker listens on; it makes the service's name unique.
-
-    Raises:
-        WorkerError: If a text has a control character, which could begin another line of the file.
-    """
-    for text in (*command, folder, *environment, *environment.values(), where):
-        if re.search(r"[\x00-\x1f\x7f]", text):
-            raise WorkerError(
-                f"The file that starts the worker cannot hold the control character in {text!r}; "
-                "remove it."
-            )
-    return (
-        _environment()
-        .get_template(_TEMPLATES[kind])
-        .render(
-            name="lightning-hetero-worker-" + re.sub(r"\W+", "-", where).strip("-"),
-            description=f"lightning-hetero worker on {where}",
-            command=command,
-            folder=folder,
-            environment=environment,
-            drain_seconds=_DRAIN_SECONDS,
-        )
-    )
-
-
-def _environment() -> Environment:
-    found = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=select_autoescape(["plist"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    found.filters["quoted"] = _quoted
-    return found
-
-
-def _quoted(word: str) -> str:
-    """A word in the quoting of systemd."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    return escaped if re.fullmatch(r"[\w@:.,/=+$%-]+", escaped) else f'"{escaped}"'

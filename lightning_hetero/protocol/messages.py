@@ -77,7 +77,8 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
 
     Every version reads the Hello, Welcome and Failure of every other version, so that it can say
     what is wrong: new fields need a default, no field is ever removed, and unknown ones are
-    ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`.
+    ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`. A worker
+    that joins says its ``name`` in plans, and the ``address`` at which it listens.
 
     With a ``secret`` it goes on with a conversation whose connection has broken.
 
@@ -92,6 +93,7 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
         by(Speaker.COORDINATOR, State.OPENING, then=State.GREETING)
         | by(Speaker.UPSTREAM, State.OPENING, then=State.GREETING)
         | by(Speaker.WATCHER, State.OPENING, then=State.GREETING)
+        | by(Speaker.JOINER, State.OPENING, then=State.GREETING)
     )
     protocol: int
     role: Name = ""
@@ -102,10 +104,14 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     secret: Name = ""
     attempt: Count = 0
     received: Count = 0
+    name: Name = ""
+    address: Name = ""
 
 
-class Welcome(Message, frozen=True, forbid_unknown_fields=False):
+class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
     """The worker accepts the conversation. ``utc_seconds`` is the time on its clock.
+
+    A coordinator says it to a worker that joins, and again with each ``note`` on how long to wait.
 
     Args:
         linger_seconds: How long both ends wait for another connection when theirs breaks.
@@ -117,6 +123,7 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False):
         by(Speaker.WORKER, State.GREETING, then=State.IDLE)
         | by(Speaker.DOWNSTREAM, State.GREETING, then=State.LINKED)
         | by(Speaker.WATCHED, State.GREETING, then=State.TELLING)
+        | by(Speaker.DOOR, State.GREETING, State.WAITING, then=State.WAITING)
     )
     protocol: int
     equipment: Equipment = msgspec.field(default_factory=Equipment)
@@ -124,6 +131,7 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     linger_seconds: Seconds = 0.0
     secret: Name = ""
     received: Count = 0
+    note: Name = ""
 
 
 class Ping(InstantMessage, frozen=True):

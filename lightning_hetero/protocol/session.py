@@ -12,6 +12,10 @@
 
     watcher ─ worker: OPENING ─ Hello ▶ GREETING ─ Welcome ▶ TELLING ─ Status ▶ CLOSED
 
+    joiner ─ door: OPENING ─ Hello ▶ GREETING ─ Welcome ▶ WAITING: Welcome again, with news
+    A joiner is a worker that has dialled a coordinator. The coordinator takes it in by a Hello over
+    the same connection, which begins the conversation of the first drawing.
+
 Every class of messages, or its base, says who may send it in which states (`by`). `python -m
 tests.protocol.tables` prints the tables that follow: for each speaker and state, the messages.
 """
@@ -38,6 +42,7 @@ class State(enum.Enum):
     SERVING = "serving"
     LINKED = "linked"
     TELLING = "telling"
+    WAITING = "waiting"
     CLOSED = "closed"
 
 
@@ -50,6 +55,8 @@ class Speaker(enum.Enum):
     DOWNSTREAM = "downstream"
     WATCHER = "watcher"
     WATCHED = "watched"
+    JOINER = "joiner"
+    DOOR = "door"
 
 
 # The state that follows a message, by who sends it in which state.
@@ -197,13 +204,14 @@ class Session:
         self._step = message.step
 
 
-Role = Literal["coordinator", "neighbor", "watcher"]
+Role = Literal["coordinator", "neighbor", "watcher", "joiner"]
 
 # Who opens a conversation and who answers, by the role that the Hello names.
 _ENDS: dict[str, tuple[Speaker, Speaker]] = {
     "coordinator": (Speaker.COORDINATOR, Speaker.WORKER),
     "neighbor": (Speaker.UPSTREAM, Speaker.DOWNSTREAM),
     "watcher": (Speaker.WATCHER, Speaker.WATCHED),
+    "joiner": (Speaker.JOINER, Speaker.DOOR),
 }
 
 

@@ -28,6 +28,8 @@ from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.whole_batches import BatchOptions
+from ..launch.cluster import ClusterFile
+from ..launch.launcher import Launcher
 from ..model.layers import DecoderLayer
 from ..pipeline.microbatch import CutBatch, LossWeighting
 from ..plan import Plan
@@ -69,8 +71,15 @@ NAMED_PLANS = ("auto", "even", "replicated")
 # By argument: whether a value is valid, and the valid values.
 _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "workers": (
-        lambda value: _is_count(value, 0) or _are_texts(value) or value == "auto",
-        'a number of local workers, a list of "host:port", or "auto"',
+        lambda value: (
+            _is_count(value, 0)
+            or _are_texts(value)
+            or value == "auto"
+            or isinstance(value, ClusterFile)
+            or (isinstance(value, Launcher) and not isinstance(value, type))
+        ),
+        'a number of local workers, a list of "host:port", "auto", a ClusterFile, or a launcher '
+        "such as `Joining()`",
     ),
     "plan": (
         lambda value: _is_plan(value),

@@ -41,6 +41,7 @@ from ..profiler.run import ProfilingRun
 from ..telemetry.ranges import share_as_text
 from ..transport.deadlines import Deadlines
 from .arguments import (
+    NAMED_PLANS,
     StepOptions,
     autocast_dtype,
     check_callbacks,
@@ -100,6 +101,16 @@ class PlanChoice:
         plan = self._with_micro_batches(plan)
         plan.check(num_layers, workers)
         return plan
+
+    def named_workers(self) -> Sequence[str]:
+        """The workers that the user's own plan names; none if the strategy makes the plan.
+
+        Raises:
+            PlanError: If the plan's file cannot be read.
+        """
+        if isinstance(self.plan, Plan):
+            return self.plan.workers
+        return () if self.plan in NAMED_PLANS else Plan.from_yaml(self.plan).workers
 
     def unmeasured(self, trainer: pl.Trainer, num_layers: int, workers: Sequence[str]) -> Plan:
         """The plan of a run that does not measure; under ``"auto"``, that of the last training.
@@ -176,7 +187,7 @@ class Site:
                 on workers.
         """
         options = choice.profiling_options(self.module.trainer)
-        workers = self.find_workers()
+        workers = self.find_workers(choice.named_workers())
         if options is not None:
             return self._measure_and_deploy(layers, workers, choice, options)
         plan = choice.unmeasured(self.module.trainer, len(layers), workers)
@@ -201,14 +212,18 @@ class Site:
         with closing(coordinator):
             return run.measured().profile
 
-    def find_workers(self) -> list[str]:
+    def find_workers(self, named: Sequence[str] = ()) -> list[str]:
         """The names of all workers.
+
+        Args:
+            named: The workers that the user's own plan names, if there is one.
 
         Raises:
             DiscoveryError: If the network has none.
+            JoinError: If too few join in time.
             TokenError: If the token cannot be used.
         """
-        return self.fleet.find(self.device, self.deadlines)
+        return self.fleet.find(self.device, self.deadlines, named)
 
     def connect(
         self, workers: Sequence[str], layers: Sequence[DecoderLayer], imported_for: Plan

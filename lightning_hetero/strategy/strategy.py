@@ -27,6 +27,8 @@ from ..coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from ..coordinator.workers import Fleet
 from ..devices.main_memory import share_one_arena
 from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
+from ..launch.cluster import ClusterFile
+from ..launch.launcher import Launcher
 from ..model.allowed_imports import refuse_training_in_worker
 from ..model.four_bit import accepting_states, keep_layout
 from ..model.half_layers import cut_layers, join_layers
@@ -51,13 +53,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     Args:
         workers: The number of local worker processes, which the strategy starts and stops; or a
             list of ``"host:port"`` of workers that listen already; or ``"auto"`` for the workers
-            that announce themselves on the local network with the same token.
+            that announce themselves on the local network with the same token; or a
+            `ClusterFile`; or a launcher, such as `Joining`, for workers that dial this process.
         plan: Who holds which layers. ``"auto"`` measures the devices, or reads an earlier
             measurement, and takes the plan with the shortest predicted step. ``"even"`` gives every
             worker the same number of layers. ``"replicated"`` gives every process all layers, the
             coordinator included, and micro-batches by measured speed. A path reads a YAML file; a
-            `Plan` is taken as it is. Plans call local workers ``local-1``, ``local-2``, …, and
-            others by their ``"host:port"``.
+            `Plan` is taken as it is. Plans call local workers ``local-1``, ``local-2``, …, those
+            of launchers by their names, and others by their ``"host:port"``.
         layers: Where the LightningModule has its decoder layers: the dotted path of a ModuleList or
             of one layer, a list of paths, or a callable from the module to the layers. None finds
             them in a Hugging Face model. A model without decoder layers runs on this process alone.
@@ -110,7 +113,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     def __init__(
         self,
-        workers: int | list[str] | Literal["auto"] = 2,
+        workers: int | list[str] | Literal["auto"] | Launcher | ClusterFile = 2,
         plan: str | Path | Plan = "auto",
         layers: str | list[str] | Callable[[nn.Module], Any] | None = None,
         micro_batches: int | None = None,

@@ -7,12 +7,15 @@ import re
 from dataclasses import dataclass
 
 from ..errors import PlanError
+from ..plan import COORDINATOR
 
 MOST_PORT = 65535
 
 _HOST_AND_PORT = re.compile(
     r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%a-z]+)\]|(?P<name>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})"
 )
+
+_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,21 @@ class Address:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+
+def checked_name(text: str) -> str:
+    """The name of a worker that joins, if it can be one.
+
+    Raises:
+        PlanError: If it is empty, too long, has other characters than letters, digits and
+            ``._:-``, or is the coordinator's.
+    """
+    if not _NAME.fullmatch(text) or text == COORDINATOR:
+        raise PlanError(
+            f"{text!r:.80} is no name for a worker; take up to 64 letters, digits, dots, colons, "
+            f"hyphens and underscores, and not {COORDINATOR!r}."
+        )
+    return text
 
 
 def advice(address: Address) -> str:

@@ -169,6 +169,19 @@ def awaited_bytes(sure_bytes: int) -> int:
     return min(sure_bytes, _MOST_AWAITED_BYTES) if sure_bytes >= _LEAST_AWAITED_BYTES else 1
 
 
+def keep_alive(connected: socket.socket) -> None:
+    """Let the system find out within half a minute that a silent peer's machine is gone.
+
+    The packets also keep a way through a router with NAT open.
+    """
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Systems differ in which of them they have. macOS calls the first one TCP_KEEPALIVE.
+    idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
+    for name, value in ((idle, 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def prepare_socket(connected: socket.socket) -> None:
     """Let small messages leave at once, and give large ones room in the buffers."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

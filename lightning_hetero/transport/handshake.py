@@ -9,13 +9,21 @@ import errno
 import os
 import socket
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
 
-from ..errors import ChannelError, RemoteProtocolError, TrustError, WorkerError, WorkerUnreachable
+from ..errors import (
+    ChannelError,
+    JoinError,
+    RemoteProtocolError,
+    TrustError,
+    WorkerError,
+    WorkerUnreachable,
+)
 from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader, encode_frame
 from ..protocol.session import Role, Session, opening_session
@@ -24,6 +32,7 @@ from .channel import Channel
 from .connection import (
     Connection,
     SocketConnection,
+    keep_alive,
     prepare_socket,
     receive_some,
     send_buffers,
@@ -50,7 +59,10 @@ ROLES: dict[str, str] = {
     "coordinator": "the coordinator",
     "neighbor": "the upstream worker",
     "watcher": "the watcher",
+    "joiner": "the worker that joins",
 }
+# Those that a worker answers.
+WORKER_ROLES: tuple[Role, ...] = ("coordinator", "neighbor", "watcher")
 
 
 @dataclass(frozen=True)
@@ -238,56 +250,196 @@ class _Call:
         connect_seconds = time.monotonic() - began_seconds
         with ExitStack() as on_failure:
             on_failure.callback(plain.close)
-            try:
+            far = _Far(f"the worker at {self.address}", "a worker")
+            with _explained(far):
                 seconds = self.deadlines.connect_seconds
                 connection = secured(plain, self.credentials, False, seconds)
-                welcome = _ask_to_talk(connection, session, hello, self.address, seconds)
-            except TrustError as error:
-                raise WorkerUnreachable(
-                    f"The worker at {self.address} and this process do not trust each other. "
-                    f"{error}"
-                ) from error
-            except (OSError, ChannelError, RemoteProtocolError) as error:
-                raise WorkerUnreachable(
-                    f"What listens at {self.address} did not answer as a worker: {error}"
-                ) from error
+                welcome = _ask_to_talk(connection, session, hello, far.name, seconds)
             on_failure.pop_all()
         return _Opened(connection, session, welcome, connect_seconds)
 
 
+def open_channel(
+    connection: Connection, address: Address, hello: m.Hello, deadlines: Deadlines
+) -> tuple[Channel, m.Welcome]:
+    """Open a conversation with a worker over a connection, whoever has dialled it.
+
+    Args:
+        connection: Connected and, with a token, under TLS; the channel closes it.
+        address: Where the worker listens; it is the worker's name in errors.
+        hello: What this process says of itself.
+        deadlines: How long each kind of waiting may take.
+
+    Raises:
+        WorkerUnreachable: If the worker refuses.
+        OSError: If the connection fails; likewise `ChannelError` and `RemoteProtocolError`.
+    """
+    session = opening_session(hello.role)
+    there = f"the worker at {address}"
+    welcome = _ask_to_talk(connection, session, hello, there, deadlines.connect_seconds)
+    return Channel(connection, session, str(address), deadlines), welcome
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A worker's connection to a coordinator that has let it in.
+
+    Args:
+        connection: Connected and, with a token, under TLS.
+        plain: The connection below.
+        note: The coordinator's words on how long to wait.
+    """
+
+    connection: Connection
+    plain: SocketConnection
+    note: str
+
+
+def join(
+    address: Address, name: str, listener: Address, deadlines: Deadlines, identity: Identity
+) -> Joined:
+    """Dial a coordinator that waits for workers, and offer to work for it.
+
+    Args:
+        address: Where the coordinator listens.
+        name: The name of this worker in plans.
+        listener: Where this worker listens for its neighbors. A host that stands for all
+            interfaces is replaced by the one that the coordinator is reached over.
+        deadlines: How long each kind of waiting may take.
+        identity: What this process shows.
+
+    Raises:
+        JoinError: If no coordinator answers there, or one end refuses the other.
+    """
+    if identity.credentials is None and not address.is_loopback:
+        raise JoinError(
+            f"The coordinator at {address} is on another machine, which takes a token: copy the "
+            "coordinator's token file to this machine, as `lightning-hetero token` says there."
+        )
+    try:
+        return _join(address, name, listener, deadlines, identity)
+    except WorkerUnreachable as error:
+        raise JoinError(str(error)) from error
+
+
+def _join(
+    address: Address, name: str, listener: Address, deadlines: Deadlines, identity: Identity
+) -> Joined:
+    far = _Far(f"the coordinator at {address}", "a coordinator that waits for workers")
+    plain = _connect(address, deadlines, for_workers=True)
+    with ExitStack() as on_failure:
+        on_failure.callback(plain.close)
+        keep_alive(plain.socket)
+        offered = _reachable(listener, plain.socket.getsockname()[0])
+        hello = m.Hello(
+            m.PROTOCOL_VERSION,
+            "joiner",
+            equipment=identity.equipment,
+            name=name,
+            address=str(offered),
+        )
+        with _explained(far):
+            seconds = deadlines.connect_seconds
+            connection = secured(plain, identity.credentials, False, seconds)
+            session = opening_session("joiner")
+            welcome = _ask_to_talk(connection, session, hello, far.name, seconds)
+        on_failure.pop_all()
+    return Joined(connection, plain, welcome.note)
+
+
+def _reachable(listener: Address, own_host: str) -> Address:
+    """The address that others may dial, if this process reaches them from ``own_host``."""
+    is_any = listener.host in ("0.0.0.0", "::")  # noqa: S104 - compared, not listened on
+    return Address(own_host, listener.port) if is_any else listener
+
+
+@dataclass(frozen=True)
+class _Far:
+    """The other end in errors: its name, and what it should be."""
+
+    name: str
+    kind: str
+
+
+@contextmanager
+def _explained(far: _Far) -> Iterator[None]:
+    """Inside, failures of an opening become errors that name the other end.
+
+    Raises:
+        WorkerUnreachable: In place of each.
+    """
+    try:
+        yield
+    except TrustError as error:
+        name = far.name[0].upper() + far.name[1:]
+        raise WorkerUnreachable(
+            f"{name} and this process do not trust each other. {error}"
+        ) from error
+    except (OSError, ChannelError, RemoteProtocolError) as error:
+        address = far.name.rpartition(" ")[2]
+        raise WorkerUnreachable(
+            f"What listens at {address} did not answer as {far.kind}: {error}"
+        ) from error
+
+
 def receive_hello(connection: Connection, deadlines: Deadlines, identity: Identity) -> m.Hello:
-    """Receive the Hello of a peer that has connected.
+    """Receive the Hello of a peer that has connected to this worker.
 
     Raises:
         ChannelError: If it does not come in time.
         TrustError: If the peer speaks TLS, and this end has no token.
         RemoteProtocolError: If the message is no Hello, or this end cannot work with the peer.
     """
-    hello = receive_opening(connection, deadlines.connect_seconds)
-    if not isinstance(hello, m.Hello):
-        raise RemoteProtocolError(f"A conversation opens with Hello, not with {hello}.")
-    here = Party("the worker", m.PROTOCOL_VERSION, identity.equipment)
-    there = Party(ROLES.get(hello.role, "the peer"), hello.protocol, hello.equipment)
-    if found := obstacles(here, there):
+    message = receive_opening(connection, deadlines.connect_seconds)
+    return check_hello(message, identity, "the worker", WORKER_ROLES)
+
+
+def check_hello(
+    message: m.Message, identity: Identity, here: str, roles: Sequence[Role]
+) -> m.Hello:
+    """Check that a first message is a Hello of a peer that this end can work with.
+
+    Args:
+        message: The first message of the peer.
+        identity: What this process shows.
+        here: The name of this end inside a sentence, such as ``"the worker"``.
+        roles: The roles of the peers that this end answers.
+
+    Raises:
+        RemoteProtocolError: If it is not, with the reason for the peer.
+    """
+    if not isinstance(message, m.Hello):
+        raise RemoteProtocolError(f"A conversation opens with Hello, not with {message}.")
+    ours = Party(here, m.PROTOCOL_VERSION, identity.equipment)
+    theirs = Party(ROLES.get(message.role, "the peer"), message.protocol, message.equipment)
+    if found := obstacles(ours, theirs):
         raise RemoteProtocolError(" ".join(found))
-    if hello.role not in ROLES:
+    if message.role not in roles:
         raise RemoteProtocolError(
-            f"This worker talks to a {' or a '.join(ROLES)}, not to a {hello.role!r}."
+            f"This {here.removeprefix('the ')} talks to a {' or a '.join(roles)}, not to a "
+            f"{message.role!r}."
         )
-    return hello
+    return message
 
 
-def _connect(address: Address, deadlines: Deadlines) -> SocketConnection:
+def _connect(address: Address, deadlines: Deadlines, for_workers: bool = False) -> SocketConnection:
+    """Connect to a worker, or to a coordinator that waits ``for_workers``."""
     try:
         host_and_port = (address.host, address.port)
         connected = socket.create_connection(host_and_port, deadlines.connect_seconds)
         prepare_socket(connected)
     except socket.gaierror as error:
+        whose = "coordinator's" if for_workers else "worker's"
         raise WorkerUnreachable(
             f"The host name {address.host!r} of {address} cannot be resolved on this machine: "
-            f"{error.strerror}. Check how it is written, or write the worker's IP address."
+            f"{error.strerror}. Check how it is written, or write the {whose} IP address."
         ) from error
     except OSError as error:
+        if for_workers:
+            raise WorkerUnreachable(
+                f"No coordinator waits for workers at {address}: {error}. It waits there at the "
+                "start of each run and during the run."
+            ) from error
         is_refused = isinstance(error, ConnectionRefusedError)
         raise (_NobodyListens if is_refused else WorkerUnreachable)(
             f"No worker answers at {address}: {error}. Is `lightning-hetero worker --listen "
@@ -316,16 +468,17 @@ def greet(
 
 
 def _ask_to_talk(
-    connection: Connection, session: Session, hello: m.Hello, address: Address, seconds: float
+    connection: Connection, session: Session, hello: m.Hello, there_name: str, seconds: float
 ) -> m.Welcome:
+    """Say Hello and return the Welcome of the other end, which has this name in a sentence."""
     answer = greet(connection, session, hello, seconds)
     if not isinstance(answer, m.Welcome):
         reason = answer.reason if isinstance(answer, m.Failure) else str(answer)
         is_replaced = isinstance(answer, m.Failure) and answer.is_replaced
         refusal = _Replaced if is_replaced else _Refused
-        raise refusal(f"The worker at {address} refused: {reason}")
+        raise refusal(f"{there_name[0].upper()}{there_name[1:]} refused: {reason}")
     here = Party(ROLES[hello.role], hello.protocol, hello.equipment)
-    there = Party(f"the worker at {address}", answer.protocol, answer.equipment)
+    there = Party(there_name, answer.protocol, answer.equipment)
     if found := obstacles(here, there):
         raise WorkerUnreachable(" ".join(found))
     session.received(answer)
@@ -353,6 +506,36 @@ def receive_opening(
         if frame is not None:
             return frame.message
     raise ChannelError(f"Nothing came within {patience_seconds} s.")
+
+
+def await_opening(
+    connection: Connection, look_seconds: float, is_over: Callable[[], bool]
+) -> m.Message | None:
+    """Wait for the next Hello, Welcome or Failure, however long it takes.
+
+    Args:
+        connection: Connected and, with a token, under TLS.
+        look_seconds: How often to look whether the wait is over.
+        is_over: Whether to wait no more.
+
+    Returns:
+        The message; None if the wait was over before it came.
+
+    Raises:
+        OSError: If the connection fails.
+        ChannelError: If the peer ends the connection.
+        RemoteProtocolError: If the message is another one, or no message.
+    """
+    reader = OpeningReader()
+    connection.set_timeout(look_seconds)
+    while not is_over():
+        try:
+            frame = receive_some(connection, reader)
+        except TimeoutError:
+            continue
+        if frame is not None:
+            return frame.message
+    return None
 
 
 @dataclass(frozen=True)

@@ -117,12 +117,23 @@ _ALERT = bytes((21, 3, 3, 0, 2, 2, 10))
 
 
 def secured(
-    below: Connection, credentials: Credentials | None, is_server: bool, patience_seconds: float
+    below: Connection,
+    credentials: Credentials | None,
+    is_server: bool,
+    patience_seconds: float,
+    is_mute: bool = False,
 ) -> Connection:
     """Put a connection under mutual TLS; without credentials, return it as it is.
 
     In TLS 1.3 the client finishes before the server has checked its certificate, so a client must
     not rely on the server's trust before it has received something.
+
+    Args:
+        below: The connection, whose bytes TLS encrypts.
+        credentials: What proves that this process has the token.
+        is_server: Whether the peer begins the handshake.
+        patience_seconds: The most that the handshake may take.
+        is_mute: Whether a peer that does not speak TLS gets no byte at all.
 
     Raises:
         TrustError: If the two ends have no token in common.
@@ -132,6 +143,7 @@ def secured(
         return below
     context = credentials.context(is_server)
     handshake = _Handshake(below, context, is_server, patience_seconds)
+    handshake.says_tls = is_server and not is_mute
     try:
         handshake.run()
     except TrustError:
@@ -150,13 +162,14 @@ class _Handshake:
         incoming: Records from the peer, which ``tls`` reads.
         outgoing: Records for the peer, which ``tls`` writes.
         tls: OpenSSL's object.
+        says_tls: Whether a peer that does not speak TLS is told that this end does.
     """
 
     def __init__(
         self, below: Connection, context: ssl.SSLContext, is_server: bool, patience_seconds: float
     ) -> None:
         self._below = below
-        self._is_server = is_server
+        self.says_tls = is_server
         self._end = time.monotonic() + patience_seconds
         self._is_begun = False
         self.incoming = ssl.MemoryBIO()
@@ -191,7 +204,7 @@ class _Handshake:
         if num_bytes == 0:
             raise ChannelError("The peer ended the connection during the TLS handshake.")
         if not self._is_begun and buffer[0] not in TLS_RECORD_TYPES:
-            if self._is_server:
+            if self.says_tls:
                 self.outgoing.write(_ALERT)
             raise TrustError(NO_TLS)
         self._is_begun = True

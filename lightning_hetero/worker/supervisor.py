@@ -14,7 +14,8 @@ starts one turn early, and waits: the worker takes the memory of one more proces
 The two processes talk through a pipe, in words:
 
     warm process   "go SECRET EQUIPMENT" (to a process that was not forked), pause, resume, drain
-    session        "ready DEVICE EQUIPMENT", "failed REASON", "over"
+    session        "ready DEVICE EQUIPMENT", "failed REASON", "over",
+                   "alone REASON" (nobody lets it join)
 
 The first process of a session looks what its device is and can. Later ones have it from there, so
 that they answer at once: a GPU takes seconds to begin, and memory as long as a process uses it.
@@ -45,6 +46,7 @@ import msgspec
 from ..devices.device import is_any_in_use
 from ..errors import HeteroError, WorkerError
 from ..protocol.fields import Equipment
+from .join import Joiner
 from .shelf import KeptTensors, SharedShelf, open_shelf
 from .worker import Worker
 
@@ -149,6 +151,9 @@ class Supervisor:
         self._spare: _Member | None = None
         self._is_paused = False
         self._is_draining = False
+        self._has_served = False
+        # Why the worker ends although nobody has told it to; empty while it does not.
+        self._alone = ""
         self._events = selectors.DefaultSelector()
 
     def pause(self) -> None:
@@ -178,7 +183,8 @@ class Supervisor:
             on_signal: Called with the number of each signal of the owner.
 
         Raises:
-            HeteroError: If a process cannot serve, with its reason.
+            HeteroError: If a process cannot serve, with its reason; or if the worker was never
+                let into the run that it should join.
         """
         with self._listener, self._events, _noted_signals() as signals:
             self._events.register(signals, selectors.EVENT_READ)
@@ -193,6 +199,8 @@ class Supervisor:
                     self._wait(on_ready, on_signal)
             finally:
                 self._end_all()
+        if self._alone and not self._has_served:
+            raise WorkerError(self._alone)
 
     def _wait(self, on_ready: Callable[[str], None], on_signal: Callable[[int], None]) -> None:
         for key, _ in self._events.select(_LOOKING_SECONDS):
@@ -219,7 +227,11 @@ class Supervisor:
             on_ready(device)
         elif word == "over":
             member.end_seconds = time.monotonic() + _ENDING_SECONDS
+            self._has_served = self._has_served or not self._is_draining
             self._start()
+        elif word == "alone":
+            logger.warning(rest)
+            self._alone, self._is_draining = rest, True
         else:
             raise HeteroError(rest)
 
@@ -343,6 +355,7 @@ class Supervisor:
 def serve_one_session(
     make_worker: Callable[[Place, KeptTensors], Worker],
     on_drain: Callable[[bool], None],
+    joiner: Joiner | None,
     place: Place,
 ) -> None:
     """Serve one session in this process, which has to end afterwards.
@@ -350,6 +363,7 @@ def serve_one_session(
     Args:
         make_worker: Makes the worker, which owns the place's listener.
         on_drain: Called when the owner ends the worker, with whether a run has to end first.
+        joiner: Brings the worker into the run of a coordinator; None if it only listens.
         place: What this process has from the warm process.
     """
     _end_with_parent()
@@ -362,12 +376,15 @@ def serve_one_session(
     threading.Thread(target=_obey, args=(worker, on_drain, pipe), daemon=True).start()
     equipment = msgspec.json.encode(worker.equipment).decode()
     pipe.send_bytes(f"ready {worker.device} {equipment}".encode())
+    if joiner is not None:
+        threading.Thread(target=_join, args=(worker, joiner, pipe), daemon=True).start()
     worker.serve_session(place.began_seconds, lambda: pipe.send_bytes(b"over"))
 
 
 def serve_one_session_anew(
     make_for: Callable[[str], Callable[[Place, KeptTensors], Worker]],
     on_drain: Callable[[bool], None],
+    joiner: Joiner | None,
     place: Place,
 ) -> NoReturn:
     """Serve one session in a process that has not been forked, and end the process.
@@ -375,6 +392,7 @@ def serve_one_session_anew(
     Args:
         make_for: Makes, for the secret of the warm process, the function that makes the worker.
         on_drain: As in `serve_one_session`.
+        joiner: As in `serve_one_session`.
         place: What this process has from the warm process.
     """
     _ignore_signals()
@@ -383,7 +401,7 @@ def serve_one_session_anew(
         secret, place = hear_turn(place)
     except (EOFError, OSError):
         exit_at_once(0)  # the warm process has ended
-    serve_one_session(make_for(secret), on_drain, place)
+    serve_one_session(make_for(secret), on_drain, joiner, place)
     exit_at_once(0)
 
 
@@ -424,6 +442,21 @@ def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) ->
         except (EOFError, OSError):
             os._exit(1)
         wishes[wish]()
+
+
+def _join(worker: Worker, joiner: Joiner, pipe: Connection) -> None:
+    """Bring the worker into runs until it is stopped, or nobody lets it in."""
+
+    def leave(reason: str) -> None:
+        pipe.send_bytes(f"alone {reason}".encode())
+        worker.drain()
+
+    try:
+        joiner.run(worker, leave)
+    except Exception as error:
+        # Without this thread the worker would wait for nothing.
+        logger.exception("joining %s failed", joiner.address)
+        pipe.send_bytes(f"failed Joining {joiner.address} failed: {error!r}.".encode())
 
 
 def _ignore_signals() -> None:

@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -28,11 +27,13 @@ from ..model.allowed_imports import Allowed
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
 from ..protocol.session import Session, answering_session
+from ..transport.address import Address
 from ..transport.channel import Channel
 from ..transport.connection import Connection, SocketConnection, prepare_socket, send_buffers
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, receive_hello
+from ..transport.handshake import Identity, address_of, check_hello, receive_hello
 from ..transport.line import Lingering
+from ..transport.lobby import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.tls import Credentials, secured
 from .owner import Host, Owner
 from .session import StageSession
@@ -40,8 +41,6 @@ from .shelf import KEPT_SECONDS, KeptTensors
 
 logger = logging.getLogger(__name__)
 
-# Connections that may be in their handshake at the same time.
-_MOST_GREETINGS = 16
 # Time for a refused peer to read the reason.
 _LAST_WORD_SECONDS = 1.0
 # Time for those who are in their handshake when the only session ends.
@@ -50,116 +49,6 @@ _FAREWELL_SECONDS = 3.0
 
 class _Replaced(WorkerError):
     """This process takes no session any more; the next one does."""
-
-
-# Refused connections get at most one line in the log for an address in this time.
-_SECONDS_OF_A_LINE = 60.0
-# Addresses that are counted apart. A stranger may have any number of them.
-_MOST_ADDRESSES = 128
-_OTHER_ADDRESSES = "other addresses"
-
-
-class Lobby:
-    """Holds connections whose handshake is not over, at most so many of them.
-
-    When the lobby is full, a newcomer displaces the stranger that has waited longest. An honest
-    handshake takes milliseconds, so that stranger is most likely one that only takes room.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._changed = threading.Condition()
-        # In the order of their arrival; a stranger has not said who it is.
-        self._is_stranger: dict[Connection, bool] = {}
-
-    def enter(self, connection: Connection) -> None:
-        """Take a connection in; when the lobby is full, wait until another one has left."""
-        with self._changed:
-            while len(self._is_stranger) >= self._most:
-                self._send_one_away()
-                self._changed.wait()
-            self._is_stranger[connection] = True
-
-    def introduce(self, connection: Connection) -> None:
-        """Note that a connection has said who it is; it is not displaced any more."""
-        with self._changed:
-            self._is_stranger[connection] = False
-
-    def leave(self, connection: Connection) -> None:
-        """Note that a connection's handshake has ended, with or without success."""
-        with self._changed:
-            del self._is_stranger[connection]
-            self._changed.notify_all()
-
-    def wait_until_empty(self, patience_seconds: float) -> None:
-        """Wait until all handshakes have ended, but not for longer."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_stranger, patience_seconds)
-
-    def _send_one_away(self) -> None:
-        oldest = next((c for c, is_stranger in self._is_stranger.items() if is_stranger), None)
-        if oldest is not None:
-            # This wakes its thread, which then leaves.
-            oldest.shut_down()
-
-
-@dataclass
-class _Refused:
-    """What was refused of an address since its last line in the log."""
-
-    told_at: float
-    num_left_out: int = 0
-    last_reason: str = ""
-
-
-class RefusalLog:
-    """Logs refused connections: at most one line for an address and minute.
-
-    Anyone may connect, and a line for each connection would fill the disk. What is left out is
-    counted, and the line at the end of the minute tells the number.
-
-    Args:
-        now: The present time in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._lock = threading.Lock()
-        # In the order of their last lines.
-        self._refused: dict[str, _Refused] = {}
-
-    def note(self, host: str, port: int, reason: str) -> None:
-        """Log a refused connection, or count it."""
-        with self._lock:
-            is_known = host in self._refused or len(self._refused) < _MOST_ADDRESSES
-            whose = host if is_known else _OTHER_ADDRESSES
-            if (refused := self._refused.get(whose)) is not None:
-                refused.num_left_out += 1
-                refused.last_reason = reason
-            else:
-                self._refused[whose] = _Refused(self._now())
-                logger.warning("connection from %s:%d refused: %s", host, port, reason)
-
-    def tell_left_out(self, at_once: bool = False) -> None:
-        """Log what was left out in the minutes that are over, or ``at_once`` in all."""
-        with self._lock:
-            now = self._now()
-            while self._refused:
-                host, refused = next(iter(self._refused.items()))
-                seconds = now - refused.told_at
-                if seconds < _SECONDS_OF_A_LINE and not at_once:
-                    break
-                del self._refused[host]
-                if refused.num_left_out > 0:
-                    logger.warning(
-                        "connections from %s refused in %.0f s without a line: %d, the last: %s",
-                        host,
-                        seconds,
-                        refused.num_left_out,
-                        refused.last_reason,
-                    )
-                    if not at_once:
-                        self._refused[host] = _Refused(now)
 
 
 def _unknown_session() -> WorkerError:
@@ -209,15 +98,16 @@ class Worker:
         )
         self._is_paused = False
         self._is_draining = False
-        self._is_stopped = False
+        self._over = threading.Event()
         # Whether the only session of this process is over.
         self._is_replaced = False
         self._serves_one = False
         # Several processes may wait for the same listener, and one of them is the first.
         listener.setblocking(False)
         self._listener = listener
+        self._address = address_of(listener)
         self._stopping, self._waiting = socket.socketpair()
-        self._lobby = Lobby(_MOST_GREETINGS)
+        self._lobby = Lobby(MOST_GREETINGS)
         self._refusals = RefusalLog()
         self._session: StageSession | None = None
         self._began_seconds = time.monotonic()
@@ -229,8 +119,8 @@ class Worker:
         with self._listener, self._waiting, selectors.DefaultSelector() as arrivals:
             arrivals.register(self._listener, selectors.EVENT_READ)
             arrivals.register(self._waiting, selectors.EVENT_READ)
-            while not self._is_stopped:
-                arrivals.select(_SECONDS_OF_A_LINE)
+            while not self.is_stopped:
+                arrivals.select(SECONDS_OF_A_LINE)
                 self._refusals.tell_left_out()
                 # The peer may have gone, or another process may have accepted it.
                 with contextlib.suppress(BlockingIOError, ConnectionError):
@@ -259,7 +149,7 @@ class Worker:
         device_for(self._host.device).free_cache()
 
     def _accept(self) -> None:
-        if self._is_stopped:
+        if self.is_stopped:
             return
         connected, peer = self._listener.accept()
         connection, place = SocketConnection(connected), peer[:2]
@@ -274,10 +164,34 @@ class Worker:
 
     def stop(self) -> None:
         """Take no more connections."""
-        self._is_stopped = True
+        self._over.set()
         self._stopping.close()  # wakes `serve_forever`
         with self._session_changed:
             self._forgetting.cancel()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` has been called."""
+        return self._over.is_set()
+
+    def wait_until_stopped(self, seconds: float) -> None:
+        """Wait for `stop`, but not for longer."""
+        self._over.wait(seconds)
+
+    @property
+    def listener(self) -> Address:
+        """Where the worker listens."""
+        return self._address
+
+    @property
+    def identity(self) -> Identity:
+        """What the worker shows to its peers."""
+        return self._host.identity
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """How long each kind of waiting may take."""
+        return self._host.deadlines
 
     @property
     def device(self) -> torch.device:
@@ -353,11 +267,29 @@ class Worker:
                 return None
             return self._welcome(connection, hello, peer)
         except (ProtocolError, TrustError, WorkerError) as error:
-            with contextlib.suppress(OSError, ChannelError):
-                failure = m.Failure(str(error), is_replaced=isinstance(error, _Replaced))
-                refusal = encode_frame(Frame(failure))
-                send_buffers(connection, refusal, _LAST_WORD_SECONDS)
+            _tell_reason(connection, error)
             raise
+
+    def serve_joined(self, connection: Connection, message: m.Message, peer: str) -> None:
+        """Serve the coordinator that has spoken over a connection which this worker has dialled.
+
+        Args:
+            connection: Connected and, with a token, under TLS.
+            message: The coordinator's Hello.
+            peer: The coordinator's name for people.
+
+        Raises:
+            HeteroError: If the message is no Hello, or this end cannot work with the coordinator,
+                which is told the reason.
+        """
+        try:
+            hello = check_hello(message, self._host.identity, "the worker", ("coordinator",))
+            session = self._welcome(connection, hello, peer)
+        except (ProtocolError, WorkerError) as error:
+            _tell_reason(connection, error)
+            raise
+        if session is not None:
+            self._serve(session)
 
     def _welcome(self, connection: Connection, hello: m.Hello, peer: str) -> StageSession | None:
         """Answer a Hello; returns the session that it opens, if it opens one."""
@@ -487,10 +419,17 @@ class Worker:
 
     def _forget_later(self) -> None:
         """Free the last session's tensors after a while, unless another session begins."""
-        if self._is_draining or (self._is_stopped and not self._serves_one):
+        if self._is_draining or (self.is_stopped and not self._serves_one):
             self._host.kept.forget()  # no session can begin any more
-        if self._is_stopped:
+        if self.is_stopped:
             return
         self._forgetting = threading.Timer(KEPT_SECONDS, self._host.kept.forget)
         self._forgetting.daemon = True
         self._forgetting.start()
+
+
+def _tell_reason(connection: Connection, error: Exception) -> None:
+    """Tell a refused peer why."""
+    with contextlib.suppress(OSError, ChannelError):
+        failure = m.Failure(str(error), is_replaced=isinstance(error, _Replaced))
+        send_buffers(connection, encode_frame(Frame(failure)), _LAST_WORD_SECONDS)

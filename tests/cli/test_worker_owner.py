@@ -17,7 +17,7 @@ import pytest
 from lightning_hetero import cli
 from lightning_hetero.cli.worker import line_of
 from lightning_hetero.errors import WorkerError
-from lightning_hetero.launch.local import ServiceManager, unit_text
+from lightning_hetero.launch.manifests import ServiceManager, manifest_text
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import Identity, dial
@@ -116,7 +116,7 @@ def printed(
 
 
 @pytest.mark.parametrize(
-    "asked", [["--print-unit", "systemd"], ["--print-unit=systemd"], ["--print", "systemd"]]
+    "asked", [["--print-unit", "systemd"], ["--print-unit=systemd"], ["--print-u", "systemd"]]
 )
 def test_a_unit_has_all_options_but_print_unit(
     monkeypatch: pytest.MonkeyPatch,
@@ -144,7 +144,9 @@ def test_a_property_list_has_all_options_but_print_unit(
 def test_a_property_list_keeps_every_character() -> None:
     command = [sys.executable, "--allow", "a <b>", "100%", "$HOME", "quote\"'d", "back\\slash"]
     environment = {"LIGHTNING_HETERO_TOKEN_FILE": "/a & b/token"}
-    found = plistlib.loads(unit_text("launchd", command, "/a b", environment, "[::1]:1").encode())
+    found = plistlib.loads(
+        manifest_text("launchd", command, "/a b", environment, "[::1]:1").encode()
+    )
     assert found["ProgramArguments"] == command
     assert found["EnvironmentVariables"] == environment
     assert found["WorkingDirectory"] == "/a b"
@@ -159,7 +161,7 @@ def test_systemd_takes_the_unit(tmp_path: Path, words: list[str]) -> None:
     command = [sys.executable, "-m", "lightning_hetero", *words]
     environment = {"LIGHTNING_HETERO_TOKEN_FILE": "/a b/100% token"}
     unit = tmp_path / "worker.service"
-    unit.write_text(unit_text("systemd", command, str(tmp_path), environment, "[::1]:9999"))
+    unit.write_text(manifest_text("systemd", command, str(tmp_path), environment, "[::1]:9999"))
     checked = subprocess.run(
         ["systemd-analyze", "verify", "--user", str(unit)],  # noqa: S607 - wherever it is
         capture_output=True,
@@ -183,4 +185,4 @@ def test_no_control_character_gets_into_a_file_of_the_system(
         (["worker"], "/", {"A": text}),
     ):
         with pytest.raises(WorkerError, match="control character"):
-            unit_text(kind, command, folder, environment, "[::1]:9999")
+            manifest_text(kind, command, folder, environment, "[::1]:9999")

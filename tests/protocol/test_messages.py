@@ -168,7 +168,6 @@ COMPARED = {
     "MovedTensor.average",
     "MovedTensor.content",
     "MovedTensor.name",
-    "Welcome.secret",
     "MovedTensor.optimizers",
     "MovedTensor.state",
     "ReplicaTensors.names",

@@ -65,6 +65,10 @@ def watchers_pair() -> Pair:
     return Pair(opening_session("watcher"), answering_session("watcher"))
 
 
+def joiners_pair() -> Pair:
+    return Pair(opening_session("joiner"), answering_session("joiner"))
+
+
 def bring(pair: Pair, state: State) -> Pair:
     """Bring a conversation to a state with as few messages as possible."""
     if state is State.OPENING:
@@ -121,6 +125,10 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (watchers_pair, State.GREETING): ("", "Welcome"),
     (watchers_pair, State.TELLING): ("", "Status"),
     (watchers_pair, State.CLOSED): ("", ""),
+    (joiners_pair, State.OPENING): ("Hello", ""),
+    (joiners_pair, State.GREETING): ("", "Welcome"),
+    (joiners_pair, State.WAITING): ("", "Welcome"),
+    (joiners_pair, State.CLOSED): ("", ""),
 }
 
 SITUATIONS = list(ALLOWED)

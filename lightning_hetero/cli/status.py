@@ -1,0 +1,83 @@
+"""`lightning-hetero status`: what the workers of a cluster file do, and what keeps one from use."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from ..devices.description import equipment_here
+from ..doctor.checks import Report
+from ..doctor.visit import Options, visit
+from ..errors import TokenError
+from ..launch.cluster import Cluster, Machine, Told, carry_out, read_cluster, token_file_of
+from ..transport.address import Address
+from ..transport.tls import Credentials, credentials_of
+
+Value = TypeVar("Value")
+
+# Long enough to see that a link works; `lightning-hetero doctor` measures it.
+_MEASURE_SECONDS = 0.2
+_MOST_AT_ONCE = 16
+_WORKS = ("started", "running")
+
+
+def run(options: argparse.Namespace) -> None:
+    cluster = read_cluster(options.cluster)
+
+    def ask(machine: Machine) -> Told:
+        return carry_out(machine, machine.script("status", cluster.where(machine)))
+
+    told = at_the_same_time(ask, cluster.machines)
+    visits = visited(cluster, told)
+    for machine in cluster.machines:
+        name = machine.name
+        print(line_of(cluster.where(machine), name, told[name], visits.get(name)))
+    if not all(name in visits and visits[name].is_usable for name in told):
+        sys.exit(1)
+
+
+def at_the_same_time(
+    action: Callable[[Machine], Value], machines: Sequence[Machine]
+) -> dict[str, Value]:
+    """What an action returns for each machine, by the machine's name."""
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
+        found = threads.map(action, machines)
+        return {machine.name: each for machine, each in zip(machines, found, strict=True)}
+
+
+def visited(cluster: Cluster, told: Mapping[str, Told]) -> dict[str, Report]:
+    """The doctor's reports on the machines whose workers run, by the machines' names."""
+    options = Options(
+        credentials=_credentials(cluster),
+        equipment=equipment_here(torch.device("cpu")),
+        measure_seconds=_MEASURE_SECONDS,
+    )
+    running = [machine for machine in cluster.machines if told[machine.name].word in _WORKS]
+    return at_the_same_time(lambda machine: visit(cluster.where(machine), options), running)
+
+
+def line_of(where: Address, name: str, told: Told, report: Report | None) -> str:
+    """The line about a machine, for people."""
+    place = f"{name}  {where}"
+    if told.word == "fault":
+        return f"{place}  {told.text}"
+    if report is None:
+        return f"{place}  does not run; `lightning-hetero up` starts it"
+    failing = report.failing
+    if failing is None:
+        return f"{place}  runs, and can be used"
+    remedy = f"; {failing.remedy}" if failing.remedy else ""
+    return f"{place}  runs, and cannot be used: {failing.check}: {failing.text}{remedy}"
+
+
+def _credentials(cluster: Cluster) -> Credentials | TokenError | None:
+    """The credentials of the cluster's token, or its error, which is a finding of the doctor."""
+    try:
+        return credentials_of(token_file_of(cluster))
+    except TokenError as error:
+        return error

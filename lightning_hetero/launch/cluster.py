@@ -1,0 +1,268 @@
+"""A cluster file: machines that ssh reaches, each with a worker that listens from run to run.
+
+The file names the machines. `Machine.script` is what a machine's shell does to start its worker, to
+end it, or to tell of it. Only `carry_out` runs anything: it sends a script to the standard input of
+``ssh MACHINE sh -s``, so that the token is in no list of processes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..errors import ClusterError, PlanError
+from ..transport.address import Address
+from ..transport.token import Token, find_token_file
+from ..yaml_file import convert, read_yaml
+
+Action = Literal["up", "down", "now", "status"]
+
+LOCAL = "local"
+# Starts the line in which a script tells its result; shells may print lines of their own.
+_MARK = "lightning-hetero:"
+# Of the machine's user. The token, the log and the process number of each worker are in it.
+_FOLDER = '"$HOME/.local/state/lightning-hetero"'
+# For torch to be imported on a machine that does something else.
+START_SECONDS = 120
+# For a worker to end that is in no run.
+_END_SECONDS = 10
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
+_SSH_FAILED = 255
+
+# The shell's part that all scripts share: where the worker's files are, and whether it runs. The
+# number of a process that has ended may be another one's, so its words are looked at too.
+_COMMON = """
+umask 077
+cd || exit 1
+folder={folder}; pid="$folder/{name}.pid"; log="$folder/{name}.log"; token="$folder/{name}.token"
+say() {{ echo "{mark} $*"; }}
+runs() {{ [ -f "$pid" ] && ps -ww -o args= -p "$(cat "$pid")" 2>/dev/null | grep -qF "$token"; }}
+"""
+_SCRIPTS: dict[Action, str] = {
+    "up": """
+if runs; then say running "$(cat "$pid")"; exit; fi
+mkdir -p "$folder" && printf '%s\\n' {token} > "$token" || {{ say fault the folder $folder; exit; }}
+: > "$log"
+nohup sh -c {command} sh "$token" >> "$log" 2>&1 < /dev/null &
+echo $! > "$pid"
+for second in $(seq {seconds}); do
+  if grep -q "listening on" "$log"; then say started "$(cat "$pid")"; exit; fi
+  kill -0 "$(cat "$pid")" 2>/dev/null || break
+  sleep 1
+done
+say fault "$(tail -n 4 "$log" | tr '\\n' ' ')"
+""",
+    "down": """
+if ! runs; then say stopped; rm -f "$token" "$pid"; exit; fi
+kill -TERM "$(cat "$pid")"
+for second in $(seq {seconds}); do
+  if ! runs; then say ended; rm -f "$token" "$pid"; exit; fi
+  sleep 1
+done
+say draining "$(cat "$pid")"
+""",
+    "now": """
+if ! runs; then say stopped; rm -f "$token" "$pid"; exit; fi
+kill -TERM "$(cat "$pid")"; sleep 1; kill -TERM "$(cat "$pid")" 2>/dev/null
+for second in $(seq {seconds}); do
+  if ! runs; then say ended; rm -f "$token" "$pid"; exit; fi
+  sleep 1
+done
+kill -KILL "$(cat "$pid")"; rm -f "$token" "$pid"; say ended
+""",
+    "status": """
+if runs; then say running "$(cat "$pid")"; else say stopped; fi
+""",
+}
+
+
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A machine with a worker.
+
+    Args:
+        name: Its name in this file; without ``address`` also its name on the network.
+        ssh: The words that log in there, such as ``ssh -p 2222 me@gpu1``, or ``local`` for this
+            machine. None stands for ``ssh NAME``.
+        address: Where the coordinator reaches the worker, as ``host:port``. None stands for the
+            name and the port of the file.
+        listen: Where the worker listens, as ``host:port``. None stands for all interfaces and the
+            port of ``address``.
+        command: How the machine's shell calls this package's command: one program with its words.
+        options: More options of ``lightning-hetero worker``.
+    """
+
+    name: str
+    ssh: str | None = None
+    address: str | None = None
+    listen: str | None = None
+    command: str = "lightning-hetero"
+    options: list[str] = []
+
+    def words(self) -> list[str]:
+        """The program that runs a script there from its standard input."""
+        if self.ssh == LOCAL:
+            return ["sh", "-s"]
+        if self.ssh is None:
+            return [*_SSH, self.name, "sh -s"]
+        program, *others = shlex.split(self.ssh)
+        return [program, *_SSH[1:], *others, "sh -s"]
+
+    def script(self, action: Action, where: Address, token: Token | None = None) -> str:
+        """What the machine's shell has to do.
+
+        Args:
+            action: What is wanted.
+            where: Where the coordinator reaches the worker.
+            token: The token of the worker; needed to start it.
+        """
+        listen = self.listen or f"0.0.0.0:{where.port}"
+        words = shlex.join(["worker", "--listen", listen, *self.options])
+        return (_COMMON + _SCRIPTS[action]).format(
+            folder=_FOLDER,
+            name=self.name,
+            mark=_MARK,
+            token="" if token is None else shlex.quote(token.to_text()),
+            command=shlex.quote(f'exec {self.command} {words} --token-file "$1"'),
+            seconds=START_SECONDS if action == "up" else _END_SECONDS,
+        )
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a cluster file.
+
+    Args:
+        machines: The machines.
+        port: The port of the workers whose machines name no address.
+        token_file: The file of the token here, relative to the cluster file. None stands for the
+            usual place of tokens.
+    """
+
+    machines: list[Machine]
+    port: int = 9999
+    token_file: str | None = None
+
+    def where(self, machine: Machine) -> Address:
+        """Where the coordinator reaches a machine's worker."""
+        return Address.parse(machine.address or f"{machine.name}:{self.port}")
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the coordinator reaches the workers, as plans call them."""
+        return [str(self.where(machine)) for machine in self.machines]
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """The workers of a cluster file, which ``lightning-hetero up`` has started.
+
+    Args:
+        path: The path of the file.
+    """
+
+    path: str
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """Read a cluster file; its token's file gets an absolute path.
+
+    Raises:
+        ClusterError: With what is wrong.
+    """
+    try:
+        cluster = convert(read_yaml(path, ClusterError), Cluster, ClusterError)
+        _check(cluster)
+    except (ClusterError, PlanError) as error:
+        raise ClusterError(f"The cluster file {str(path)!r} cannot be used. {error}") from error
+    if cluster.token_file is None:
+        return cluster
+    token_file = Path(path).parent / Path(cluster.token_file).expanduser()
+    return msgspec.structs.replace(cluster, token_file=str(token_file.absolute()))
+
+
+def token_file_of(cluster: Cluster) -> Path | None:
+    """The file of the cluster's token here; None if there is none yet."""
+    return find_token_file(cluster.token_file)
+
+
+def _check(cluster: Cluster) -> None:
+    if not cluster.machines:
+        raise ClusterError("`machines` is empty; name at least one machine.")
+    names = [machine.name for machine in cluster.machines]
+    for machine in cluster.machines:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", machine.name):
+            raise ClusterError(
+                f"{machine.name!r} is no name for a machine; take letters, digits, dots, hyphens "
+                "and underscores."
+            )
+        if names.count(machine.name) > 1:
+            raise ClusterError(
+                f"Two machines are called {machine.name!r}; give each a name of its own."
+            )
+        cluster.where(machine)
+        if machine.listen is not None:
+            Address.parse(machine.listen)
+        _check_words(f"`command` of {machine.name}", machine.command)
+        if machine.ssh is not None:
+            _check_words(f"`ssh` of {machine.name}", machine.ssh)
+    places = cluster.addresses
+    doubled = next((place for place in places if places.count(place) > 1), None)
+    if doubled is not None:
+        raise ClusterError(
+            f"Two machines have the address {doubled}; give each worker a port of its own."
+        )
+
+
+def _check_words(what: str, text: str) -> None:
+    try:
+        is_empty = not shlex.split(text)
+    except ValueError as error:
+        raise ClusterError(f"{what} is {text!r}: {error}; close each quote.") from error
+    if is_empty:
+        raise ClusterError(f"{what} is empty; name a program, or leave the key out.")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a machine has told.
+
+    Args:
+        word: ``started``, ``running``, ``stopped``, ``ended``, ``draining`` or ``fault``.
+        text: More words; with ``fault`` a sentence with the remedy.
+    """
+
+    word: str
+    text: str = ""
+
+
+def carry_out(machine: Machine, script: str, patience_seconds: float = START_SECONDS + 60) -> Told:
+    """Run a script on a machine; whatever prevents that is told as a fault."""
+    words = machine.words()
+    shown = shlex.join(words[:-1]) if machine.ssh != LOCAL else "sh"
+    try:
+        done = subprocess.run(  # noqa: S603 - the user's own words, without a shell
+            words, input=script, capture_output=True, text=True, timeout=patience_seconds
+        )
+    except OSError as error:
+        return Told("fault", f"{words[0]!r} cannot be started here: {error.strerror or error}.")
+    except subprocess.TimeoutExpired:
+        return Told("fault", f"`{shown}` has not answered for {patience_seconds:g} s.")
+    found = re.search(rf"^{_MARK} (\w+) ?(.*)$", done.stdout, re.M)
+    if found is None:
+        return Told("fault", _why(shown, done.returncode, done.stderr))
+    if found[1] == "fault":
+        return Told("fault", f"The worker did not start; its log says: {found[2].strip()}")
+    return Told(found[1], found[2])
+
+
+def _why(shown: str, status: int, printed: str) -> str:
+    """A sentence on a login that failed."""
+    said = " ".join(printed.split())[-400:]
+    told = f" and printed: {said}" if said else ""
+    remedy = f"`{shown} true` must work without a question." if status == _SSH_FAILED else ""
+    return f"`{shown}` ended with status {status}{told}. {remedy}".strip()

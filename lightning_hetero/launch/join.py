@@ -1,0 +1,471 @@
+"""The coordinator's door: workers dial it, say who they are, and wait until the run takes them in.
+
+    worker ── TLS, Hello ──▶ greeting ──▶ waiting ── our Hello ──▶ member of the run
+                              │ refused: told why     │ a spare: told to wait
+
+A peer without the token gets no word of ours: one that does not speak TLS gets no byte at all. A
+peer with the token that cannot be used is told the reason. A worker that waits says nothing, and
+neither the worker nor this process needs a thread for that. The worker's end is in `worker.join`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import select
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..errors import (
+    ChannelError,
+    HeteroError,
+    JoinError,
+    PlanError,
+    RemoteProtocolError,
+    WorkerUnreachable,
+)
+from ..protocol import messages as m
+from ..protocol.frames import Frame, encode_frame
+from ..protocol.session import answering_session
+from ..transport.address import Address, checked_name
+from ..transport.channel import Channel
+from ..transport.connection import (
+    Connection,
+    SocketConnection,
+    keep_alive,
+    prepare_socket,
+    send_buffers,
+)
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import (
+    Identity,
+    address_of,
+    check_hello,
+    listen,
+    open_channel,
+    receive_opening,
+)
+from ..transport.lobby import SECONDS_OF_A_LINE, Lobby, RefusalLog
+from ..transport.tls import secured
+from .launcher import reachable
+
+logger = logging.getLogger(__name__)
+
+# Time for a worker to read a word of ours.
+_WORD_SECONDS = 1.0
+# Workers that may wait at the same time; each takes an open file.
+_MOST_GUESTS = 512
+# Sentences on refused workers that are kept for the error of a run that gets too few.
+# A scheduler starts all workers at once, and a busy machine greets them one after the other.
+_MOST_GREETINGS = 128
+_MOST_REFUSED = 8
+# Between two looks at workers that may have left, and between two lines on how many are missing.
+_LOOK_SECONDS = 1.0
+_LINE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, eq=False)
+class Guest:
+    """A worker that waits at the door.
+
+    Args:
+        name: Its name in plans.
+        address: Where it listens for its neighbors.
+        equipment: What it runs on.
+        host: Where it has dialled from.
+        connection: Connected and, with a token, under TLS.
+        plain: The connection below.
+    """
+
+    name: str
+    address: Address
+    equipment: m.Equipment
+    host: str
+    connection: Connection
+    plain: SocketConnection
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the connection has ended: an honest worker that waits says nothing."""
+        arrivals = select.poll()
+        arrivals.register(self.plain.socket, select.POLLIN)
+        return bool(arrivals.poll(0))
+
+    def tell(self, note: str) -> None:
+        """Tell the worker how long to wait; one that has left hears nothing."""
+        with contextlib.suppress(OSError, ChannelError):
+            word = encode_frame(Frame(m.Welcome(m.PROTOCOL_VERSION, note=note)))
+            send_buffers(self.connection, word, _WORD_SECONDS)
+
+    def __str__(self) -> str:
+        device = self.equipment.device_name or self.equipment.device
+        return f"{self.name} ({device}, from {self.host})" if device else self.name
+
+
+@dataclass
+class _Wishes:
+    """Whom the run waits for, and what became of it.
+
+    Args:
+        least: So many workers.
+        named: Or, if there are any, the workers of these names.
+        members: The names of the workers that the run has taken; empty until it begins.
+    """
+
+    least: int
+    named: Sequence[str] = ()
+    members: list[str] = field(default_factory=list)
+
+    def missing(self, names: Sequence[str]) -> str:
+        """Who is missing if these are here, in words; empty if nobody is."""
+        if self.named:
+            return _listed([name for name in self.named if name not in names])
+        count = self.least - len(names)
+        if count <= 0:
+            return ""
+        return "one more worker" if count == 1 else f"{count} more workers"
+
+
+class Faults(Protocol):
+    """Tells why workers do not come, as `Launcher.faults` does."""
+
+    def __call__(self, is_late: bool) -> list[str]: ...
+
+
+def _no_faults(is_late: bool) -> list[str]:
+    return []
+
+
+class Door:
+    """Takes workers in that dial this process. Start it with `open_door`, end it with `close`.
+
+    Args:
+        listener: A listening socket; the door closes it.
+        identity: What this process shows to workers.
+        deadlines: How long each kind of waiting may take.
+        least: How many workers the run needs.
+        named: The workers that the plan names; none if any worker will do.
+        say: Takes each line about workers that come and go, in any thread.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        identity: Identity,
+        deadlines: Deadlines,
+        least: int,
+        named: Sequence[str] = (),
+        say: Callable[[str], None] = logger.info,
+    ) -> None:
+        self._say = say
+        self._listener = listener
+        self._identity = identity
+        self._deadlines = deadlines
+        self._wishes = _Wishes(least, named)
+        self.address = address_of(listener)
+        self._changed = threading.Condition()
+        # In the order in which they came.
+        self._guests: dict[str, Guest] = {}
+        self._refused: deque[str] = deque(maxlen=_MOST_REFUSED)
+        self._lobby = Lobby(_MOST_GREETINGS)
+        self._refusals = RefusalLog()
+        self._is_closed = False
+        self._closing, self._closed = socket.socketpair()
+        listener.setblocking(False)
+        self._thread = threading.Thread(target=self._take_connections, name="door", daemon=True)
+
+    def open(self) -> None:
+        """Begin to take connections."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send everybody away who waits; those that dial again later find nobody."""
+        with self._changed:
+            self._is_closed = True
+            guests, self._guests = list(self._guests.values()), {}
+        self._closing.close()  # wakes the thread
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._listener.close()
+        for guest in guests:
+            guest.connection.close()
+
+    def wait(self, wait_seconds: float, faults: Faults = _no_faults) -> None:
+        """Wait until the workers are here that the run needs.
+
+        Args:
+            wait_seconds: The most that the wait may take.
+            faults: As in `Launcher`.
+
+        Raises:
+            JoinError: If too few come in time, or there is a fault.
+        """
+        begin = told = time.monotonic()
+        if missing := self._missing():
+            self._say(f"waiting at {self.address} for {missing} to join")
+        while missing := self._missing():
+            now = time.monotonic()
+            if found := faults(is_late=False):
+                words = " ".join([f"The run still needs {missing}.", *found, *self._refused])
+                raise JoinError(words)
+            if now - begin >= wait_seconds:
+                raise JoinError(self._too_few(missing, wait_seconds, faults(is_late=True)))
+            if now - told >= _LINE_SECONDS:
+                told, left_seconds = now, wait_seconds - (now - begin)
+                self._say(f"still waiting for {missing}, for {left_seconds:.0f} s at most")
+            with self._changed:
+                self._changed.wait(min(_LOOK_SECONDS, wait_seconds - (now - begin)))
+
+    def begin(self, most: int | None) -> dict[str, Address]:
+        """Choose the run's workers among those that wait, and tell the others to wait as spares.
+
+        Args:
+            most: Take so many, those that have come first, but all that the plan names; None takes
+                all.
+
+        Returns:
+            By the workers' names, in the order of the names, where they listen.
+        """
+        with self._changed:
+            self._forget_gone()
+            guests = dict(self._guests)
+            first = [name for name in self._wishes.named if name in guests]
+            others = [name for name in guests if name not in first]
+            count = len(guests) if most is None else max(0, most - len(first))
+            taken = sorted([*first, *others[:count]], key=_in_order)
+            self._wishes.members = taken
+        for name in others[count:]:
+            guests[name].tell(self._note())
+            self._say(
+                f"{guests[name]} waits as a spare: the run takes {len(taken)} workers at most"
+            )
+        return {name: guests[name].address for name in taken}
+
+    def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Open the conversation with a worker that waits.
+
+        Args:
+            name: The worker's name.
+            session_name: The name of the conversation.
+
+        Raises:
+            WorkerUnreachable: If it has left, or refuses.
+        """
+        with self._changed:
+            guest = self._guests.pop(name, None)
+        if guest is None:
+            raise WorkerUnreachable(
+                f"The worker {name} has joined and left again; look at what it printed, and start "
+                "it again."
+            )
+        hello = m.Hello(m.PROTOCOL_VERSION, "coordinator", session_name, self._identity.equipment)
+        try:
+            return open_channel(guest.connection, guest.address, hello, self._deadlines)
+        except (OSError, ChannelError, RemoteProtocolError) as error:
+            guest.connection.close()
+            raise WorkerUnreachable(
+                f"The worker {guest} has joined and did not answer when the run began: {error}"
+            ) from error
+        except BaseException:
+            guest.connection.close()
+            raise
+
+    def _take_connections(self) -> None:
+        with self._closed, selectors.DefaultSelector() as arrivals:
+            arrivals.register(self._listener, selectors.EVENT_READ)
+            arrivals.register(self._closed, selectors.EVENT_READ)
+            while not self._is_closed:
+                arrivals.select(SECONDS_OF_A_LINE)
+                self._refusals.tell_left_out()
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    self._accept()
+        self._refusals.tell_left_out(at_once=True)
+
+    def _accept(self) -> None:
+        if self._is_closed:
+            return
+        connected, peer = self._listener.accept()
+        connected.setblocking(True)
+        plain, place = SocketConnection(connected), peer[:2]
+        self._lobby.enter(plain)
+        thread = threading.Thread(target=self._greet, args=(plain, *place), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the machine has no thread left, and the handshake needs none
+            self._greet(plain, *place)
+
+    def _greet(self, plain: SocketConnection, host: str, port: int) -> None:
+        """Lead a connection through its handshake, and let the worker wait."""
+        seconds = self._deadlines.connect_seconds
+        try:
+            prepare_socket(plain.socket)
+            keep_alive(plain.socket)
+            connection = secured(plain, self._identity.credentials, True, seconds, is_mute=True)
+            message = receive_opening(connection, seconds)
+        except (OSError, HeteroError) as error:
+            # A stranger, so far: it gets no word.
+            self._refusals.note(host, port, str(error))
+            plain.close()
+        except Exception:
+            logger.exception("connection from %s:%d failed", host, port)
+            plain.close()
+        else:
+            self._lobby.introduce(plain)
+            self._hear(connection, plain, message, host)
+        finally:
+            self._lobby.leave(plain)
+
+    def _hear(
+        self, connection: Connection, plain: SocketConnection, message: m.Message, host: str
+    ) -> None:
+        """Let a worker wait that has said who it is, or tell it why not."""
+        name = message.name if isinstance(message, m.Hello) else ""
+        try:
+            guest = self._guest_of(connection, plain, message, host)
+            self._let_in(guest, message)
+        except (RemoteProtocolError, JoinError, PlanError) as error:
+            self._refuse(connection, name or host, str(error))
+            plain.close_after_last_word(_WORD_SECONDS)
+        except (OSError, HeteroError) as error:
+            self._say(f"the worker {name} left while it joined: {error}")
+            plain.close()
+
+    def _guest_of(
+        self, connection: Connection, plain: SocketConnection, message: m.Message, host: str
+    ) -> Guest:
+        hello = check_hello(message, self._identity, "the coordinator", ("joiner",))
+        where = Address.parse(hello.address)
+        return Guest(checked_name(hello.name), where, hello.equipment, host, connection, plain)
+
+    def _let_in(self, guest: Guest, hello: m.Message) -> None:
+        """Add a worker to those that wait, and tell it so.
+
+        Raises:
+            JoinError: If its name is taken, or too many workers wait.
+        """
+        rules = answering_session("joiner")
+        rules.received(hello)
+        with self._changed:
+            self._forget_gone()
+            self._check_room(guest)
+            # Before the worker can act on its Welcome, nobody else can take its name.
+            self._guests[guest.name] = guest
+            self._say(self._line(guest))
+            note = self._note()
+            welcome = m.Welcome(
+                m.PROTOCOL_VERSION, self._identity.equipment, time.time(), note=note
+            )
+            rules.sent(welcome)
+            try:
+                send_buffers(guest.connection, encode_frame(Frame(welcome)), _WORD_SECONDS)
+            except BaseException:
+                del self._guests[guest.name]
+                raise
+            self._changed.notify_all()
+
+    def _check_room(self, guest: Guest) -> None:
+        if self._is_closed:
+            raise JoinError("The run has ended; the next run takes workers again.")
+        if (other := self._guests.get(guest.name)) is not None:
+            raise JoinError(
+                f"A worker named {guest.name} has joined already, from {other.host}; start each "
+                "worker with a `--name` of its own."
+            )
+        if len(self._guests) >= _MOST_GUESTS:
+            raise JoinError(
+                f"{_MOST_GUESTS} workers wait here already, which is the most; start fewer."
+            )
+
+    def _refuse(self, connection: Connection, who: str, reason: str) -> None:
+        with contextlib.suppress(OSError, ChannelError):
+            send_buffers(connection, encode_frame(Frame(m.Failure(reason))), _WORD_SECONDS)
+        sentence = f"The worker {who} was refused: {reason}"
+        with self._changed:
+            is_new = sentence not in self._refused
+            if is_new:
+                self._refused.append(sentence)
+        if is_new:  # it dials again and again
+            self._say(sentence)
+
+    def _forget_gone(self) -> None:
+        """Take leave of workers that wait no more; the caller holds the lock."""
+        for guest in [guest for guest in self._guests.values() if guest.has_left]:
+            del self._guests[guest.name]
+            guest.connection.close()
+            self._say(f"{guest} has left before the run took it")
+
+    def _missing(self) -> str:
+        with self._changed:
+            self._forget_gone()
+            return self._wishes.missing(list(self._guests))
+
+    def _note(self) -> str:
+        """What a worker that waits is told."""
+        wishes = self._wishes
+        if wishes.members:
+            return f"the run has begun with {_listed(wishes.members)}, so it waits as a spare"
+        missing = wishes.missing(list(self._guests))
+        return f"it waits for {missing}" if missing else "the run begins"
+
+    def _line(self, guest: Guest) -> str:
+        """The line of the log about a worker that has come."""
+        if self._wishes.members:
+            return (
+                f"{guest} has joined; the run goes on with {_listed(self._wishes.members)}, and "
+                "the new one waits as a spare"
+            )
+        missing = self._wishes.missing(list(self._guests))
+        count = len(self._guests)
+        here = f"{count} worker{'s are' if count > 1 else ' is'} here"
+        return f"{guest} has joined: {here}; missing: {missing or 'none'}"
+
+    def _too_few(self, missing: str, seconds: float, faults: Sequence[str]) -> str:
+        with self._changed:
+            here, refused = list(self._guests), list(self._refused)
+        came = f"{_listed(here)} joined" if here else "no worker joined"
+        where = reachable(self.address)
+        words = [
+            f"The run waited {seconds:g} s at {self.address} for workers: {came}. Missing: "
+            f"{missing}.",
+            *refused,
+            *faults,
+            f"Start `lightning-hetero worker --join {where}` on each machine, with the same token "
+            "file; or take fewer workers with `least`, or wait longer with `wait_seconds`.",
+        ]
+        return " ".join(words)
+
+
+def open_door(
+    address: Address,
+    identity: Identity,
+    deadlines: Deadlines,
+    least: int,
+    named: Sequence[str] = (),
+    say: Callable[[str], None] = logger.info,
+) -> Door:
+    """Begin to take workers in at an address; the arguments are those of `Door`.
+
+    Raises:
+        WorkerError: If the address is not available, or is beyond loopback without a token.
+    """
+    door = Door(listen(address, identity.credentials), identity, deadlines, least, named, say)
+    door.open()
+    return door
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """A key that sorts names as people count: ``gpu2`` before ``gpu10``."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names as words of a list: ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))

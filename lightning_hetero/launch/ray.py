@@ -1,0 +1,308 @@
+"""Workers that Ray places: a placement group, and in each of its bundles an actor that starts one.
+
+    driver ── start ──▶ actor in bundle 0 ── stdin ──▶ lightning-hetero worker --join …
+       │                actor in bundle 1 ── stdin ──▶ …
+       └── door ◀────────────── each worker dials ─────────┘
+
+Ray places and restarts; it carries no tensors, and no state is in it. A worker ends with its actor.
+A worker that has ended is started again by its actor, and an actor whose node is lost by Ray, where
+its bundle fits next. Bundles that fit nowhere make Ray's autoscaler add nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import PlanError, WorkerError
+from ..optional import import_extra
+from ..transport.address import Address
+from ..transport.token import Token
+from .launcher import check_wishes
+
+logger = logging.getLogger(__name__)
+
+# A worker whose coordinator is gone, and whose actor lives on, ends by itself after this time.
+_REJOIN_SECONDS = 60
+_CONNECT_SECONDS = 10.0
+# Ray starts a cluster of its own for these, and the workers would all be here.
+_OWN_CLUSTER = (None, "", "local")
+_NO_ANSWER = (ConnectionError, RuntimeError, ValueError, OSError)
+# Resources that an actor asks for by an argument of its own.
+_ARGUMENTS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+
+
+@dataclass
+class RayWorkers:
+    """Starts a worker in each bundle of a Ray placement group, for one run, and ends them with it.
+
+    Plans call the workers ``ray-0``, ``ray-1``, …, in the order of the bundles. The nodes need this
+    package, in Ray's Python or in that of ``python``, and the token's file.
+
+    Args:
+        bundles: The resources of each worker, such as ``[{"GPU": 1}] * 4``.
+        address: The cluster as for ``ray.init``; ``"auto"`` is the one of this machine. A cluster
+            that is not there is an error: none is started.
+        python: The Python on the nodes that has this package; None takes Ray's own.
+        options: More options of ``lightning-hetero worker``, such as ``["--allow", "my_layers"]``.
+        join: The ``host:port`` at which the nodes reach this process; None takes the address that
+            Ray has for this machine.
+        listen: Where this process waits for the workers, as ``host:port``; port 0 takes a free
+            port.
+        least: How many workers the run needs; 0 for all.
+        most: How many workers the run takes; None for all.
+        wait_seconds: How long to wait for them, and for nodes that Ray adds.
+
+    Raises:
+        PlanError: If an argument is invalid.
+    """
+
+    bundles: list[dict[str, float]]
+    address: str = "auto"
+    python: str | None = None
+    options: list[str] = field(default_factory=list)
+    join: str | None = None
+    listen: str = "0.0.0.0:0"
+    least: int = 0
+    most: int | None = None
+    wait_seconds: float = 600.0
+    brings_token: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.bundles or not all(self.bundles):
+            raise PlanError(
+                f"`bundles` of RayWorkers is {self.bundles!r}; name the resources of each worker, "
+                "such as [{'GPU': 1}] * 4."
+            )
+        if self.address in _OWN_CLUSTER:
+            raise PlanError(
+                f"`address` of RayWorkers is {self.address!r}, with which Ray would start a "
+                'cluster on this machine alone; write "auto" or the address of a cluster.'
+            )
+        self.least = self.least or len(self.bundles)
+        if self.join is not None:
+            Address.parse(self.join)
+        check_wishes(self)
+        self._placed: _Placed | None = None
+
+    def start(self, join: Address, token: Token | None) -> None:
+        """Ask Ray for the bundles; their workers start as soon as Ray has placed them.
+
+        Raises:
+            WorkerError: If Ray is not installed, or no cluster answers.
+        """
+        ray = import_extra("ray", "ray", "RayWorkers need it", WorkerError)
+        is_ours = not ray.is_initialized()
+        if is_ours:
+            self._connect(ray)
+        try:
+            where = Address.parse(self.join) if self.join else _reachable_in(ray, join)
+            group = ray.util.placement_group(self.bundles, strategy="SPREAD")
+        except BaseException:
+            if is_ours:
+                ray.shutdown()
+            raise
+        self._placed = _Placed(ray, is_ours, group, [])
+        node_class = ray.remote(_actor_class())
+        strategies = import_extra("ray.util.scheduling_strategies", "ray", "RayWorkers need it")
+        for number, bundle in enumerate(self.bundles):
+            in_bundle = strategies.PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=number
+            )
+            actor = node_class.options(
+                **_needs(bundle),
+                scheduling_strategy=in_bundle,
+                max_restarts=-1,
+                max_task_retries=0,
+            ).remote(self.python, self._words(where, f"ray-{number}"))
+            self._placed.actors.append(_Actor(f"ray-{number}", actor, actor.failure.remote()))
+
+    def stop(self) -> None:
+        """End the actors, and with them the workers. May be called twice."""
+        placed, self._placed = self._placed, None
+        if placed is not None:
+            placed.end()
+
+    def faults(self, is_late: bool) -> list[str]:
+        """A sentence for each worker that has failed, and on bundles without a node if it is late.
+
+        The former are told if fewer than ``least`` workers have not failed.
+        """
+        if self._placed is None:
+            return []
+        failed = [words for actor in self._placed.actors if (words := self._placed.ask(actor))]
+        if not is_late:
+            return failed if len(self.bundles) - len(failed) < self.least else []
+        return [*failed, *self._placed.without_node()]
+
+    def _connect(self, ray: Any) -> None:
+        try:
+            _check_answers(self.address)
+            ray.init(address=self.address, log_to_driver=False, configure_logging=False)
+        except _NO_ANSWER as error:
+            raise WorkerError(
+                f"No Ray cluster answers at {self.address!r}: {error}. Start one with `ray start "
+                "--head` on one machine and `ray start --address=...` on the others, or name the "
+                "address of a cluster with `address=`."
+            ) from error
+
+    def _words(self, join: Address, name: str) -> list[str]:
+        words = ["-m", "lightning_hetero", "worker", "--join", str(join), "--name", name]
+        words += ["--stop-with-stdin", "--rejoin-seconds", str(_REJOIN_SECONDS)]
+        return [*words, "--log-level", "WARNING", *self.options]
+
+
+@dataclass
+class _Actor:
+    """An actor, and the answer that is due to the question why its worker has failed."""
+
+    name: str
+    handle: Any
+    answer: Any
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """What runs in Ray for a run.
+
+    Args:
+        ray: The library.
+        is_ours: Whether this run has connected to the cluster, and so disconnects.
+        group: The placement group.
+        actors: One for each bundle.
+    """
+
+    ray: Any
+    is_ours: bool
+    group: Any
+    actors: list[_Actor]
+
+    def ask(self, actor: _Actor) -> str:
+        """Why an actor's worker has failed; empty while that is unknown."""
+        if not self.ray.wait([actor.answer], timeout=0)[0]:
+            return ""
+        try:
+            why = str(self.ray.get(actor.answer))
+        except self.ray.exceptions.ActorUnavailableError:
+            why = ""  # its node is lost, and Ray starts it elsewhere
+        except self.ray.exceptions.RayError as error:
+            why = f"The actor of {actor.name} failed: {str(error).splitlines()[0]}"
+        actor.answer = actor.handle.failure.remote()
+        return why
+
+    def without_node(self) -> list[str]:
+        """A sentence on the placement group if Ray has found no nodes for it."""
+        table = self.ray.util.placement_group_table(self.group)
+        if table["state"] == "CREATED":
+            return []
+        return [
+            f"Ray has not placed the bundles {list(table['bundles'].values())}: the cluster has "
+            f"{self.ray.cluster_resources()}, of which {self.ray.available_resources()} are free. "
+            "Add nodes with what is missing, or ask for less with `bundles`."
+        ]
+
+    def end(self) -> None:
+        """End all of it; a cluster that is gone has ended it already."""
+        try:
+            for actor in self.actors:
+                with contextlib.suppress(*_NO_ANSWER):
+                    self.ray.kill(actor.handle, no_restart=True)
+            with contextlib.suppress(*_NO_ANSWER):
+                self.ray.util.remove_placement_group(self.group)
+        finally:
+            if self.is_ours:
+                self.ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Connect to a cluster once, as Ray waits for minutes for one that does not answer.
+
+    Raises:
+        OSError: If nothing answers.
+    """
+    with contextlib.suppress(PlanError):  # "auto" or a name that only Ray knows
+        where = Address.parse(address.removeprefix("ray://"))
+        socket.create_connection((where.host, where.port), _CONNECT_SECONDS).close()
+
+
+def _reachable_in(ray: Any, join: Address) -> Address:
+    """The address under which the nodes reach this process."""
+    if join.host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not listened on
+        return join
+    return Address(ray.util.get_node_ip_address(), join.port)
+
+
+def _needs(bundle: Mapping[str, float]) -> dict[str, Any]:
+    """The arguments with which an actor takes all of its bundle."""
+    named = {_ARGUMENTS[name]: count for name, count in bundle.items() if name in _ARGUMENTS}
+    others = {name: count for name, count in bundle.items() if name not in _ARGUMENTS}
+    return {"num_cpus": 0, **named, "resources": others}
+
+
+def _actor_class() -> type:
+    """The class of the actors.
+
+    Ray copies a class of a function by value, so Ray's Python on the nodes does not need this
+    package. The class must use nothing but the standard library.
+    """
+
+    class WorkerOnNode:
+        """Keeps a worker running beside it; the worker ends with this process."""
+
+        def __init__(self, python: str | None, words: list[str]) -> None:
+            self._command = [python or sys.executable, *words]
+            self._failure = ""
+            threading.Thread(target=self._keep, daemon=True).start()
+
+        def failure(self) -> str:
+            """Wait until the worker has failed twice in a row, and tell why."""
+            while not self._failure:
+                time.sleep(0.2)
+            return self._failure
+
+        def _keep(self) -> None:
+            failures = 0
+            while True:
+                began = time.monotonic()
+                why = self._run()
+                # A worker that was killed starts again; one that never works is told of.
+                failures = 1 if time.monotonic() - began > 60 else failures + 1
+                if failures > 1:
+                    self._failure = why
+                time.sleep(0.5)
+
+        def _run(self) -> str:
+            """Run a worker until it ends; tells why it has ended."""
+            shown = " ".join(self._command[:4])
+            with tempfile.TemporaryFile() as printed:
+                try:
+                    worker = subprocess.Popen(  # noqa: S603 - the user's own words
+                        self._command,
+                        stdin=subprocess.PIPE,
+                        stdout=printed,
+                        stderr=subprocess.STDOUT,
+                    )
+                except OSError as error:
+                    return f"`{shown}` cannot be started on {os.uname().nodename}: {error}."
+                # An empty line: the worker reads its token from a file.
+                with contextlib.suppress(OSError):
+                    worker.stdin.write(b"\n")  # type: ignore[union-attr]
+                    worker.stdin.flush()  # type: ignore[union-attr]
+                code = worker.wait()
+                printed.seek(0, os.SEEK_END)
+                printed.seek(max(0, printed.tell() - 800))
+                said = " ".join(printed.read().decode(errors="replace").split())
+                where = os.uname().nodename
+                return f"`{shown}` ended on {where} with status {code}. It printed: {said}"
+
+    return WorkerOnNode

@@ -1,0 +1,136 @@
+"""Workers that SLURM places: one `srun`, heterogeneous if it has several components.
+
+    srun --gres=gpu:a100:1 -n4 worker … : --gres=gpu:v100:1 -n8 worker …
+
+SLURM starts the tasks and ends them; it carries no tensors. Each task is a worker that joins.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..errors import PlanError
+from ..transport.address import Address
+from ..transport.token import Token
+from .command import Command, start_command, stop_commands
+from .launcher import check_wishes, reachable
+
+# A worker whose coordinator is gone, and whose srun has not ended, ends by itself after this time.
+_REJOIN_SECONDS = 60
+# Counts the tasks of all components of a step from 0 on.
+_TASK = "$SLURM_PROCID"
+
+
+@dataclass
+class SlurmWorkers:
+    """Starts workers by one ``srun`` for a run, a worker in each task, and ends it with the run.
+
+    Plans call the workers ``slurm-0``, ``slurm-1``, …, in the order of the components. The nodes
+    need this package and the token's file, both of which a shared home folder has.
+
+    Args:
+        components: srun's options for each kind of node, such as
+            ``["--gres=gpu:a100:1 -n4", "--gres=gpu:v100:1 -n8"]``.
+        command: How the nodes call this package's command: words of their shell.
+        options: More options of ``lightning-hetero worker``.
+        srun: srun with options for all components, such as ``["srun", "--partition=gpu"]``.
+        join: The ``host:port`` at which the nodes reach this process; None finds it out.
+        listen: Where this process waits for the workers, as ``host:port``; port 0 takes a free
+            port.
+        least: How many workers the run needs; 0 for all, as far as ``-n`` or ``--ntasks`` tell.
+        most: How many workers the run takes; None for all.
+        wait_seconds: How long to wait for them, in SLURM's queue too.
+
+    Raises:
+        PlanError: If an argument is invalid.
+    """
+
+    components: list[str]
+    command: str = "lightning-hetero"
+    options: list[str] = field(default_factory=list)
+    srun: list[str] = field(default_factory=lambda: ["srun"])
+    join: str | None = None
+    listen: str = "0.0.0.0:0"
+    least: int = 0
+    most: int | None = None
+    wait_seconds: float = 3600.0
+    brings_token: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.components:
+            raise PlanError(
+                "`components` of SlurmWorkers is empty; write srun's options for at least one "
+                "kind of node, such as '--gres=gpu:1 -n4'."
+            )
+        self.least = self.least or sum(tasks_of(component) for component in self.components)
+        if self.join is not None:
+            Address.parse(self.join)
+        check_wishes(self)
+        self._commands: list[Command] = []
+
+    def start(self, join: Address, token: Token | None) -> None:
+        """Start srun, which waits for its nodes.
+
+        Raises:
+            WorkerError: If there is no srun here.
+        """
+        where = Address.parse(self.join) if self.join else reachable(join)
+        self._commands.append(start_command("srun", self._words(where)))
+
+    def stop(self) -> None:
+        """End srun, and with it the workers. May be called twice."""
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command.process.terminate()  # srun passes it on to each task
+        stop_commands(commands)
+
+    def faults(self, is_late: bool) -> list[str]:
+        """A sentence on srun if it has ended, or if the wait is over."""
+        found = []
+        for command in self._commands:
+            said = f" It printed: {command.last_words}" if command.last_words else ""
+            if command.status is not None:
+                found.append(
+                    f"srun ended with status {command.status}.{said} Start that command by hand to "
+                    f"see more: {shlex.join(command.words)}"
+                )
+            elif is_late:
+                found.append(
+                    f"srun still runs; `squeue` tells what it waits for.{said} Raise "
+                    "`wait_seconds` if the queue is long."
+                )
+        return found
+
+    def _words(self, join: Address) -> list[str]:
+        """The command line, with a colon between two components."""
+        words = ["worker", "--join", str(join), "--rejoin-seconds", str(_REJOIN_SECONDS)]
+        words += ["--log-level", "WARNING", *self.options]
+        task = f'exec {self.command} {shlex.join(words)} --name "slurm-{_TASK}"'
+        line: list[str] = [*self.srun]
+        for number, component in enumerate(self.components):
+            colon = [":"] if number else []
+            line += [*colon, *shlex.split(component), "sh", "-c", task]
+        return line
+
+
+def tasks_of(component: str) -> int:
+    """How many tasks srun starts for a component, by its ``-n`` or ``--ntasks``; 1 without it.
+
+    Raises:
+        PlanError: If the quotes of the text are not closed.
+    """
+    try:
+        words = shlex.split(component)
+    except ValueError as error:
+        raise PlanError(
+            f"{component!r} is no list of options: {error}; close each quote."
+        ) from error
+    return _count_in(words) or 1
+
+
+def _count_in(words: Sequence[str]) -> int:
+    found = re.search(r"(?:^|\0)(?:-n\0?|--ntasks(?:=|\0))([0-9]+)(?:\0|$)", "\0".join(words))
+    return int(found[1]) if found else 0

@@ -1,0 +1,128 @@
+"""Strangers at a listening socket: how many may be in their handshake, and what is logged of them.
+
+Anyone may connect to a port. So connections that have not said who they are take bounded room, and
+refused ones bounded lines of the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .connection import Connection
+
+logger = logging.getLogger(__name__)
+
+# Connections that may be in their handshake at the same time.
+MOST_GREETINGS = 16
+# Refused connections get at most one line in the log for an address in this time.
+SECONDS_OF_A_LINE = 60.0
+# Addresses that are counted apart. A stranger may have any number of them.
+_MOST_ADDRESSES = 128
+_OTHER_ADDRESSES = "other addresses"
+
+
+class Lobby:
+    """Holds connections whose handshake is not over, at most so many of them.
+
+    When the lobby is full, a newcomer displaces the stranger that has waited longest. An honest
+    handshake takes milliseconds, so that stranger is most likely one that only takes room.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._changed = threading.Condition()
+        # In the order of their arrival; a stranger has not said who it is.
+        self._is_stranger: dict[Connection, bool] = {}
+
+    def enter(self, connection: Connection) -> None:
+        """Take a connection in; when the lobby is full, wait until another one has left."""
+        with self._changed:
+            while len(self._is_stranger) >= self._most:
+                self._send_one_away()
+                self._changed.wait()
+            self._is_stranger[connection] = True
+
+    def introduce(self, connection: Connection) -> None:
+        """Note that a connection has said who it is; it is not displaced any more."""
+        with self._changed:
+            self._is_stranger[connection] = False
+
+    def leave(self, connection: Connection) -> None:
+        """Note that a connection's handshake has ended, with or without success."""
+        with self._changed:
+            del self._is_stranger[connection]
+            self._changed.notify_all()
+
+    def wait_until_empty(self, patience_seconds: float) -> None:
+        """Wait until all handshakes have ended, but not for longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_stranger, patience_seconds)
+
+    def _send_one_away(self) -> None:
+        oldest = next((c for c, is_stranger in self._is_stranger.items() if is_stranger), None)
+        if oldest is not None:
+            # This wakes its thread, which then leaves.
+            oldest.shut_down()
+
+
+@dataclass
+class _Refused:
+    """What was refused of an address since its last line in the log."""
+
+    told_at: float
+    num_left_out: int = 0
+    last_reason: str = ""
+
+
+class RefusalLog:
+    """Logs refused connections: at most one line for an address and minute.
+
+    Anyone may connect, and a line for each connection would fill the disk. What is left out is
+    counted, and the line at the end of the minute tells the number.
+
+    Args:
+        now: The present time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        # In the order of their last lines.
+        self._refused: dict[str, _Refused] = {}
+
+    def note(self, host: str, port: int, reason: str) -> None:
+        """Log a refused connection, or count it."""
+        with self._lock:
+            is_known = host in self._refused or len(self._refused) < _MOST_ADDRESSES
+            whose = host if is_known else _OTHER_ADDRESSES
+            if (refused := self._refused.get(whose)) is not None:
+                refused.num_left_out += 1
+                refused.last_reason = reason
+            else:
+                self._refused[whose] = _Refused(self._now())
+                logger.warning("connection from %s:%d refused: %s", host, port, reason)
+
+    def tell_left_out(self, at_once: bool = False) -> None:
+        """Log what was left out in the minutes that are over, or ``at_once`` in all."""
+        with self._lock:
+            now = self._now()
+            while self._refused:
+                host, refused = next(iter(self._refused.items()))
+                seconds = now - refused.told_at
+                if seconds < SECONDS_OF_A_LINE and not at_once:
+                    break
+                del self._refused[host]
+                if refused.num_left_out > 0:
+                    logger.warning(
+                        "connections from %s refused in %.0f s without a line: %d, the last: %s",
+                        host,
+                        seconds,
+                        refused.num_left_out,
+                        refused.last_reason,
+                    )
+                    if not at_once:
+                        self._refused[host] = _Refused(now)

@@ -1,0 +1,114 @@
+"""A worker's way into a run: it dials the coordinator, waits at its door, serves, and dials again.
+
+    dial ──▶ Welcome ──▶ wait for the coordinator's Hello ──▶ session ──▶ dial
+     ▲─ a pause that grows ─┘ (nobody answers, or the door closes)
+
+So a worker may start before its coordinator, at an address that nobody knows beforehand. The
+coordinator's end is in `launch.join`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..errors import HeteroError, JoinError
+from ..protocol import messages as m
+from ..transport.address import Address
+from ..transport.handshake import Joined, await_opening, join
+from .worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS = 0.2
+# Not longer: a coordinator that starts must not wait for its workers.
+_MOST_PAUSE_SECONDS = 5.0
+# How often a worker that waits at the door looks whether it is stopped.
+_LOOK_SECONDS = 1.0
+
+
+def pauses(draw: Callable[[], float] = random.random) -> Iterator[float]:
+    """Seconds between attempts to dial: each twice the one before, and at most 5 s.
+
+    Each is shortened by chance, so that many workers do not all dial at the same moment.
+
+    Args:
+        draw: Returns a random number from 0 to 1.
+    """
+    seconds = _FIRST_PAUSE_SECONDS
+    while True:
+        yield seconds * (0.5 + 0.5 * draw())
+        seconds = min(2 * seconds, _MOST_PAUSE_SECONDS)
+
+
+@dataclass(frozen=True)
+class Joiner:
+    """Brings a worker into the runs of a coordinator.
+
+    Args:
+        address: Where the coordinator waits for workers.
+        name: The worker's name in plans.
+        rejoin_seconds: How long to dial without being let in before the worker ends.
+    """
+
+    address: Address
+    name: str
+    rejoin_seconds: float
+
+    def run(self, worker: Worker, on_alone: Callable[[str], None]) -> None:
+        """Join one run after the other until the worker is stopped.
+
+        Args:
+            worker: Serves the sessions.
+            on_alone: Called with a sentence if nobody has let the worker in for too long; it must
+                stop the worker.
+        """
+        since, waits, told = time.monotonic(), pauses(), ""
+        while not worker.is_stopped:
+            try:
+                joined = join(
+                    self.address, self.name, worker.listener, worker.deadlines, worker.identity
+                )
+            except JoinError as error:
+                if time.monotonic() - since > self.rejoin_seconds:
+                    on_alone(self._reason_of_end(error))
+                    return
+                if str(error) != told:
+                    told = str(error)
+                    logger.warning("cannot join yet, and goes on to dial: %s", told)
+                worker.wait_until_stopped(next(waits))
+                continue
+            told = ""
+            self._stay(joined, worker)
+            since, waits = time.monotonic(), pauses()
+            worker.wait_until_stopped(next(waits))
+
+    def _stay(self, joined: Joined, worker: Worker) -> None:
+        """Wait at the coordinator's door, and serve the session that it opens, if it opens one."""
+        logger.info("joined %s as %s; %s", self.address, self.name, joined.note)
+        try:
+            message = self._next_word(joined, worker)
+            if message is not None:
+                worker.serve_joined(joined.connection, message, str(self.address))
+        except (OSError, HeteroError) as error:
+            logger.warning("the coordinator at %s took no worker: %s", self.address, error)
+        finally:
+            joined.connection.close()
+
+    def _next_word(self, joined: Joined, worker: Worker) -> m.Message | None:
+        """The first message at the door that is no news; None once the worker is stopped."""
+        while True:
+            message = await_opening(joined.connection, _LOOK_SECONDS, lambda: worker.is_stopped)
+            if not isinstance(message, m.Welcome):
+                return message
+            logger.info("the coordinator at %s says: %s", self.address, message.note)
+
+    def _reason_of_end(self, error: JoinError) -> str:
+        return (
+            f"No coordinator has let this worker in at {self.address} for "
+            f"{self.rejoin_seconds:g} s, so it ends. {error} Start the training, and then the "
+            "worker again; `--rejoin-seconds` sets how long it dials."
+        )

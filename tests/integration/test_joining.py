@@ -1,0 +1,162 @@
+"""Workers that dial the coordinator train as workers do that the coordinator dials."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero import HeteroPipelineStrategy, Joining, PipelineProfiler, Plan, StagePlan
+from lightning_hetero.errors import JoinError, WorkerLost
+from lightning_hetero.transport.token import Token, write_token_file
+
+from ..conftest import WorkerProcess, worker_process
+from ..equality import differing
+from ..launch.configs import strategy_of_config
+from ..models import TinyModule, fit, loader, trainer
+from ..transport.pairs import PATIENCE_SECONDS
+from .namespaces import join, new_host, reason_against_hosts
+from .tunnels import FORWARDED
+
+REASON = reason_against_hosts()
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("secret") / "token"
+    write_token_file(path, Token.new())
+    return path
+
+
+@pytest.fixture(scope="module")
+def where() -> str:
+    """An address that is free now, and that the runs of these tests take one after the other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def joining_workers(where: str, *names: str, token_file: Path) -> Iterator[list[WorkerProcess]]:
+    """Workers that dial an address, whoever listens there."""
+    with ExitStack() as stack:
+        options = ("--join", where, "--token-file", str(token_file))
+        yield [stack.enter_context(worker_process(*options, "--name", name)) for name in names]
+
+
+@pytest.fixture(scope="module")
+def guests(where: str, token_file: Path) -> Iterator[list[WorkerProcess]]:
+    """Two workers, called left and right, that join one run after the other."""
+    with joining_workers(where, "right", "left", token_file=token_file) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def by_address(worker_processes: list[WorkerProcess]) -> TinyModule:
+    """Trained with two workers that the coordinator has dialled."""
+    where = [worker.address for worker in worker_processes[:2]]
+    return fit(TinyModule(), HeteroPipelineStrategy(where, "even", micro_batches=4))
+
+
+def assert_same(found: TinyModule, expected: TinyModule) -> None:
+    assert found.losses == expected.losses
+    assert not differing(found, expected)
+
+
+def strategy_of(
+    where: str, plan: str | Plan, token_file: Path, least: int = 2
+) -> HeteroPipelineStrategy:
+    joining = Joining(where, least=least, wait_seconds=PATIENCE_SECONDS)
+    return HeteroPipelineStrategy(joining, plan, micro_batches=4, token_file=token_file)
+
+
+@pytest.mark.usefixtures("guests")
+def test_the_numbers_are_those_of_workers_that_were_dialled_also_in_the_next_run(
+    where: str, token_file: Path, by_address: TinyModule
+) -> None:
+    for _ in range(2):
+        assert_same(fit(TinyModule(), strategy_of(where, "even", token_file)), by_address)
+
+
+@pytest.mark.usefixtures("guests")
+def test_a_plan_names_them_by_their_names(
+    where: str, token_file: Path, by_address: TinyModule
+) -> None:
+    plan = Plan(
+        [
+            StagePlan(["coordinator"], (0, 1)),
+            StagePlan(["right"], (1, 3)),
+            StagePlan(["left"], (3, 5)),
+        ]
+    )
+    assert_same(fit(TinyModule(), strategy_of(where, plan, token_file, least=1)), by_address)
+
+
+@pytest.mark.usefixtures("guests")
+@pytest.mark.parametrize("plan", ["auto", "replicated"])
+def test_plans_that_are_measured_take_them_too(where: str, token_file: Path, plan: str) -> None:
+    quick = PipelineProfiler(budget_seconds=0.5)
+    module = fit(
+        TinyModule(), strategy_of(where, plan, token_file), limit_train_batches=2, callbacks=[quick]
+    )
+    assert len(module.losses) == 2
+
+
+@pytest.mark.usefixtures("guests")
+def test_a_plan_waits_for_its_own_workers(where: str, token_file: Path) -> None:
+    plan = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(["missing"], (1, 5))])
+    joining = Joining(where, wait_seconds=0.5)
+    strategy = HeteroPipelineStrategy(joining, plan, token_file=token_file)
+    with pytest.raises(JoinError, match=r"Missing: missing\. .*--join"):
+        fit(TinyModule(), strategy)
+
+
+def test_one_that_is_lost_is_named_and_the_next_run_takes_the_other(
+    where: str, guests: list[WorkerProcess], token_file: Path
+) -> None:
+    """The worker's next process joins again, as no person has to start it."""
+    module = TinyModule()
+    run = trainer(strategy_of(where, "even", token_file), max_epochs=1)
+    module.on_train_batch_start = lambda *_: guests[0].session.kill()  # type: ignore[method-assign]
+    with pytest.raises(WorkerLost, match=r"right \(127.0.0.1:[0-9]+\) was lost"):
+        run.fit(module, loader(24, 12))
+    assert len(fit(TinyModule(), strategy_of(where, "even", token_file)).losses) == 3
+
+
+def test_a_config_names_it() -> None:
+    made = strategy_of_config("lightning_hetero.Joining", listen="127.0.0.1:7171", least=3)
+    assert made._fleet._workers == Joining("127.0.0.1:7171", least=3)
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_workers_behind_routers_that_hide_them_train_in_a_star(
+    token_file: Path, by_address: TinyModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each worker reaches the coordinator alone: it has a cable to it, and no way to the other.
+
+    Nor has the coordinator a way to a worker's own address: it is one of a network behind.
+    """
+    with ExitStack() as stack:
+        home, first, second = (stack.enter_context(new_host()) for _ in range(3))
+        join("one", home, "10.91.0.1/24", first, "10.91.0.2/24")
+        join("two", home, "10.92.0.1/24", second, "10.92.0.2/24")
+        for host, name, gate in ((first, "left", "10.91.0.1"), (second, "right", "10.92.0.1")):
+            # The address that it offers is one behind its router, which drops what comes from
+            # outside.
+            host.run("ip", "addr", "add", f"192.168.{gate[4]}.7/32", "dev", "lo")
+            options = ("--listen", f"192.168.{gate[4]}.7:0", "--join", f"{gate}:7070")
+            with host.here():
+                started = worker_process(
+                    *options, "--name", name, "--token-file", str(token_file), by_command=True
+                )
+                stack.enter_context(started)
+        with home.here(), pytest.raises(OSError, match="unreachable"):
+            socket.create_connection(("192.168.1.7", 9), PATIENCE_SECONDS)
+        strategy = strategy_of("0.0.0.0:7070", "even", token_file)  # noqa: S104
+        with home.here(), caplog.at_level("INFO"), pytest.warns(UserWarning, match=FORWARDED):
+            assert_same(fit(TinyModule(), strategy), by_address)
+        assert first.received_bytes("one") > 20_000
+        assert second.received_bytes("two") > 20_000
+    assert "left (" in caplog.text

@@ -1,0 +1,121 @@
+"""Workers that srun starts. No SLURM runs here: a stand-in on PATH starts the tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_hetero import HeteroPipelineStrategy, SlurmWorkers
+from lightning_hetero.errors import JoinError, PlanError, WorkerError
+from lightning_hetero.launch.slurm import tasks_of
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.token import Token, write_token_file
+
+from ..equality import differing
+from ..models import TinyModule, fit
+from .configs import strategy_of_config
+from .sshd import COMMAND
+
+# Reads its words as srun does: options, a program with its words, and a colon before the next
+# component. Passes SIGTERM on to the tasks.
+SRUN = r"""
+import os, re, signal, subprocess, sys
+line, tasks = sys.argv[1:] + [":"], []
+while line:
+    end = line.index(":")
+    component, line = line[:end], line[end + 1 :]
+    program = component.index("sh")
+    count = int(re.search(r"-n *([0-9]+)", " ".join(component[:program]))[1])
+    for _ in range(count):
+        number = {"SLURM_PROCID": str(len(tasks))}
+        tasks.append(subprocess.Popen(component[program:], env={**os.environ, **number}))
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "bin" / "srun"
+    program.parent.mkdir()
+    program.write_text(f"#!/usr/bin/env python3\n{SRUN}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    return program
+
+
+@pytest.mark.usefixtures("srun")
+def test_the_tasks_of_two_components_train_with_the_numbers_of_listed_workers(
+    workers: list[str], tmp_path: Path
+) -> None:
+    expected = fit(TinyModule(), HeteroPipelineStrategy(workers[:2], "even", micro_batches=4))
+    token = tmp_path / "token"
+    write_token_file(token, Token.new())
+    launcher = SlurmWorkers(
+        ["--gres=gpu:a100:1 -n1", "--gres=gpu:v100:1 -n 1"],
+        COMMAND,
+        ["--threads", "1", "--token-file", str(token)],
+        listen="127.0.0.1:0",
+    )
+    strategy = HeteroPipelineStrategy(launcher, "even", micro_batches=4, token_file=token)
+    found = fit(TinyModule(), strategy)
+    assert found.losses == expected.losses
+    assert not differing(found, expected)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "slurm-1" in p.info["cmdline"]]
+
+
+def test_the_command_line_is_one_srun_with_a_colon_between_components() -> None:
+    launcher = SlurmWorkers(["--gres=gpu:a100:1 -n4", "-n8"], srun=["srun", "--partition=gpu"])
+    assert launcher.least == 12
+    words = launcher._words(Address("10.0.0.1", 7070))
+    assert words[:5] == ["srun", "--partition=gpu", "--gres=gpu:a100:1", "-n4", "sh"]
+    assert words[7:10] == [":", "-n8", "sh"]
+    assert words[6] == words[-1]
+    assert words[-1].startswith("exec lightning-hetero worker --join 10.0.0.1:7070 ")
+    assert words[-1].endswith('--name "slurm-$SLURM_PROCID"')
+
+
+def test_an_srun_that_fails_is_told_with_what_it_printed(srun: Path) -> None:
+    srun.write_text("#!/bin/sh\necho 'srun: error: Invalid gres' >&2; exit 1\n")
+    launcher = SlurmWorkers(["--gres=moon:1"], listen="127.0.0.1:0")
+    told = r"srun ended with status 1\. It printed: srun: error: Invalid gres Start that command"
+    with pytest.raises(JoinError, match=told):
+        fit(TinyModule(), HeteroPipelineStrategy(launcher, "even"))
+    assert not launcher._commands
+
+
+def test_one_that_waits_in_the_queue_too_long_is_told_and_ended(srun: Path) -> None:
+    srun.write_text("#!/bin/sh\necho 'srun: job 7 queued' >&2\nexec sleep 60\n")
+    launcher = SlurmWorkers(["-n1"], listen="127.0.0.1:0", wait_seconds=0.5)
+    told = r"Missing: one more worker\. srun still runs; `squeue` tells .*`wait_seconds`"
+    with pytest.raises(JoinError, match=told):
+        fit(TinyModule(), HeteroPipelineStrategy(launcher, "even"))
+    assert not launcher._commands
+
+
+def test_without_srun_the_error_names_it() -> None:
+    launcher = SlurmWorkers(["-n1"], srun=["/no/such/srun"])
+    with pytest.raises(WorkerError, match="'/no/such/srun' cannot be started"):
+        launcher.start(Address("127.0.0.1", 1), None)
+
+
+@pytest.mark.parametrize(
+    ("component", "count"),
+    [("", 1), ("-n4", 4), ("-n 4", 4), ("--ntasks=4 -N2", 4), ("--ntasks 12", 12), ("-N2", 1)],
+)
+def test_tasks_are_counted_as_srun_does(component: str, count: int) -> None:
+    assert tasks_of(component) == count
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(PlanError, match="`components` of SlurmWorkers is empty"):
+        SlurmWorkers([])
+    with pytest.raises(PlanError, match="No closing quotation"):
+        SlurmWorkers(["--comment='a"])
+
+
+def test_a_config_names_it() -> None:
+    made = strategy_of_config("lightning_hetero.SlurmWorkers", components=["-n2"])
+    assert made._fleet._workers == SlurmWorkers(["-n2"])

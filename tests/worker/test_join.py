@@ -1,0 +1,77 @@
+"""A worker that dials: when it dials again, whom it serves, and when it gives up."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from queue import SimpleQueue
+
+import pytest
+
+from lightning_hetero.launch.join import Door
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.tls import Credentials
+from lightning_hetero.worker.join import Joiner, pauses
+from lightning_hetero.worker.worker import Worker
+
+from ..launch.guests import TOKEN, WITH_TOKEN, door
+from ..transport.pairs import PATIENCE_SECONDS, closed_address, serving_worker
+
+
+def test_pauses_grow_up_to_five_seconds_and_differ_by_chance() -> None:
+    assert list(itertools.islice(pauses(lambda: 1.0), 7)) == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert list(itertools.islice(pauses(lambda: 0.0), 2)) == [0.1, 0.2]
+
+
+def joining(worker: Worker, at: Door) -> threading.Thread:
+    joiner = Joiner(at.address, "a", PATIENCE_SECONDS)
+    thread = threading.Thread(target=joiner.run, args=(worker, pytest.fail), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_it_serves_over_the_connection_that_it_has_dialled_and_joins_again() -> None:
+    with serving_worker(Credentials(TOKEN)) as (worker, address), door() as opened:
+        thread = joining(worker, opened)
+        for session in ("first", "second"):
+            opened.wait(PATIENCE_SECONDS)
+            assert opened.begin(None) == {"a": address}
+            channel, welcome = opened.admit("a", session)
+            assert welcome.equipment.device == "cpu"
+            channel.start(SimpleQueue())
+            channel.close(m.Goodbye())
+            opened._wishes.members.clear()  # as another run's door begins
+        worker.stop()
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+def test_it_gives_up_with_a_sentence() -> None:
+    said: list[str] = []
+    with serving_worker() as (worker, _):
+        where = closed_address()
+
+        def on_alone(reason: str) -> None:
+            said.append(reason)
+            worker.drain()
+
+        Joiner(where, "a", rejoin_seconds=0).run(worker, on_alone)
+    assert said[0].startswith(f"No coordinator has let this worker in at {where} for 0 s")
+    assert "`--rejoin-seconds`" in said[0]
+
+
+def test_without_the_token_it_says_why_it_is_not_let_in(caplog: pytest.LogCaptureFixture) -> None:
+    with serving_worker() as (worker, _), door(identity=WITH_TOKEN) as opened:
+        Joiner(opened.address, "a", rejoin_seconds=0.3).run(worker, lambda _: worker.drain())
+    assert caplog.text.count("cannot join yet") == 1
+    assert "did not answer as a coordinator that waits for workers" in caplog.text
+
+
+def test_equipment_goes_both_ways() -> None:
+    with serving_worker() as (worker, _), door(identity=Identity()) as opened:
+        thread = joining(worker, opened)
+        opened.wait(PATIENCE_SECONDS)
+        assert opened._guests["a"].equipment == worker.identity.equipment
+        worker.stop()
+        thread.join(PATIENCE_SECONDS)
