@@ -62,9 +62,9 @@ logger = logging.getLogger(__name__)
 _WORD_SECONDS = 1.0
 # Workers that may wait at the same time; each takes an open file.
 _MOST_GUESTS = 512
-# Sentences on refused workers that are kept for the error of a run that gets too few.
 # A scheduler starts all workers at once, and a busy machine greets them one after the other.
 _MOST_GREETINGS = 128
+# Sentences on refused workers that are kept for the error of a run that gets too few.
 _MOST_REFUSED = 8
 # Between two looks at workers that may have left, and between two lines on how many are missing.
 _LOOK_SECONDS = 1.0
