@@ -8,6 +8,7 @@ in `asides`. Any other message is returned to the caller that waits.
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from ..errors import (
     StageFailed,
     WorkerError,
     WorkerLost,
+    WorkerUnreachable,
 )
 from ..pipeline.placement import Placement
 from ..pipeline.rule import Key
@@ -33,7 +35,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import BufferPool
 from ..transport.address import Address, advice
-from ..transport.channel import Arrival, Inbox
+from ..transport.channel import Arrival, Channel, Inbox
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, dial, differences
 from .member import Member
@@ -44,6 +46,11 @@ Wanted = TypeVar("Wanted", bound=m.Message)
 Aside = Callable[[Member, Any], None]
 
 TakeSums = Callable[[Member, m.ReplicaTensors, Sequence[Tensor]], None]
+TakePiece = Callable[[Member, m.SnapshotPart, Tensor], None]
+
+# Puts another worker in the place of a lost one. Returns why that is not possible; None if the run
+# can go on.
+Replace = Callable[[Member, HeteroError], str | None]
 
 # How often a wait looks whether this process is to end.
 _LOOK_AROUND_SECONDS = 1.0
@@ -74,8 +81,10 @@ class Connections:
         asides: Takes messages that answer no request, by their kind.
         num_exchanges: The exchanges of replicas that were asked for.
         take_sums: Takes the sums of gradients that a worker sends to this process.
+        take_piece: Takes a piece of a worker's snapshot.
         has_torn_step: Whether a worker has failed inside an optimizer step.
         is_ending: Tells whether SIGTERM has asked this process to end.
+        replace: Puts another worker in the place of a lost one.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -102,21 +111,22 @@ class Connections:
         }
         self.num_exchanges = 0
         self.take_sums: TakeSums = _refuse_sums
+        self.take_piece: TakePiece = _refuse_piece
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
+        self.replace: Replace = lambda _worker, _cause: ""
         self._inbox: Inbox = SimpleQueue()
+        # What has come while a certain answer was awaited; it comes before the inbox.
+        self._put_aside: deque[Arrival] = deque()
+        self._identity, self._receive_pool = identity, receive_pool
+        self._run = secrets.token_hex(4)
         # Why the run is over, and which link between two workers is lost.
         self._end: WorkerError | None = None
         self._link_loss: LinkLost | None = None
-        run = secrets.token_hex(4)
+        self._by_channel: dict[Channel, Member] = {}
         try:
             for number, (name, address) in enumerate(workers, start=1):
-                # Each worker has a name of its own, so that a neighbor that reaches another worker
-                # than the right one, or itself, is refused.
-                session = run + secrets.token_hex(16)
-                channel, welcome = dial(address, "coordinator", session, deadlines, identity)
-                channel.start(self._inbox, receive_pool())
-                theirs = welcome.equipment
+                channel, theirs, session = self._dial(address)
                 worker = Member(number, name, address, channel, theirs, session)
                 self.members.append(worker)
                 if found := differences(identity.equipment, theirs):
@@ -126,6 +136,41 @@ class Connections:
             raise
         self.workers = list(self.members)
         self._by_channel = {worker.channel: worker for worker in self.members}
+
+    def _dial(self, address: Address) -> tuple[Channel, m.Equipment, str]:
+        """Open a session with a worker; returns its channel, its equipment and its name."""
+        # Each worker has a name of its own, so that a neighbor that reaches another worker than the
+        # right one, or itself, is refused.
+        session = self._run + secrets.token_hex(16)
+        channel, welcome = dial(address, "coordinator", session, self.deadlines, self._identity)
+        channel.start(self._inbox, self._receive_pool())
+        return channel, welcome.equipment, session
+
+    def dial_again(self, worker: Member, address: Address) -> None:
+        """Open a session with the worker that takes the place of a lost one.
+
+        Raises:
+            WorkerUnreachable: If no worker answers there or it refuses.
+        """
+        channel, equipment, session = self._dial(address)
+        channel.on_sent = worker.channel.on_sent
+        del self._by_channel[worker.channel]
+        worker.channel.close()
+        worker.channel, worker.equipment, worker.session = channel, equipment, session
+        worker.address, worker.is_paused = address, False
+        self._by_channel[channel] = worker
+
+    def forget_reports_of(self, worker: Member) -> None:
+        """Forget what others have reported of the lost worker in whose place this one is."""
+        self._put_aside = deque(
+            arrival
+            for arrival in self._put_aside
+            if not (
+                isinstance(arrival.content, Frame)
+                and isinstance(arrival.content.message, m.NeighborLost)
+                and arrival.content.message.member == worker.number
+            )
+        )
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
@@ -193,8 +238,14 @@ class Connections:
         if self._link_loss is not None:
             raise _copy_of(self._link_loss)
 
-    def lose(self, worker: Member, cause: HeteroError) -> WorkerError:
-        """Give a worker up; the caller must raise the error that is returned."""
+    def lose(self, worker: Member, cause: HeteroError, also: str = "") -> WorkerError:
+        """Give a worker up; the caller must raise the error that is returned.
+
+        Args:
+            worker: The lost one.
+            cause: What ended its conversation.
+            also: Another sentence for the error.
+        """
         if isinstance(cause, ProtocolError):
             text = f"{worker} broke the rules {self._when}: {cause}"
         else:
@@ -203,6 +254,7 @@ class Connections:
                 for each in (
                     f"{worker} was lost {self._when}. {cause}",
                     worker.last_known,
+                    also,
                     worker.advice,
                 )
                 if each
@@ -237,7 +289,12 @@ class Connections:
         if not worker.channel.has_ended:
             worker.channel.send(message, *tensors)
             return
-        loss = self.lose(worker, ChannelError("It has ended the conversation."))
+        cause = ChannelError("It has ended the conversation.")
+        also = self._why_not_replaced(worker, cause)
+        if also is None:
+            self.send(worker, message, *tensors)
+            return
+        loss = self.lose(worker, cause, also)
         if worker in self.workers:
             raise loss
 
@@ -266,7 +323,7 @@ class Connections:
 
     def receive_arrived(self) -> tuple[Member, Frame] | None:
         """The next message that has arrived and is no aside; None if there is none."""
-        while not self._inbox.empty():
+        while self._put_aside or not self._inbox.empty():
             if (heard := self.hear(None)) is not None:
                 return heard
         return None
@@ -279,13 +336,15 @@ class Connections:
             WorkerLost: If a worker is gone, or no message comes in time.
         """
         arrival = self._next_arrival(patience_seconds or self.deadlines.request_seconds)
-        worker, content = self._by_channel[arrival.channel], arrival.content
+        content = arrival.content
+        if (worker := self._by_channel.get(arrival.channel)) is None:
+            return None  # another worker has taken the place of the one that said it
         if isinstance(content, HeteroError):
-            loss = self.lose(worker, content)
-            if worker in self.workers:
-                raise loss
+            self._on_end(worker, content)
             return None
         message = content.message
+        if worker.journal is not None and not worker.journal.takes(message):
+            return None  # the lost worker in whose place it is has said so too
         if isinstance(message, m.Done) and worker not in self.workers:
             worker.num_unanswered = max(0, worker.num_unanswered - 1)
             return None  # nobody waits for an idle worker
@@ -297,6 +356,10 @@ class Connections:
             with self.blaming(worker):
                 self.take_sums(worker, message, content.tensors)
             return None
+        if isinstance(message, m.SnapshotPart):
+            with self.blaming(worker):
+                self.take_piece(worker, message, _only(content.tensors))
+            return None
         if isinstance(message, m.Failure):
             raise self._stage_failed(worker, message)
         if isinstance(message, m.NeighborLost):
@@ -305,6 +368,57 @@ class Connections:
                 raise error
             return None
         return worker, content
+
+    def _on_end(self, worker: Member, cause: HeteroError) -> None:
+        """Another worker takes the place of one whose channel has ended, or the run ends.
+
+        Raises:
+            WorkerLost: If the run needs the worker, and no other one takes its place.
+        """
+        also = self._why_not_replaced(worker, cause)
+        if also is None:
+            return
+        loss = self.lose(worker, cause, also)
+        if worker in self.workers:
+            raise loss
+
+    def _why_not_replaced(self, worker: Member, cause: HeteroError) -> str | None:
+        """Put another worker in the place of a lost one, or say why not; None if that is done."""
+        if worker not in self.workers or isinstance(cause, ProtocolError):
+            return ""
+        try:
+            return self.replace(worker, cause)
+        except BaseException:
+            self.lose(worker, cause)
+            raise
+
+    def await_from(self, worker: Member, kind: type[Wanted]) -> Wanted:
+        """Wait for a message of one worker. What others say meanwhile is heard later.
+
+        Raises:
+            ChannelError: If its channel ends.
+            WorkerError: If it fails or does not answer in time.
+        """
+        aside: list[Arrival] = []
+        try:
+            while True:
+                arrival = self._next_arrival(self.deadlines.request_seconds)
+                content = arrival.content
+                if arrival.channel is not worker.channel:
+                    aside.append(arrival)
+                elif isinstance(content, HeteroError):
+                    aside.append(arrival)
+                    raise content
+                elif isinstance(content.message, m.Failure):
+                    raise self._stage_failed(worker, content.message)
+                elif isinstance(content.message, kind):
+                    return content.message
+                elif isinstance(content.message, m.NeighborUnreachable):
+                    raise WorkerUnreachable(content.message.reason)
+                else:
+                    aside.append(arrival)
+        finally:
+            self._put_aside.extendleft(reversed(aside))
 
     def collect(self, kind: type[Wanted], workers: Sequence[Member]) -> list[tuple[Member, Wanted]]:
         """One message of a kind from each of these workers; skips answers to earlier requests.
@@ -391,6 +505,8 @@ class Connections:
         """
         look_seconds = min(patience_seconds, _LOOK_AROUND_SECONDS, self.deadlines.leave_seconds)
         waited_seconds = ending_seconds = 0.0
+        if self._put_aside:
+            return self._put_aside.popleft()
         while True:
             try:
                 return self._inbox.get(timeout=look_seconds)
@@ -438,8 +554,8 @@ class Connections:
         if lost not in self.members:
             return None
         if not lost.channel.peer_answers():
-            loss = self.lose(lost, self._end_of(lost))
-            return loss if lost in self.workers else None
+            self._on_end(lost, self._end_of(lost))
+            return None
         first, second = sorted((reporter, lost), key=lambda worker: worker.number)
         self._link_loss = LinkLost(
             f"The link between {first} and {second} was lost {self._when}, and both answer the "
@@ -494,16 +610,14 @@ class Connections:
         return target is not None
 
     def _end_of(self, lost: Member) -> HeteroError:
-        """The error that ended a worker's channel; other arrivals go back into the inbox."""
-        aside = []
+        """The error that ended a worker's channel; other arrivals are heard later."""
+        aside: list[Arrival] = []
         while True:
-            arrival = self._inbox.get()
+            arrival = self._put_aside.popleft() if self._put_aside else self._inbox.get()
             if arrival.channel is lost.channel and isinstance(arrival.content, HeteroError):
-                break
+                self._put_aside.extendleft(reversed(aside))
+                return arrival.content
             aside.append(arrival)
-        for other in aside:
-            self._inbox.put(other)
-        return arrival.content
 
     def _on_paused(self, worker: Member, _message: m.Paused) -> None:
         worker.is_paused = True
@@ -520,6 +634,21 @@ class Connections:
 
 def _refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:
     raise RemoteProtocolError(f"It said {message}, and this process is no replica.")
+
+
+def _refuse_piece(_worker: Member, message: m.SnapshotPart, _piece: Tensor) -> None:
+    raise RemoteProtocolError(f"It said {message}, and nobody has asked for a snapshot.")
+
+
+def _only(tensors: Sequence[Tensor]) -> Tensor:
+    """The one tensor of a frame.
+
+    Raises:
+        RemoteProtocolError: If there are others.
+    """
+    if len(tensors) != 1:
+        raise RemoteProtocolError(f"A piece of a snapshot came as {len(tensors)} tensors.")
+    return tensors[0]
 
 
 def _copy_of(error: WorkerError) -> WorkerError:

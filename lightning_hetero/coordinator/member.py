@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 
 from ..errors import WorkerError
+from ..pipeline.journal import Journal
 from ..protocol import messages as m
 from ..protocol.values import SentConstants
 from ..transport.address import Address, advice
@@ -24,6 +25,7 @@ class Member:
         cannot_reach: The workers to which its messages are forwarded, and whose messages are
             forwarded to it.
         num_unanswered: Requests whose ``Done`` has not come: more than one after an interruption.
+        journal: What was said to it since its latest snapshot; None if nothing is kept.
         is_paused: Whether its owner keeps the device for another use at present.
     """
 
@@ -40,6 +42,7 @@ class Member:
     # The thread that writes to the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
     num_unanswered: int = 0
+    journal: Journal | None = None
     is_paused: bool = False
 
     def forget_constants(self) -> None:

@@ -38,6 +38,7 @@ from ..profiler.dry_run import NoSample
 from ..profiler.kept import Measured
 from ..profiler.measure import ProfilingOptions
 from ..profiler.run import ProfilingRun
+from ..recovery import Recovery
 from ..telemetry.ranges import share_as_text
 from ..transport.deadlines import Deadlines
 from .arguments import (
@@ -158,6 +159,7 @@ class Site:
         options: How the user wants batches to be cut.
         may_move: Whether any layer may move to any worker during the run.
         deadlines: How long anything may take.
+        recovery: How the run gets over lost workers; None if it does not.
     """
 
     module: pl.LightningModule
@@ -166,6 +168,7 @@ class Site:
     options: StepOptions
     may_move: bool
     deadlines: Deadlines
+    recovery: Recovery | None = None
 
     def deploy(self, layers: Sequence[DecoderLayer], choice: PlanChoice) -> Deployment | None:
         """Choose a plan and send the layers; None if no layer goes to a worker.
@@ -245,6 +248,9 @@ class Site:
         if before is None:
             coordinator.serve(plan.workers, plan.narrowings)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
+        if before is None and self.recovery is not None:
+            folder = self.recovery.folder or Path(self.module.trainer.default_root_dir, "recovery")
+            coordinator.replace_lost(self.recovery, Path(folder))
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
         seed = dropout_seed() if before is None else before.draws.seed
@@ -260,6 +266,10 @@ class Site:
         )
         if before is not None:  # a plan that is refused changes nothing
             coordinator.serve(plan.workers, plan.narrowings)
+            if coordinator.replacements is not None:
+                coordinator.replacements.note_move()
+        elif coordinator.replacements is not None:
+            coordinator.replacements.begin()
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment

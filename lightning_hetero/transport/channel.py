@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..devices.copies import Copies, HostCopy
 from ..errors import ChannelError, HeteroError, RemoteProtocolError
+from ..pipeline.journal import Encode
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Action
 from ..protocol import messages as m
@@ -38,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 # A message, and the function that encodes its frame.
 Queued = tuple[m.Message, Callable[[], list[memoryview]]]
+
+# Keeps a message that is about to be queued. It gets what encodes the frame, and whether that may
+# be called at once, and returns what encodes the frame for the channel.
+Keep = Callable[[m.Message, Encode, bool], Encode]
 
 # Relative to the silence. A machine that is up acknowledges something at least twice in it, even
 # while its receive window is closed and it only gets window probes.
@@ -82,6 +87,7 @@ class Channel:
             frame, and when sending began.
         forward: Called in the reading thread with each frame; a frame for which it returns true
             does not reach the inbox.
+        keep: Keeps what is sent for a process that takes the peer's place; None keeps nothing.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class Channel:
         self.clock = PeerClock(self.send)
         self.on_sent: Callable[[m.Message, int, float], None] | None = None
         self.forward: Callable[[Frame], bool] | None = None
+        self.keep: Keep | None = None
         self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
         # Held while writing: usually by the writing thread, by the reading one while that waits for
         # a device.
@@ -160,7 +167,7 @@ class Channel:
         frame = Frame(message, tensors)
         buffers = encode_frame(frame)
         logger.debug("> %s %s", self.peer, frame)
-        self._queue(message, lambda: buffers)
+        self._queue(message, self._kept(message, lambda: buffers, is_ready=True))
 
     def send_later(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
         """Queue a frame that the writing thread encodes, which may wait for its tensors.
@@ -169,7 +176,19 @@ class Channel:
             LocalProtocolError: If the rules forbid the message.
         """
         logger.debug("> %s %s", self.peer, message)
-        self._queue(message, encode)
+        self._queue(message, self._kept(message, encode, is_ready=False))
+
+    def send_again(self, message: m.Message, frame: bytes) -> None:
+        """Queue a frame that was kept.
+
+        Raises:
+            LocalProtocolError: If the rules forbid the message.
+        """
+        logger.debug("> %s again %s", self.peer, message)
+        self._queue(message, lambda: [memoryview(frame)])
+
+    def _kept(self, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
+        return encode if self.keep is None else self.keep(message, encode, is_ready)
 
     def pass_on(self, frame: Frame, most_queued: int) -> None:
         """Queue a frame as another process of the run has sent it; drop it if it is too late.
