@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -147,28 +147,29 @@ class Connections:
         return channel, welcome.equipment, session
 
     def dial_again(self, worker: Member, address: Address) -> None:
-        """Open a session with the worker that takes the place of a lost one.
+        """Open a session with the process that takes the place of a lost worker.
 
         Raises:
             WorkerUnreachable: If no worker answers there or it refuses.
         """
-        channel, equipment, session = self._dial(address)
-        channel.on_sent = worker.channel.on_sent
-        del self._by_channel[worker.channel]
-        worker.channel.close()
-        worker.channel, worker.equipment, worker.session = channel, equipment, session
-        worker.address, worker.is_paused = address, False
+        on_sent = worker.channel.on_sent
+        self._by_channel.pop(worker.channel, None)
+        worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
+        channel, worker.equipment, worker.session = self._dial(address)
+        channel.on_sent = on_sent
+        worker.channel, worker.address, worker.is_paused = channel, address, False
         self._by_channel[channel] = worker
 
-    def forget_reports_of(self, worker: Member) -> None:
-        """Forget what others have reported of the lost worker in whose place this one is."""
+    def forget_reports_of(self, workers: Collection[Member]) -> None:
+        """Forget what others have reported of the lost workers in whose place these are."""
+        numbers = {worker.number for worker in workers}
         self._put_aside = deque(
             arrival
             for arrival in self._put_aside
             if not (
                 isinstance(arrival.content, Frame)
                 and isinstance(arrival.content.message, m.NeighborLost)
-                and arrival.content.message.member == worker.number
+                and arrival.content.message.member in numbers
             )
         )
 

@@ -118,7 +118,6 @@ class Replacements:
         self._latest_seconds = time.monotonic()
         self._coming: _Snapshot | None = None
         self._losses: dict[Member, Loss] = {}
-        self._is_replacing = False
         self._have_moved = False
         connections.replace = self.replace
         connections.asides[m.SnapshotBegun] = self._on_snapshot_begun
@@ -168,8 +167,8 @@ class Replacements:
         for journal in journals:
             if journal.fault is None:
                 journal.give_up(
-                    f"more than {self._settings.log_gib:g} GiB were sent while a key-value cache "
-                    "was in use, which no snapshot holds (`log_gib` of `Recovery`)"
+                    f"More than {self._settings.log_gib:g} GiB were sent while a key-value cache "
+                    "was in use, which no snapshot holds (`log_gib` of `Recovery`)."
                 )
 
     def _take(self, with_gradients: bool) -> None:
@@ -245,99 +244,122 @@ class Replacements:
     # replacement
 
     def replace(self, worker: Member, cause: HeteroError) -> str | None:
-        """Put another worker in the place of a lost one.
+        """Put another process in the place of a lost worker.
 
         Returns:
             Why that is not possible, as a sentence; None if the run can go on.
         """
-        journal, obstacle = worker.journal, self._obstacle(worker)
-        if journal is None or obstacle is not None:
-            return f"It cannot be replaced: {obstacle or 'not all layers had been sent'}."
-        loss = Loss(worker, self._connections.step, time.monotonic())
-        rank_zero_info(
-            f"{worker} was lost in step {loss.step}, and the run waits up to "
-            f"{self._settings.wait_seconds:g} s for it to come back. {cause}"
-        )
-        self.on_lost(worker.name, loss.step)
-        if self._coming is not None:
-            self._forget(self._coming)
-            self._coming = None
-        self._is_replacing = True
+        lost: dict[Member, Loss] = {}
+        end_seconds = time.monotonic() + self._settings.wait_seconds
         try:
-            self._restore_in_time(loss, journal)
+            self._note_lost(worker, cause, lost)
+            if self._coming is not None:
+                self._forget(self._coming)
+                self._coming = None
+            while not self._is_restored(lost, is_last_try=time.monotonic() >= end_seconds):
+                time.sleep(_BETWEEN_DIALS_SECONDS)
         except (HeteroError, OSError) as error:
-            return f"Another process has not taken its place: {error}"
-        finally:
-            self._is_replacing = False
-        self._losses[worker] = loss
+            return f"It cannot be replaced: {error}"
+        self._losses |= lost
         return None
 
-    def _obstacle(self, worker: Member) -> str | None:
-        """Why a worker cannot be replaced at present; None if it can."""
-        if self._is_replacing:
-            return "it was lost while another worker was being replaced, and both held state"
-        if self._have_moved:
-            return "layers have moved during the run, and what is kept is of those before"
-        if self._connections.has_torn_step:
-            return "an optimizer's step has failed"
-        if self._layers.is_between_plans:
-            return "layers were moving"
-        if self._layers.holdings.placement.has_replicas:
-            return "the plan has replicas, whose exchanges are not kept"
-        if worker.cannot_reach:
-            names = " and ".join(other.name for other in worker.cannot_reach)
-            return f"the coordinator forwards what passes between it and {names}, and keeps none"
-        return None if worker.journal is None else worker.journal.fault
-
-    def _restore_in_time(self, loss: Loss, journal: Journal) -> None:
-        """Dial and restore until it succeeds or the time is over.
+    def _note_lost(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
+        """Note that a worker is to be replaced.
 
         Raises:
-            WorkerError: If no worker has taken the place.
-            ChannelError: If one did and was lost again, at the end of the time.
+            WorkerError: If that is not possible.
         """
-        worker = loss.worker
-        end_seconds = loss.began_seconds + self._settings.wait_seconds
-        while True:
-            try:
-                self._connections.dial_again(worker, worker.address)
-                dialled_seconds = time.monotonic() - loss.began_seconds
-                num_bytes = self._restore(worker, journal)
-            except (WorkerUnreachable, ChannelError):
-                is_late = time.monotonic() >= end_seconds
-                if is_late or self._connections.is_ending():
-                    raise
-                time.sleep(_BETWEEN_DIALS_SECONDS)
-            else:
-                break
-        seconds = time.monotonic() - loss.began_seconds
+        if (obstacle := self._obstacle(worker)) is not None:
+            raise WorkerError(obstacle)
+        lost[worker] = Loss(worker, self._connections.step, time.monotonic())
         rank_zero_info(
-            f"{worker} has its layers again after {seconds:.2f} s: {dialled_seconds:.2f} s until a "
-            f"process served, {seconds - dialled_seconds:.2f} s for {num_bytes / 2**20:.1f} MiB; "
-            f"it repeats steps {self._latest + 1} to {loss.step}"
+            f"{worker} was lost in step {self._connections.step}, and the run waits up to "
+            f"{self._settings.wait_seconds:g} s for it to come back. {cause}"
         )
+        self.on_lost(worker.name, self._connections.step)
 
-    def _restore(self, worker: Member, journal: Journal) -> int:
-        """Give a new process the state of the lost one, and all that was said since; returns the
-        bytes that were sent."""
-        connections, channel = self._connections, worker.channel
-        before = self._layers.deployed[worker]
-        peers = self._layers.holdings.deploy_message(worker, before.seed).peers
-        channel.send(msgspec.structs.replace(before, peers=peers))
-        connections.await_from(worker, m.Built)
-        self._load(worker)
-        channel.send(m.KeepSent(MOST_IN_MEMORY_BYTES))
-        channel.send(m.Launch())
-        connections.await_from(worker, m.Done)
-        self._relink(worker)
+    def _obstacle(self, worker: Member) -> str | None:
+        """Why a worker cannot be replaced at present, as a sentence; None if it can."""
+        if self._have_moved:
+            return "Layers have moved during the run, and what is kept is of those before."
+        if worker.journal is None:
+            return "It was lost before all layers were sent."
+        if self._connections.has_torn_step:
+            return "An optimizer's step has failed."
+        if self._layers.is_between_plans:
+            return "Layers were moving."
+        if self._layers.holdings.placement.has_replicas:
+            return "The plan has replicas, and what they exchange is not kept."
+        if worker.cannot_reach:
+            names = " and ".join(other.name for other in worker.cannot_reach)
+            return f"The coordinator forwards what passes between it and {names}, and keeps none."
+        return worker.journal.fault
+
+    def _is_restored(self, lost: dict[Member, Loss], is_last_try: bool) -> bool:
+        """Try to restore all lost workers; others that are lost meanwhile join them.
+
+        Raises:
+            WorkerError: If a worker cannot be replaced, or the last try has failed.
+            ChannelError: If a new process was lost in the last try.
+        """
+        began_seconds = time.monotonic()
+        try:
+            num_bytes = self._restore(lost)
+        except (WorkerUnreachable, ChannelError) as error:
+            others = [worker for worker in self._connections.workers if worker not in lost]
+            for other in others:
+                if not other.channel.peer_answers():
+                    self._note_lost(other, error, lost)
+            if is_last_try or self._connections.is_ending():
+                raise
+            return False
+        now_seconds = time.monotonic()
+        for worker, loss in lost.items():
+            rank_zero_info(
+                f"{worker} has its layers again {now_seconds - loss.began_seconds:.2f} s after the "
+                f"loss: {began_seconds - loss.began_seconds:.2f} s until a process served, and "
+                f"{now_seconds - began_seconds:.2f} s for {num_bytes / 2**20:.1f} MiB; it repeats "
+                f"steps {self._latest + 1} to {loss.step}"
+            )
+        return True
+
+    def _restore(self, lost: Collection[Member]) -> int:
+        """Give new processes the state of lost workers, and all that was said to these since;
+        returns the bytes that were sent.
+
+        Raises:
+            WorkerUnreachable: If a process does not answer, or two cannot reach each other.
+            ChannelError: If one is lost.
+        """
+        connections = self._connections
+        for worker in lost:
+            connections.dial_again(worker, worker.address)
+        for worker in lost:
+            before = self._layers.deployed[worker]
+            peers = self._layers.holdings.deploy_message(worker, before.seed).peers
+            worker.channel.send(msgspec.structs.replace(before, peers=peers))
+            connections.await_from(worker, m.Built)
+            self._load(worker)
+            worker.channel.send(m.KeepSent(MOST_IN_MEMORY_BYTES))
+        for worker in lost:
+            # It dials the workers behind it, and a new one has its layers by now.
+            worker.channel.send(m.Launch())
+            connections.await_from(worker, m.Done)
+        self._relink(lost)
+        for worker in lost:
+            if worker.journal is not None:
+                self._repeat(worker, worker.journal)
+        connections.forget_reports_of(lost)
+        return sum(worker.channel.traffic.sent_bytes for worker in lost)
+
+    def _repeat(self, worker: Member, journal: Journal) -> None:
+        """Tell a new process what the lost worker was told since the snapshot."""
+        channel = worker.channel
         channel.send(m.Replay(self._latest))
         for message, frame in journal.repeat():
             channel.send_again(message, frame)
         channel.keep = journal.keep
-        stamp = self._stages.stamp(worker)
-        channel.send(m.Wait(**stamp, is_end=True))
-        connections.forget_reports_of(worker)
-        return channel.traffic.sent_bytes
+        channel.send(m.Wait(is_end=True, **self._stages.stamp(worker)))
 
     def _load(self, worker: Member) -> None:
         """Send a new process the tensors of its layers."""
@@ -371,28 +393,24 @@ class Replacements:
         for name, tensor, state in chain.from_iterable(s.contents(missing) for s in stages):
             yield Frame(m.LoadTensor(name, list(state)), (tensor, *state.values()))
 
-    def _relink(self, worker: Member) -> None:
-        """Let the workers beside a new one talk to it, and send it again what they kept.
+    def _relink(self, lost: Collection[Member]) -> None:
+        """Let the others talk to new processes, and send them again what they kept.
 
         Raises:
-            WorkerError: If one of them is lost too, or cannot reach it.
+            WorkerUnreachable: If one of the others cannot reach a new process.
+            ChannelError: If one is lost.
         """
         placement = self._layers.holdings.placement
-        pairs = (*placement.links, *placement.exchanges)
-        beside = {name for pair in pairs if worker.name in pair for name in pair} - {worker.name}
-        said = m.ReplaceNeighbor(worker.number, str(worker.address), worker.session)
-        for other in self._connections.workers:
-            if other.name not in beside:
-                continue
-            other.channel.send(said)
-            try:
+        pairs = {frozenset(pair) for pair in (*placement.links, *placement.exchanges)}
+        for worker in lost:
+            said = m.ReplaceNeighbor(worker.number, str(worker.address), worker.session)
+            for other in self._connections.workers:
+                if other in lost or {worker.name, other.name} not in pairs:
+                    continue
+                other.channel.send(said)
                 answer = self._connections.await_from(other, m.NeighborReplaced)
-            except ChannelError as error:
-                raise WorkerError(
-                    f"{other} beside it was lost too, and what it kept with it: {error}"
-                ) from error
-            if answer.reason:
-                raise WorkerUnreachable(f"{other} cannot reach it. {answer.reason}")
+                if answer.reason:
+                    raise WorkerUnreachable(f"{other} cannot reach {worker}. {answer.reason}")
 
     def _on_caught_up(self, worker: Member, _message: m.CaughtUp) -> None:
         loss = self._losses.pop(worker, None)

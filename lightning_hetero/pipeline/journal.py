@@ -235,7 +235,7 @@ class Journal:
         stamp: What the worker's stages have done in the present step.
 
     Attributes:
-        fault: Why what was said cannot be repeated; None if it can.
+        fault: Why what was said cannot be repeated, as a sentence; None if it can.
     """
 
     def __init__(self, store: FrameStore, stamp: Callable[[], Mapping[str, int]]) -> None:
@@ -266,7 +266,7 @@ class Journal:
         if message.begins_step and message.step is not None:
             self._repeats.begin_step(message.step)
         if isinstance(message, m.AbortStep):
-            self.give_up(f"step {message.step} was given up, and no snapshot was taken since")
+            self.give_up(f"Step {message.step} was given up, and no snapshot was taken since.")
         if self.fault is not None and self._mark is None and not message.is_standing:
             return encode
         entry = Entry(message, encode, self._store)
