@@ -33,7 +33,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import BufferPool
 from ..transport.address import Address, advice
-from ..transport.channel import Arrival, Channel, Inbox
+from ..transport.channel import LOOK_SECONDS, Arrival, Inbox
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, dial, differences
 from .member import Member
@@ -45,8 +45,6 @@ Aside = Callable[[Member, Any], None]
 
 TakeSums = Callable[[Member, m.ReplicaTensors, Sequence[Tensor]], None]
 
-# How often a wait looks whether this process is to end.
-_LOOK_AROUND_SECONDS = 1.0
 
 # Frames that may wait to be forwarded to one worker: so many for each micro-batch in flight, and
 # some more for forwards without gradients. An honest worker stays far below.
@@ -76,6 +74,7 @@ class Connections:
         take_sums: Takes the sums of gradients that a worker sends to this process.
         has_torn_step: Whether a worker has failed inside an optimizer step.
         is_ending: Tells whether SIGTERM has asked this process to end.
+        is_interrupted: Tells whether an exception, such as Ctrl-C, has ended the run.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -106,6 +105,7 @@ class Connections:
         self.take_sums: TakeSums = _refuse_sums
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
+        self.is_interrupted: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
         # Why the run is over, and which link between two workers is lost.
         self._end: WorkerError | None = None
@@ -118,10 +118,10 @@ class Connections:
                 session = run + secrets.token_hex(16)
                 channel, welcome = dial(address, "coordinator", session, deadlines, identity)
                 channel.start(self._inbox, receive_pool())
-                self._note_lingering(name, channel)
                 theirs = welcome.equipment
                 worker = Member(number, name, address, channel, theirs, session)
                 self.members.append(worker)
+                self._note_lingering(worker)
                 if found := differences(identity.equipment, theirs):
                     rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
         except BaseException:
@@ -130,14 +130,14 @@ class Connections:
         self.workers = list(self.members)
         self._by_channel = {worker.channel: worker for worker in self.members}
 
-    def _note_lingering(self, name: str, channel: Channel) -> None:
+    def _note_lingering(self, worker: Member) -> None:
         """Tell of a worker that allows less time for broken connections than this run wants."""
-        asked_seconds, lingering = self.deadlines.linger_seconds, channel.line.lingering
+        asked_seconds, lingering = self.deadlines.linger_seconds, worker.channel.line.lingering
         seconds = 0.0 if lingering is None else lingering.seconds
         if seconds < asked_seconds:
             rank_zero_warn(
-                f"The owner of {name} allows {seconds:g} s for a broken connection to come back, "
-                f"and the run asks for {asked_seconds:g} s; start the worker with "
+                f"The owner of {worker.name} allows {seconds:g} s for a broken connection to come "
+                f"back, and the run asks for {asked_seconds:g} s; start the worker with "
                 f"`--linger-seconds {asked_seconds:g}`."
             )
 
@@ -405,28 +405,53 @@ class Connections:
         Raises:
             WorkerLost: If nothing arrives in time.
         """
-        look_seconds = min(patience_seconds, _LOOK_AROUND_SECONDS, self.deadlines.leave_seconds)
+        look_seconds = min(patience_seconds, LOOK_SECONDS, self.deadlines.leave_seconds)
         waited_seconds = ending_seconds = 0.0
         while True:
             try:
                 return self._inbox.get(timeout=look_seconds)
             except Empty:
-                waits = any(worker.waits for worker in self.workers)
+                waits = any(worker.is_paused or worker.is_cut_off for worker in self.workers)
                 waited_seconds += 0.0 if waits else look_seconds
-                ending_seconds += look_seconds if self.is_ending() else 0.0
+                ending_seconds += look_seconds if self._reason_to_leave else 0.0
             if ending_seconds >= self.deadlines.leave_seconds:
-                raise self._give_up("SIGTERM asks this process to end, and no", ending_seconds)
+                raise self._give_up(f"{self._reason_to_leave}, and no", ending_seconds)
             if waited_seconds >= patience_seconds:
                 raise self._give_up("No", waited_seconds)
 
     def _give_up(self, words: str, seconds: float) -> WorkerError:
         """Note that workers do not answer; the caller must raise the error that is returned."""
         known = " ".join(worker.last_known for worker in self.workers)
+        cut_off = " and ".join(str(worker) for worker in self.workers if worker.is_cut_off)
+        state = f"while {cut_off} was cut off" if cut_off else "although all workers answer"
         self._end = WorkerLost(
-            f"{words} stage returned a result for {seconds:.0f} s {self._when}, although all "
-            f"workers answer heartbeats. {known}".rstrip()
+            f"{words} stage returned a result for {seconds:.0f} s {self._when}, {state}"
+            f"{'' if cut_off else ' heartbeats'}. {known}".rstrip()
         )
         return _copy_of(self._end)
+
+    @property
+    def _reason_to_leave(self) -> str:
+        """Why this process waits no longer than it must; empty if it has time."""
+        if self.is_ending():
+            return "SIGTERM asks this process to end"
+        is_cut_off = any(worker.is_cut_off for worker in self.workers)
+        return "The run was interrupted" if is_cut_off and self.is_interrupted() else ""
+
+    def leaving(self) -> Callable[[], None]:
+        """What a wait for a channel calls once a second.
+
+        It raises `WorkerLost` when this process is to end and has waited long enough.
+        """
+        waited_seconds = 0.0
+
+        def look() -> None:
+            nonlocal waited_seconds
+            waited_seconds += LOOK_SECONDS if self._reason_to_leave else 0.0
+            if waited_seconds >= self.deadlines.leave_seconds:
+                raise self._give_up(f"{self._reason_to_leave}, and no", waited_seconds)
+
+        return look
 
     def _stage_failed(self, worker: Member, failure: m.Failure) -> StageFailed:
         """The error to raise for a worker whose code raised."""
@@ -453,7 +478,7 @@ class Connections:
             return self.lose(reporter, RemoteProtocolError(wrong))
         if lost not in self.members:
             return None
-        if not lost.channel.peer_answers():
+        if not lost.channel.peer_answers(self.leaving()):
             loss = self.lose(lost, self._end_of(lost))
             return loss if lost in self.workers else None
         first, second = sorted((reporter, lost), key=lambda worker: worker.number)

@@ -50,9 +50,9 @@ class Member:
             self.constants.clear()
 
     @property
-    def waits(self) -> bool:
-        """Whether nothing can come from it at present: for its owner, or for a connection."""
-        return self.is_paused or self.channel.is_away or bool(self.is_apart_from)
+    def is_cut_off(self) -> bool:
+        """Whether a connection of it is broken, and may come back."""
+        return self.channel.is_away or bool(self.is_apart_from)
 
     @property
     def last_known(self) -> str:

@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 # A message, and the function that encodes its frame.
 Queued = tuple[m.Message, Callable[[], list[memoryview]]]
 
+# How often a wait looks whether this process is to end.
+LOOK_SECONDS = 1.0
+
 # Relative to the silence. A machine that is up acknowledges something at least twice in it, even
 # while its receive window is closed and it only gets window probes.
 _SHARE_OF_SILENCE = 0.7
@@ -211,13 +214,15 @@ class Channel:
             self._outgoing.put((message, encode))
         self._note_end()
 
-    def wait_until_sent(self, most_queued: int) -> None:
+    def wait_until_sent(self, most_queued: int, look: Callable[[], None] | None = None) -> None:
         """Wait until at most ``most_queued`` frames are still queued, or the channel is over.
 
         If none is queued any more, the tensors of all frames may change from now on.
+
+        Args:
+            look: Called once a second; it may raise to end the wait.
         """
-        with self._progress:
-            self._progress.wait_for(lambda: self._num_queued <= most_queued or self._is_over)
+        self._wait_for(lambda: self._num_queued <= most_queued, look)
         if most_queued == 0:
             self.line.own_all()
 
@@ -236,13 +241,22 @@ class Channel:
         """Whether a `Goodbye` or `Failure` ended the conversation."""
         return self._session.state is State.CLOSED
 
-    def peer_answers(self) -> bool:
-        """Ask for a sign of life; wait until the peer says anything or the channel is over."""
+    def peer_answers(self, look: Callable[[], None] | None = None) -> bool:
+        """Ask for a sign of life; wait until the peer says anything or the channel is over.
+
+        Args:
+            look: As in `wait_until_sent`.
+        """
         before = self._num_heard
         self.send(m.Ping())
-        with self._progress:
-            self._progress.wait_for(lambda: self._num_heard > before or self._is_over)
+        self._wait_for(lambda: self._num_heard > before, look)
         return self._num_heard > before
+
+    def _wait_for(self, is_so: Callable[[], bool], look: Callable[[], None] | None) -> None:
+        with self._progress:
+            while not self._progress.wait_for(lambda: is_so() or self._is_over, LOOK_SECONDS):
+                if look is not None:
+                    look()
 
     def close(self, last_word: m.Message | None = None) -> None:
         """Send the queued frames and a last message, then end the channel and its threads."""
