@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import RecoveryError
 
-# For values that a peer may tell too.
+LINGER_SECONDS = 120.0
 MOST_LINGER_SECONDS = 86_400.0
-
-_MOST_LOG_GIB = 4096.0
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,36 @@ class Recovery:
         RecoveryError: If a value is out of its bounds.
     """
 
-    linger_seconds: float = 120.0
+    linger_seconds: float = LINGER_SECONDS
     wait_seconds: float = 30.0
     every_seconds: float = 60.0
     log_gib: float = 4.0
     folder: str | Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("linger_seconds", "wait_seconds", "every_seconds"):
-            self._check(name, "a number of seconds", MOST_LINGER_SECONDS)
-        self._check("log_gib", "a number of GiB", _MOST_LOG_GIB)
+        check_linger_seconds(self.linger_seconds, "`linger_seconds`")
+        for name in ("wait_seconds", "every_seconds", "log_gib"):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise RecoveryError(f"`{name}` is {value!r:.80}; it must be a number from 0 on.")
 
-    def _check(self, name: str, what: str, most: float) -> None:
-        found = getattr(self, name)
-        is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-        if not (is_number and math.isfinite(found) and 0 <= found <= most):
-            raise RecoveryError(
-                f"`{name}` is {found!r:.80}; it must be {what} from 0 to {most:.0f}."
-            )
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_linger_seconds(seconds: Any, name: str) -> None:
+    """Refuse a time that nobody can wait for a connection.
+
+    Raises:
+        RecoveryError: With the value and its name.
+    """
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (is_number and 0 <= seconds <= MOST_LINGER_SECONDS):  # not true for NaN either
+        raise RecoveryError(
+            f"{name} is {seconds!r:.80}; it must be a number of seconds from 0 to "
+            f"{MOST_LINGER_SECONDS:.0f}."
+        )
 
 
 def recovery_of(value: bool | Recovery) -> Recovery | None:

@@ -80,8 +80,9 @@ KEYS_OF_PROFILES: dict[type, str] = {
 COMMANDS = {
     "": "--print-completion --version",
     "worker": (
-        "--allow --announce --device --listen --listen-fd --log-level --memory --no-announce "
-        "--place --print-unit --script --sessions --stop-with-stdin --threads --token-file"
+        "--allow --announce --device --linger-seconds --listen --listen-fd --log-level --memory "
+        "--no-announce --place --print-unit --script --sessions --stop-with-stdin --threads "
+        "--token-file"
     ),
     "workers": "--token-file",
     "token": "--paste file",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from ..errors import HeteroError, PlanError
+from ..recovery import LINGER_SECONDS, MOST_LINGER_SECONDS, check_linger_seconds
 from ..transport.address import Address
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE
 from ..units import parse_bytes
@@ -89,6 +90,14 @@ def _add_owner_options(worker: argparse.ArgumentParser) -> None:
         type=_checked(parse_bytes),
         metavar="10GiB",
         help="the most that stages may take of the device's memory (default: all of it)",
+    )
+    worker.add_argument(
+        "--linger-seconds",
+        type=_linger_seconds,
+        default=LINGER_SECONDS,
+        metavar="SECONDS",
+        help="how long a run with `recovery` may keep this worker while their connection is "
+        "broken; 0 for not at all (default: %(default)g)",
     )
     add_unit_option(worker)
 
@@ -419,6 +428,17 @@ def _seconds(text: str) -> float:
         seconds = 0.0
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
+
+
+def _linger_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+        check_linger_seconds(seconds, "it")
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds from 0 to {MOST_LINGER_SECONDS:.0f}"
+        ) from None
     return seconds
 
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,9 @@ def _worker(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
-    owner = Owner(options.memory, _show) if options.listen_fd is None else Owner(options.memory)
+    owner = Owner(options.memory, linger_seconds=options.linger_seconds)
+    if options.listen_fd is None:
+        owner = replace(owner, on_run_end=_show)
     return Worker(
         place.listener,
         _torch_device(options.device),

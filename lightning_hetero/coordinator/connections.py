@@ -35,7 +35,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import BufferPool
 from ..transport.address import Address, advice
-from ..transport.channel import Arrival, Channel, Inbox
+from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, dial, differences
 from .member import Member
@@ -45,6 +45,8 @@ Wanted = TypeVar("Wanted", bound=m.Message)
 # Takes a message that answers no request.
 Aside = Callable[[Member, Any], None]
 
+_REPORTS_OF_NEIGHBORS = (m.NeighborLost, m.NeighborAway, m.NeighborBack)
+
 TakeSums = Callable[[Member, m.ReplicaTensors, Sequence[Tensor]], None]
 TakePiece = Callable[[Member, m.SnapshotPart, Tensor], None]
 
@@ -52,8 +54,6 @@ TakePiece = Callable[[Member, m.SnapshotPart, Tensor], None]
 # can go on.
 Replace = Callable[[Member, HeteroError], str | None]
 
-# How often a wait looks whether this process is to end.
-_LOOK_AROUND_SECONDS = 1.0
 
 # Frames that may wait to be forwarded to one worker: so many for each micro-batch in flight, and
 # some more for forwards without gradients. An honest worker stays far below.
@@ -85,6 +85,7 @@ class Connections:
         has_torn_step: Whether a worker has failed inside an optimizer step.
         is_ending: Tells whether SIGTERM has asked this process to end.
         replace: Puts another worker in the place of a lost one.
+        is_interrupted: Tells whether an exception, such as Ctrl-C, has ended the run.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -108,6 +109,8 @@ class Connections:
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.NeighborUnreachable: self._on_neighbor_unreachable,
+            m.NeighborAway: self._on_neighbor_away,
+            m.NeighborBack: self._on_neighbor_back,
         }
         self.num_exchanges = 0
         self.take_sums: TakeSums = _refuse_sums
@@ -115,6 +118,7 @@ class Connections:
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
         self.replace: Replace = lambda _worker, _cause: ""
+        self.is_interrupted: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
         # What has come while a certain answer was awaited; it comes before the inbox.
         self._put_aside: deque[Arrival] = deque()
@@ -129,6 +133,7 @@ class Connections:
                 channel, theirs, session = self._dial(address)
                 worker = Member(number, name, address, channel, theirs, session)
                 self.members.append(worker)
+                self._note_lingering(worker)
                 if found := differences(identity.equipment, theirs):
                     rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
         except BaseException:
@@ -158,20 +163,34 @@ class Connections:
         channel, worker.equipment, worker.session = self._dial(address)
         channel.on_sent = on_sent
         worker.channel, worker.address, worker.is_paused = channel, address, False
+        worker.is_apart_from.clear()
         self._by_channel[channel] = worker
 
     def forget_reports_of(self, workers: Collection[Member]) -> None:
         """Forget what others have reported of the lost workers in whose place these are."""
         numbers = {worker.number for worker in workers}
+        for worker in self.workers:
+            worker.is_apart_from -= numbers
         self._put_aside = deque(
             arrival
             for arrival in self._put_aside
             if not (
                 isinstance(arrival.content, Frame)
-                and isinstance(arrival.content.message, m.NeighborLost)
+                and isinstance(arrival.content.message, _REPORTS_OF_NEIGHBORS)
                 and arrival.content.message.member in numbers
             )
         )
+
+    def _note_lingering(self, worker: Member) -> None:
+        """Tell of a worker that allows less time for broken connections than this run wants."""
+        asked_seconds, lingering = self.deadlines.linger_seconds, worker.channel.line.lingering
+        seconds = 0.0 if lingering is None else lingering.seconds
+        if seconds < asked_seconds:
+            rank_zero_warn(
+                f"The owner of {worker.name} allows {seconds:g} s for a broken connection to come "
+                f"back, and the run asks for {asked_seconds:g} s; start the worker with "
+                f"`--linger-seconds {asked_seconds:g}`."
+            )
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
@@ -364,6 +383,7 @@ class Connections:
         if isinstance(message, m.Failure):
             raise self._stage_failed(worker, message)
         if isinstance(message, m.NeighborLost):
+            worker.is_apart_from.discard(message.member)
             # Both ends of a lost link report it; one report is enough.
             if self._link_loss is None and (error := self._neighbor_lost(worker, message)):
                 raise error
@@ -496,7 +516,8 @@ class Connections:
         return message.step not in (None, self.step)
 
     def _next_arrival(self, patience_seconds: float) -> Arrival:
-        """Wait for the next arrival, without a limit while an owner pauses a worker.
+        """Wait for the next arrival. The time in which a worker is paused by its owner, or a
+        broken connection may come back, does not count.
 
         Lightning only notes SIGTERM, for the end of the batch. A batch that waits for a worker may
         have no end, so nothing arrives for long after the signal.
@@ -504,7 +525,7 @@ class Connections:
         Raises:
             WorkerLost: If nothing arrives in time.
         """
-        look_seconds = min(patience_seconds, _LOOK_AROUND_SECONDS, self.deadlines.leave_seconds)
+        look_seconds = min(patience_seconds, LOOK_SECONDS, self.deadlines.leave_seconds)
         waited_seconds = ending_seconds = 0.0
         if self._put_aside:
             return self._put_aside.popleft()
@@ -512,22 +533,47 @@ class Connections:
             try:
                 return self._inbox.get(timeout=look_seconds)
             except Empty:
-                waited_seconds += look_seconds
-                ending_seconds += look_seconds if self.is_ending() else 0.0
+                waits = any(worker.is_paused or worker.is_cut_off for worker in self.workers)
+                waited_seconds += 0.0 if waits else look_seconds
+                ending_seconds += look_seconds if self._reason_to_leave else 0.0
             if ending_seconds >= self.deadlines.leave_seconds:
-                raise self._give_up("SIGTERM asks this process to end, and no", ending_seconds)
-            is_paused = any(worker.is_paused for worker in self.workers)
-            if waited_seconds >= patience_seconds and not is_paused:
+                raise self._give_up(f"{self._reason_to_leave}, and no", ending_seconds)
+            if waited_seconds >= patience_seconds:
                 raise self._give_up("No", waited_seconds)
 
     def _give_up(self, words: str, seconds: float) -> WorkerError:
         """Note that workers do not answer; the caller must raise the error that is returned."""
         known = " ".join(worker.last_known for worker in self.workers)
+        cut_off = " and ".join(str(worker) for worker in self.workers if worker.is_cut_off)
+        state = f"while {cut_off} was cut off" if cut_off else "although all workers answer"
         self._end = WorkerLost(
-            f"{words} stage returned a result for {seconds:.0f} s {self._when}, although all "
-            f"workers answer heartbeats. {known}".rstrip()
+            f"{words} stage returned a result for {seconds:.0f} s {self._when}, {state}"
+            f"{'' if cut_off else ' heartbeats'}. {known}".rstrip()
         )
         return _copy_of(self._end)
+
+    @property
+    def _reason_to_leave(self) -> str:
+        """Why this process waits no longer than it must; empty if it has time."""
+        if self.is_ending():
+            return "SIGTERM asks this process to end"
+        is_cut_off = any(worker.is_cut_off for worker in self.workers)
+        return "The run was interrupted" if is_cut_off and self.is_interrupted() else ""
+
+    def leaving(self) -> Callable[[], None]:
+        """What a wait for a channel calls once a second.
+
+        It raises `WorkerLost` when this process is to end and has waited long enough.
+        """
+        waited_seconds = 0.0
+
+        def look() -> None:
+            nonlocal waited_seconds
+            waited_seconds += LOOK_SECONDS if self._reason_to_leave else 0.0
+            if waited_seconds >= self.deadlines.leave_seconds:
+                raise self._give_up(f"{self._reason_to_leave}, and no", waited_seconds)
+
+        return look
 
     def _stage_failed(self, worker: Member, failure: m.Failure) -> StageFailed:
         """The error to raise for a worker whose code raised."""
@@ -554,7 +600,7 @@ class Connections:
             return self.lose(reporter, RemoteProtocolError(wrong))
         if lost not in self.members:
             return None
-        if not lost.channel.peer_answers():
+        if not lost.channel.peer_answers(self.leaving()):
             self._on_end(lost, self._end_of(lost))
             return None
         first, second = sorted((reporter, lost), key=lambda worker: worker.number)
@@ -619,6 +665,32 @@ class Connections:
                 self._put_aside.extendleft(reversed(aside))
                 return arrival.content
             aside.append(arrival)
+
+    def _on_neighbor_away(self, worker: Member, message: m.NeighborAway) -> None:
+        worker.is_apart_from.add(message.member)
+        other = self._numbered(worker, message.member)
+        rank_zero_info(
+            f"the connection between {worker} and {other} broke; the stages wait for it to come "
+            f"back: {message.reason}"
+        )
+
+    def _on_neighbor_back(self, worker: Member, message: m.NeighborBack) -> None:
+        worker.is_apart_from.discard(message.member)
+        other = self._numbered(worker, message.member)
+        rank_zero_info(f"the connection between {worker} and {other} is back")
+
+    def _numbered(self, reporter: Member, number: int) -> Member:
+        """The worker of the number that another one has told.
+
+        Raises:
+            WorkerLost: If there is none.
+        """
+        everyone = self._by_channel.values()
+        found = next((worker for worker in everyone if worker.number == number), None)
+        if found is None or found is reporter:
+            wrong = f"It told of worker {number}, which is none of its neighbors."
+            raise self.lose(reporter, RemoteProtocolError(wrong))
+        return found
 
     def _on_paused(self, worker: Member, _message: m.Paused) -> None:
         worker.is_paused = True

@@ -26,6 +26,7 @@ class Member:
             forwarded to it.
         num_unanswered: Requests whose ``Done`` has not come: more than one after an interruption.
         journal: What was said to it since its latest snapshot; None if nothing is kept.
+        is_apart_from: The numbers of the workers to which its connection broke, and may come back.
         is_paused: Whether its owner keeps the device for another use at present.
     """
 
@@ -43,12 +44,18 @@ class Member:
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
     num_unanswered: int = 0
     journal: Journal | None = None
+    is_apart_from: set[int] = field(default_factory=set)
     is_paused: bool = False
 
     def forget_constants(self) -> None:
         """Send every constant again: it is unknown which of them the worker has."""
         with self.constants_lock:
             self.constants.clear()
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a connection of it is broken, and may come back."""
+        return self.channel.is_away or bool(self.is_apart_from)
 
     @property
     def last_known(self) -> str:

@@ -308,7 +308,7 @@ class Replacements:
         except (WorkerUnreachable, ChannelError) as error:
             others = [worker for worker in self._connections.workers if worker not in lost]
             for other in others:
-                if not other.channel.peer_answers():
+                if not other.channel.peer_answers(self._connections.leaving()):
                     self._note_lost(other, error, lost)
             if is_last_try or self._connections.is_ending():
                 raise

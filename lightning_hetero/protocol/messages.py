@@ -88,6 +88,14 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     Every version reads the Hello, Welcome and Failure of every other version, so that it can say
     what is wrong: new fields need a default, no field is ever removed, and unknown ones are
     ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`.
+
+    With a ``secret`` it goes on with a conversation whose connection has broken.
+
+    Args:
+        linger_seconds: How long both ends shall wait for another connection when theirs breaks.
+        secret: What the Welcome of the conversation has told; empty opens a new conversation.
+        attempt: How often the sender has tried to go on with the conversation.
+        received: The number of frames that the sender has received behind the Welcome.
     """
 
     said = (
@@ -100,10 +108,20 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     session: Name = ""
     equipment: Equipment = msgspec.field(default_factory=Equipment)
     member: Count = 0
+    linger_seconds: Seconds = 0.0
+    secret: Name = ""
+    attempt: Count = 0
+    received: Count = 0
 
 
 class Welcome(Message, frozen=True, forbid_unknown_fields=False):
-    """The worker accepts the conversation. ``utc_seconds`` is the time on its clock."""
+    """The worker accepts the conversation. ``utc_seconds`` is the time on its clock.
+
+    Args:
+        linger_seconds: How long both ends wait for another connection when theirs breaks.
+        secret: With it the peer can go on with the conversation then; empty if it cannot.
+        received: The number of frames that the sender has received behind the Hello.
+    """
 
     said = (
         by(Speaker.WORKER, State.GREETING, then=State.IDLE)
@@ -113,6 +131,9 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     protocol: int
     equipment: Equipment = msgspec.field(default_factory=Equipment)
     utc_seconds: LongSeconds = 0.0
+    linger_seconds: Seconds = 0.0
+    secret: Name = ""
+    received: Count = 0
 
 
 class Ping(InstantMessage, frozen=True):
@@ -120,9 +141,13 @@ class Ping(InstantMessage, frozen=True):
 
 
 class Pong(InstantMessage, Words, frozen=True):
-    """A sign of life. ``doing`` is what the sender does or did last, for people."""
+    """A sign of life. ``doing`` is what the sender does or did last, for people.
+
+    ``received`` is the number of frames that have come; 0 where the connection may not come back.
+    """
 
     doing: Name = ""
+    received: Count = 0
 
     @property
     def reported_activity(self) -> str:
@@ -155,6 +180,19 @@ class NeighborLost(StageReport, Words, frozen=True):
 
     member: Count
     reason: Text
+
+
+class NeighborAway(StageReport, Words, frozen=True):
+    """The worker's connection to another worker broke, and may come back."""
+
+    member: Count
+    reason: Text
+
+
+class NeighborBack(StageReport, frozen=True):
+    """The worker's connection to another worker came back."""
+
+    member: Count
 
 
 class NeighborUnreachable(StageReport, Words, frozen=True):

@@ -227,6 +227,7 @@ class Site:
         # The Trainer forgets the signal of an earlier run only after the layers are sent.
         if not trainer.received_sigterm:
             coordinator.connections.is_ending = lambda: trainer.received_sigterm
+        coordinator.connections.is_interrupted = lambda: trainer.interrupted
         return coordinator
 
     def carry_out(

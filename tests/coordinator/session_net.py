@@ -91,10 +91,10 @@ class NetChannel(Channel):
             self.queue.pop()
         self.is_cut = True
 
-    def wait_until_sent(self, most_queued: int) -> None:
+    def wait_until_sent(self, most_queued: int, look: Any = None) -> None:
         pass
 
-    def peer_answers(self) -> bool:
+    def peer_answers(self, look: Any = None) -> bool:
         return not self.other.is_cut and not self.is_cut
 
     def close(self, last_word: m.Message | None = None) -> None:

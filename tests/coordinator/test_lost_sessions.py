@@ -52,7 +52,7 @@ def run(
         stages.append(StagePlan(list(names), (start, start + count)))
         start += count
     workers = [name for name in WORKERS if any(name in names for names, _ in PLANS[plan])]
-    settings = Recovery(folder=folder, every_seconds=every_seconds)
+    settings = Recovery(0, folder=folder, every_seconds=every_seconds)
     with net.connected():
         strategy = HeteroPipelineStrategy(
             workers, Plan(stages, 2), check_first_batch="off", recovery=recovery and settings

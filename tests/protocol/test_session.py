@@ -98,8 +98,8 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "LoadTensor OfferTensor SendTensors MovedTensor FetchTensors FetchOptimizerState Launch "
         "KeepSent SnapshotTensor ReplaceNeighbor",
         "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
-        "TensorContent OptimizerState NeighborLost NeighborUnreachable Paused Resumed "
-        "SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
+        "TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway NeighborBack "
+        "Paused Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
     ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
@@ -108,8 +108,8 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "FetchTensors FetchGradients FetchOptimizerState FetchFingerprints Deploy "
         "KeepSent ForgetSent TakeSnapshot Replay Wait ReplaceNeighbor",
         "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
-        "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable Paused "
-        "Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
+        "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable NeighborAway "
+        "NeighborBack Paused Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
