@@ -99,6 +99,7 @@ COMMANDS = {
     ),
     "diagram": "--output --profile --title -o plan",
     "verify": "--data --model --plan config",
+    "check": "--device --output -o",
     "top": "--interval --once --patience --token-file workers",
     "report": "--output -o folder",
 }

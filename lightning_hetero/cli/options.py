@@ -296,6 +296,17 @@ def _add_diagram_options(diagram: argparse.ArgumentParser) -> None:
     _add_output_option(diagram, text, "a new architecture.svg")
 
 
+def _add_check_options(check: argparse.ArgumentParser) -> None:
+    check.add_argument(
+        "--device",
+        action="append",
+        metavar="DEVICE",
+        help="check this device, such as cuda:1; may be repeated (default: all accelerators, and "
+        "the processor where there is none)",
+    )
+    _add_output_option(check, "the report, as Markdown,", "standard output")
+
+
 def _add_verify_options(verify: argparse.ArgumentParser) -> None:
     _add_project_options(verify)
     verify.add_argument(
@@ -350,6 +361,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "plan": ("decide from measurements which device holds which layers", _add_plan_options),
     "diagram": ("draw which process of a plan holds which layers", _add_diagram_options),
     "verify": ("whether the workers compute what one device computes", _add_verify_options),
+    "check": ("whether training is right on the devices of this machine", _add_check_options),
     "top": ("show live what workers do", _add_top_options),
     "report": ("write an HTML page about a run", _add_report_options),
 }

@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from ..devices.numerics import prepare_process
 from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
 from ..launch.local import service_manager_here, unit_text
@@ -48,6 +49,7 @@ def run(options: argparse.Namespace) -> None:
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
     )
+    prepare_process()
     is_own = options.listen_fd is None
     token_file = find_token_file(options.token_file) if is_own else None
     if options.place is not None:
@@ -84,16 +86,18 @@ def _worker(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
+    found = place.equipment
     owner = Owner(options.memory, linger_seconds=options.linger_seconds)
     if options.listen_fd is None:
         owner = replace(owner, on_run_end=_show)
     return Worker(
         place.listener,
-        _torch_device(options.device),
+        _torch_device(options.device) if found is None else torch.device(found.device),
         allowed=allowed,
         credentials=credentials,
         owner=owner,
         kept=kept,
+        equipment=found,
     )
 
 

@@ -113,7 +113,7 @@ class Connections:
             m.NeighborBack: self._on_neighbor_back,
         }
         self.num_exchanges = 0
-        self.take_sums: TakeSums = _refuse_sums
+        self.take_sums: TakeSums = refuse_sums
         self.take_piece: TakePiece = _refuse_piece
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
@@ -705,7 +705,7 @@ class Connections:
         return f"in step {self.step}" if self.step else "before the first step"
 
 
-def _refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:
+def refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:
     raise RemoteProtocolError(f"It said {message}, and this process is no replica.")
 
 

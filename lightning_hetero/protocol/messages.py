@@ -28,6 +28,7 @@ from .fields import (
     LongSeconds,
     Moment,
     Name,
+    Numerics,
     Seconds,
     Span,
     Text,
@@ -379,7 +380,8 @@ class Arguments(MicrobatchMessage, frozen=True):
     The hidden states come from the process ``upstream`` and go to the process ``downstream``; 0 is
     the coordinator. ``place`` counts the forwards of the same visit that the process runs in this
     stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
-    later. A trial (``is_trial``) leaves nothing behind in the layers.
+    later. A trial (``is_trial``) leaves nothing behind in the layers. The stage computes with the
+    settings ``numerics``.
     """
 
     grad_enabled: bool
@@ -391,6 +393,7 @@ class Arguments(MicrobatchMessage, frozen=True):
     upstream: Count = 0
     downstream: Count = 0
     place: Count = 0
+    numerics: Numerics = Numerics()
 
 
 class MeasureLayer(IdleRequest, frozen=True):

@@ -221,9 +221,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 "this process alone; name them with `layers=`."
             )
         site.bring_weights_here(self.deployment)
+        self._put_on_device(self.deployment)
+
+    def _put_on_device(self, deployment: Deployment | None) -> None:
         super().model_to_device()
-        if self.deployment is not None and self.deployment.hosted is not None:
-            self.deployment.hosted.note_present()
+        if deployment is not None and deployment.hosted is not None:
+            deployment.hosted.note_present()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -360,7 +363,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         site = self._site()
         deployment = site.carry_out(plan, before.layers, before.coordinator, before)
         site.bring_weights_here(deployment)
-        super().model_to_device()
+        self._put_on_device(deployment)
         return deployment
 
     def average_weights(

@@ -179,6 +179,7 @@ class Worker:
         credentials: If given, only peers that have the same are served.
         owner: The owner's wishes.
         kept: Tensors that may be left from a former process.
+        equipment: What a former process has found on the device; by default this one looks.
 
     Raises:
         ModelError: If the kind of device has no backend.
@@ -193,6 +194,7 @@ class Worker:
         credentials: Credentials | None = None,
         owner: Owner | None = None,
         kept: KeptTensors | None = None,
+        equipment: m.Equipment | None = None,
     ) -> None:
         check_has_backend(device)
         owner = owner or Owner()
@@ -201,7 +203,7 @@ class Worker:
             device,
             deadlines or Deadlines(),
             allowed or Allowed(),
-            Identity(owner.equipment(equipment_here(device)), credentials),
+            Identity(owner.equipment(equipment or equipment_here(device)), credentials),
             owner,
             kept or KeptTensors(),
         )
@@ -281,6 +283,11 @@ class Worker:
     def device(self) -> torch.device:
         """Where stages compute."""
         return self._host.device
+
+    @property
+    def equipment(self) -> m.Equipment:
+        """What the worker tells its peers of itself."""
+        return self._host.identity.equipment
 
     def pause(self) -> None:
         """Finish the present micro-batch, then compute nothing until `resume`."""
