@@ -48,6 +48,7 @@ from .errors import HeteroError
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .callbacks.lost_worker import RecoveryCallback
     from .callbacks.monitor import StageMonitor
     from .callbacks.profiler import PipelineProfiler
     from .callbacks.timeline import PipelineTimeline
@@ -62,6 +63,7 @@ __all__ = [
     "PipelineTimeline",
     "Plan",
     "Recovery",
+    "RecoveryCallback",
     "StageMonitor",
     "StagePlan",
     "__version__",
@@ -76,6 +78,7 @@ _MODULES = {
     "PipelineTimeline": "callbacks.timeline",
     "Plan": "plan",
     "Recovery": "recovery",
+    "RecoveryCallback": "callbacks.lost_worker",
     "StageMonitor": "callbacks.monitor",
     "StagePlan": "plan",
     "from_pretrained": "model.lazy_weights",

@@ -112,6 +112,7 @@ def test_names_of_the_package() -> None:
         "PipelineTimeline",
         "Plan",
         "Recovery",
+        "RecoveryCallback",
         "StageMonitor",
         "StagePlan",
         "__version__",
@@ -120,6 +121,7 @@ def test_names_of_the_package() -> None:
     assert sorted(callbacks.__all__) == [
         "PipelineProfiler",
         "PipelineTimeline",
+        "RecoveryCallback",
         "StageMonitor",
         "StageWeightAveraging",
     ]

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich.console import Console
 
+from ..callbacks.lost_worker import RecoveryCallback
 from ..callbacks.profiler import PipelineProfiler
 from ..coordinator.deployment import Deployment, imports_of
 from ..coordinator.progress import progress_of_bytes
@@ -250,8 +251,7 @@ class Site:
             coordinator.serve(plan.workers, plan.narrowings)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         if before is None and self.recovery is not None:
-            folder = self.recovery.folder or Path(self.module.trainer.default_root_dir, "recovery")
-            coordinator.replace_lost(self.recovery, Path(folder))
+            self._recover_with(coordinator, self.recovery)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
         seed = dropout_seed() if before is None else before.draws.seed
@@ -274,6 +274,24 @@ class Site:
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment
+
+    def _recover_with(self, coordinator: Coordinator, recovery: Recovery) -> None:
+        """Let the run get over lost workers, and tell the callbacks of them."""
+        trainer = self.module.trainer
+        folder = recovery.folder or Path(trainer.default_root_dir, "recovery")
+        replacements = coordinator.replace_lost(recovery, Path(folder))
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        told = [each for each in callbacks if isinstance(each, RecoveryCallback)]
+
+        def on_lost(name: str, step: int) -> None:
+            for each in told:
+                each.on_worker_lost(trainer, name, step)
+
+        def on_restored(name: str, step: int, seconds: float) -> None:
+            for each in told:
+                each.on_worker_restored(trainer, name, step, seconds)
+
+        replacements.on_lost, replacements.on_restored = on_lost, on_restored
 
     def _check_hosted(self, plan: Plan) -> None:
         """Refuse a training in which this process could not be a replica.

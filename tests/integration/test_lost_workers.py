@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, RecoveryCallback, StagePlan
+from lightning_hetero.errors import WorkerLost
 
-from ..conftest import worker_process
+from ..conftest import WorkerProcess, worker_process
 from ..equality import assert_same, differing
 from ..models import TinyModule, fit, loader
 from .dying_worker import dying
@@ -88,37 +91,145 @@ def assert_same_run(found: Left, expected: Left) -> None:
     assert_same(found.files, expected.files, tolerance=0.0)
 
 
+# The place of the death, the number of its call, the time between snapshots, and which worker.
 CASES = [
-    ("begin", 3, ALWAYS),
-    ("arguments", 11, ALWAYS),
-    ("forward", 8, ALWAYS),
-    ("forward", 20, NEVER),
-    ("backward", 8, ALWAYS),
-    ("backward", 11, NEVER),
-    ("sending", 9, ALWAYS),
-    ("norms", 2, ALWAYS),
-    ("clip", 2, ALWAYS),
-    ("clip", 1, NEVER),
-    ("step", 2, ALWAYS),
-    ("step", 2, NEVER),
-    ("timings", 2, ALWAYS),
-    ("weights", 20, NEVER),
-    ("optimizer's state", 1, NEVER),
-    ("snapshot", 2, ALWAYS),
-    ("evaluation", 2, ALWAYS),
-    ("evaluation", 3, NEVER),
+    ("begin", 3, ALWAYS, 0),
+    ("arguments", 11, ALWAYS, 1),
+    ("forward", 8, ALWAYS, 0),
+    ("forward", 20, NEVER, 1),
+    ("backward", 8, ALWAYS, 1),
+    ("backward", 11, NEVER, 0),
+    ("sending", 9, ALWAYS, 1),
+    ("norms", 2, ALWAYS, 0),
+    ("clip", 2, ALWAYS, 1),
+    ("clip", 1, NEVER, 0),
+    ("step", 2, ALWAYS, 0),
+    ("step", 2, NEVER, 1),
+    ("timings", 2, ALWAYS, 0),
+    ("weights", 20, NEVER, 1),
+    ("optimizer's state", 1, NEVER, 0),
+    ("snapshot", 2, ALWAYS, 1),
+    ("evaluation", 2, ALWAYS, 1),
+    ("evaluation", 3, NEVER, 0),
 ]
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize(("place", "call", "every_seconds"), CASES)
+@pytest.mark.parametrize(("place", "call", "every_seconds", "which"), CASES)
 def test_a_killed_process_comes_back(
     place: str, call: int, every_seconds: float, which: int, undisturbed: Left, tmp_path: Path
 ) -> None:
     died = tmp_path / "died"
     with worker_process() as other, worker_process(before=dying(place, call, died)) as victim:
         names = [victim.address, other.address] if which == 0 else [other.address, victim.address]
-        folder = tmp_path / "run"
-        found = run(names, folder, every_seconds)
+        found = run(names, tmp_path / "run", every_seconds)
     assert died.exists()
     assert_same_run(found, undisturbed)
+
+
+class Observing(RecoveryCallback):
+    """Notes what it is told, and calls a function before some batches of the first epoch."""
+
+    def __init__(self, before: dict[int, Callable[[], None]]) -> None:
+        self.before = before
+        self.told: list[tuple[str, str]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx in self.before:
+            self.before[batch_idx]()
+
+    def on_worker_lost(self, trainer: Any, name: str, step: int) -> None:
+        assert trainer.training
+        assert step > 0
+        self.told.append(("lost", name))
+
+    def on_worker_restored(self, trainer: Any, name: str, step: int, seconds: float) -> None:
+        assert step > 0
+        assert seconds > 0
+        self.told.append(("restored", name))
+
+
+def kill(worker: WorkerProcess) -> None:
+    """Kill the process of the present session."""
+    session = worker.session
+    session.kill()
+    session.wait(20)
+
+
+@pytest.mark.parametrize("every_seconds", [ALWAYS, NEVER])
+def test_several_losses_one_after_the_other_and_at_once(
+    every_seconds: float, undisturbed: Left, tmp_path: Path
+) -> None:
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+
+        def kill_both() -> None:
+            kill(first)
+            kill(second)
+
+        observing = Observing({0: partial(kill, first), 2: kill_both, 4: partial(kill, second)})
+        checkpoints = ModelCheckpoint(tmp_path / "run", save_top_k=-1, filename="{epoch}")
+        found = run(names, tmp_path / "run", every_seconds, callbacks=[checkpoints, observing])
+    assert_same_run(found, undisturbed)
+    for kind in ("lost", "restored"):
+        assert sorted(name for told, name in observing.told if told == kind) == sorted(names * 2)
+
+
+def test_a_worker_that_starts_again_at_its_port_takes_its_place(
+    undisturbed: Left, tmp_path: Path
+) -> None:
+    """As a service manager starts it again when all of its processes have been killed."""
+    with ExitStack() as stack:
+        first = stack.enter_context(worker_process())
+        second = stack.enter_context(worker_process())
+
+        def restart() -> None:
+            second.process.kill()
+            second.process.wait()
+            stack.enter_context(worker_process("--listen", second.address))
+
+        observing = Observing({3: restart})
+        checkpoints = ModelCheckpoint(tmp_path / "run", save_top_k=-1, filename="{epoch}")
+        names = [first.address, second.address]
+        found = run(names, tmp_path / "run", ALWAYS, callbacks=[checkpoints, observing])
+    assert_same_run(found, undisturbed)
+    assert observing.told == [("lost", second.address), ("restored", second.address)]
+
+
+def test_a_worker_that_does_not_come_back_in_time_ends_the_run(tmp_path: Path) -> None:
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+
+        def end() -> None:
+            second.process.kill()
+            second.process.wait()
+
+        settings = Recovery(wait_seconds=0.5, folder=tmp_path)
+        strategy = HeteroPipelineStrategy(names, plan_over(names), recovery=settings)
+        callbacks = [Observing({1: end})]
+        expected = f"on {second.address} was lost in step 2.*cannot be replaced: No worker answers"
+        with pytest.raises(WorkerLost, match=expected):
+            fit(TinyModule(), strategy, loader(36, 12), callbacks=callbacks)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_with_replicas_refuses_to_replace_a_worker(tmp_path: Path) -> None:
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        plan = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(names, (1, 5))], 2)
+        strategy = HeteroPipelineStrategy(names, plan, recovery=Recovery(folder=tmp_path))
+        callbacks = [Observing({1: partial(kill, second)})]
+        with pytest.raises(WorkerLost, match="cannot be replaced: The plan has replicas"):
+            fit(TinyModule(), strategy, loader(36, 12), callbacks=callbacks)
+
+
+def test_layers_that_have_moved_are_not_recovered(tmp_path: Path) -> None:
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        before = Plan([StagePlan([names[0]], (0, 3)), StagePlan([names[1]], (3, 5))], 2)
+        after = Plan([StagePlan([names[0]], (0, 2)), StagePlan([names[1]], (2, 5))], 2)
+        settings = Recovery(folder=tmp_path, every_seconds=ALWAYS)
+        strategy = HeteroPipelineStrategy(names, before, recovery=settings)
+        moving = {0: partial(kill, first), 1: lambda: strategy.move_layers(after)}
+        callbacks = [Observing({**moving, 2: partial(kill, second)})]
+        with pytest.raises(WorkerLost, match="cannot be replaced: Layers have moved"):
+            fit(TinyModule(), strategy, loader(48, 12), callbacks=callbacks)
