@@ -48,6 +48,7 @@ from .errors import HeteroError
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .callbacks.lost_worker import RecoveryCallback
     from .callbacks.monitor import StageMonitor
     from .callbacks.profiler import PipelineProfiler
     from .callbacks.timeline import PipelineTimeline
@@ -70,6 +71,7 @@ __all__ = [
     "Plan",
     "RayWorkers",
     "Recovery",
+    "RecoveryCallback",
     "SlurmWorkers",
     "SshWorkers",
     "StageMonitor",
@@ -89,6 +91,7 @@ _MODULES = {
     "Plan": "plan",
     "RayWorkers": "launch.ray",
     "Recovery": "recovery",
+    "RecoveryCallback": "callbacks.lost_worker",
     "SlurmWorkers": "launch.slurm",
     "SshWorkers": "launch.ssh",
     "StageMonitor": "callbacks.monitor",

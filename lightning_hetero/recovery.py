@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .errors import RecoveryError
@@ -19,15 +21,35 @@ class Recovery:
         linger_seconds: How long both ends of a broken connection keep their session and wait until
             the connection comes back; 0 gives a peer up at once. A worker may allow less; see
             ``lightning-hetero worker --linger-seconds``.
+        wait_seconds: How long the run waits for a process that takes a lost worker's place: another
+            one at the same address.
+        every_seconds: The seconds between two snapshots of the workers' state. A worker in the
+            place of a lost one repeats at most what was done in that time.
+        log_gib: GiB of messages to the workers, at which a snapshot is taken earlier. Those since
+            the latest snapshot are kept, 256 MiB of them in memory and the others on disk.
+        folder: Where snapshots lie during the run; None takes ``recovery`` in the Trainer's
+            ``default_root_dir``.
 
     Raises:
         RecoveryError: If a value is out of its bounds.
     """
 
     linger_seconds: float = LINGER_SECONDS
+    wait_seconds: float = 30.0
+    every_seconds: float = 60.0
+    log_gib: float = 4.0
+    folder: str | Path | None = None
 
     def __post_init__(self) -> None:
         check_linger_seconds(self.linger_seconds, "`linger_seconds`")
+        for name in ("wait_seconds", "every_seconds", "log_gib"):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise RecoveryError(f"`{name}` is {value!r:.80}; it must be a number from 0 on.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_linger_seconds(seconds: Any, name: str) -> None:

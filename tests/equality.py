@@ -37,17 +37,17 @@ def assert_close(
         assert error <= TOLERANCE * max(norms[name], least), f"{name} is off by {error:.1e}"
 
 
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    """Equal structure; tensors and numbers equal within the tolerance."""
+def assert_same(found: Any, expected: Any, where: str = "", tolerance: float = TOLERANCE) -> None:
+    """Equal structure; tensors and numbers equal within the tolerance, or in all bits for 0."""
     if isinstance(expected, dict):
         assert list(found) == list(expected), where
         for key in expected:
-            assert_same(found[key], expected[key], f"{where}.{key}")
+            assert_same(found[key], expected[key], f"{where}.{key}", tolerance)
     elif isinstance(expected, (list, tuple)):
         assert len(found) == len(expected), where
         for index, item in enumerate(expected):
-            assert_same(found[index], item, f"{where}[{index}]")
+            assert_same(found[index], item, f"{where}[{index}]", tolerance)
     elif isinstance(expected, (torch.Tensor, float)):
-        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=1e-6, msg=where)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10, msg=where)
     else:
         assert found == expected, where

@@ -52,7 +52,9 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "decay=0.999 update_every_n_steps=1 update_starting_at_step=None "
         "update_starting_at_epoch=None"
     ),
-    lightning_hetero.Recovery: "linger_seconds=120.0",
+    lightning_hetero.Recovery: (
+        "linger_seconds=120.0 wait_seconds=30.0 every_seconds=60.0 log_gib=4.0 folder=None"
+    ),
     from_pretrained: (
         "source quantization_config=None peft_config=None dtype=None attn_implementation=None "
         "quantize_on='coordinator' hub_options"
@@ -130,6 +132,7 @@ def test_names_of_the_package() -> None:
         "Plan",
         "RayWorkers",
         "Recovery",
+        "RecoveryCallback",
         "SlurmWorkers",
         "SshWorkers",
         "StageMonitor",
@@ -140,6 +143,7 @@ def test_names_of_the_package() -> None:
     assert sorted(callbacks.__all__) == [
         "PipelineProfiler",
         "PipelineTimeline",
+        "RecoveryCallback",
         "StageMonitor",
         "StageWeightAveraging",
     ]

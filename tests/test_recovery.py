@@ -22,6 +22,16 @@ def test_seconds_out_of_bounds_are_refused_with_the_value(value: Any) -> None:
     assert repr(value) in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["wait_seconds", "every_seconds", "log_gib"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "4", True, None])
+def test_other_values_out_of_bounds_are_refused_too(name: str, value: Any) -> None:
+    with pytest.raises(
+        RecoveryError, match=f"^`{name}` is .*; it must be a number from 0 on.$"
+    ) as refused:
+        Recovery(**{name: value})
+    assert repr(value) in str(refused.value)
+
+
 def test_true_takes_the_defaults() -> None:
     assert recovery_of(True) == Recovery()
     assert recovery_of(False) is None

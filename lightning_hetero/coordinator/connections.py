@@ -8,7 +8,8 @@ in `asides`. Any other message is returned to the caller that waits.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -26,6 +27,7 @@ from ..errors import (
     StageFailed,
     WorkerError,
     WorkerLost,
+    WorkerUnreachable,
 )
 from ..pipeline.placement import Placement
 from ..pipeline.rule import Key
@@ -33,7 +35,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import BufferPool
 from ..transport.address import Address, advice
-from ..transport.channel import Arrival, Channel, Inbox
+from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, dial, differences
 from .member import Member
@@ -47,10 +49,15 @@ Open = Callable[[str, str], tuple[Channel, m.Welcome]]
 # Takes a message that answers no request.
 Aside = Callable[[Member, Any], None]
 
-TakeSums = Callable[[Member, m.ReplicaTensors, Sequence[Tensor]], None]
+_REPORTS_OF_NEIGHBORS = (m.NeighborLost, m.NeighborAway, m.NeighborBack)
 
-# How often a wait looks whether this process is to end.
-_LOOK_AROUND_SECONDS = 1.0
+TakeSums = Callable[[Member, m.ReplicaTensors, Sequence[Tensor]], None]
+TakePiece = Callable[[Member, m.SnapshotPart, Tensor], None]
+
+# Puts another worker in the place of a lost one. Returns why that is not possible; None if the run
+# can go on.
+Replace = Callable[[Member, HeteroError], str | None]
+
 
 # Frames that may wait to be forwarded to one worker: so many for each micro-batch in flight, and
 # some more for forwards without gradients. An honest worker stays far below.
@@ -79,8 +86,11 @@ class Connections:
         asides: Takes messages that answer no request, by their kind.
         num_exchanges: The exchanges of replicas that were asked for.
         take_sums: Takes the sums of gradients that a worker sends to this process.
+        take_piece: Takes a piece of a worker's snapshot.
         has_torn_step: Whether a worker has failed inside an optimizer step.
         is_ending: Tells whether SIGTERM has asked this process to end.
+        replace: Puts another worker in the place of a lost one.
+        is_interrupted: Tells whether an exception, such as Ctrl-C, has ended the run.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -110,30 +120,27 @@ class Connections:
         }
         self.num_exchanges = 0
         self.take_sums: TakeSums = refuse_sums
+        self.take_piece: TakePiece = _refuse_piece
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
+        self.replace: Replace = lambda _worker, _cause: ""
+        self.is_interrupted: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
+        # What has come while a certain answer was awaited; it comes before the inbox.
+        self._put_aside: deque[Arrival] = deque()
+        self._identity, self._receive_pool = identity, receive_pool
+        self._run = secrets.token_hex(4)
         # Why the run is over, and which link between two workers is lost.
         self._end: WorkerError | None = None
         self._link_loss: LinkLost | None = None
-        addresses = dict(workers)
-        if open_channel is None:
-
-            def open_channel(name: str, session: str) -> tuple[Channel, m.Welcome]:
-                return dial(addresses[name], "coordinator", session, deadlines, identity)
-
-        run = secrets.token_hex(4)
+        self._open_channel = open_channel
+        self._by_channel: dict[Channel, Member] = {}
         try:
             for number, (name, address) in enumerate(workers, start=1):
-                # Each worker has a name of its own, so that a neighbor that reaches another worker
-                # than the right one, or itself, is refused.
-                session = run + secrets.token_hex(16)
-                channel, welcome = open_channel(name, session)
-                channel.start(self._inbox, receive_pool())
-                self._note_lingering(name, channel)
-                theirs = welcome.equipment
+                channel, theirs, session = self._open(name, address)
                 worker = Member(number, name, address, channel, theirs, session)
                 self.members.append(worker)
+                self._note_lingering(worker)
                 if found := differences(identity.equipment, theirs):
                     rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
         except BaseException:
@@ -142,14 +149,61 @@ class Connections:
         self.workers = list(self.members)
         self._by_channel = {worker.channel: worker for worker in self.members}
 
-    def _note_lingering(self, name: str, channel: Channel) -> None:
+    def _open(self, name: str, address: Address) -> tuple[Channel, m.Equipment, str]:
+        """Open a session with a worker; returns its channel, its equipment and its name."""
+        # Each worker has a name of its own, so that a neighbor that reaches another worker than the
+        # right one, or itself, is refused.
+        session = self._run + secrets.token_hex(16)
+        if self._open_channel is None:
+            channel, welcome = dial(address, "coordinator", session, self.deadlines, self._identity)
+        else:
+            channel, welcome = self._open_channel(name, session)
+        channel.start(self._inbox, self._receive_pool())
+        return channel, welcome.equipment, session
+
+    def dial_again(self, worker: Member, address: Address) -> None:
+        """Open a session with the process that takes the place of a lost worker.
+
+        Raises:
+            WorkerUnreachable: If no worker answers there or it refuses.
+        """
+        on_sent = worker.channel.on_sent
+        self._by_channel.pop(worker.channel, None)
+        worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
+        channel, worker.equipment, worker.session = self._open(worker.name, address)
+        channel.on_sent = on_sent
+        worker.channel, worker.address, worker.is_paused = channel, address, False
+        worker.is_apart_from.clear()
+        self._by_channel[channel] = worker
+
+    def forget_reports_of(self, workers: Collection[Member]) -> None:
+        """Forget what others have reported of the lost workers in whose place these are."""
+        numbers = {worker.number for worker in workers}
+        for worker in self.workers:
+            worker.is_apart_from -= numbers
+        self._put_aside = deque(
+            arrival
+            for arrival in self._put_aside
+            if not (
+                isinstance(arrival.content, Frame)
+                and isinstance(arrival.content.message, _REPORTS_OF_NEIGHBORS)
+                and arrival.content.message.member in numbers
+            )
+        )
+
+    def _note_lingering(self, worker: Member) -> None:
         """Tell of a worker that allows less time for broken connections than this run wants."""
-        asked_seconds, lingering = self.deadlines.linger_seconds, channel.line.lingering
+        asked_seconds, lingering = self.deadlines.linger_seconds, worker.channel.line.lingering
         seconds = 0.0 if lingering is None else lingering.seconds
-        if seconds < asked_seconds:
+        if self._open_channel is not None and asked_seconds > 0:
             rank_zero_warn(
-                f"The owner of {name} allows {seconds:g} s for a broken connection to come back, "
-                f"and the run asks for {asked_seconds:g} s; start the worker with "
+                f"{worker.name} has joined by itself, so a connection to it that breaks does not "
+                "come back; list the workers' addresses in `workers` to wait for connections."
+            )
+        elif seconds < asked_seconds:
+            rank_zero_warn(
+                f"The owner of {worker.name} allows {seconds:g} s for a broken connection to come "
+                f"back, and the run asks for {asked_seconds:g} s; start the worker with "
                 f"`--linger-seconds {asked_seconds:g}`."
             )
 
@@ -219,8 +273,14 @@ class Connections:
         if self._link_loss is not None:
             raise _copy_of(self._link_loss)
 
-    def lose(self, worker: Member, cause: HeteroError) -> WorkerError:
-        """Give a worker up; the caller must raise the error that is returned."""
+    def lose(self, worker: Member, cause: HeteroError, also: str = "") -> WorkerError:
+        """Give a worker up; the caller must raise the error that is returned.
+
+        Args:
+            worker: The lost one.
+            cause: What ended its conversation.
+            also: Another sentence for the error.
+        """
         if isinstance(cause, ProtocolError):
             text = f"{worker} broke the rules {self._when}: {cause}"
         else:
@@ -229,6 +289,7 @@ class Connections:
                 for each in (
                     f"{worker} was lost {self._when}. {cause}",
                     worker.last_known,
+                    also,
                     worker.advice,
                 )
                 if each
@@ -263,7 +324,12 @@ class Connections:
         if not worker.channel.has_ended:
             worker.channel.send(message, *tensors)
             return
-        loss = self.lose(worker, ChannelError("It has ended the conversation."))
+        cause = ChannelError("It has ended the conversation.")
+        also = self._why_not_replaced(worker, cause)
+        if also is None:
+            self.send(worker, message, *tensors)
+            return
+        loss = self.lose(worker, cause, also)
         if worker in self.workers:
             raise loss
 
@@ -292,7 +358,7 @@ class Connections:
 
     def receive_arrived(self) -> tuple[Member, Frame] | None:
         """The next message that has arrived and is no aside; None if there is none."""
-        while not self._inbox.empty():
+        while self._put_aside or not self._inbox.empty():
             if (heard := self.hear(None)) is not None:
                 return heard
         return None
@@ -305,13 +371,15 @@ class Connections:
             WorkerLost: If a worker is gone, or no message comes in time.
         """
         arrival = self._next_arrival(patience_seconds or self.deadlines.request_seconds)
-        worker, content = self._by_channel[arrival.channel], arrival.content
+        content = arrival.content
+        if (worker := self._by_channel.get(arrival.channel)) is None:
+            return None  # another worker has taken the place of the one that said it
         if isinstance(content, HeteroError):
-            loss = self.lose(worker, content)
-            if worker in self.workers:
-                raise loss
+            self._on_end(worker, content)
             return None
         message = content.message
+        if worker.journal is not None and not worker.journal.takes(message):
+            return None  # the lost worker in whose place it is has said so too
         if isinstance(message, m.Done) and worker not in self.workers:
             worker.num_unanswered = max(0, worker.num_unanswered - 1)
             return None  # nobody waits for an idle worker
@@ -323,6 +391,10 @@ class Connections:
             with self.blaming(worker):
                 self.take_sums(worker, message, content.tensors)
             return None
+        if isinstance(message, m.SnapshotPart):
+            with self.blaming(worker):
+                self.take_piece(worker, message, _only(content.tensors))
+            return None
         if isinstance(message, m.Failure):
             raise self._stage_failed(worker, message)
         if isinstance(message, m.NeighborLost):
@@ -332,6 +404,57 @@ class Connections:
                 raise error
             return None
         return worker, content
+
+    def _on_end(self, worker: Member, cause: HeteroError) -> None:
+        """Another worker takes the place of one whose channel has ended, or the run ends.
+
+        Raises:
+            WorkerLost: If the run needs the worker, and no other one takes its place.
+        """
+        also = self._why_not_replaced(worker, cause)
+        if also is None:
+            return
+        loss = self.lose(worker, cause, also)
+        if worker in self.workers:
+            raise loss
+
+    def _why_not_replaced(self, worker: Member, cause: HeteroError) -> str | None:
+        """Put another worker in the place of a lost one, or say why not; None if that is done."""
+        if worker not in self.workers or isinstance(cause, ProtocolError):
+            return ""
+        try:
+            return self.replace(worker, cause)
+        except BaseException:
+            self.lose(worker, cause)
+            raise
+
+    def await_from(self, worker: Member, kind: type[Wanted]) -> Wanted:
+        """Wait for a message of one worker. What others say meanwhile is heard later.
+
+        Raises:
+            ChannelError: If its channel ends.
+            WorkerError: If it fails or does not answer in time.
+        """
+        aside: list[Arrival] = []
+        try:
+            while True:
+                arrival = self._next_arrival(self.deadlines.request_seconds)
+                content = arrival.content
+                if arrival.channel is not worker.channel:
+                    aside.append(arrival)
+                elif isinstance(content, HeteroError):
+                    aside.append(arrival)
+                    raise content
+                elif isinstance(content.message, m.Failure):
+                    raise self._stage_failed(worker, content.message)
+                elif isinstance(content.message, kind):
+                    return content.message
+                elif isinstance(content.message, m.NeighborUnreachable):
+                    raise WorkerUnreachable(content.message.reason)
+                else:
+                    aside.append(arrival)
+        finally:
+            self._put_aside.extendleft(reversed(aside))
 
     def collect(self, kind: type[Wanted], workers: Sequence[Member]) -> list[tuple[Member, Wanted]]:
         """One message of a kind from each of these workers; skips answers to earlier requests.
@@ -417,28 +540,55 @@ class Connections:
         Raises:
             WorkerLost: If nothing arrives in time.
         """
-        look_seconds = min(patience_seconds, _LOOK_AROUND_SECONDS, self.deadlines.leave_seconds)
+        look_seconds = min(patience_seconds, LOOK_SECONDS, self.deadlines.leave_seconds)
         waited_seconds = ending_seconds = 0.0
+        if self._put_aside:
+            return self._put_aside.popleft()
         while True:
             try:
                 return self._inbox.get(timeout=look_seconds)
             except Empty:
-                waits = any(worker.waits for worker in self.workers)
+                waits = any(worker.is_paused or worker.is_cut_off for worker in self.workers)
                 waited_seconds += 0.0 if waits else look_seconds
-                ending_seconds += look_seconds if self.is_ending() else 0.0
+                ending_seconds += look_seconds if self._reason_to_leave else 0.0
             if ending_seconds >= self.deadlines.leave_seconds:
-                raise self._give_up("SIGTERM asks this process to end, and no", ending_seconds)
+                raise self._give_up(f"{self._reason_to_leave}, and no", ending_seconds)
             if waited_seconds >= patience_seconds:
                 raise self._give_up("No", waited_seconds)
 
     def _give_up(self, words: str, seconds: float) -> WorkerError:
         """Note that workers do not answer; the caller must raise the error that is returned."""
         known = " ".join(worker.last_known for worker in self.workers)
+        cut_off = " and ".join(str(worker) for worker in self.workers if worker.is_cut_off)
+        state = f"while {cut_off} was cut off" if cut_off else "although all workers answer"
         self._end = WorkerLost(
-            f"{words} stage returned a result for {seconds:.0f} s {self._when}, although all "
-            f"workers answer heartbeats. {known}".rstrip()
+            f"{words} stage returned a result for {seconds:.0f} s {self._when}, {state}"
+            f"{'' if cut_off else ' heartbeats'}. {known}".rstrip()
         )
         return _copy_of(self._end)
+
+    @property
+    def _reason_to_leave(self) -> str:
+        """Why this process waits no longer than it must; empty if it has time."""
+        if self.is_ending():
+            return "SIGTERM asks this process to end"
+        is_cut_off = any(worker.is_cut_off for worker in self.workers)
+        return "The run was interrupted" if is_cut_off and self.is_interrupted() else ""
+
+    def leaving(self) -> Callable[[], None]:
+        """What a wait for a channel calls once a second.
+
+        It raises `WorkerLost` when this process is to end and has waited long enough.
+        """
+        waited_seconds = 0.0
+
+        def look() -> None:
+            nonlocal waited_seconds
+            waited_seconds += LOOK_SECONDS if self._reason_to_leave else 0.0
+            if waited_seconds >= self.deadlines.leave_seconds:
+                raise self._give_up(f"{self._reason_to_leave}, and no", waited_seconds)
+
+        return look
 
     def _stage_failed(self, worker: Member, failure: m.Failure) -> StageFailed:
         """The error to raise for a worker whose code raised."""
@@ -465,9 +615,9 @@ class Connections:
             return self.lose(reporter, RemoteProtocolError(wrong))
         if lost not in self.members:
             return None
-        if not lost.channel.peer_answers():
-            loss = self.lose(lost, self._end_of(lost))
-            return loss if lost in self.workers else None
+        if not lost.channel.peer_answers(self.leaving()):
+            self._on_end(lost, self._end_of(lost))
+            return None
         first, second = sorted((reporter, lost), key=lambda worker: worker.number)
         self._link_loss = LinkLost(
             f"The link between {first} and {second} was lost {self._when}, and both answer the "
@@ -522,16 +672,14 @@ class Connections:
         return target is not None
 
     def _end_of(self, lost: Member) -> HeteroError:
-        """The error that ended a worker's channel; other arrivals go back into the inbox."""
-        aside = []
+        """The error that ended a worker's channel; other arrivals are heard later."""
+        aside: list[Arrival] = []
         while True:
-            arrival = self._inbox.get()
+            arrival = self._put_aside.popleft() if self._put_aside else self._inbox.get()
             if arrival.channel is lost.channel and isinstance(arrival.content, HeteroError):
-                break
+                self._put_aside.extendleft(reversed(aside))
+                return arrival.content
             aside.append(arrival)
-        for other in aside:
-            self._inbox.put(other)
-        return arrival.content
 
     def _on_neighbor_away(self, worker: Member, message: m.NeighborAway) -> None:
         worker.is_apart_from.add(message.member)
@@ -574,6 +722,21 @@ class Connections:
 
 def refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:
     raise RemoteProtocolError(f"It said {message}, and this process is no replica.")
+
+
+def _refuse_piece(_worker: Member, message: m.SnapshotPart, _piece: Tensor) -> None:
+    raise RemoteProtocolError(f"It said {message}, and nobody has asked for a snapshot.")
+
+
+def _only(tensors: Sequence[Tensor]) -> Tensor:
+    """The one tensor of a frame.
+
+    Raises:
+        RemoteProtocolError: If there are others.
+    """
+    if len(tensors) != 1:
+        raise RemoteProtocolError(f"A piece of a snapshot came as {len(tensors)} tensors.")
+    return tensors[0]
 
 
 def _copy_of(error: WorkerError) -> WorkerError:

@@ -54,6 +54,13 @@ def load_of(worker: Member, stages: Sequence[RemoteStage]) -> Load:
 _SLOWEST_BYTES_PER_SECOND = 1e5
 
 
+# Passes the tensors of the worker with a number on, and keeps those whose names are wanted.
+Spool = Callable[
+    [int, Iterator[tuple[str, Tensor, State]], Callable[[str], bool]],
+    Iterator[tuple[str, Tensor, State]],
+]
+
+
 class RemoteLayers:
     """Sends layers to the workers and fetches their tensors.
 
@@ -66,6 +73,9 @@ class RemoteLayers:
         is_between_plans: Whether layers are about to move, or a move of theirs has failed: then
             the stages run no step, and all tensors are where ``holdings`` has them.
         progress: Shows how far tensors have come.
+        deployed: What each worker was asked to build at first.
+        spool: Keeps what a worker gets for one that takes its place, as far as it is wanted; None
+            keeps nothing.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -73,6 +83,8 @@ class RemoteLayers:
         self.is_between_plans = False
         self.holdings = Holdings()
         self.progress: ProgressOfBytes = ProgressInLines
+        self.deployed: dict[Member, m.Deploy] = {}
+        self.spool: Spool | None = None
         self._buffer_updates: list[m.BuffersUpdated] = []
         connections.asides[m.BuffersUpdated] = self._on_buffers_updated
 
@@ -106,8 +118,9 @@ class RemoteLayers:
             for worker in self.holdings.holders(number):
                 stage.check_can_be_held(worker)
         for worker in list(connections.members):
-            connections.send(worker, self.holdings.deploy_message(worker, seed))
-        loads = [load_of(worker, self.holdings.stages_of(worker)) for worker in connections.members]
+            self.deployed[worker] = self.holdings.deploy_message(worker, seed)
+            connections.send(worker, self.deployed[worker])
+        loads = [self._load_of(worker) for worker in connections.members]
         answering = {
             name: owner
             for number, stage in numbered.items()
@@ -120,6 +133,16 @@ class RemoteLayers:
         for worker in list(connections.members):
             connections.request(worker, m.Launch())
         connections.finish(connections.workers)
+
+    def _load_of(self, worker: Member) -> Load:
+        stages = self.holdings.stages_of(worker)
+        load = load_of(worker, stages)
+        if self.spool is not None:
+            named = (pair for stage in stages for pair in named_tensors(stage.layers))
+            # The others are in a checkpoint, from which they can be read again.
+            here = {name for name, tensor in named if not tensor.is_meta}
+            load.contents = self.spool(worker.number, load.contents, here.__contains__)
+        return load
 
     def share(self, placement: Placement) -> None:
         """Go on with a placement of the same stages, of which replicas take other shares."""

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 
 from ..errors import WorkerError
+from ..pipeline.journal import Journal
 from ..protocol import messages as m
 from ..protocol.values import SentConstants
 from ..transport.address import Address, advice
@@ -24,6 +25,7 @@ class Member:
         cannot_reach: The workers to which its messages are forwarded, and whose messages are
             forwarded to it.
         num_unanswered: Requests whose ``Done`` has not come: more than one after an interruption.
+        journal: What was said to it since its latest snapshot; None if nothing is kept.
         is_apart_from: The numbers of the workers to which its connection broke, and may come back.
         is_paused: Whether its owner keeps the device for another use at present.
     """
@@ -41,6 +43,7 @@ class Member:
     # The thread that writes to the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
     num_unanswered: int = 0
+    journal: Journal | None = None
     is_apart_from: set[int] = field(default_factory=set)
     is_paused: bool = False
 
@@ -50,9 +53,9 @@ class Member:
             self.constants.clear()
 
     @property
-    def waits(self) -> bool:
-        """Whether nothing can come from it at present: for its owner, or for a connection."""
-        return self.is_paused or self.channel.is_away or bool(self.is_apart_from)
+    def is_cut_off(self) -> bool:
+        """Whether a connection of it is broken, and may come back."""
+        return self.channel.is_away or bool(self.is_apart_from)
 
     @property
     def last_known(self) -> str:

@@ -214,7 +214,8 @@ class HostedReplicas:
         before = self._states()
         yield
         for worker in self.workers:
-            worker.channel.wait_until_sent(0)  # what is being sent must not change
+            # What is being sent must not change.
+            worker.channel.wait_until_sent(0, self._remote.connections.leaving())
         changed = [name for name, state in self._states().items() if state != before[name]]
         if changed:
             raise ModelError(

@@ -7,22 +7,26 @@
     stages        runs forwards and backwards
     training      steps, clips, freezes and averages on the stages
     telemetry     records the actions of this process and of the workers
+    replacement   puts other workers in the place of lost ones, if the user wants that
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from ..devices.device import check_has_backend, device_for
 from ..plan import Narrowing
+from ..recovery import Recovery
 from ..transport.address import Address
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from .connections import Connections, Open
 from .layers import RemoteLayers
 from .optimizer_parts import OptimizerParts
+from .replacement import Replacements
 from .stages import RemoteStages
 from .telemetry import Telemetry
 
@@ -58,6 +62,7 @@ class Coordinator:
             workers, deadlines, identity, copies.receive_pool, open_channel
         )
         self.telemetry = Telemetry(self.connections, device)
+        self.replacements: Replacements | None = None
         self._has_served = False
         recorder = self.telemetry.recorder
         self.layers = RemoteLayers(self.connections)
@@ -80,6 +85,23 @@ class Coordinator:
         self.stages.norms_due.clear()
         self.stages.narrowings = narrowings
 
+    def replace_lost(self, settings: Recovery, folder: Path) -> Replacements:
+        """Put other workers in the place of lost ones; call it before layers are sent.
+
+        Args:
+            settings: What the user wants.
+            folder: Where snapshots lie during the run.
+
+        Raises:
+            SaveError: If the folder cannot be written.
+        """
+        self.replacements = Replacements(
+            settings, folder, self.connections, self.layers, self.stages
+        )
+        return self.replacements
+
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
         self.connections.close()
+        if self.replacements is not None:
+            self.replacements.close()

@@ -116,6 +116,7 @@ class RemoteStages:
             looked at gradients in the middle of an accumulation window.
         is_before_step: Whether an optimizer steps behind the present batch.
         on_last_backward: Called when all gradients of such a batch have been sent.
+        before_step: Called before each step, with whether gradients from before it stay.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class RemoteStages:
         self.sums_due: list[int] = []
         self.is_before_step = False
         self.on_last_backward: Callable[[], None] = lambda: None
+        self.before_step: Callable[[bool], None] = lambda _keeps_gradients: None
         self._connections = connections
         self._layers = layers
         self._recorder = recorder
@@ -146,13 +148,14 @@ class RemoteStages:
         """
         connections = self._connections
         connections.check_linked()
+        keeps_gradients = accumulate or is_trial
+        self.before_step(keeps_gradients)
         self.copies.keep_for(max_in_flight)
         connections.step += 1
         connections.in_flight = max_in_flight
         self.dropout_step += not is_trial
         self._recorder.begin_step()
         self._due = DueAnswers()
-        keeps_gradients = accumulate or is_trial
         if not keeps_gradients:
             self.norms_due.clear()
             self.has_new_gradients, self.sums_due = False, []

@@ -29,6 +29,9 @@ class _StageInputs:
     activations: dict[Key, Activation] = field(default_factory=dict)
     gradients: dict[Key, Gradients] = field(default_factory=dict)
     taken: set[tuple[type, Key]] = field(default_factory=set)
+    # The forwards that have run, and gradients that have come before theirs has.
+    has_run: set[Key] = field(default_factory=set)
+    waiting: dict[Key, list[Gradients]] = field(default_factory=dict)
     num_backwards: int = 0
     # The forwards of each visit that have run, and that have been announced.
     num_forwards_of: Counter[int] = field(default_factory=Counter)
@@ -58,13 +61,21 @@ class _StageInputs:
                 found.append(Action(number, "F", key))
         return found
 
-    def take(self, key: Key, arrived: Content) -> None:
+    def take(self, key: Key, arrived: Content, repeats: bool = False) -> None:
         """Keep an arrival until its action runs.
+
+        Args:
+            key: The micro-batch and visit.
+            arrived: What has come.
+            repeats: Whether the process repeats a lost one, so that gradients wait here already.
 
         Raises:
             RemoteProtocolError: If it has come before, or if gradients have no forward here.
         """
         kind = type(arrived)
+        if repeats and isinstance(arrived, Gradients) and key not in self.has_run:
+            self.waiting.setdefault(key, []).append(arrived)
+            return
         if (kind, key) in self.taken or (kind is Gradients and key in self.gradients):
             raise RemoteProtocolError(f"{self._named(kind, key)} came twice in one step.")
         if isinstance(arrived, Surroundings):
@@ -92,9 +103,18 @@ class _StageInputs:
         of_visit = f" in visit {key.visit}" if key.visit else ""
         return f"{kind.__name__} for stage {number} and micro-batch {key.microbatch}{of_visit}"
 
+    def note_forward(self, key: Key) -> None:
+        """Note that a forward has run; its gradients may be here already."""
+        self.num_forwards_of[key.visit] += 1
+        self.has_run.add(key)
+        for gradients in self.waiting.pop(key, ()):
+            self.take(key, gradients)
+
     def forget(self) -> None:
         self.stage.forget()
         self.taken.clear()
+        self.has_run.clear()
+        self.waiting.clear()
         self.surroundings.clear()
         self.activations.clear()
         self.gradients.clear()
@@ -116,6 +136,7 @@ class Runner:
         step: The number of the present step.
         max_in_flight: The most micro-batches in flight in this process.
         num_ready: How many actions were ready at the latest choice.
+        repeats: Whether the process repeats what a lost one has done; gradients may come early.
     """
 
     def __init__(self, stages: Iterable[Stage], step: int = 0) -> None:
@@ -123,6 +144,7 @@ class Runner:
         self.step = step
         self.max_in_flight = 1
         self.num_ready = 0
+        self.repeats = False
         self._in_flight: set[int] = set()
         # Whether nothing more belongs to the step.
         self._is_over = True
@@ -195,7 +217,7 @@ class Runner:
         if step > self.step:
             self._early.append(partial(self.take, step, number, key, arrived))
         else:
-            inputs.take(key, arrived)
+            inputs.take(key, arrived, self.repeats)
 
     def next_action(self) -> Action | None:
         """The action that the rule chooses among the ready ones of all stages."""
@@ -226,7 +248,7 @@ class Runner:
         surroundings = inputs.surroundings.pop(key)
         output = inputs.stage.forward(key, inputs.activations.pop(key), surroundings)
         del inputs.forward_at[key.visit, inputs.num_forwards_of[key.visit]]
-        inputs.num_forwards_of[key.visit] += 1
+        inputs.note_forward(key)
         if output.requires_grad:
             self._in_flight.add(key.microbatch)
         return output

@@ -3,7 +3,7 @@
 In order: the opening of a conversation; what every conversation has (signs of life, pauses,
 failures, the end); a stage's layers and tensors; what passes through the stages in a step;
 gradients, optimizers and weights; records and status. Measurements before anything is deployed are
-in `measurements.py`.
+in `measurements.py`, and what replaces a lost worker is in `snapshots.py`.
 
 Each class, or its base, declares who may send it in which states (``said``), and what else the
 package has to know of it; see `Message`. Decoding checks every field against its type and bounds.
@@ -54,6 +54,17 @@ from .measurements import Probe as Probe
 from .measurements import ProbeAnswer as ProbeAnswer
 from .session import Message as Message
 from .session import Speaker, State, by, by_anyone, kinds_below
+from .snapshots import CaughtUp as CaughtUp
+from .snapshots import ForgetSent as ForgetSent
+from .snapshots import KeepSent as KeepSent
+from .snapshots import NeighborReplaced as NeighborReplaced
+from .snapshots import ReplaceNeighbor as ReplaceNeighbor
+from .snapshots import Replay as Replay
+from .snapshots import SnapshotBegun as SnapshotBegun
+from .snapshots import SnapshotPart as SnapshotPart
+from .snapshots import SnapshotTensor as SnapshotTensor
+from .snapshots import TakeSnapshot as TakeSnapshot
+from .snapshots import Wait as Wait
 from .tensors import TensorSpec
 from .values import CacheArgument as CacheArgument
 from .values import LayerArguments as LayerArguments
@@ -260,6 +271,7 @@ class LoadTensor(LoadingRequest, frozen=True):
     quantizes the content itself. The worker answers each tensor with `Loaded`.
     """
 
+    answered_by = "Loaded"
     is_kept = True
     requests = "loading its weights"
     name: Name
@@ -331,6 +343,7 @@ class MovedTensor(Message, frozen=True):
 class Launch(Message, frozen=True):
     """All tensors are loaded: connect to the workers downstream and get ready for steps."""
 
+    answered_by = "Done"
     said = by(Speaker.COORDINATOR, State.LOADING, then=State.SERVING)
     requests = "connecting to its neighbors"
 
@@ -354,6 +367,7 @@ class SetAttributes(ServingRequest, frozen=True):
     """Plain attributes of a module inside a layer that changed on the coordinator, as text, and
     the names of those that were deleted there (``gone``)."""
 
+    is_standing = True
     layer_index: LayerNumber
     path: Name
     values: Text
@@ -463,6 +477,7 @@ class AbortStep(ServingRequest, frozen=True):
 class SetTrained(StampedRequest, frozen=True):
     """Freeze or unfreeze parameters from the next forward on."""
 
+    is_standing = True
     is_exact = False
     parameters: list[Name]
     requires_grad: bool
@@ -472,6 +487,7 @@ class ZeroGradients(StampedRequest, frozen=True):
     """Drop the gradients of parameters or, without ``set_to_none``, set them to zero; the worker
     answers `Done`."""
 
+    answered_by = "Done"
     parameters: list[Name]
     set_to_none: bool
 
@@ -479,6 +495,8 @@ class ZeroGradients(StampedRequest, frozen=True):
 class MeasureNorms(StampedRequest, frozen=True):
     """Asks for gradient norms of the parameters of one optimizer, or of all parameters."""
 
+    is_question = True
+    answered_by = "Norms"
     requests = "measuring its gradient norms"
     recorded_as = "optimizer"
     step: Count
@@ -517,6 +535,8 @@ class BuildOptimizer(ServingRequest, frozen=True):
     ``class_name`` is a class of torch.optim or, with the prefix ``bitsandbytes.``, of bitsandbytes.
     """
 
+    is_standing = True
+    answered_by = "Done"
     requests = "building an optimizer"
     optimizer: Count
     class_name: Name
@@ -596,6 +616,8 @@ class Timings(StageReport, frozen=True):
 class FetchOptimizerState(LoadingRequest, frozen=True):
     """Asks for an optimizer's state of some parameters; those without state are left out."""
 
+    is_question = True
+    answered_by = "Done"
     requests = "sending its optimizer's state"
     optimizer: Count
     parameters: list[Name]
@@ -617,6 +639,7 @@ class AverageWeights(StampedRequest, frozen=True):
     Without ``decay`` every update weighs the same; ``num_averaged`` counts the updates so far.
     """
 
+    is_standing = True
     action: Literal["begin", "go on", "update", "swap", "adopt"]
     num_averaged: Count
     decay: float | None
@@ -625,6 +648,8 @@ class AverageWeights(StampedRequest, frozen=True):
 class FetchTensors(LoadingRequest, frozen=True):
     """Asks for the content of parameters and buffers."""
 
+    is_question = True
+    answered_by = "Done"
     requests = "sending its weights"
     names: list[Name]
 
@@ -633,6 +658,8 @@ class FetchGradients(ServingRequest, frozen=True):
     """Asks for the gradients of parameters, each as a `TensorContent`; parameters without a
     gradient are left out."""
 
+    is_question = True
+    answered_by = "Done"
     names: list[Name]
 
 
@@ -661,6 +688,7 @@ class Record(ServingRequest, frozen=True):
     """Switch recording on or off from the next step on; with ``keeps_spans`` the stage keeps single
     spans besides sums."""
 
+    is_standing = True
     is_on: bool
     keeps_spans: bool
 
@@ -668,6 +696,8 @@ class Record(ServingRequest, frozen=True):
 class FetchRecord(ServingRequest, frozen=True):
     """Asks for the recorded sums and spans; each span is sent once."""
 
+    is_question = True
+    answered_by = "StageRecord"
     number: Count
     with_spans: bool
 
@@ -701,6 +731,8 @@ class Status(Message, frozen=True):
 class FetchFingerprints(ServingRequest, frozen=True):
     """Asks for the fingerprints of tensors that the coordinator has too."""
 
+    is_question = True
+    answered_by = "Fingerprints"
     requests = "comparing its weights"
     step: Count
     names: list[Name]

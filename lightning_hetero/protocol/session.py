@@ -88,6 +88,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
         said: Who may send the message in which state, and the state that follows. Every class has
             to declare it, unless its base does.
         begins_step: The message begins the step after the present one.
+        resumes_step: The message names the step behind which a worker takes a lost one's place.
+        is_question: The message changes nothing, so nobody needs it once it is answered.
+        is_standing: What the message sets is in no snapshot of a worker, so it is said again to the
+            worker that takes another's place.
+        answered_by: The class of the message that ends the answer; empty if there is none.
         is_kept: The receiver keeps the tensors for long, so each frame gets memory of its own
             instead of a buffer that is used again.
         is_probe: The tensors are large and unlike later ones, so their buffers are not kept.
@@ -99,6 +104,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     said: ClassVar[Rules] = {}
     begins_step: ClassVar[bool] = False
+    resumes_step: ClassVar[bool] = False
+    is_question: ClassVar[bool] = False
+    is_standing: ClassVar[bool] = False
+    answered_by: ClassVar[str] = ""
     is_kept: ClassVar[bool] = False
     is_probe: ClassVar[bool] = False
     requests: ClassVar[str] = ""
@@ -174,7 +183,7 @@ class Session:
         following = message.said.get((self.ours, self.state))
         if following is None:
             raise LocalProtocolError(f"{message} must not be sent while {self.state.value}.")
-        if message.begins_step and message.step is not None:
+        if (message.begins_step or message.resumes_step) and message.step is not None:
             self._step = message.step
         self.state = following
 
@@ -194,6 +203,9 @@ class Session:
     def _check_step(self, message: Message) -> None:
         """Check that the coordinator begins the steps in order and speaks of the present one."""
         if message.step is None:
+            return
+        if message.resumes_step and self._step == 0:
+            self._step = message.step
             return
         expected = self._step + 1 if message.begins_step else self._step
         if message.step != expected or message.step == 0:

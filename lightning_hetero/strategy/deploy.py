@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich.console import Console
 
+from ..callbacks.lost_worker import RecoveryCallback
 from ..callbacks.profiler import PipelineProfiler
 from ..coordinator.deployment import Deployment, imports_of
 from ..coordinator.progress import progress_of_bytes
@@ -38,6 +39,7 @@ from ..profiler.dry_run import NoSample
 from ..profiler.kept import Measured
 from ..profiler.measure import ProfilingOptions
 from ..profiler.run import ProfilingRun
+from ..recovery import Recovery
 from ..telemetry.ranges import share_as_text
 from ..transport.deadlines import Deadlines
 from .arguments import (
@@ -169,6 +171,7 @@ class Site:
         options: How the user wants batches to be cut.
         may_move: Whether any layer may move to any worker during the run.
         deadlines: How long anything may take.
+        recovery: How the run gets over lost workers; None if it does not.
     """
 
     module: pl.LightningModule
@@ -177,6 +180,7 @@ class Site:
     options: StepOptions
     may_move: bool
     deadlines: Deadlines
+    recovery: Recovery | None = None
 
     def deploy(self, layers: Sequence[DecoderLayer], choice: PlanChoice) -> Deployment | None:
         """Choose a plan and send the layers; None if no layer goes to a worker.
@@ -239,6 +243,7 @@ class Site:
         # The Trainer forgets the signal of an earlier run only after the layers are sent.
         if not trainer.received_sigterm:
             coordinator.connections.is_ending = lambda: trainer.received_sigterm
+        coordinator.connections.is_interrupted = lambda: trainer.interrupted
         return coordinator
 
     def carry_out(
@@ -260,6 +265,8 @@ class Site:
         if before is None:
             coordinator.serve(plan.workers, plan.narrowings)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
+        if before is None and self.recovery is not None:
+            self._recover_with(coordinator, self.recovery)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
         seed = dropout_seed() if before is None else before.draws.seed
@@ -275,9 +282,31 @@ class Site:
         )
         if before is not None:  # a plan that is refused changes nothing
             coordinator.serve(plan.workers, plan.narrowings)
+            if coordinator.replacements is not None:
+                coordinator.replacements.note_move()
+        elif coordinator.replacements is not None:
+            coordinator.replacements.begin()
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment
+
+    def _recover_with(self, coordinator: Coordinator, recovery: Recovery) -> None:
+        """Let the run get over lost workers, and tell the callbacks of them."""
+        trainer = self.module.trainer
+        folder = recovery.folder or Path(trainer.default_root_dir, "recovery")
+        replacements = coordinator.replace_lost(recovery, Path(folder))
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        told = [each for each in callbacks if isinstance(each, RecoveryCallback)]
+
+        def on_lost(name: str, step: int) -> None:
+            for each in told:
+                each.on_worker_lost(trainer, name, step)
+
+        def on_restored(name: str, step: int, seconds: float) -> None:
+            for each in told:
+                each.on_worker_restored(trainer, name, step, seconds)
+
+        replacements.on_lost, replacements.on_restored = on_lost, on_restored
 
     def _check_hosted(self, plan: Plan) -> None:
         """Refuse a training in which this process could not be a replica.

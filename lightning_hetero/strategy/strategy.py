@@ -480,6 +480,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._options,
             may_move=self._replan,
             deadlines=dataclasses.replace(self.deadlines, linger_seconds=linger_seconds),
+            recovery=self._recovery,
         )
 
     def _leave_weights(self) -> None:

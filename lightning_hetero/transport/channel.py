@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..devices.copies import Copies, HostCopy
 from ..errors import ChannelError, HeteroError, RemoteProtocolError
+from ..pipeline.journal import Encode
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Action
 from ..protocol import messages as m
@@ -42,6 +43,13 @@ logger = logging.getLogger(__name__)
 
 # A message, and the function that encodes its frame.
 Queued = tuple[m.Message, Callable[[], list[memoryview]]]
+
+# Keeps a message that is about to be queued. It gets what encodes the frame, and whether that may
+# be called at once, and returns what encodes the frame for the channel.
+Keep = Callable[[m.Message, Encode, bool], Encode]
+
+# How often a wait looks whether this process is to end.
+LOOK_SECONDS = 1.0
 
 # Relative to the silence. A machine that is up acknowledges something at least twice in it, even
 # while its receive window is closed and it only gets window probes.
@@ -88,6 +96,7 @@ class Channel:
             frame, and when sending began.
         forward: Called in the reading thread with each frame; a frame for which it returns true
             does not reach the inbox.
+        keep: Keeps what is sent for a process that takes the peer's place; None keeps nothing.
     """
 
     def __init__(
@@ -113,6 +122,7 @@ class Channel:
         self.clock = PeerClock(self.send)
         self.on_sent: Callable[[m.Message, int, float], None] | None = None
         self.forward: Callable[[Frame], bool] | None = None
+        self.keep: Keep | None = None
         self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
         self._is_encoding = False
         self._is_closing = False
@@ -163,7 +173,7 @@ class Channel:
         frame = Frame(message, tensors)
         buffers = encode_frame(frame)
         logger.debug("> %s %s", self.peer, frame)
-        self._queue(message, lambda: buffers)
+        self._queue(message, self._kept(message, lambda: buffers, is_ready=True))
 
     def send_later(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
         """Queue a frame that the writing thread encodes, which may wait for its tensors.
@@ -172,7 +182,19 @@ class Channel:
             LocalProtocolError: If the rules forbid the message.
         """
         logger.debug("> %s %s", self.peer, message)
-        self._queue(message, encode)
+        self._queue(message, self._kept(message, encode, is_ready=False))
+
+    def send_again(self, message: m.Message, frame: bytes) -> None:
+        """Queue a frame that was kept.
+
+        Raises:
+            LocalProtocolError: If the rules forbid the message.
+        """
+        logger.debug("> %s again %s", self.peer, message)
+        self._queue(message, lambda: [memoryview(frame)])
+
+    def _kept(self, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
+        return encode if self.keep is None else self.keep(message, encode, is_ready)
 
     def pass_on(self, frame: Frame, most_queued: int) -> None:
         """Queue a frame as another process of the run has sent it; drop it if it is too late.
@@ -211,13 +233,15 @@ class Channel:
             self._outgoing.put((message, encode))
         self._note_end()
 
-    def wait_until_sent(self, most_queued: int) -> None:
+    def wait_until_sent(self, most_queued: int, look: Callable[[], None] | None = None) -> None:
         """Wait until at most ``most_queued`` frames are still queued, or the channel is over.
 
         If none is queued any more, the tensors of all frames may change from now on.
+
+        Args:
+            look: Called once a second; it may raise to end the wait.
         """
-        with self._progress:
-            self._progress.wait_for(lambda: self._num_queued <= most_queued or self._is_over)
+        self._wait_for(lambda: self._num_queued <= most_queued, look)
         if most_queued == 0:
             self.line.own_all()
 
@@ -236,13 +260,22 @@ class Channel:
         """Whether a `Goodbye` or `Failure` ended the conversation."""
         return self._session.state is State.CLOSED
 
-    def peer_answers(self) -> bool:
-        """Ask for a sign of life; wait until the peer says anything or the channel is over."""
+    def peer_answers(self, look: Callable[[], None] | None = None) -> bool:
+        """Ask for a sign of life; wait until the peer says anything or the channel is over.
+
+        Args:
+            look: As in `wait_until_sent`.
+        """
         before = self._num_heard
         self.send(m.Ping())
-        with self._progress:
-            self._progress.wait_for(lambda: self._num_heard > before or self._is_over)
+        self._wait_for(lambda: self._num_heard > before, look)
         return self._num_heard > before
+
+    def _wait_for(self, is_so: Callable[[], bool], look: Callable[[], None] | None) -> None:
+        with self._progress:
+            while not self._progress.wait_for(lambda: is_so() or self._is_over, LOOK_SECONDS):
+                if look is not None:
+                    look()
 
     def close(self, last_word: m.Message | None = None) -> None:
         """Send the queued frames and a last message, then end the channel and its threads."""

@@ -84,12 +84,12 @@ class MovedSide:
         average = None if message.average is None else tensor(message.average)
         states = {number: unpack(value, tensors) for number, value in message.optimizers.items()}
         for found in states.values():
-            _check_state(message.name, found, tensor(message.content))
+            check_state(message.name, found, tensor(message.content))
         self._training.take(message.name, states, average)
         self._coordinator.send(m.Loaded(message.name))
 
 
-def _check_state(name: str, state: object, content: Tensor) -> None:
+def check_state(name: str, state: object, content: Tensor) -> None:
     """Refuse an optimizer's state that is larger than its parameter.
 
     Raises:

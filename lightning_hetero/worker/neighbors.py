@@ -9,6 +9,7 @@ from functools import partial
 
 from ..devices.copies import Copies
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError, WorkerUnreachable
+from ..pipeline.journal import FrameStore, Repeats, SentLog
 from ..pipeline.rule import Key
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -44,6 +45,66 @@ class Neighbors:
         # By step, stage and key: the way of a forward, and the channel that its activation came by.
         self._ways: dict[Place, m.Arguments] = {}
         self._came_by: dict[Place, Channel] = {}
+        # What goes to other workers and has come from them, where a lost one is to be replaced.
+        self._log: SentLog | None = None
+        self._repeats: dict[int, Repeats] = {}
+
+    def keep_sent(self, most_bytes: int) -> None:
+        """Keep what goes to other workers from now on, with so many bytes of it in memory."""
+        self._log = SentLog(FrameStore(most_bytes))
+        for channel, number in self.numbers.items():
+            self._keep_over(channel, number)
+
+    def forget_sent(self, step: int) -> None:
+        """Drop what was kept of the steps up to this one."""
+        if self._log is not None:
+            self._log.forget(step)
+
+    def _keep_over(self, channel: Channel, number: int) -> None:
+        if self._log is not None and channel is not self._coordinator:
+            channel.keep = partial(self._log.keep, number)
+
+    def is_new(self, message: m.Activation | m.Gradient, channel: Channel) -> bool:
+        """Whether a message has not come before from a worker that is lost by now."""
+        number = self.numbers.get(channel)
+        if self._log is None or not number:
+            return True
+        return self._repeats.setdefault(number, Repeats()).takes(message)
+
+    def replace(self, message: m.ReplaceNeighbor, start: Callable[[Channel], None]) -> None:
+        """Talk to the worker in the place of a lost one, and send it what was kept.
+
+        Args:
+            message: Tells where it is.
+            start: Starts a channel to it.
+
+        Raises:
+            WorkerUnreachable: If it does not answer.
+        """
+        number = message.member
+        peer = m.PeerSpec(number, message.address, message.session)
+        if number in self._downstream:
+            self._peers[number] = peer
+            if (before := self._downstream.pop(number)) is not self._coordinator:
+                before.close()
+            channel = self._dial(peer.address, peer.session, self._number)
+            start(channel)
+            self._downstream[number] = channel
+            self._keep_over(channel, number)
+        channels = [channel for channel, other in self._upstream.items() if other == number]
+        former, latest = channels[:-1], channels[-1] if channels else None
+        for each in former:
+            del self._upstream[each]
+            each.close()
+        if latest is not None:
+            by = self._came_by.items()
+            self._came_by = {p: latest if c in former else c for p, c in by}
+        self._repeats.setdefault(number, Repeats()).begin()
+        for entry in () if self._log is None else self._log.sent_to(number):
+            is_activation = isinstance(entry.message, m.Activation)
+            target = self._downstream.get(number) if is_activation else latest
+            if target is not None:
+                target.send_again(entry.message, entry.read())
 
     def expect(self, message: m.Deploy) -> None:
         """Note who this worker is, and whom `connect` may dial."""
@@ -60,6 +121,8 @@ class Neighbors:
         """Forget the ways of earlier steps."""
         self._ways = {place: way for place, way in self._ways.items() if place[0] >= step}
         self._came_by = {place: by for place, by in self._came_by.items() if place[0] >= step}
+        for repeats in self._repeats.values():
+            repeats.begin_step(step)
 
     def connect(
         self, numbers: Iterable[int], start: Callable[[Channel], None]
@@ -85,6 +148,7 @@ class Neighbors:
                 channel.line.on_back = partial(self._tell, m.NeighborBack(number))
                 start(channel)
             self._downstream[number] = channel
+            self._keep_over(channel, number)
         return errors
 
     def _tell_away(self, number: int, reason: str) -> None:
@@ -109,6 +173,7 @@ class Neighbors:
 
     def attach(self, channel: Channel, number: int) -> None:
         """Take a channel that another worker has opened."""
+        self._keep_over(channel, number)
         self._upstream[channel] = number
 
     def let_go(self, channel: Channel) -> None:
@@ -241,6 +306,8 @@ class Neighbors:
         for channel in {*self._upstream, *self._downstream.values()} - {self._coordinator}:
             channel.close(m.Goodbye())
         self._coordinator.close(last_word)
+        if self._log is not None:
+            self._log.store.close()
 
 
 def _place_of(message: m.Arguments | m.Activation | m.Gradient) -> Place:

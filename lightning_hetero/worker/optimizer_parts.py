@@ -110,6 +110,14 @@ class TrainedSide:
         """Whether any optimizer has a part here."""
         return bool(self._optimizers)
 
+    @property
+    def present(self) -> Belongings:
+        """What belongs to the present tensors."""
+        return Belongings(
+            {number: self._all_states(number) for number in self._known_optimizers()},
+            {**self._awaiting.averages, **self._averages.present},
+        )
+
     def train_anew(self, kept: Collection[str], stepped: Callable[[str], bool]) -> None:
         """Take optimizers and averages apart; the layers have changed.
 
@@ -117,10 +125,7 @@ class TrainedSide:
             kept: The tensors that the layers go on with; what belongs to the others is `leaving`.
             stepped: Whether this worker steps a parameter from now on.
         """
-        former = Belongings(
-            {number: self._all_states(number) for number in self._known_optimizers()},
-            {**self._awaiting.averages, **self._averages.present},
-        )
+        former = self.present
         self._awaiting = former.restrict_to(set(kept))
         # Also what goes to another worker and stays here.
         self.leaving = former

@@ -7,6 +7,7 @@
     training    steps, clips, freezes and averages
     moves       passes tensors on to other workers as layers move, and takes theirs
     replicas    adds up gradients with the workers that hold the same stages
+    snapshots   tells the state for a worker that takes this one's place, or takes it
     telemetry   times and records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
@@ -29,7 +30,13 @@ from queue import SimpleQueue
 from torch import Tensor, nn
 
 from ..devices.device import device_for
-from ..errors import ChannelError, HeteroError, LocalProtocolError, ModelError
+from ..errors import (
+    ChannelError,
+    HeteroError,
+    LocalProtocolError,
+    ModelError,
+    WorkerUnreachable,
+)
 from ..model.four_bit import multiply_in
 from ..model.layers import EMBEDDING_LAYER, check_token_ids, describe_layers
 from ..pipeline.boundary import Activation, Gradients
@@ -59,6 +66,7 @@ from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
 from .replicas import ReplicaSide
+from .snapshots import SnapshotSide
 from .telemetry import RecordedSide
 from .trials import MeasuredSide, answer_probe
 
@@ -75,6 +83,10 @@ _NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed)
 
 
 _LAST_WORDS = (m.Failure, m.Goodbye)
+
+
+# Requests that wait for forwards and backwards wait for these.
+_NEVER_BEHIND = (m.Activation, m.Gradient, m.AbortStep, m.ReplicaTensors, m.ReplaceNeighbor)
 
 
 class SessionOver(Exception):
@@ -128,6 +140,7 @@ class StageSession:
             self._layers, self._copies, self._neighbors.pass_on, channel_to
         )
         self._training.is_owned = self._replicas.is_owned
+        self._snapshots = SnapshotSide(coordinator, self._layers, self._training)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -139,6 +152,12 @@ class StageSession:
             **self._layers.handlers,
             **self._moves.handlers,
             **self._replicas.handlers,
+            **self._snapshots.handlers,
+            m.KeepSent: self._on_keep_sent,
+            m.ForgetSent: self._on_forget_sent,
+            m.ReplaceNeighbor: self._on_replace_neighbor,
+            m.Replay: self._on_replay,
+            m.Wait: self._on_wait,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.Deploy: self._on_deploy,
@@ -281,7 +300,7 @@ class StageSession:
 
         What these wait for never waits. Arguments do, so that no later forward overtakes a request.
         """
-        if isinstance(message, (m.Activation, m.Gradient, m.AbortStep, m.ReplicaTensors)):
+        if isinstance(message, _NEVER_BEHIND):
             return False
         is_behind = bool(self._awaiting) or self._replicas.is_waiting
         return is_behind or isinstance(message, m.StampedRequest)
@@ -315,6 +334,8 @@ class StageSession:
         try:
             if isinstance(message, (m.Activation, m.Gradient)):
                 if self._runner.is_late(message.step):
+                    return
+                if not self._neighbors.is_new(message, arrival.channel):
                     return
                 self._neighbors.check_way(message, arrival.channel)
             if isinstance(message, m.ReplicaTensors):
@@ -428,8 +449,32 @@ class StageSession:
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.check_complete()
         self._training.forget_leaving()
+        self._snapshots.begin()
         self._connect(self._neighbors.peers)
         self._coordinator.send(m.Done())
+
+    def _on_keep_sent(self, message: m.KeepSent, _tensors: tuple[Tensor, ...]) -> None:
+        self._neighbors.keep_sent(message.most_bytes)
+
+    def _on_forget_sent(self, message: m.ForgetSent, _tensors: tuple[Tensor, ...]) -> None:
+        self._neighbors.forget_sent(message.behind)
+
+    def _on_replace_neighbor(
+        self, message: m.ReplaceNeighbor, _tensors: tuple[Tensor, ...]
+    ) -> None:
+        reason = ""
+        try:
+            self._neighbors.replace(message, self._start)
+        except WorkerUnreachable as error:
+            reason = str(error)[:_MOST_TEXT]
+        self._coordinator.send(m.NeighborReplaced(message.member, reason))
+
+    def _on_replay(self, message: m.Replay, _tensors: tuple[Tensor, ...]) -> None:
+        self._runner.step, self._runner.repeats = message.step, True
+
+    def _on_wait(self, message: m.Wait, _tensors: tuple[Tensor, ...]) -> None:
+        if message.is_end:
+            self._coordinator.send(m.CaughtUp())
 
     def _connect(self, numbers: Iterable[int]) -> None:
         """Open the channels to other workers; tell the coordinator which are out of reach."""

@@ -115,6 +115,7 @@ PLACES: Mapping[str, Callable[[m.Message, str], bool]] = {
     "forward": lambda message, doing: isinstance(message, m.Activation) and not doing,
     "backward": lambda message, _: isinstance(message, m.Gradient),
     "clip": lambda message, _: isinstance(message, m.ClipGradients),
+    "reduce": lambda message, _: isinstance(message, m.ReduceGradients),
     "step": lambda message, _: isinstance(message, m.ApplyOptimizer),
     "checkpoint": lambda message, _: isinstance(message, m.FetchOptimizerState),
     "evaluation": lambda message, doing: (

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
+from lightning_hetero.errors import LinkLost, WorkerLost
 
-from ..conftest import WorkerProcess
+from ..conftest import WorkerProcess, worker_process
 from ..faults.relay import Relay, relay_to
+from ..forked import running_script
 from .journey import NUM_LAYERS, PLACES, Journey, Result, Striker, later, returns_in, travel
+from .tunnels import FORWARDED, tunnels_to
 
 STALL_SECONDS = 0.3
 
@@ -72,11 +78,122 @@ def test_a_connection_that_breaks_everywhere_costs_no_bit(
     ends = [relay.address for relay in relays]
     strategy = HeteroPipelineStrategy(ends, plan_over(*ends), recovery=Recovery(60))
     # Before the workers serve, they have no connection to each other.
-    places = [place for place in PLACES if place != "load" or link != "worker to worker"]
+    places = [p for p in PLACES if p != "reduce" and (p, link) != ("load", "worker to worker")]
     module = Journey()
     striker = Striker(module, reset if fault == "RST" else stall_then_reset, places)
     with striker.watching(), caplog.at_level(logging.INFO):
         found = travel(strategy, tmp_path, module)
     assert sorted(striker.struck) == sorted(places)
     assert returns_in(caplog) >= len(places) - 1
+    found.check_equal(undisturbed)
+
+
+def strategy_over(*ends: str, seconds: float = 60, plan: Plan | None = None) -> Any:
+    return HeteroPipelineStrategy(
+        list(ends), plan or plan_over(*ends), recovery=Recovery(linger_seconds=seconds)
+    )
+
+
+def test_a_worker_whose_process_is_gone_is_lost_at_once(workers: list[str], tmp_path: Path) -> None:
+    """The process that takes its place says that it does not know the session."""
+    with worker_process() as victim:
+        module = Journey()
+        striker = Striker(module, lambda: victim.session.kill(), ["backward"])
+        began = time.monotonic()
+        with striker.watching(), pytest.raises(WorkerLost) as lost:
+            travel(strategy_over(victim.address, workers[0], seconds=110), tmp_path, module)
+        assert time.monotonic() - began < 90
+        assert "this worker does not serve the session that was asked for" in str(lost.value)
+        travel(strategy_over(victim.address, workers[0]), tmp_path / "next")
+
+
+def test_a_worker_whose_machine_says_that_nobody_listens_is_lost_at_once(
+    workers: list[str], tmp_path: Path
+) -> None:
+    with worker_process() as victim:
+        module = Journey()
+        striker = Striker(module, victim.process.kill, ["backward"])
+        with striker.watching(), pytest.raises(WorkerLost, match="No worker answers at"):
+            travel(strategy_over(workers[0], victim.address, seconds=110), tmp_path, module)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_connection_that_stays_away_ends_the_run(
+    index: int, relays: list[Relay], tmp_path: Path
+) -> None:
+    module = Journey()
+    ends = [relay.address for relay in relays]
+    striker = Striker(module, relays[index].pull, ["backward"])
+    with striker.watching(), pytest.raises((WorkerLost, LinkLost)) as lost:
+        travel(strategy_over(*ends, seconds=0.5), tmp_path, module)
+    assert "did not come back within 0.5 s." in str(lost.value)
+
+
+WAITING = """
+import sys
+from lightning_hetero import HeteroPipelineStrategy, Recovery
+from tests.faults.relay import relay_to
+from tests.models import TinyModule, loader, trainer
+
+with relay_to(sys.argv[1]) as relay:
+    class Module(TinyModule):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                relay.pull()
+                print("waits", flush=True)
+            return super().training_step(batch, batch_idx)
+
+    strategy = HeteroPipelineStrategy([relay.address], "even", recovery=Recovery(600))
+    trainer(strategy, max_steps=3).fit(Module(), loader(36, 12))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda each: each.name)
+def test_a_signal_ends_a_run_that_waits_for_a_connection(number: signal.Signals) -> None:
+    options = ("--linger-seconds", "600")
+    with (
+        worker_process(*options) as worker,
+        running_script(WAITING, worker.address) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode not in (None, 0, -signal.SIGKILL)
+    assert "no stage returned a result for 5 s in step 2, while stage 1 on" in said
+    assert "was cut off" in said
+
+
+def test_replicas_add_up_the_same_gradients(relays: list[Relay], tmp_path: Path) -> None:
+    """What replicas send each other changes as soon as it is sent."""
+
+    def plan(ends: Sequence[str]) -> Plan:
+        stages = [StagePlan(["coordinator"], (0, 1)), StagePlan([*ends], (1, NUM_LAYERS))]
+        return Plan(stages, micro_batches=4)
+
+    ends = [relay.address for relay in relays]
+    undisturbed = travel(HeteroPipelineStrategy(ends, plan(ends)), tmp_path / "undisturbed")
+    module, places = Journey(), ["backward", "reduce", "clip", "step"]
+
+    def reset() -> None:
+        for relay in relays:
+            relay.reset()
+
+    striker = Striker(module, reset, places)
+    with striker.watching():
+        found = travel(strategy_over(*ends, plan=plan(ends)), tmp_path / "broken", module)
+    assert sorted(striker.struck) == sorted(places)
+    found.check_equal(undisturbed)
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{FORWARDED}")
+def test_connections_that_the_coordinator_forwards_come_back(
+    workers: list[str], undisturbed: Result, tmp_path: Path
+) -> None:
+    module, places = Journey(), ["forward", "backward", "step", "generation"]
+    with tunnels_to(workers[:2]) as ends:
+        striker = Striker(module, ends.reset, places)
+        with striker.watching():
+            found = travel(strategy_over(*ends), tmp_path, module)
+    assert sorted(striker.struck) == sorted(places)
     found.check_equal(undisturbed)

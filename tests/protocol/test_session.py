@@ -99,19 +99,21 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "Paused Resumed",
     ),
     (workers_pair, State.LOADING): (
-        "LoadTensor OfferTensor SendTensors MovedTensor FetchTensors FetchOptimizerState Launch",
+        "LoadTensor OfferTensor SendTensors MovedTensor FetchTensors FetchOptimizerState Launch "
+        "KeepSent SnapshotTensor ReplaceNeighbor",
         "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
         "TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway NeighborBack "
-        "Paused Resumed",
+        "Paused Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
     ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
         "Gradient DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients "
         "ApplyOptimizer AverageWeights ReduceGradients ReplicaTensors Record FetchRecord "
-        "FetchTensors FetchGradients FetchOptimizerState FetchFingerprints Deploy",
+        "FetchTensors FetchGradients FetchOptimizerState FetchFingerprints Deploy "
+        "KeepSent ForgetSent TakeSnapshot Replay Wait ReplaceNeighbor",
         "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
         "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable NeighborAway "
-        "NeighborBack Paused Resumed",
+        "NeighborBack Paused Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
@@ -260,6 +262,26 @@ def test_layers_move_between_two_steps() -> None:
     pair.answer(m.Done())
     pair.ask(m.BuildOptimizer(0, "AdamW", None, []), m.BeginStep(2, 1, accumulate=False))
     assert pair.state is State.SERVING
+
+
+def test_a_worker_goes_on_in_the_place_of_a_lost_one() -> None:
+    pair = bring(workers_pair(), State.LOADING)
+    pair.ask(m.LoadTensor("0.weight"), m.SnapshotTensor("0.bias", None))
+    pair.answer(m.Loaded("0.weight"), m.Loaded("0.bias"))
+    pair.ask(m.KeepSent(2**20), m.Launch())
+    pair.answer(m.Done())
+    pair.ask(m.Replay(7), m.BuildOptimizer(0, "AdamW", None, []))
+    pair.ask(m.BeginStep(8, 1, accumulate=False), m.Wait(is_end=True))
+    pair.answer(m.CaughtUp())
+    pair.ask(m.TakeSnapshot(1, with_gradients=False), m.BeginStep(9, 1, accumulate=False))
+    pair.answer(m.SnapshotBegun(1), m.SnapshotPart(1, is_last=True))
+    pair.ask(m.ForgetSent(8))
+
+
+def test_only_a_new_worker_goes_on_behind_a_step() -> None:
+    pair = bring(workers_pair(), State.SERVING)
+    with pytest.raises(RemoteProtocolError, match="Replay is for step 7"):
+        pair.ask(m.Replay(7))
 
 
 def test_a_whole_run_of_two_neighbors() -> None:

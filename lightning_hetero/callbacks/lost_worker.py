@@ -1,0 +1,35 @@
+"""RecoveryCallback: what a user's callback is told when a worker is lost and comes back."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+
+class RecoveryCallback(Callback):
+    """Base of callbacks that want to know of lost workers; override either method.
+
+    Both are called in the middle of a step, while the run waits for a worker. So they must not use
+    the model, and should be quick. An exception in one of them ends the run. They are called only
+    with ``HeteroPipelineStrategy(recovery=...)``.
+    """
+
+    def on_worker_lost(self, trainer: pl.Trainer, name: str, step: int) -> None:
+        """A worker is lost, and the run waits for another process in its place.
+
+        Args:
+            trainer: The Trainer.
+            name: The worker's name in the plan.
+            step: The step in which it was lost, as the log counts steps: every training batch and
+                every batch of an evaluation is one.
+        """
+
+    def on_worker_restored(self, trainer: pl.Trainer, name: str, step: int, seconds: float) -> None:
+        """Another process has repeated all that a lost worker had done.
+
+        Args:
+            trainer: The Trainer.
+            name: The worker's name in the plan.
+            step: The step in which it was lost.
+            seconds: The time since the loss was noticed.
+        """

@@ -1,0 +1,420 @@
+"""What brings a lost worker back: another process gets its layers, its state and its messages.
+
+    lost       its channel has ended for good
+    dialled    the same address, where another process may serve by now
+    restored   its layers as they were sent, then its part of the latest snapshot
+    linked     its neighbors talk to it, and send again what they kept for the lost one
+    repeated   it gets again what the lost one was told since the snapshot, in the same order
+
+All others just wait. What the new worker tells again is dropped, so each step is seen once. All of
+this happens in the thread that waits for the workers, inside its wait.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from ..errors import ChannelError, HeteroError, RemoteProtocolError, WorkerError, WorkerUnreachable
+from ..model.tensors import named_tensors
+from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
+from ..protocol import messages as m
+from ..protocol.frames import Frame
+from ..recovery import Recovery
+from .connections import Connections
+from .layers import RemoteLayers
+from .member import Member
+from .snapshots import SnapshotFiles, check_snapshot
+from .stages import RemoteStages
+
+# Between two attempts to reach a worker that is about to start again.
+_BETWEEN_DIALS_SECONDS = 0.1
+_MOST_UNDER_WAY = 2
+# A worker's part of a snapshot is at most so many times its tensors, and some more.
+_MOST_TIMES = 8
+_MOST_BESIDE_BYTES = 2**24
+
+
+@dataclass
+class _Snapshot:
+    """A snapshot on its way to its files.
+
+    Attributes:
+        number: From 1 on.
+        step: The step behind which it is.
+        missing: The workers whose parts are not whole yet.
+        written: The pieces that are being written.
+        num_bytes: The bytes that have come, by worker.
+    """
+
+    number: int
+    step: int
+    missing: set[Member]
+    written: list[Future[None]] = field(default_factory=list)
+    num_bytes: dict[Member, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A worker that was lost, and how far it was replaced.
+
+    Args:
+        worker: The worker.
+        step: The step in which it was lost.
+        began_seconds: When, by the monotonic clock.
+    """
+
+    worker: Member
+    step: int
+    began_seconds: float
+
+
+class Replacements:
+    """Takes snapshots, and puts other workers in the place of lost ones.
+
+    Args:
+        settings: What the user wants.
+        folder: Where files may lie; a folder for this run is made in it.
+        connections: The workers.
+        layers: The layers that they hold.
+        stages: Runs the steps.
+
+    Attributes:
+        on_lost: Called with the name of a lost worker and the step.
+        on_restored: Called with the name of a worker, the step in which the one before it was lost,
+            and the seconds since, when it has repeated all of that.
+
+    Raises:
+        SaveError: If the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        settings: Recovery,
+        folder: Path,
+        connections: Connections,
+        layers: RemoteLayers,
+        stages: RemoteStages,
+    ) -> None:
+        self.on_lost: Callable[[str, int], None] = lambda _name, _step: None
+        self.on_restored: Callable[[str, int, float], None] = lambda _name, _step, _seconds: None
+        self._settings = settings
+        self._files = SnapshotFiles(folder / f"run-{secrets.token_hex(4)}")
+        self._connections = connections
+        self._layers = layers
+        self._stages = stages
+        self._store = FrameStore()
+        self._latest = self._num_snapshots = 0
+        self._latest_seconds = time.monotonic()
+        self._coming: _Snapshot | None = None
+        self._losses: dict[Member, Loss] = {}
+        self._have_moved = False
+        connections.replace = self.replace
+        connections.asides[m.SnapshotBegun] = self._on_snapshot_begun
+        connections.asides[m.CaughtUp] = self._on_caught_up
+        connections.take_piece = self._take_piece
+        layers.spool = self._files.spooled
+        stages.before_step = self._before_step
+
+    def close(self) -> None:
+        """Remove all files. May be called twice."""
+        self._files.close()
+        self._store.close()
+
+    def begin(self) -> None:
+        """Keep from now on what is said: the workers have their layers, and no step has run."""
+        self._connections.broadcast(m.KeepSent(MOST_IN_MEMORY_BYTES))
+        for worker in self._connections.workers:
+            worker.journal = Journal(self._store, partial(self._stages.stamp, worker))
+            worker.channel.keep = worker.journal.keep
+
+    def note_move(self) -> None:
+        """Note that layers have moved: what is kept is of the layers before."""
+        self._have_moved = True
+        for worker in self._connections.workers:
+            worker.journal = worker.channel.keep = None
+
+    # snapshots
+
+    def _before_step(self, with_gradients: bool) -> None:
+        """Take a snapshot before a step, if it is time."""
+        self._use_if_whole()
+        journals = [w.journal for w in self._connections.workers if w.journal is not None]
+        num_bytes = sum(journal.num_bytes for journal in journals)
+        is_full = num_bytes > self._settings.log_gib * 2**30
+        seconds = time.monotonic() - self._latest_seconds
+        is_due = is_full or seconds >= self._settings.every_seconds
+        if not journals or self._coming is not None or not is_due:
+            return
+        if any(journal.has_caches for journal in journals):
+            if is_full:
+                self._give_up(journals)
+            return
+        self._take(with_gradients)
+
+    def _give_up(self, journals: Collection[Journal]) -> None:
+        """Keep nothing while key-value caches live, which no snapshot holds."""
+        for journal in journals:
+            if journal.fault is None:
+                journal.give_up(
+                    f"More than {self._settings.log_gib:g} GiB were sent while a key-value cache "
+                    "was in use, which no snapshot holds (`log_gib` of `Recovery`)."
+                )
+
+    def _take(self, with_gradients: bool) -> None:
+        connections = self._connections
+        self._num_snapshots += 1
+        number, workers = self._num_snapshots, list(connections.workers)
+        for worker in workers:
+            stamp = self._stages.stamp(worker)
+            connections.send(worker, m.TakeSnapshot(number, with_gradients, **stamp))
+            # What the worker keeps is in no snapshot.
+            worker.forget_constants()
+            if worker.journal is not None:
+                worker.journal.mark()
+        self._coming = _Snapshot(number, connections.step, set(workers))
+
+    def _on_snapshot_begun(self, worker: Member, message: m.SnapshotBegun) -> None:
+        if self._is_coming(message.number) and worker.journal is not None:
+            worker.journal.note_begun()
+
+    def _is_coming(self, number: int) -> bool:
+        return self._coming is not None and self._coming.number == number
+
+    def _take_piece(self, worker: Member, message: m.SnapshotPart, piece: Tensor) -> None:
+        """Write a piece of a worker's part.
+
+        Raises:
+            RemoteProtocolError: If the worker tells more than its layers can have.
+        """
+        coming = self._coming
+        if coming is None or coming.number != message.number or worker not in coming.missing:
+            return  # that snapshot is not used any more
+        num_bytes = coming.num_bytes.get(worker, 0) + piece.nbytes
+        most = _MOST_TIMES * self._bytes_of(worker) + _MOST_BESIDE_BYTES
+        if num_bytes > most:
+            raise RemoteProtocolError(
+                f"Its part of a snapshot has more than {num_bytes} bytes, and at most {most} fit "
+                "its layers."
+            )
+        coming.num_bytes[worker] = num_bytes
+        coming.written.append(self._files.add(worker.number, message.number, piece))
+        if message.is_last:
+            coming.missing.discard(worker)
+            self._use_if_whole()
+
+    def _bytes_of(self, worker: Member) -> int:
+        stages = self._layers.holdings.stages_of(worker)
+        return sum(t.nbytes for stage in stages for _, t in named_tensors(stage.layers))
+
+    def _use_if_whole(self) -> None:
+        """Go on from the snapshot on its way if all of it is in its files."""
+        coming = self._coming
+        if coming is None or coming.missing or not all(f.done() for f in coming.written):
+            return
+        self._coming, self._latest_seconds = None, time.monotonic()
+        errors = (each.exception() for each in coming.written)
+        if (error := next((e for e in errors if e is not None), None)) is not None:
+            rank_zero_info(f"A snapshot was not written, and the one before it stays: {error}")
+            self._forget(coming)
+            return
+        self._latest = coming.step
+        for worker in self._connections.workers:
+            self._files.note_whole(worker.number, coming.number)
+            if worker.journal is not None:
+                worker.journal.cut()
+        self._connections.broadcast(m.ForgetSent(coming.step))
+
+    def _forget(self, coming: _Snapshot) -> None:
+        for worker in self._connections.workers:
+            self._files.drop(worker.number, coming.number)
+            if worker.journal is not None:
+                worker.journal.unmark()
+
+    # replacement
+
+    def replace(self, worker: Member, cause: HeteroError) -> str | None:
+        """Put another process in the place of a lost worker.
+
+        Returns:
+            Why that is not possible, as a sentence; None if the run can go on.
+        """
+        lost: dict[Member, Loss] = {}
+        end_seconds = time.monotonic() + self._settings.wait_seconds
+        try:
+            self._note_lost(worker, cause, lost)
+            if self._coming is not None:
+                self._forget(self._coming)
+                self._coming = None
+            while not self._is_restored(lost, is_last_try=time.monotonic() >= end_seconds):
+                time.sleep(_BETWEEN_DIALS_SECONDS)
+        except (HeteroError, OSError) as error:
+            return f"It cannot be replaced: {error}"
+        self._losses |= lost
+        return None
+
+    def _note_lost(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
+        """Note that a worker is to be replaced.
+
+        Raises:
+            WorkerError: If that is not possible.
+        """
+        if (obstacle := self._obstacle(worker)) is not None:
+            raise WorkerError(obstacle)
+        lost[worker] = Loss(worker, self._connections.step, time.monotonic())
+        rank_zero_info(
+            f"{worker} was lost in step {self._connections.step}, and the run waits up to "
+            f"{self._settings.wait_seconds:g} s for it to come back. {cause}"
+        )
+        self.on_lost(worker.name, self._connections.step)
+
+    def _obstacle(self, worker: Member) -> str | None:
+        """Why a worker cannot be replaced at present, as a sentence; None if it can."""
+        if self._have_moved:
+            return "Layers have moved during the run, and what is kept is of those before."
+        if worker.journal is None:
+            return "It was lost before all layers were sent."
+        if self._connections.has_torn_step:
+            return "An optimizer's step has failed."
+        if self._layers.is_between_plans:
+            return "Layers were moving."
+        if self._layers.holdings.placement.has_replicas:
+            return "The plan has replicas, and what they exchange is not kept."
+        if worker.cannot_reach:
+            names = " and ".join(other.name for other in worker.cannot_reach)
+            return f"The coordinator forwards what passes between it and {names}, and keeps none."
+        return worker.journal.fault
+
+    def _is_restored(self, lost: dict[Member, Loss], is_last_try: bool) -> bool:
+        """Try to restore all lost workers; others that are lost meanwhile join them.
+
+        Raises:
+            WorkerError: If a worker cannot be replaced, or the last try has failed.
+            ChannelError: If a new process was lost in the last try.
+        """
+        began_seconds = time.monotonic()
+        try:
+            num_bytes = self._restore(lost)
+        except (WorkerUnreachable, ChannelError) as error:
+            others = [worker for worker in self._connections.workers if worker not in lost]
+            for other in others:
+                if not other.channel.peer_answers(self._connections.leaving()):
+                    self._note_lost(other, error, lost)
+            if is_last_try or self._connections.is_ending():
+                raise
+            return False
+        now_seconds = time.monotonic()
+        for worker, loss in lost.items():
+            rank_zero_info(
+                f"{worker} has its layers again {now_seconds - loss.began_seconds:.2f} s after the "
+                f"loss: {began_seconds - loss.began_seconds:.2f} s until a process served, and "
+                f"{now_seconds - began_seconds:.2f} s for {num_bytes / 2**20:.1f} MiB; it repeats "
+                f"steps {self._latest + 1} to {loss.step}"
+            )
+        return True
+
+    def _restore(self, lost: Collection[Member]) -> int:
+        """Give new processes the state of lost workers, and all that was said to these since;
+        returns the bytes that were sent.
+
+        Raises:
+            WorkerUnreachable: If a process does not answer, or two cannot reach each other.
+            ChannelError: If one is lost.
+        """
+        connections = self._connections
+        for worker in lost:
+            connections.dial_again(worker, worker.address)
+        for worker in lost:
+            before = self._layers.deployed[worker]
+            peers = self._layers.holdings.deploy_message(worker, before.seed).peers
+            worker.channel.send(msgspec.structs.replace(before, peers=peers))
+            connections.await_from(worker, m.Built)
+            self._load(worker)
+            worker.channel.send(m.KeepSent(MOST_IN_MEMORY_BYTES))
+        for worker in lost:
+            # It dials the workers behind it, and a new one has its layers by now.
+            worker.channel.send(m.Launch())
+            connections.await_from(worker, m.Done)
+        self._relink(lost)
+        for worker in lost:
+            if worker.journal is not None:
+                self._repeat(worker, worker.journal)
+        connections.forget_reports_of(lost)
+        return sum(worker.channel.traffic.sent_bytes for worker in lost)
+
+    def _repeat(self, worker: Member, journal: Journal) -> None:
+        """Tell a new process what the lost worker was told since the snapshot."""
+        channel = worker.channel
+        channel.send(m.Replay(self._latest))
+        for message, frame in journal.repeat():
+            channel.send_again(message, frame)
+        channel.keep = journal.keep
+        channel.send(m.Wait(is_end=True, **self._stages.stamp(worker)))
+
+    def _load(self, worker: Member) -> None:
+        """Send a new process the tensors of its layers."""
+        stages = self._layers.holdings.stages_of(worker)
+        tensors = {name for stage in stages for name in stage.tensor_dtypes}
+        found = self._files.latest(worker.number)
+        num_under_way = 0
+        for frame in self._contents(worker, check_snapshot(found, tensors), tensors):
+            worker.channel.send(frame.message, *frame.tensors)
+            num_under_way += 1
+            if num_under_way == _MOST_UNDER_WAY:
+                self._connections.await_from(worker, m.Loaded)
+                num_under_way -= 1
+        for _ in range(num_under_way):
+            self._connections.await_from(worker, m.Loaded)
+
+    def _contents(
+        self, worker: Member, snapshot: Iterable[Frame], names: Collection[str]
+    ) -> Iterator[Frame]:
+        """The latest state of each of these tensors: from the snapshot, else as it was sent."""
+        missing = set(names)
+        for frame in snapshot:
+            if isinstance(frame.message, m.SnapshotTensor):
+                missing.discard(frame.message.name)
+            yield frame
+        for frame in self._files.base_frames(worker.number):
+            if isinstance(frame.message, m.LoadTensor) and frame.message.name in missing:
+                missing.discard(frame.message.name)
+                yield frame
+        stages = self._layers.holdings.stages_of(worker)
+        for name, tensor, state in chain.from_iterable(s.contents(missing) for s in stages):
+            yield Frame(m.LoadTensor(name, list(state)), (tensor, *state.values()))
+
+    def _relink(self, lost: Collection[Member]) -> None:
+        """Let the others talk to new processes, and send them again what they kept.
+
+        Raises:
+            WorkerUnreachable: If one of the others cannot reach a new process.
+            ChannelError: If one is lost.
+        """
+        placement = self._layers.holdings.placement
+        pairs = {frozenset(pair) for pair in (*placement.links, *placement.exchanges)}
+        for worker in lost:
+            said = m.ReplaceNeighbor(worker.number, str(worker.address), worker.session)
+            for other in self._connections.workers:
+                if other in lost or {worker.name, other.name} not in pairs:
+                    continue
+                other.channel.send(said)
+                answer = self._connections.await_from(other, m.NeighborReplaced)
+                if answer.reason:
+                    raise WorkerUnreachable(f"{other} cannot reach {worker}. {answer.reason}")
+
+    def _on_caught_up(self, worker: Member, _message: m.CaughtUp) -> None:
+        loss = self._losses.pop(worker, None)
+        if loss is not None:
+            seconds = time.monotonic() - loss.began_seconds
+            rank_zero_info(f"{worker} has caught up {seconds:.2f} s after the loss")
+            self.on_restored(worker.name, loss.step, seconds)

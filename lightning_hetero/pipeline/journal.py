@@ -1,0 +1,395 @@
+"""Journals: what a process keeps of its messages, so that another worker can repeat a lost one.
+
+    coordinator ──▶ worker    Journal    all that was said since the latest snapshot
+    worker ──▶ worker         SentLog    activations and gradients since that snapshot
+    receiver                  Repeats    what the lost worker had answered: each is dropped once
+
+A worker is a function of its snapshot and of what came behind it. So the one in its place gets the
+same frames again. What it sends has been received in part, and is dropped by number: so many
+messages of each kind, or of each kind, step and micro-batch. This file knows no socket.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..protocol import messages as m
+from ..protocol.bases import InstantMessage
+from ..protocol.frames import Frame, encode_frame
+
+# Encodes a frame as buffers to be sent.
+Encode = Callable[[], list[memoryview]]
+
+# What tells a repeated message: its class, its step, and for micro-batches which one and where.
+Identity = tuple[Any, ...]
+
+MOST_IN_MEMORY_BYTES = 256 * 2**20
+"""Frames beyond that are kept in a temporary file."""
+
+# Answers of several messages, which end with ``Done``.
+_PIECES = (m.TensorContent, m.OptimizerState)
+
+# What concerns the conversation itself, or the journal.
+_NEVER_KEPT = (
+    InstantMessage,
+    m.Goodbye,
+    m.Failure,
+    m.KeepSent,
+    m.ForgetSent,
+    m.ReplaceNeighbor,
+    m.TakeSnapshot,
+    m.Replay,
+    m.Wait,
+)
+
+
+def identity_of(message: m.Message) -> Identity:
+    """What a message has in common with the same message of a worker in the sender's place."""
+    kind = type(message).__name__
+    if message.key is None:
+        return (kind,)
+    return kind, message.step, message.stage_number, message.key
+
+
+class FrameStore:
+    """Keeps frames in memory, and those beyond a limit in a temporary file.
+
+    Args:
+        most_bytes: The most bytes in memory.
+    """
+
+    def __init__(self, most_bytes: int = MOST_IN_MEMORY_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._memory_bytes = 0
+        self._num_in_file = 0
+        # It has no name, so that it vanishes with this process.
+        self._file = tempfile.TemporaryFile(prefix="lightning-hetero-")  # noqa: SIM115
+        # Threads that write to channels put what a device had to copy first.
+        self._changing = threading.Lock()
+
+    def put(self, frame: bytes) -> KeptFrame:
+        """Keep a frame until it is dropped."""
+        with self._changing:
+            if self._memory_bytes + len(frame) <= self._most_bytes:
+                self._memory_bytes += len(frame)
+                return KeptFrame(self, len(frame), frame)
+            position = self._file.seek(0, 2)
+            self._file.write(frame)
+            self._num_in_file += 1
+            return KeptFrame(self, len(frame), None, position)
+
+    def read(self, position: int, num_bytes: int) -> bytes:
+        """Read a frame from the file."""
+        with self._changing:
+            self._file.seek(position)
+            return self._file.read(num_bytes)
+
+    def drop(self, frame: KeptFrame) -> None:
+        """Forget a frame; the file becomes empty with its last one."""
+        with self._changing:
+            if frame.content is not None:
+                self._memory_bytes -= frame.num_bytes
+                return
+            self._num_in_file -= 1
+            if self._num_in_file == 0:
+                self._file.truncate(0)
+
+    def close(self) -> None:
+        """Remove the file; no frame can be read from it any more."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class KeptFrame:
+    """A frame in a store; its content is None if it is in the store's file."""
+
+    store: FrameStore
+    num_bytes: int
+    content: bytes | None
+    position: int = 0
+
+    def read(self) -> bytes:
+        """The bytes of the frame."""
+        if self.content is not None:
+            return self.content
+        return self.store.read(self.position, self.num_bytes)
+
+
+class Entry:
+    """A message that was sent, with its frame.
+
+    Args:
+        message: The message.
+        encode: Encodes the frame; it waits for the device if that still copies tensors.
+        store: Keeps the frame.
+
+    Attributes:
+        message: As given.
+        stamp: What the receiver had done by then, for messages that do not tell it themselves.
+    """
+
+    def __init__(self, message: m.Message, encode: Encode, store: FrameStore) -> None:
+        self.message = message
+        self.stamp: Mapping[str, int] = {}
+        self._encode = encode
+        self._store = store
+        self._frame: KeptFrame | None = None
+
+    def read(self) -> bytes:
+        """The bytes of the frame, which is kept from the first call on."""
+        if self._frame is None:
+            content = b"".join(self._encode())
+            self._frame = self._store.put(content)
+            self._encode = list  # its tensors are not needed any more
+            return content
+        return self._frame.read()
+
+    def encoding(self, is_ready: bool) -> Encode:
+        """What encodes the frame for a channel; an unready one waits for the device first."""
+        if not is_ready:
+            return lambda: [memoryview(self.read())]
+        content = self.read()
+        return lambda: [memoryview(content)]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the frame, as far as they are known."""
+        return 0 if self._frame is None else self._frame.num_bytes
+
+    def drop(self) -> None:
+        """Give the memory of the frame back."""
+        if self._frame is not None:
+            self._store.drop(self._frame)
+
+
+class SentLog:
+    """The activations and gradients that a worker has sent to other workers.
+
+    Args:
+        store: Keeps the frames.
+    """
+
+    def __init__(self, store: FrameStore) -> None:
+        self.store = store
+        self._entries: dict[int, deque[Entry]] = {}
+
+    def keep(self, member: int, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
+        """Keep a message to the worker of a number; returns what encodes its frame."""
+        if not isinstance(message, (m.Activation, m.Gradient)):
+            return encode
+        entry = Entry(message, encode, self.store)
+        encode = entry.encoding(is_ready)
+        self._entries.setdefault(member, deque()).append(entry)
+        return encode
+
+    def forget(self, step: int) -> None:
+        """Drop what belongs to steps up to this one."""
+        for entries in self._entries.values():
+            while entries and (entries[0].message.step or 0) <= step:
+                entries.popleft().drop()
+
+    def sent_to(self, member: int) -> list[Entry]:
+        """What is kept for the worker of a number, in its order."""
+        return list(self._entries.get(member, ()))
+
+
+class Repeats:
+    """Counts what a peer has said, and drops what the one in its place says again."""
+
+    def __init__(self) -> None:
+        self._received: Counter[Identity] = Counter()
+        self._due: Counter[Identity] = Counter()
+
+    def takes(self, message: m.Message) -> bool:
+        """Whether a message is new; counts it then."""
+        identity = identity_of(message)
+        if self._due[identity] > 0:
+            self._due[identity] -= 1
+            return False
+        self._received[identity] += 1
+        return True
+
+    def begin(self) -> None:
+        """Another process takes the peer's place, and begins to repeat what the peer has said."""
+        self._due = Counter(self._received)
+
+    def begin_step(self, step: float) -> None:
+        """Forget earlier steps, of which nothing is used any more."""
+        for counts in (self._received, self._due):
+            for identity in [i for i in counts if len(i) > 1 and (i[1] or 0) < step]:
+                del counts[identity]
+
+
+class Journal:
+    """What the coordinator has said to one worker since the worker's latest snapshot.
+
+    Args:
+        store: Keeps the frames.
+        stamp: What the worker's stages have done in the present step.
+
+    Attributes:
+        fault: Why what was said cannot be repeated, as a sentence; None if it can.
+    """
+
+    def __init__(self, store: FrameStore, stamp: Callable[[], Mapping[str, int]]) -> None:
+        self.fault: str | None = None
+        self._store = store
+        self._stamp = stamp
+        self._standing: list[Entry] = []
+        self._entries: dict[int, Entry] = {}
+        # The number of the next one.
+        self._num_entries = 0
+        # Requests that are not answered to the end yet, in their order.
+        self._open: list[int] = []
+        # What the worker has answered to requests that are kept.
+        self._answered: Counter[str] = Counter()
+        self._repeats = Repeats()
+        self._due: Counter[str] = Counter()
+        self._caches: set[int] = set()
+        self._fault_at = 0
+        # Of the snapshot that is on its way: the entries before it, and the answers to them.
+        self._mark: int | None = None
+        self._answered_before: Counter[str] = Counter()
+
+    def keep(self, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
+        """Keep a message; returns what encodes its frame."""
+        if isinstance(message, _NEVER_KEPT):
+            return encode
+        self._note_caches(message)
+        if message.begins_step and message.step is not None:
+            self._repeats.begin_step(message.step)
+        if isinstance(message, m.AbortStep):
+            self.give_up(f"Step {message.step} was given up, and no snapshot was taken since.")
+        if self.fault is not None and self._mark is None and not message.is_standing:
+            return encode
+        entry = Entry(message, encode, self._store)
+        encode = entry.encoding(is_ready)
+        if message.key is None and not isinstance(message, m.StampedRequest):
+            entry.stamp = self._stamp()
+        self._entries[self._num_entries] = entry
+        if message.answered_by:
+            self._open.append(self._num_entries)
+        self._num_entries += 1
+        return encode
+
+    def give_up(self, fault: str) -> None:
+        """Keep nothing until the next snapshot, because what was said cannot be repeated."""
+        self.fault, self._fault_at, self._mark = fault, self._num_entries, None
+        for number, entry in list(self._entries.items()):
+            if not entry.message.is_standing:
+                self._entries.pop(number).drop()
+        self._open = [number for number in self._open if number in self._entries]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the frames that are kept."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether the worker has key-value caches, which no snapshot holds."""
+        return bool(self._caches)
+
+    def _note_caches(self, message: m.Message) -> None:
+        if isinstance(message, m.Arguments):
+            calls = (call.cache for call in message.calls)
+            self._caches.update(cache.number for cache in calls if cache is not None)
+        elif isinstance(message, m.DropCaches):
+            self._caches.difference_update(message.numbers)
+
+    def takes(self, message: m.Message) -> bool:
+        """Whether what the worker has said is new; notes it then."""
+        if message.key is not None:
+            return self._repeats.takes(message)
+        kind = type(message).__name__
+        if self._due[kind] > 0:
+            self._due[kind] -= 1
+            return False
+        self._note_answer(message, kind)
+        return True
+
+    def _note_answer(self, message: m.Message, kind: str) -> None:
+        if isinstance(message, (*_PIECES, m.Timings, m.BuffersUpdated)):
+            self._answered[kind] += 1
+            return
+        numbers = (n for n in self._open if self._entries[n].message.answered_by == kind)
+        number = next(numbers, None)
+        if number is None:
+            return
+        self._open.remove(number)
+        if self._entries[number].message.is_question:
+            self._entries.pop(number).drop()
+            for piece in _PIECES if kind == "Done" else ():
+                del self._answered[piece.__name__]
+        else:
+            self._answered[kind] += 1
+
+    def mark(self) -> None:
+        """A snapshot is asked for: it holds what all messages so far have done."""
+        self._mark = self._num_entries
+
+    def note_begun(self) -> None:
+        """The worker has told its answers to the messages before the snapshot."""
+        self._answered_before = Counter(self._answered)
+
+    def unmark(self) -> None:
+        """The snapshot on its way is not used."""
+        self._mark = None
+
+    def cut(self) -> None:
+        """The snapshot is safe: drop what it holds."""
+        mark, self._mark = self._mark, None
+        if mark is None:
+            return  # what was said since it was asked for cannot be repeated
+        for number in [number for number in self._entries if number < mark]:
+            entry = self._entries.pop(number)
+            if (standing := self._standing_of(entry)) is not entry:
+                entry.drop()
+            if standing is not None:
+                self._standing.append(standing)
+        self._answered -= self._answered_before
+        if self._fault_at <= mark:
+            self.fault = None
+
+    def _standing_of(self, entry: Entry) -> Entry | None:
+        """What the worker in this one's place still has to be told of a message."""
+        message = entry.message
+        if not isinstance(message, m.AverageWeights):
+            return entry if message.is_standing else None
+        if message.action not in ("begin", "go on"):
+            return None
+        # The averages themselves are in the snapshot.
+        said = m.AverageWeights("go on", 0, None)
+        return Entry(said, lambda: encode_frame(Frame(said)), self._store)
+
+    def repeat(self) -> Iterator[tuple[m.Message, bytes]]:
+        """All that another worker in this one's place has to be told, in its order.
+
+        Answers that have come already are dropped from now on.
+        """
+        self.unmark()
+        self._due = Counter(self._answered)
+        self._due.update(e.message.answered_by for e in self._standing if e.message.answered_by)
+        self._repeats.begin()
+        for entry in self._standing:
+            yield _unstamped(entry)
+        for entry in list(self._entries.values()):
+            if entry.stamp:
+                wait = m.Wait(forwards=entry.stamp["forwards"], backwards=entry.stamp["backwards"])
+                yield wait, b"".join(encode_frame(Frame(wait)))
+            yield entry.message, entry.read()
+
+
+def _unstamped(entry: Entry) -> tuple[m.Message, bytes]:
+    """A standing message without its place in a step that is over."""
+    if not isinstance(entry.message, m.StampedRequest):
+        return entry.message, entry.read()
+    message = msgspec.structs.replace(entry.message, forwards=0, backwards=0)
+    return message, b"".join(encode_frame(Frame(message)))

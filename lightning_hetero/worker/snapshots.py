@@ -1,0 +1,140 @@
+"""The worker's side of snapshots: it tells its state, and takes that of a lost worker.
+
+The state is copied between two steps. A thread of its own sends the copy in small pieces, each when
+nothing else waits to be sent, so that no activation waits for more than one piece.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LocalProtocolError, RemoteProtocolError
+from ..model.tensors import Content, locate, named_tensors
+from ..protocol import messages as m
+from ..protocol.frames import Frame, encode_frame
+from ..protocol.values import Packer, Value, unpack
+from ..transport.channel import Channel, Handler
+from .layers import StageLayers
+from .moves import check_state
+from .optimizer_parts import Belongings, TrainedSide
+
+_PIECE_BYTES = 2**20
+
+# What tells that a tensor has changed: the object, its memory and its version.
+_State = tuple[int, int, int]
+
+
+class SnapshotSide:
+    """Tells the state of what may have changed, and takes the state of a lost worker.
+
+    Args:
+        coordinator: The channel to the coordinator.
+        layers: The layers of the session.
+        training: Has what belongs to their tensors.
+
+    Attributes:
+        handlers: What carries out each kind of message.
+    """
+
+    def __init__(self, coordinator: Channel, layers: StageLayers, training: TrainedSide) -> None:
+        self.handlers: dict[type, Handler] = {
+            m.TakeSnapshot: self._on_take_snapshot,
+            m.SnapshotTensor: self._on_snapshot_tensor,
+        }
+        self._coordinator = coordinator
+        self._layers = layers
+        self._training = training
+        # As the layers were launched, and the tensors that a lost worker had changed.
+        self._launched: dict[str, _State] = {}
+        self._changed: set[str] = set()
+        self._sending: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """The coordinator has the present content of all tensors."""
+        self._launched = dict(self._states())
+        trained = (name for name, p in self._layers.parameters().items() if p.requires_grad)
+        self._changed.update(trained)
+
+    def _states(self) -> Iterator[tuple[str, _State]]:
+        for name, tensor in named_tensors(self._layers.numbered):
+            version = 0 if tensor.is_inference() else tensor._version
+            yield name, (id(tensor), tensor.data_ptr(), version)
+
+    def _on_take_snapshot(self, message: m.TakeSnapshot, _tensors: tuple[Tensor, ...]) -> None:
+        if self._sending is not None:
+            self._sending.join()
+        frames = [*self._frames(message.with_gradients)]
+        self._coordinator.send(m.SnapshotBegun(message.number))
+        self._sending = threading.Thread(
+            target=self._send, args=(message.number, frames), name="snapshot", daemon=True
+        )
+        self._sending.start()
+
+    def _frames(self, with_gradients: bool) -> Iterator[bytes]:
+        """The present state of each tensor that may have changed, copied."""
+        belongings = self._training.present
+        for name, state in self._states():
+            _, _, tensor = locate(self._layers.numbered, name)
+            # Some optimizers change parameters behind torch's back.
+            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            if state != self._launched.get(name) or not is_frozen:
+                self._changed.add(name)
+            if name in self._changed:
+                gradient = tensor.grad if with_gradients else None
+                yield self._frame(name, belongings, gradient)
+
+    def _frame(self, name: str, belongings: Belongings, gradient: Tensor | None) -> bytes:
+        packer, content = Packer(), self._layers.content(name)
+        where = f"the optimizer state of {name}"
+        message = m.SnapshotTensor(
+            name,
+            packer.pack(content.tensor),
+            {part: packer.pack(tensor) for part, tensor in content.state.items()},
+            {number: packer.pack(s, where) for number, s in belongings.state_of(name).items()},
+            packer.pack(belongings.averages.get(name)),
+            packer.pack(gradient),
+        )
+        return b"".join(encode_frame(Frame(message, tuple(packer.tensors))))
+
+    def _send(self, number: int, frames: list[bytes]) -> None:
+        """Send the pieces, each when the channel has nothing else to send."""
+        pieces = [*_pieces(frames)]
+        with suppress(LocalProtocolError):  # the conversation has ended
+            for index, piece in enumerate(pieces):
+                self._coordinator.wait_until_sent(0)
+                is_last = index == len(pieces) - 1
+                self._coordinator.send(m.SnapshotPart(number, is_last), piece)
+
+    def _on_snapshot_tensor(self, message: m.SnapshotTensor, tensors: tuple[Tensor, ...]) -> None:
+        def tensor(value: Value) -> Tensor:
+            found = unpack(value, tensors)
+            if not isinstance(found, Tensor):
+                raise RemoteProtocolError(f"{message.name!r} came with {found!r:.60}, no tensor.")
+            return found
+
+        name, content = message.name, tensor(message.content)
+        state = {part: tensor(value) for part, value in message.state.items()}
+        self._layers.take(name, Content(content, state))
+        states = {number: unpack(value, tensors) for number, value in message.optimizers.items()}
+        for found in states.values():
+            check_state(name, found, content)
+        average = None if message.average is None else tensor(message.average)
+        self._training.take(name, states, average)
+        if message.gradient is not None:
+            _, _, placed = locate(self._layers.numbered, name)
+            placed.grad = tensor(message.gradient).to(placed.device)
+        self._changed.add(name)
+        self._coordinator.send(m.Loaded(name))
+
+
+def _pieces(frames: list[bytes]) -> Iterator[Tensor]:
+    """All frames behind each other, in pieces; at least one, which may be empty."""
+    left = bytearray().join(frames)
+    for start in range(0, max(len(left), 1), _PIECE_BYTES):
+        piece = left[start : start + _PIECE_BYTES]
+        yield torch.frombuffer(piece, dtype=torch.uint8) if piece else torch.empty(0).byte()

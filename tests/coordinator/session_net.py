@@ -1,0 +1,317 @@
+"""A coordinator and its workers' sessions in one process, with queues for sockets.
+
+    coordinator ◀──▶ session of a          every arrow is a queue of bytes in each direction
+         ▲               ▲
+         └──▶ session of b ◀┘
+
+The sessions are the real ones, and so are the coordinator, its frames and its rules. What happens
+next is a matter of a seeded chance: a queue delivers a frame, a session takes an arrival or runs an
+action, a snapshot is sent. It happens only while the coordinator waits or looks. `kill` ends a
+session as the system ends a process: what it had sent arrives in part, and then its end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from queue import Empty
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetero.coordinator import connections, replacement, snapshots
+from lightning_hetero.devices.description import equipment_here
+from lightning_hetero.errors import ChannelError, WorkerUnreachable
+from lightning_hetero.model.allowed_imports import Allowed
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import FrameReader
+from lightning_hetero.protocol.session import Session, answering_session, opening_session
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.channel import Arrival, Channel, Encode
+from lightning_hetero.transport.connection import Traffic
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.worker import session as worker_session
+from lightning_hetero.worker import snapshots as worker_snapshots
+from lightning_hetero.worker.owner import Host, Owner
+from lightning_hetero.worker.session import SessionOver, StageSession
+from lightning_hetero.worker.shelf import KeptTensors
+
+CPU = torch.device("cpu")
+EQUIPMENT = equipment_here(CPU)
+DEADLINES = Deadlines()
+
+
+class NetChannel(Channel):
+    """A channel whose frames wait in a queue until the net delivers them."""
+
+    def __init__(self, net: Net, session: Session, peer: str) -> None:
+        plain: Any = SimpleNamespace(traffic=Traffic())
+        super().__init__(plain, session, peer, DEADLINES)
+        self.net = net
+        self.other = self
+        self.queue: deque[bytes] = deque()
+        self.inbox: Any = None
+        self.reader = FrameReader()
+        self.is_cut = False
+
+    def start(self, inbox: Any, pool: Any = None) -> None:
+        self.inbox = inbox
+
+    def _queue(self, message: m.Message, encode: Encode) -> None:
+        self._session.sent(message)
+        frame = b"".join(encode())
+        self.traffic.sent_bytes += len(frame)
+        if not self.is_cut and not self.other.is_cut:
+            self.queue.append(frame)
+
+    def deliver(self) -> None:
+        """Bring the next frame to the other end."""
+        left, other = self.queue.popleft(), self.other
+        if other.is_cut:
+            return
+        while left:
+            part, buffer = left[: len(other.reader.buffer())], other.reader.buffer()
+            buffer[: len(part)] = part
+            left = left[len(part) :]
+            frame = other.reader.advance(len(part))
+        assert frame is not None
+        other._session.received(frame.message)
+        other.inbox.put(Arrival(other, frame))
+
+    def cut(self, num_arriving: int) -> None:
+        """End the connection; the other end still gets so many frames."""
+        while len(self.queue) > num_arriving:
+            self.queue.pop()
+        self.is_cut = True
+
+    def wait_until_sent(self, most_queued: int, look: Any = None) -> None:
+        pass
+
+    def peer_answers(self, look: Any = None) -> bool:
+        return not self.other.is_cut and not self.is_cut
+
+    def close(self, last_word: m.Message | None = None) -> None:
+        if last_word is not None and not self.has_ended:
+            self.send(last_word)
+        self.is_cut = True
+
+
+class NetSession:
+    """A worker's session, which acts when the net lets it."""
+
+    def __init__(self, net: Net, address: str, name: str, channel: NetChannel) -> None:
+        self.net, self.address = net, address
+        self.channels = [channel]
+        self.is_alive = True
+        host = Host(CPU, DEADLINES, Allowed(), Identity(EQUIPMENT), Owner(), KeptTensors())
+        self.session = StageSession(name, channel, host)
+        self.session._dial_neighbor = self._dial  # type: ignore[method-assign]
+        self.session._neighbors._dial = self._dial
+        self.session._start(channel)
+
+    def _dial(self, address: str, name: str, member: int) -> Channel:
+        target = self.net.sessions.get(address)
+        if target is None or not target.is_alive or target.session.name != name:
+            raise WorkerUnreachable(f"No session {name[:8]} at {address}.")
+        ours, theirs = self.net.pair("neighbor", address)
+        self.channels.append(ours)
+        target.channels.append(theirs)
+        target.session.attach_upstream(theirs, member)
+        return ours
+
+    def possible(self) -> Iterator[Callable[[], None]]:
+        """What the session may do next."""
+        if not self.session._inbox.empty():
+            yield self._take
+        if self.session._runner.next_action() is not None:
+            yield self._act
+
+    def _take(self) -> None:
+        try:
+            self.session._take(self.session._inbox.get())
+        except SessionOver:
+            self.is_alive = False
+
+    def _act(self) -> None:
+        action = self.session._runner.next_action()
+        assert action is not None
+        self.session._perform(action)
+        self.session._carry_out_due()
+
+
+class _Later:
+    """A thread that runs when the net lets it."""
+
+    def __init__(self, net: Net, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self._net, self._run = net, partial(target, *args)
+
+    def start(self) -> None:
+        owner = self._net.acting
+        self._net.later.append((owner, self._run))
+
+    def join(self) -> None:
+        for each in [each for each in self._net.later if each[1] is self._run]:
+            self._net.later.remove(each)
+            each[1]()
+
+
+class _AtOnce:
+    """An executor without a thread."""
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*args, **kwargs))
+        except OSError as error:
+            done.set_exception(error)
+        return done
+
+    def shutdown(self, **_options: Any) -> None:
+        pass
+
+
+class NetInbox:
+    """The coordinator's inbox: the world goes on while it waits, or looks."""
+
+    def __init__(self, net: Net) -> None:
+        self._net = net
+        self._arrived: deque[Arrival] = deque()
+
+    def put(self, arrival: Arrival) -> None:
+        self._arrived.append(arrival)
+
+    def empty(self) -> bool:
+        for _ in range(self._net.chance.randrange(4)):
+            self._net.happen()
+        return not self._arrived
+
+    def qsize(self) -> int:
+        return len(self._arrived)
+
+    def get(self, timeout: float = 0.0) -> Arrival:
+        while not self._arrived:
+            if not self._net.happen():
+                if self._net.is_over:
+                    raise Empty
+                raise AssertionError("Nothing can happen any more.")
+        return self._arrived.popleft()
+
+
+class Net:
+    """The queues and the sessions.
+
+    Args:
+        seed: Start of the chance.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.sessions: dict[str, NetSession] = {}
+        self.channels: list[NetChannel] = []
+        self.later: list[tuple[NetSession, Callable[[], None]]] = []
+        self.num_events = self.num_dialled = 0
+        self.is_over = False
+        # By the number of the event before it: the address whose session is killed.
+        self.kills: dict[int, str] = {}
+        self.num_killed = 0
+        self.acting: Any = None
+        self._seconds = 0.0
+
+    def pair(self, role: str, peer: str) -> tuple[NetChannel, NetChannel]:
+        """Two ends that have greeted each other."""
+        ours, theirs = opening_session(role), answering_session(role)
+        hello = m.Hello(m.PROTOCOL_VERSION, role, "session")
+        welcome = m.Welcome(m.PROTOCOL_VERSION)
+        for end in (ours, theirs):
+            (end.sent if end is ours else end.received)(hello)
+        for end in (theirs, ours):
+            (end.sent if end is theirs else end.received)(welcome)
+        one, other = NetChannel(self, ours, peer), NetChannel(self, theirs, "the other")
+        one.other, other.other = other, one
+        self.channels += [one, other]
+        return one, other
+
+    def dial(self, address: Address, role: str, name: str, *_: Any) -> tuple[NetChannel, m.Welcome]:
+        """The coordinator opens a session: another one serves where one was killed."""
+        ours, theirs = self.pair("coordinator", str(address))
+        self.num_dialled += 1
+        self.sessions[str(address)] = NetSession(self, str(address), name, theirs)
+        return ours, m.Welcome(m.PROTOCOL_VERSION, EQUIPMENT)
+
+    def kill(self, address: str) -> None:
+        """End a session at once."""
+        victim = self.sessions[address]
+        if not victim.is_alive:
+            return
+        victim.is_alive = False
+        self.num_killed += 1
+        for channel in victim.channels:
+            channel.cut(self.chance.randrange(len(channel.queue) + 1))
+            channel.other.queue.clear()
+            self.later.append((channel, partial(self._tell_end, channel)))  # type: ignore[arg-type]
+
+    def _tell_end(self, channel: NetChannel) -> None:
+        """The other end learns of the end when what was sent has arrived."""
+        other = channel.other
+        while channel.queue:
+            channel.deliver()
+        if other.inbox is not None and not other.is_cut:
+            other.inbox.put(Arrival(other, ChannelError(f"{other.peer} was killed.")))
+
+    def happen(self) -> bool:
+        """Let one thing happen; false if nothing can."""
+        possible: list[tuple[Any, Callable[[], Any]]] = [
+            (c, c.deliver) for c in self.channels if c.queue and c.other.inbox is not None
+        ]
+        for each in self.sessions.values():
+            if each.is_alive:
+                possible += [(each, event) for event in each.possible()]
+        possible += self.later
+        if not possible:
+            return False
+        self.num_events += 1
+        if (victim := self.kills.pop(self.num_events, None)) is not None:
+            self.kill(victim)
+            return True
+        chosen = self.chance.choice(possible)
+        if chosen in self.later:
+            self.later.remove(chosen)
+            if isinstance(chosen[0], NetSession) and not chosen[0].is_alive:
+                return True
+        self.acting = chosen[0]
+        # A worker's random numbers are its own, and so are torch's modes.
+        modes = torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
+        with modes[0], modes[1], modes[2]:
+            chosen[1]()
+        return True
+
+    def monotonic(self) -> float:
+        """A clock that advances whenever somebody looks at it."""
+        self._seconds += 1.0
+        return self._seconds
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Inside, coordinators and workers of this process talk over the net."""
+        thread = SimpleNamespace(
+            Thread=lambda target, args, **_: _Later(self, target, args),
+        )
+        clock = SimpleNamespace(monotonic=self.monotonic, sleep=lambda _seconds: None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(connections, "SimpleQueue", lambda: NetInbox(self))
+            patch.setattr(connections, "dial", self.dial)
+            patch.setattr(worker_session, "dial", None)
+            patch.setattr(worker_snapshots, "threading", thread)
+            patch.setattr(snapshots, "ThreadPoolExecutor", lambda *_: _AtOnce())
+            patch.setattr(replacement, "time", clock)
+            try:
+                yield
+            finally:
+                self.is_over = True

@@ -1,0 +1,125 @@
+"""Runs over workers that are killed at random moments have the bits of the undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.transport.channel import Encode
+
+from ..models import TinyModule, fit, loader
+from .session_net import Net, NetChannel
+
+WORKERS = ["127.0.0.1:1001", "127.0.0.1:1002", "127.0.0.1:1003"]
+A, B, C = WORKERS
+PLANS = {
+    "a line": [(["coordinator"], 1), ([A], 1), ([B], 1), ([C], 1)],
+    "turn by turn": [([A], 1), ([B], 1), ([A], 1), ([B], 1)],
+    "with the coordinator between": [([A], 2), ([B], 1), (["coordinator"], 1)],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"gradient_clip_val": 0.05},
+    "accumulated": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+    "evaluated": {"val_check_interval": 1, "limit_val_batches": 1},
+}
+NUM_SEEDS = int(os.environ.get("TEST_SCHEDULES", "9"))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has left, and how much happened in it."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    num_events: int
+    num_replaced: int
+
+
+def run(
+    net: Net, plan: str, options: str, folder: Path, every_seconds: float, recovery: bool = True
+) -> Result:
+    start, stages = 0, []
+    for names, count in PLANS[plan]:
+        stages.append(StagePlan(list(names), (start, start + count)))
+        start += count
+    workers = [name for name in WORKERS if any(name in names for names, _ in PLANS[plan])]
+    settings = Recovery(0, folder=folder, every_seconds=every_seconds)
+    with net.connected():
+        strategy = HeteroPipelineStrategy(
+            workers, Plan(stages, 2), check_first_batch="off", recovery=recovery and settings
+        )
+        module = TinyModule(4, attention_dropout=0.2)
+        data = loader(16, 4, padded=True)
+        fit(module, strategy, data, loader(4, 4), **OPTIONS[options])
+    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return Result(module.losses, weights, net.num_events, net.num_dialled - len(workers))
+
+
+@cache
+def undisturbed(plan: str, options: str) -> Result:
+    """The run without recovery, in which nothing happens."""
+    return run(Net(0), plan, options, Path(), 0.0, recovery=False)
+
+
+def assert_same(found: Result, expected: Result) -> None:
+    assert found.losses == expected.losses
+    for name, tensor in expected.weights.items():
+        assert found.weights[name].equal(tensor), name
+
+
+def num_replaced(plan: str, options: str, seed: int, folder: Path) -> int:
+    """Lose workers at random moments, and find every bit as it is without a loss; returns how
+    often one was replaced."""
+    expected = undisturbed(plan, options)
+    chance, net = random.Random(seed), Net(seed)
+    workers = [name for name in WORKERS if any(name in names for names, _ in PLANS[plan])]
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        # The layers are sent in the first events.
+        net.kills[chance.randrange(200, expected.num_events)] = chance.choice(workers)
+    every_seconds = chance.choice([0.0, 3.0, 8.0, 3600.0])
+    try:
+        found = run(net, plan, options, folder, every_seconds)
+        assert_same(found, expected)
+    except (AssertionError, HeteroError) as error:
+        raise AssertionError(f"seed {seed}: {error}") from error
+    return found.num_replaced
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_random_losses_change_no_bit(plan: str, options: str, tmp_path: Path) -> None:
+    replaced = [num_replaced(plan, options, seed, tmp_path) for seed in range(NUM_SEEDS)]
+    assert sum(replaced) > 0
+    assert not list(tmp_path.iterdir())
+
+
+NEW = (m.KeepSent, m.TakeSnapshot, m.ForgetSent, m.Wait, m.Replay, m.ReplaceNeighbor)
+
+
+def test_without_recovery_nothing_is_said_or_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[m.Message] = []
+    queue = NetChannel._queue
+
+    def noting(self: NetChannel, message: m.Message, encode: Encode) -> None:
+        said.append(message)
+        assert self.keep is None
+        queue(self, message, encode)
+
+    monkeypatch.setattr(NetChannel, "_queue", noting)
+    run(Net(0), "a line", "plain", tmp_path, 0.0, recovery=False)
+    assert said
+    assert [message for message in said if isinstance(message, NEW)] == []
+    assert not list(tmp_path.iterdir())

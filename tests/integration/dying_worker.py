@@ -1,0 +1,60 @@
+"""Workers that kill the process of their session once, at a chosen call of a function.
+
+The process in its place lives on: a file tells that the first one has died.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# By the place of the death: the module, the class and the method that is called there.
+PLACES = {
+    "begin": ("worker.session", "StageSession", "_on_begin_step"),
+    "arguments": ("worker.session", "StageSession", "_on_arguments"),
+    "forward": ("pipeline.stage", "Stage", "forward"),
+    "backward": ("pipeline.stage", "Stage", "backward"),
+    "sending": ("worker.neighbors", "Neighbors", "pass_on"),
+    "norms": ("worker.optimizer_parts", "TrainedSide", "_on_measure_norms"),
+    "clip": ("worker.optimizer_parts", "TrainedSide", "_on_clip_gradients"),
+    "step": ("pipeline.optimizer", "StageOptimizer", "step"),
+    "timings": ("worker.telemetry", "RecordedSide", "take_timings"),
+    "weights": ("worker.layers", "StageLayers", "content"),
+    "optimizer's state": ("worker.optimizer_parts", "TrainedSide", "_on_fetch_optimizer_state"),
+    "snapshot": ("worker.snapshots", "SnapshotSide", "_send"),
+    "evaluation": ("pipeline.stage", "Stage", "forward"),
+    "replay": ("worker.session", "StageSession", "_on_replay"),
+}
+
+
+def dying(place: str, call: int, died: Path) -> str:
+    """Code for a worker that dies at the call of that number, before what is called there.
+
+    Args:
+        place: One of `PLACES`.
+        call: From 1 on, counted in each process.
+        died: The file that tells of the death.
+    """
+    return f"from {__name__} import prepare; prepare({place!r}, {call}, {str(died)!r})"
+
+
+def prepare(place: str, call: int, died: str) -> None:
+    """Let this process die at a call; see `dying`."""
+    module, owner, name = PLACES[place]
+    kind = getattr(import_module(f"lightning_hetero.{module}"), owner)
+    called: Callable[..., Any] = getattr(kind, name)
+    num_calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += place != "evaluation" or not args[3].grad_enabled
+        if num_calls >= call and not os.path.exists(died):
+            Path(died).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return called(*args, **kwargs)
+
+    setattr(kind, name, counted)
