@@ -214,8 +214,8 @@ def test_who_waits_may_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         up.channel.send(activation(0), content(0, 0))
         with pytest.raises(KeyboardInterrupt):
             up.channel.wait_until_sent(0, look)
+        looks = itertools.count()
         with pytest.raises(KeyboardInterrupt):
-            looks = itertools.count()
             up.channel.peer_answers(look)
 
 
