@@ -3,8 +3,8 @@
 First, the strategy with every layer on the coordinator against plain Lightning, interleaved. Then
 what StageMonitor adds to a step over one worker, and what recovery does. Then, with layers on a
 worker, the CPU time that each of the two processes spends outside torch's operators: all of it,
-less that of the operators, less what counting these took. Plain Lightning is measured so too, since Python and autograd take
-their time there as well.
+less that of the operators, less what counting these took. Plain Lightning is measured so too, since
+Python and autograd take their time there as well.
 """
 
 from __future__ import annotations

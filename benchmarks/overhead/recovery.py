@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 from benchmarks.overhead.microbatch import WARM_UP, StepCpu
-from benchmarks.processes import on_core, pin, two_cores, worker_process
+from benchmarks.processes import WorkerProcess, on_core, pin, two_cores, worker_process
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
@@ -25,6 +25,18 @@ Round = tuple[float, float]
 """CPU seconds of a step in both processes, without recovery and with it."""
 
 
+class SessionCpu(StepCpu):
+    """CPU seconds per step of this process and of the worker's, which each run has anew."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        super().__init__({})
+        self._worker = worker
+
+    def on_train_start(self, *_: object) -> None:
+        """The process is there now."""
+        self._pids = {"here": os.getpid(), "there": self._worker.pid}
+
+
 def measure(config: LlamaConfig, length: int, rounds: int, num_steps: int) -> list[Round]:
     """Train with and without recovery, round by round; who begins alternates."""
     first_core, second_core = two_cores()
@@ -34,8 +46,7 @@ def measure(config: LlamaConfig, length: int, rounds: int, num_steps: int) -> li
         for number in range(rounds):
             seconds: dict[bool, float] = {}
             for recovers in (False, True) if number % 2 else (True, False):
-                pids = {"here": os.getpid(), "there": worker.pid}
-                step_cpu = StepCpu(pids)
+                step_cpu = SessionCpu(worker)
                 tokens = random_tokens(
                     (num_steps + 1 + WARM_UP) * BATCH_SIZE, length, config.vocab_size
                 )
