@@ -110,25 +110,34 @@ class Connections:
         # Why the run is over, and which link between two workers is lost.
         self._end: WorkerError | None = None
         self._link_loss: LinkLost | None = None
-        run = secrets.token_hex(4)
         try:
-            for number, (name, address) in enumerate(workers, start=1):
-                # Each worker has a name of its own, so that a neighbor that reaches another worker
-                # than the right one, or itself, is refused.
-                session = run + secrets.token_hex(16)
-                channel, welcome = dial(address, "coordinator", session, deadlines, identity)
-                channel.start(self._inbox, receive_pool())
-                theirs = welcome.equipment
-                worker = Member(number, name, address, channel, theirs, session)
-                self.members.append(worker)
-                self._note_lingering(worker)
-                if found := differences(identity.equipment, theirs):
-                    rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
+            self._connect(workers, identity, receive_pool)
         except BaseException:
             self.close()
             raise
         self.workers = list(self.members)
         self._by_channel = {worker.channel: worker for worker in self.members}
+
+    def _connect(
+        self,
+        workers: Sequence[tuple[str, Address]],
+        identity: Identity,
+        receive_pool: Callable[[], BufferPool],
+    ) -> None:
+        """Open the conversations with all workers."""
+        run = secrets.token_hex(4)
+        for number, (name, address) in enumerate(workers, start=1):
+            # Each worker has a name of its own, so that a neighbor that reaches another worker
+            # than the right one, or itself, is refused.
+            session = run + secrets.token_hex(16)
+            channel, welcome = dial(address, "coordinator", session, self.deadlines, identity)
+            channel.start(self._inbox, receive_pool())
+            theirs = welcome.equipment
+            worker = Member(number, name, address, channel, theirs, session)
+            self.members.append(worker)
+            self._note_lingering(worker)
+            if found := differences(identity.equipment, theirs):
+                rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
 
     def _note_lingering(self, worker: Member) -> None:
         """Tell of a worker that allows less time for broken connections than this run wants."""

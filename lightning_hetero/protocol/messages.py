@@ -78,13 +78,9 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     what is wrong: new fields need a default, no field is ever removed, and unknown ones are
     ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`.
 
-    With a ``secret`` it goes on with a conversation whose connection has broken.
-
-    Args:
-        linger_seconds: How long both ends shall wait for another connection when theirs breaks.
-        secret: What the Welcome of the conversation has told; empty opens a new conversation.
-        attempt: How often the sender has tried to go on with the conversation.
-        received: The number of frames that the sender has received behind the Welcome.
+    Both ends shall keep a broken conversation for ``linger_seconds``. With the ``secret`` of its
+    Welcome the conversation goes on: this is the ``attempt`` of that number, and the sender has
+    ``received`` so many frames behind the Welcome.
     """
 
     said = (
@@ -106,10 +102,8 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
 class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     """The worker accepts the conversation. ``utc_seconds`` is the time on its clock.
 
-    Args:
-        linger_seconds: How long both ends wait for another connection when theirs breaks.
-        secret: With it the peer can go on with the conversation then; empty if it cannot.
-        received: The number of frames that the sender has received behind the Hello.
+    Both ends keep a broken conversation for ``linger_seconds``; the peer can go on with it by the
+    ``secret``. The sender has ``received`` so many frames behind the Hello.
     """
 
     said = (
@@ -130,10 +124,8 @@ class Ping(InstantMessage, frozen=True):
 
 
 class Pong(InstantMessage, Words, frozen=True):
-    """A sign of life. ``doing`` is what the sender does or did last, for people.
-
-    ``received`` is the number of frames that have come; 0 where the connection may not come back.
-    """
+    """A sign of life. ``doing`` is what the sender does or did last; ``received`` is the
+    number of frames that have come, and 0 where nobody has to know."""
 
     doing: Name = ""
     received: Count = 0
