@@ -91,13 +91,9 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`. A worker
     that joins says its ``name`` in plans, and the ``address`` at which it listens.
 
-    With a ``secret`` it goes on with a conversation whose connection has broken.
-
-    Args:
-        linger_seconds: How long both ends shall wait for another connection when theirs breaks.
-        secret: What the Welcome of the conversation has told; empty opens a new conversation.
-        attempt: How often the sender has tried to go on with the conversation.
-        received: The number of frames that the sender has received behind the Welcome.
+    Both ends shall keep a broken conversation for ``linger_seconds``. With the ``secret`` of its
+    Welcome the conversation goes on: this is the ``attempt`` of that number, and the sender has
+    ``received`` so many frames behind the Welcome.
     """
 
     said = (
@@ -124,10 +120,8 @@ class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
 
     A coordinator says it to a worker that joins, and again with each ``note`` on how long to wait.
 
-    Args:
-        linger_seconds: How long both ends wait for another connection when theirs breaks.
-        secret: With it the peer can go on with the conversation then; empty if it cannot.
-        received: The number of frames that the sender has received behind the Hello.
+    Both ends keep a broken conversation for ``linger_seconds``; the peer can go on with it by the
+    ``secret``. The sender has ``received`` so many frames behind the Hello.
     """
 
     said = (
@@ -150,10 +144,8 @@ class Ping(InstantMessage, frozen=True):
 
 
 class Pong(InstantMessage, Words, frozen=True):
-    """A sign of life. ``doing`` is what the sender does or did last, for people.
-
-    ``received`` is the number of frames that have come; 0 where the connection may not come back.
-    """
+    """A sign of life. ``doing`` is what the sender does or did last; ``received`` is the
+    number of frames that have come, and 0 where nobody has to know."""
 
     doing: Name = ""
     received: Count = 0

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_hetero.errors import LinkLost, WorkerLost
 
 from ..conftest import WorkerProcess, worker_process
 from ..faults.relay import Relay, relay_to
+from ..faults.scene import QUICK, SILENCE_SECONDS
 from ..forked import running_script
 from .journey import NUM_LAYERS, PLACES, Journey, Result, Striker, later, returns_in, travel
 from .tunnels import FORWARDED, tunnels_to
@@ -196,4 +198,26 @@ def test_connections_that_the_coordinator_forwards_come_back(
         with striker.watching():
             found = travel(strategy_over(*ends), tmp_path, module)
     assert sorted(striker.struck) == sorted(places)
+    found.check_equal(undisturbed)
+
+
+def test_a_process_that_was_frozen_goes_on(
+    workers: list[str], undisturbed: Result, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It finds the connections of several attempts, of which the latest counts."""
+    with worker_process() as frozen:
+        module = Journey()
+
+        def freeze() -> None:
+            session = frozen.session
+            session.suspend()
+            later(2.5 * SILENCE_SECONDS, session.resume)
+
+        strategy = strategy_over(workers[0], frozen.address)
+        strategy.deadlines = replace(QUICK, connect_seconds=SILENCE_SECONDS / 2)
+        striker = Striker(module, freeze, ["backward"])
+        with striker.watching(), caplog.at_level(logging.INFO):
+            found = travel(strategy, tmp_path, module)
+    assert striker.struck == ["backward"]
+    assert returns_in(caplog) >= 1
     found.check_equal(undisturbed)

@@ -199,6 +199,26 @@ def test_the_end_of_a_gap_wakes_who_waits_until_all_is_sent() -> None:
         assert not waiting.is_alive()
 
 
+def test_who_waits_may_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hetero.transport.channel.LOOK_SECONDS", 0.01)
+    looks = itertools.count()
+
+    def look() -> None:
+        if next(looks) == 3:
+            raise KeyboardInterrupt
+
+    network = Switch()
+    with lingering_pair(network) as (up, _):
+        network.turn_off()
+        wait_until_away(up)
+        up.channel.send(activation(0), content(0, 0))
+        with pytest.raises(KeyboardInterrupt):
+            up.channel.wait_until_sent(0, look)
+        looks = itertools.count()
+        with pytest.raises(KeyboardInterrupt):
+            up.channel.peer_answers(look)
+
+
 def test_what_may_change_after_it_is_sent_arrives_as_it_was() -> None:
     """The connection loses a tensor that changes as soon as it may."""
     network = Switch()

@@ -1,0 +1,129 @@
+"""Deadlines of the coordinator stand still while a connection is away."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_hetero.coordinator.connections import Connections
+from lightning_hetero.coordinator.member import Member
+from lightning_hetero.errors import WorkerLost
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.tensors import BufferPool
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.worker.owner import Owner
+
+from ..faults.relay import Relay, relay_to
+from ..transport.pairs import serving_worker
+
+PATIENCE_SECONDS = 0.05
+AWAY_SECONDS = 0.5
+DEADLINES = Deadlines(linger_seconds=60.0, leave_seconds=0.1)
+
+
+@pytest.fixture(autouse=True)
+def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process speaks to people; Lightning says so when it is imported."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+
+
+@contextmanager
+def connected(allowed_seconds: float = 120.0) -> Iterator[tuple[Connections, Relay]]:
+    """The connections to two workers, and the relay to the second one."""
+    owner = Owner(linger_seconds=allowed_seconds)
+    with (
+        serving_worker(owner=owner) as (_, first),
+        serving_worker(owner=owner) as (_, second),
+        relay_to(str(second)) as relay,
+    ):
+        addresses = [first, Address.parse(relay.address)]
+        named = [(str(address), address) for address in addresses]
+        connections = Connections(named, DEADLINES, Identity(), BufferPool)
+        try:
+            yield connections, relay
+        finally:
+            connections.close()
+
+
+def later(relay: Relay) -> threading.Timer:
+    timer = threading.Timer(AWAY_SECONDS, relay.plug)
+    timer.daemon = True
+    return timer
+
+
+def cut(relay: Relay, worker: Member) -> None:
+    """Cut the connection to a worker, and wait until both threads of its channel know."""
+    noticed = threading.Event()
+    worker.channel.line.on_away = lambda _reason: noticed.set()
+    relay.pull()
+    assert noticed.wait(60)
+
+
+def test_the_time_of_a_broken_connection_does_not_count() -> None:
+    with connected() as (connections, relay):
+        worker = connections.workers[1]
+        cut(relay, worker)
+        later(relay).start()
+        with pytest.raises(WorkerLost, match="No stage returned a result"):
+            connections.receive(PATIENCE_SECONDS)
+        assert not worker.is_cut_off
+
+
+def test_the_time_of_a_broken_connection_between_two_workers_does_not_count() -> None:
+    with connected() as (connections, _):
+        first, second = connections.workers
+        connections.asides[m.NeighborAway](first, m.NeighborAway(second.number, "It was cut."))
+        assert first.is_cut_off
+
+        def come_back() -> None:
+            connections.asides[m.NeighborBack](first, m.NeighborBack(second.number))
+
+        timer = threading.Timer(AWAY_SECONDS, come_back)
+        timer.daemon = True
+        timer.start()
+        with pytest.raises(WorkerLost, match="No stage returned a result"):
+            connections.receive(PATIENCE_SECONDS)
+        assert not first.is_cut_off
+
+
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_a_worker_that_tells_of_a_worker_that_is_none_of_its_neighbors_is_lost(number: int) -> None:
+    with connected() as (connections, _):
+        reporter = connections.workers[0]
+        with pytest.raises(WorkerLost, match=f"told of worker {number}, which is none"):
+            connections.asides[m.NeighborAway](reporter, m.NeighborAway(number, "It was cut."))
+
+
+def test_a_run_that_was_interrupted_does_not_wait_for_a_connection() -> None:
+    with connected() as (connections, relay):
+        cut(relay, connections.workers[1])
+        connections.is_interrupted = lambda: True
+        with pytest.raises(WorkerLost, match="The run was interrupted, and no stage .*was cut off"):
+            connections.receive(600)
+        with pytest.raises(WorkerLost, match="The run was interrupted"):
+            connections.check_usable()
+
+
+def test_sigterm_ends_a_wait_for_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hetero.transport.channel.LOOK_SECONDS", 0.01)
+    with connected() as (connections, relay):
+        worker = connections.workers[1]
+        cut(relay, worker)
+        connections.is_ending = lambda: True
+        worker.channel.send(m.DescribeDevice())
+        with pytest.raises(WorkerLost, match="SIGTERM asks this process to end"):
+            worker.channel.wait_until_sent(0, connections.leaving())
+
+
+def test_a_worker_that_allows_less_time_is_named() -> None:
+    with (
+        pytest.warns(UserWarning, match="allows 5 s for a broken connection to come back, and"),
+        connected(allowed_seconds=5.0) as (connections, _),
+    ):
+        assert len(connections.workers) == 2
