@@ -23,6 +23,7 @@ Each folder answers one question; the two ends of one conversation have the same
     cli/           the command lightning-hetero, one file a command
 
     plan.py         Plan, StagePlan: who holds which layers
+    recovery.py     Recovery: how a run gets over faults
     errors.py       every exception, drawn as a tree
     units.py        amounts as a person writes them
     optional.py     libraries that are an extra
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from .launch.ssh import SshWorkers
     from .model.lazy_weights import from_pretrained
     from .plan import Plan, StagePlan
+    from .recovery import Recovery
     from .strategy.strategy import HeteroPipelineStrategy
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "PipelineTimeline",
     "Plan",
     "RayWorkers",
+    "Recovery",
     "SlurmWorkers",
     "SshWorkers",
     "StageMonitor",
@@ -85,6 +88,7 @@ _MODULES = {
     "PipelineTimeline": "callbacks.timeline",
     "Plan": "plan",
     "RayWorkers": "launch.ray",
+    "Recovery": "recovery",
     "SlurmWorkers": "launch.slurm",
     "SshWorkers": "launch.ssh",
     "StageMonitor": "callbacks.monitor",

@@ -3,6 +3,7 @@
 HeteroError
 ├─ PlanError                 a plan that does not fit the model or the workers
 ├─ ProfileError              measurements that cannot be read, or that contradict themselves
+├─ RecoveryError             settings of recovery that are out of their bounds
 ├─ ModelError                a model that cannot be cut as asked
 │  └─ CheckpointError        weights on disk that are missing, damaged or of another model
 ├─ BatchError                a batch or a result that cannot be split or merged
@@ -39,6 +40,10 @@ class PlanError(HeteroError, ValueError):
 
 class ProfileError(HeteroError, ValueError):
     """Measurements that cannot be read, or that contradict themselves."""
+
+
+class RecoveryError(HeteroError, ValueError):
+    """Settings of recovery that are out of their bounds."""
 
 
 class ModelError(HeteroError):

@@ -203,8 +203,18 @@ class Plan:
 
     @property
     def max_in_flight(self) -> int:
-        """The most micro-batches in flight, with the default filled in."""
-        return self.in_flight or 2 * (len(self.workers) + 1)
+        """The most micro-batches in flight, with the default filled in.
+
+        The default is two per process, and half as many again as pass a stage while its slowest
+        replica runs one: the others would wait for it, since losses come in order.
+        """
+        if self.in_flight is not None:
+            return self.in_flight
+        rounds = [
+            math.ceil(1.5 * sum(stage.present_shares) / min(filter(None, stage.present_shares)))
+            for stage in self.stages
+        ]
+        return max(2 * (len(self.workers) + 1), *rounds)
 
     @property
     def max_started(self) -> int:

@@ -100,6 +100,8 @@ def trainer(strategy: Any = "auto", **options: Any) -> pl.Trainer:
     quiet: dict[str, Any] = {
         "accelerator": ACCELERATOR,
         "devices": 1,
+        # The sums of other devices have the same bits only then.
+        "deterministic": ACCELERATOR != "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

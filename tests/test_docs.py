@@ -18,6 +18,7 @@ from lightning_hetero import (
     PipelineProfiler,
     PipelineTimeline,
     RayWorkers,
+    Recovery,
     SlurmWorkers,
     SshWorkers,
     StageMonitor,
@@ -152,6 +153,7 @@ def commands() -> list[Path]:
     ("page", "kind"),
     [("plan-and-profile.md", kind) for kind in PLAN_AND_PROFILE]
     + [("strategy.md", HeteroPipelineStrategy), ("strategy.md", PipelineProfiler)]
+    + [("recovery.md", Recovery)]
     + [("watch-a-run.md", PipelineTimeline), ("watch-a-run.md", StageMonitor)]
     + [
         ("joining.md", Joining),

@@ -126,9 +126,14 @@ def test_a_stage_knows_its_layers_its_worker_and_its_place() -> None:
         ([THERE], None, 4),
         ([HERE, THERE, stage("old-tower:9999", 6, 8)], None, 6),
         ([HERE, THERE], 3, 3),
+        ([StagePlan(["a", "b"], (0, 8), shares=[9, 7])], None, 6),
+        ([StagePlan(["a", "b"], (0, 8), shares=[5, 1])], None, 9),
+        ([StagePlan(["a", "b", "c"], (0, 8), shares=[5, 3, 1])], None, 14),
+        ([StagePlan(["a", "b"], (0, 8), shares=[5, 0])], None, 6),
+        ([StagePlan(["a", "b"], (0, 8), shares=[5, 1])], 4, 4),
     ],
 )
-def test_by_default_the_number_of_stages_bounds_the_micro_batches_in_flight(
+def test_by_default_processes_and_unlike_shares_bound_the_micro_batches_in_flight(
     stages: list[StagePlan], in_flight: int | None, expected: int
 ) -> None:
     assert Plan(stages, in_flight=in_flight).max_in_flight == expected

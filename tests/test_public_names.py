@@ -25,7 +25,7 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "workers=2 plan='auto' layers=None micro_batches=None micro_batching='step' "
         "loss_weighting='auto' batch_dim=None check_first_batch='stop' checkpoint_weights='all' "
         "replan=False cut_layers=False accelerator=None checkpoint_io=None precision_plugin=None "
-        "token_file=None"
+        "token_file=None recovery=False"
     ),
     lightning_hetero.ClusterFile: "path",
     lightning_hetero.Joining: "listen='0.0.0.0:7070' least=1 most=None wait_seconds=300.0",
@@ -52,6 +52,7 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "decay=0.999 update_every_n_steps=1 update_starting_at_step=None "
         "update_starting_at_epoch=None"
     ),
+    lightning_hetero.Recovery: "linger_seconds=120.0",
     from_pretrained: (
         "source quantization_config=None peft_config=None dtype=None attn_implementation=None "
         "quantize_on='coordinator' hub_options"
@@ -91,9 +92,9 @@ KEYS_OF_PROFILES: dict[type, str] = {
 COMMANDS = {
     "": "--print-completion --version",
     "worker": (
-        "--allow --announce --device --join --listen --listen-fd --log-level --memory --name "
-        "--no-announce --place --print-manifest --print-unit --rejoin-seconds --script --sessions "
-        "--stop-with-stdin --threads --token-file"
+        "--allow --announce --device --join --linger-seconds --listen --listen-fd --log-level "
+        "--memory --name --no-announce --place --print-manifest --print-unit --rejoin-seconds "
+        "--script --sessions --stop-with-stdin --threads --token-file"
     ),
     "workers": "--token-file",
     "up": "cluster",
@@ -113,6 +114,7 @@ COMMANDS = {
     ),
     "diagram": "--output --profile --title -o plan",
     "verify": "--data --model --plan config",
+    "check": "--device --output -o",
     "top": "--interval --once --patience --token-file workers",
     "report": "--output -o folder",
 }
@@ -127,6 +129,7 @@ def test_names_of_the_package() -> None:
         "PipelineTimeline",
         "Plan",
         "RayWorkers",
+        "Recovery",
         "SlurmWorkers",
         "SshWorkers",
         "StageMonitor",

@@ -7,6 +7,7 @@ search alone. Real steps are the matter of the benchmark plan_quality.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -35,6 +36,9 @@ SMALL = range(5000, 6000)
 BOUND = 0.025
 """The gap that the planner's rules allow: 2 % for a device, 0.5 % for micro-batches in flight."""
 
+
+EVERY = 50
+"""Clusters between two lines on how far the command is."""
 
 LINE, REPLICAS, MIXTURE, NO_PLAN = "line", "replicas", "line with replicas", "none fits"
 
@@ -70,8 +74,15 @@ def main() -> None:
     first = seeds.start if options.first is None else options.first
     seeds = range(first, seeds.stop)[: options.clusters]
     of_seed = compare_replicas if options.replicas else compare
-    results = [of_seed(seed) for seed in seeds]
     console = Console()
+    results: list[Result] = []
+    # An end in the middle leaves the table of what was done.
+    with contextlib.suppress(KeyboardInterrupt):
+        for seed in seeds:
+            results.append(of_seed(seed))
+            if len(results) % EVERY == 0:
+                over_bound = sum((result.gap or 0.0) > BOUND for result in results)
+                console.print(f"{len(results)} of {len(seeds)}: {over_bound} over {BOUND:.1%}")
     console.print(table_of(results, "best plan" if options.replicas else "devices"))
     over = [(r.seed, r.gap) for r in results if r.gap is not None and r.gap > BOUND]
     console.print(f"over {BOUND:.1%}:", ", ".join(f"seed {s} {gap:.1%}" for s, gap in over))

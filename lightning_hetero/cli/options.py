@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from ..errors import HeteroError, PlanError
+from ..recovery import LINGER_SECONDS, MOST_LINGER_SECONDS, check_linger_seconds
 from ..transport.address import Address, checked_name
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE
 from ..units import parse_bytes
@@ -114,6 +115,14 @@ def _add_owner_options(worker: argparse.ArgumentParser) -> None:
         type=_checked(parse_bytes),
         metavar="10GiB",
         help="the most that stages may take of the device's memory (default: all of it)",
+    )
+    worker.add_argument(
+        "--linger-seconds",
+        type=_linger_seconds,
+        default=LINGER_SECONDS,
+        metavar="SECONDS",
+        help="how long a run with `recovery` may keep this worker while their connection is "
+        "broken; 0 for not at all (default: %(default)g)",
     )
     add_unit_option(worker)
 
@@ -317,6 +326,17 @@ def _add_diagram_options(diagram: argparse.ArgumentParser) -> None:
     _add_output_option(diagram, text, "a new architecture.svg")
 
 
+def _add_check_options(check: argparse.ArgumentParser) -> None:
+    check.add_argument(
+        "--device",
+        action="append",
+        metavar="DEVICE",
+        help="check this device, such as cuda:1; may be repeated (default: all accelerators, and "
+        "the processor where there is none)",
+    )
+    _add_output_option(check, "the report, as Markdown,", "standard output")
+
+
 def _add_verify_options(verify: argparse.ArgumentParser) -> None:
     _add_project_options(verify)
     verify.add_argument(
@@ -385,6 +405,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "plan": ("decide from measurements which device holds which layers", _add_plan_options),
     "diagram": ("draw which process of a plan holds which layers", _add_diagram_options),
     "verify": ("whether the workers compute what one device computes", _add_verify_options),
+    "check": ("whether training is right on the devices of this machine", _add_check_options),
     "top": ("show live what workers do", _add_top_options),
     "report": ("write an HTML page about a run", _add_report_options),
 }
@@ -463,6 +484,17 @@ def _seconds(text: str) -> float:
         seconds = 0.0
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
+
+
+def _linger_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+        check_linger_seconds(seconds, "it")
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds from 0 to {MOST_LINGER_SECONDS:.0f}"
+        ) from None
     return seconds
 
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from ..devices.numerics import prepare_process
 from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
 from ..launch.manifests import JOINING_KINDS, manifest_text, service_manager_here
@@ -48,6 +50,7 @@ def run(options: argparse.Namespace) -> None:
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
     )
+    prepare_process()
     is_own = options.listen_fd is None
     token_file = find_token_file(options.token_file) if is_own else None
     if options.place is not None:
@@ -120,14 +123,18 @@ def _worker(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
-    owner = Owner(options.memory, _show) if options.listen_fd is None else Owner(options.memory)
+    found = place.equipment
+    owner = Owner(options.memory, linger_seconds=options.linger_seconds)
+    if options.listen_fd is None:
+        owner = replace(owner, on_run_end=_show)
     return Worker(
         place.listener,
-        _torch_device(options.device),
+        _torch_device(options.device) if found is None else torch.device(found.device),
         allowed=allowed,
         credentials=credentials,
         owner=owner,
         kept=kept,
+        equipment=found,
     )
 
 

@@ -105,9 +105,11 @@ class Connections:
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.NeighborUnreachable: self._on_neighbor_unreachable,
+            m.NeighborAway: self._on_neighbor_away,
+            m.NeighborBack: self._on_neighbor_back,
         }
         self.num_exchanges = 0
-        self.take_sums: TakeSums = _refuse_sums
+        self.take_sums: TakeSums = refuse_sums
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
@@ -128,6 +130,7 @@ class Connections:
                 session = run + secrets.token_hex(16)
                 channel, welcome = open_channel(name, session)
                 channel.start(self._inbox, receive_pool())
+                self._note_lingering(name, channel)
                 theirs = welcome.equipment
                 worker = Member(number, name, address, channel, theirs, session)
                 self.members.append(worker)
@@ -138,6 +141,17 @@ class Connections:
             raise
         self.workers = list(self.members)
         self._by_channel = {worker.channel: worker for worker in self.members}
+
+    def _note_lingering(self, name: str, channel: Channel) -> None:
+        """Tell of a worker that allows less time for broken connections than this run wants."""
+        asked_seconds, lingering = self.deadlines.linger_seconds, channel.line.lingering
+        seconds = 0.0 if lingering is None else lingering.seconds
+        if seconds < asked_seconds:
+            rank_zero_warn(
+                f"The owner of {name} allows {seconds:g} s for a broken connection to come back, "
+                f"and the run asks for {asked_seconds:g} s; start the worker with "
+                f"`--linger-seconds {asked_seconds:g}`."
+            )
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
@@ -312,6 +326,7 @@ class Connections:
         if isinstance(message, m.Failure):
             raise self._stage_failed(worker, message)
         if isinstance(message, m.NeighborLost):
+            worker.is_apart_from.discard(message.member)
             # Both ends of a lost link report it; one report is enough.
             if self._link_loss is None and (error := self._neighbor_lost(worker, message)):
                 raise error
@@ -393,7 +408,8 @@ class Connections:
         return message.step not in (None, self.step)
 
     def _next_arrival(self, patience_seconds: float) -> Arrival:
-        """Wait for the next arrival, without a limit while an owner pauses a worker.
+        """Wait for the next arrival. The time in which a worker is paused by its owner, or a
+        broken connection may come back, does not count.
 
         Lightning only notes SIGTERM, for the end of the batch. A batch that waits for a worker may
         have no end, so nothing arrives for long after the signal.
@@ -407,12 +423,12 @@ class Connections:
             try:
                 return self._inbox.get(timeout=look_seconds)
             except Empty:
-                waited_seconds += look_seconds
+                waits = any(worker.waits for worker in self.workers)
+                waited_seconds += 0.0 if waits else look_seconds
                 ending_seconds += look_seconds if self.is_ending() else 0.0
             if ending_seconds >= self.deadlines.leave_seconds:
                 raise self._give_up("SIGTERM asks this process to end, and no", ending_seconds)
-            is_paused = any(worker.is_paused for worker in self.workers)
-            if waited_seconds >= patience_seconds and not is_paused:
+            if waited_seconds >= patience_seconds:
                 raise self._give_up("No", waited_seconds)
 
     def _give_up(self, words: str, seconds: float) -> WorkerError:
@@ -517,6 +533,32 @@ class Connections:
             self._inbox.put(other)
         return arrival.content
 
+    def _on_neighbor_away(self, worker: Member, message: m.NeighborAway) -> None:
+        worker.is_apart_from.add(message.member)
+        other = self._numbered(worker, message.member)
+        rank_zero_info(
+            f"the connection between {worker} and {other} broke; the stages wait for it to come "
+            f"back: {message.reason}"
+        )
+
+    def _on_neighbor_back(self, worker: Member, message: m.NeighborBack) -> None:
+        worker.is_apart_from.discard(message.member)
+        other = self._numbered(worker, message.member)
+        rank_zero_info(f"the connection between {worker} and {other} is back")
+
+    def _numbered(self, reporter: Member, number: int) -> Member:
+        """The worker of the number that another one has told.
+
+        Raises:
+            WorkerLost: If there is none.
+        """
+        everyone = self._by_channel.values()
+        found = next((worker for worker in everyone if worker.number == number), None)
+        if found is None or found is reporter:
+            wrong = f"It told of worker {number}, which is none of its neighbors."
+            raise self.lose(reporter, RemoteProtocolError(wrong))
+        return found
+
     def _on_paused(self, worker: Member, _message: m.Paused) -> None:
         worker.is_paused = True
         rank_zero_info(f"{worker} is paused by its owner; all stages wait until it goes on")
@@ -530,7 +572,7 @@ class Connections:
         return f"in step {self.step}" if self.step else "before the first step"
 
 
-def _refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:
+def refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:
     raise RemoteProtocolError(f"It said {message}, and this process is no replica.")
 
 

@@ -17,7 +17,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from ..errors import HeteroError, ModelError, PlanError, StageFailed, WeightsLost
+from ..errors import HeteroError, ModelError, StageFailed, WeightsLost
 from ..model.captured_outputs import CollectingHooks
 from ..model.half_layers import absent_in
 from ..model.hollow import HollowLayers, is_hollow, no_copy, remote_of
@@ -38,7 +38,7 @@ from ..pipeline.draws import Draws
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.placement import Placement
 from ..pipeline.transfers import coming_home
-from ..plan import Plan, StagePlan
+from ..plan import COORDINATOR, Plan, StagePlan
 from ..protocol.tensors import DTYPES
 from .holdings import RemoteStage, remote_stages
 from .layers import PlainAttributes, RemoteLayers, changed_since_recipe
@@ -245,7 +245,9 @@ class Deployment:
         else:
             self._move(remote, seed)
             before._hollow.fill(home)
-        self.hosted = None
+        if before is not None and before.hosted is not None:
+            before.hosted.detach()
+        self.hosted: HostedReplicas | None = None
         if hosted:
             self.hosted = HostedReplicas(Placement.of(plan), hosted, coordinator, self._hollow)
         self._hooks = self._hollow_out()
@@ -329,6 +331,8 @@ class Deployment:
             WorkerError: If a worker does not send its tensors.
             ModelError: If only some of the layers have made the latest step.
         """
+        if self.hosted is not None:
+            self.hosted.follow()  # what a worker keeps has to be what is here
         self.coordinator.layers.wait_for_all()
         self.check_between_steps()
         numbers = coming_home(Placement.of(self.plan), Placement.of(plan))
@@ -542,26 +546,21 @@ class Deployment:
         """Refuse a plan whose layers cannot live apart, before anything has changed.
 
         Raises:
-            PlanError: If the coordinator is a replica in one of the plans.
             ModelError: With the reason.
         """
-        if self.plan.differs_in_shares_only(plan):
-            return
-        if any(stage.is_hosted for stage in (*self.plan.stages, *plan.stages)):
-            raise PlanError(
-                "Layers do not move during a run while the coordinator is a replica of some, or to "
-                "a plan in which it is one. Save a checkpoint, end the run, and begin a new one "
-                "with the other plan and `ckpt_path`."
-            )
-        HollowLayers(self._leaving(plan), self._exchange, self.tensors).check()
+        if not self.plan.differs_in_shares_only(plan):
+            leaving = self._leaving(plan).items()
+            ordinary = {number: layer for number, layer in leaving if number not in self._away}
+            HollowLayers(ordinary, self._exchange, self.tensors).check()
 
     def _leaving(self, plan: Plan) -> dict[int, DecoderLayer]:
-        """The layers that workers get from this process under another plan, by their numbers."""
+        """The layers that this process has, and only workers have under another plan."""
+        here, there = Placement.of(self.plan), Placement.of(plan)
         return {
             number: layer
             for stage in _remote_layers(self._root, self.layers, plan)
             for number, layer in stage.items()
-            if number not in self._away
+            if COORDINATOR in here.holders(number) and COORDINATOR not in there.holders(number)
         }
 
     def _release_local_layers(self) -> None:

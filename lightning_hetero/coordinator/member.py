@@ -24,6 +24,7 @@ class Member:
         cannot_reach: The workers to which its messages are forwarded, and whose messages are
             forwarded to it.
         num_unanswered: Requests whose ``Done`` has not come: more than one after an interruption.
+        is_apart_from: The numbers of the workers to which its connection broke, and may come back.
         is_paused: Whether its owner keeps the device for another use at present.
     """
 
@@ -40,12 +41,18 @@ class Member:
     # The thread that writes to the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
     num_unanswered: int = 0
+    is_apart_from: set[int] = field(default_factory=set)
     is_paused: bool = False
 
     def forget_constants(self) -> None:
         """Send every constant again: it is unknown which of them the worker has."""
         with self.constants_lock:
             self.constants.clear()
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing can come from it at present: for its owner, or for a connection."""
+        return self.is_paused or self.channel.is_away or bool(self.is_apart_from)
 
     @property
     def last_known(self) -> str:

@@ -33,6 +33,7 @@ from ..plan import COORDINATOR
 from ..protocol import messages as m
 from ..protocol.tensors import fingerprint_of
 from ..transport.channel import send_copied
+from .connections import refuse_sums
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
 from .session import Coordinator
@@ -89,6 +90,10 @@ class HostedReplicas:
         """The replicas on workers."""
         named = self._remote.connections.named
         return [named(name) for name in self.placement.stage(self._number).workers]
+
+    def detach(self) -> None:
+        """Take no more sums: the layers have moved, and this process may be no replica any more."""
+        self._sums.detach()
 
     def stays(self, microbatch: int) -> bool:
         return self.placement.process(self._number, microbatch) == COORDINATOR
@@ -260,6 +265,9 @@ class _WorkerSums:
         self._parts: dict[tuple[int, Member], dict[str, Tensor]] = {}
         self._whole: set[tuple[int, Member]] = set()
         remote.connections.take_sums = self._take_recorded
+
+    def detach(self) -> None:
+        self._remote.connections.take_sums = refuse_sums
 
     def of(self, numbers: Sequence[int], workers: Sequence[Member]) -> dict[str, dict[str, Tensor]]:
         """Wait for the sums of some exchanges; returns their totals by worker and parameter."""

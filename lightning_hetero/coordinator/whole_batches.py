@@ -22,13 +22,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import BatchError, ModelError, StageFailed
-from ..pipeline.boundary import Activation, Collected, join_activations
+from ..pipeline.boundary import Activation, join_activations
 from ..pipeline.handover import (
-    Boundary,
     Exchange,
     Request,
     SampleDimension,
     cut_request,
+    exchange_whole,
     first_of_request,
     takes_sequence_first,
 )
@@ -335,13 +335,8 @@ class HandOvers:
         visit = next(visits)
         if not grad_enabled:
             return self._join(pieces, dim, visit)
-        anchor = torch.zeros((), requires_grad=True)
-        kinds: list[str] = []
         exchange = Exchange(self._stages, visit, self.plan.max_in_flight, dim)
-        hidden, *others = Boundary.apply(  # type: ignore[no-untyped-call]
-            request.hidden, anchor, exchange, pieces, kinds
-        )
-        return Activation(hidden, tuple(map(Collected, kinds, others)))
+        return exchange_whole(request.hidden, exchange, pieces)
 
     def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
         """Run pieces so that they leave nothing behind on the stages."""

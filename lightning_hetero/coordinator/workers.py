@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..devices.description import equipment_here
+from ..devices.device import devices_beside
 from ..discovery.find import find_workers
 from ..launch.cluster import ClusterFile, read_cluster
 from ..launch.join import Door, open_door
@@ -115,7 +116,7 @@ class Fleet:
         open_channel: Open | None = None
         if isinstance(self._workers, int):
             if names and not self._local:
-                self._start(self._workers, imports)
+                self._start(devices_beside(device, self._workers), imports)
             for worker in self._local:
                 worker.wait_until_ready()
                 identity = dataclasses.replace(identity, credentials=worker.credentials)
@@ -178,10 +179,10 @@ class Fleet:
     def _credentials(self) -> Credentials | None:
         return credentials_of(find_token_file(self._token_file))
 
-    def _start(self, count: int, imports: set[str]) -> None:
+    def _start(self, devices: Sequence[str], imports: set[str]) -> None:
         """Start local workers, and share the cores with them."""
-        threads = threads_per_process(count + 1)
-        self._local = start_local_workers(count, threads, Allowed.just(imports))
+        threads = threads_per_process(len(devices) + 1)
+        self._local = start_local_workers(devices, threads, Allowed.just(imports))
         if "OMP_NUM_THREADS" not in os.environ:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(threads)

@@ -5,9 +5,8 @@ Copies run in streams of their own, and events in the streams tell when work is 
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -41,13 +40,13 @@ class Cuda(Accelerator, device_type="cuda"):
     def versions(cls) -> dict[str, str | None]:
         return {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
 
-    def sensors(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        # torch raises ImportError without ``nvidia-ml-py``, and others for a missing sensor.
-        with contextlib.suppress(ImportError, RuntimeError, AttributeError):
-            found["temperature_celsius"] = float(torch.cuda.temperature(self.torch_device))
-            found["power_watts"] = torch.cuda.power_draw(self.torch_device) / 1000
-        return found
+    def sensor_functions(self) -> dict[str, Callable[[], float]]:
+        # torch returns NVML's milliwatts, but the watts of AMD's library.
+        units_per_watt = 1000 if torch.version.hip is None else 1
+        return {
+            "temperature_celsius": lambda: torch.cuda.temperature(self.torch_device),
+            "power_watts": lambda: torch.cuda.power_draw(self.torch_device) / units_per_watt,
+        }
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,9 @@ class Device:
         if hasattr(self._library, "empty_cache"):
             self._library.empty_cache()
 
+    def make_current(self) -> None:
+        """Make the device the calling thread's current one, where a kind has several devices."""
+
     def synchronize(self) -> None:
         """Wait until the device has done all work so far."""
         if hasattr(self._library, "synchronize"):
@@ -193,6 +196,11 @@ class Device:
 
     def sensors(self) -> dict[str, float]:
         """Degrees and watts, as far as they can be read."""
+        found = {name: _read(sensor) for name, sensor in self.sensor_functions().items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def sensor_functions(self) -> dict[str, Callable[[], float]]:
+        """What reads each sensor, by a name that ends in its unit; it may raise anything."""
         return {}
 
     def health(self) -> dict[str, float]:
@@ -206,6 +214,11 @@ class Device:
 
 class Accelerator(Device):
     """A device with its own allocator, whose torch module has the functions of `torch.cuda`."""
+
+    def make_current(self) -> None:
+        # Without an index, the thread's current device is meant.
+        if self.torch_device.index is not None:
+            torch.accelerator.set_device_index(self.torch_device)
 
     def total_bytes(self) -> int:
         return int(self._library.get_device_properties(self.torch_device).total_memory)
@@ -265,6 +278,16 @@ def device_for(torch_device: torch.device) -> Device:
     return BACKENDS.get(torch_device.type, Device)(torch_device)
 
 
+def devices_beside(own: torch.device, count: int) -> list[str]:
+    """Devices of the same kind for more processes on this machine: the others in turn, and with
+    them the own one last."""
+    if own.type == "cpu":
+        return ["cpu"] * count
+    num_here = int(getattr(torch, own.type).device_count())
+    first = (own.index or 0) + 1
+    return [f"{own.type}:{(first + number) % num_here}" for number in range(count)]
+
+
 def check_has_backend(torch_device: torch.device) -> None:
     """Refuse a device whose generators nothing here can seed.
 
@@ -285,6 +308,11 @@ def is_any_in_use() -> bool:
     """Whether this process has initialized an accelerator, which a forked process could not use."""
     accelerators = (kind for kind in BACKENDS.values() if issubclass(kind, Accelerator))
     return any(kind.is_initialized() for kind in accelerators)
+
+
+def uses_streams() -> bool:
+    """Whether this process has initialized an accelerator that has a current stream per thread."""
+    return is_any_in_use()
 
 
 def needs_triton(device_name: str) -> bool:
@@ -347,6 +375,15 @@ def processor_name() -> str:
             if key.strip() == "model name" and value.strip():
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def _read(sensor: Callable[[], float]) -> float | None:
+    """The value of a sensor; None if it cannot be read."""
+    try:
+        return float(sensor())
+    # The library of each vendor has exceptions of its own, and a missing sensor stops nobody.
+    except Exception:
+        return None
 
 
 @dataclass(frozen=True)

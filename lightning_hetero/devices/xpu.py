@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 
@@ -22,8 +23,6 @@ class Xpu(Accelerator, device_type="xpu"):
             return super().free_and_base_bytes(kept_bytes)
         return self.total_bytes(), 0
 
-    def sensors(self) -> dict[str, float]:
+    def sensor_functions(self) -> dict[str, Callable[[], float]]:
         # To read the power would take 100 ms.
-        with contextlib.suppress(ImportError, RuntimeError, AttributeError):
-            return {"temperature_celsius": float(torch.xpu.temperature(self.torch_device))}
-        return {}
+        return {"temperature_celsius": lambda: torch.xpu.temperature(self.torch_device)}

@@ -35,8 +35,14 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
 from ..protocol.session import answering_session
 from ..transport.address import Address, checked_name
-from ..transport.channel import Channel, send_buffers
-from ..transport.connection import Connection, SocketConnection, keep_alive, prepare_socket
+from ..transport.channel import Channel
+from ..transport.connection import (
+    Connection,
+    SocketConnection,
+    keep_alive,
+    prepare_socket,
+    send_buffers,
+)
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import (
     Identity,
@@ -46,7 +52,7 @@ from ..transport.handshake import (
     open_channel,
     receive_opening,
 )
-from ..transport.lobby import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
+from ..transport.lobby import SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.tls import secured
 from .launcher import reachable
 
@@ -56,6 +62,8 @@ logger = logging.getLogger(__name__)
 _WORD_SECONDS = 1.0
 # Workers that may wait at the same time; each takes an open file.
 _MOST_GUESTS = 512
+# A scheduler starts all workers at once, and a busy machine greets them one after the other.
+_MOST_GREETINGS = 128
 # Sentences on refused workers that are kept for the error of a run that gets too few.
 _MOST_REFUSED = 8
 # Between two looks at workers that may have left, and between two lines on how many are missing.
@@ -166,7 +174,7 @@ class Door:
         # In the order in which they came.
         self._guests: dict[str, Guest] = {}
         self._refused: deque[str] = deque(maxlen=_MOST_REFUSED)
-        self._lobby = Lobby(MOST_GREETINGS)
+        self._lobby = Lobby(_MOST_GREETINGS)
         self._refusals = RefusalLog()
         self._is_closed = False
         self._closing, self._closed = socket.socketpair()

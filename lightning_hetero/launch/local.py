@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,25 +121,35 @@ def local_worker_names(count: int) -> list[str]:
 
 
 def start_local_workers(
-    count: int, threads: int, allowed: Allowed | None = None
+    devices: Sequence[str],
+    threads: int,
+    allowed: Allowed | None = None,
+    token: Token | None = None,
 ) -> list[LocalWorker]:
-    """Start worker processes on free loopback ports, with this many compute threads each.
+    """Start a worker process on a free loopback port for each of these devices.
 
     They search for modules where this process does, but import only allowed ones for layers. Other
     users of this machine can reach their ports, so they serve only processes with a new token,
     which this process and the workers alone know. They are not ready yet; see `wait_until_ready`.
 
+    Args:
+        devices: What each computes on, as torch calls it.
+        threads: The compute threads of each on the CPU.
+        allowed: The classes of layers that they may build; by default those of torch and
+            transformers.
+        token: The token, if others are to use the workers too.
+
     Raises:
         WorkerError: If a process cannot be started; the others are ended then.
     """
     workers: list[LocalWorker] = []
-    token = Token.new()
+    token = token or Token.new()
     credentials = Credentials(token)
     try:
-        for name in local_worker_names(count):
+        for name, device in zip(local_worker_names(len(devices)), devices, strict=True):
             listener = listen(Address("127.0.0.1", 0))
             where = address_of(listener)
-            process, leash = _start(name, listener, threads, allowed or Allowed())
+            process, leash = _start(name, listener, device, threads, allowed or Allowed())
             workers.append(LocalWorker(name, where, process, leash, credentials))
             leash.sendall(token.to_text().encode() + b"\n")
     except BaseException:
@@ -168,12 +178,20 @@ def cpu_seconds_of(pid: int) -> float | None:
 
 
 def _start(
-    name: str, listener: socket.socket, threads: int, allowed: Allowed
+    name: str, listener: socket.socket, device: str, threads: int, allowed: Allowed
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a process that listens; returns the process and this process's end of its leash."""
     command = [sys.executable, "-m", "lightning_hetero", "worker"]
     command += ["--listen", str(address_of(listener)), "--listen-fd", str(listener.fileno())]
-    command += ["--threads", str(threads), "--log-level", "WARNING", "--stop-with-stdin"]
+    command += [
+        "--device",
+        device,
+        "--threads",
+        str(threads),
+        "--log-level",
+        "WARNING",
+        "--stop-with-stdin",
+    ]
     command += [f"--allow={package}" for package in allowed.packages]
     command += ["--script", *allowed.script] if allowed.script else []
     leash, its_end = socket.socketpair()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..devices.copies import Land, already_here
 from ..model.layer_call import LayerCall
+from ..protocol.fields import Numerics
 
 
 class Collected(NamedTuple):
@@ -104,6 +105,7 @@ class Surroundings:
         is_trial: Whether the forward leaves nothing behind; see `on_trial`.
         place: How many forwards of the same visit the stage's process runs in it before this one;
             None for those whose arguments have come.
+        numerics: The settings that change numbers.
     """
 
     grad_enabled: bool
@@ -113,6 +115,7 @@ class Surroundings:
     land: Land = field(default=already_here, compare=False, repr=False)
     is_trial: bool = False
     place: int | None = None
+    numerics: Numerics = Numerics()
 
     @property
     def tensors(self) -> Sequence[Tensor]:

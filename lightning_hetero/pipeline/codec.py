@@ -126,6 +126,7 @@ def encode_arguments(
         calls=calls,
         kept=packer.kept,
         is_trial=surroundings.is_trial,
+        numerics=surroundings.numerics,
         **vars(leg),
     )
     return message, packer.tensors
@@ -173,6 +174,7 @@ def decode_arguments(
         message.collect,
         is_trial=message.is_trial,
         place=message.place,
+        numerics=message.numerics,
     )
     if surroundings.has_cache and message.grad_enabled:
         raise RemoteProtocolError("A key-value cache carries no gradients.")

@@ -3,22 +3,24 @@
 In the micro-batch of a driver, `driver.py` does the whole hand-over. Everywhere else (evaluation, a
 whole batch at once, a user's call in a hook) the hand-over is one function of the hidden states:
 it cuts a `Request` into pieces along the samples, streams the pieces through the stages, and joins
-the results. `Boundary` makes that function differentiable.
+the results. `exchange_whole` makes that function differentiable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ..devices.numerics import numerics_here
+from ..devices.thread_device import ThreadDevice
 from ..errors import BatchError, ModelError
 from ..model.layer_call import LayerCall
-from .boundary import Activation, Gradients, Surroundings, join_activations
+from .boundary import Activation, Collected, Gradients, Surroundings, join_activations
 from .microbatch import spans
 from .rule import Key
 
@@ -88,7 +90,8 @@ def surroundings_here(
     if grad_enabled:
         _check_arguments_need_no_gradient(calls)
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return Surroundings(grad_enabled, autocast_dtype, calls, collect)
+    numerics = numerics_here()
+    return Surroundings(grad_enabled, autocast_dtype, calls, collect, numerics=numerics)
 
 
 def _check_arguments_need_no_gradient(calls: list[LayerCall]) -> None:
@@ -153,45 +156,116 @@ class Exchange:
         return [found[index] for index in range(count)]
 
 
-class Boundary(torch.autograd.Function):
-    """The hand-over of a whole batch as one differentiable function.
+def exchange_whole(hidden: Tensor, exchange: Exchange, pieces: list[Request]) -> Activation:
+    """The hand-over of a whole batch as one differentiable function of its hidden states.
 
-    ``anchor`` is a scalar that requires a gradient. Without it no backward would reach the stages
-    when all parameters before them are frozen. The forward appends the kinds of the collected
-    outputs to ``kinds``.
+    Three nodes of autograd share a `_Crossing`, and only tokens pass between them:
+
+        hidden ── _Entry ── token ── _Stages ── token ── _Exit ── outputs
+                  device           main memory           device
+
+    autograd runs the backward of a node whose gradient is on a device in a thread of that device,
+    while the caller of ``backward`` can handle no signal. A gradient in main memory comes to the
+    caller's own thread, so that is where `_Stages` waits for the stages.
+
+    Args:
+        hidden: The hidden states.
+        exchange: The visit.
+        pieces: The pieces of the request with these hidden states.
+    """
+    crossing = _Crossing(exchange, pieces, hidden.device, ThreadDevice.present())
+    # Without an anchor no backward would reach the stages if all before them is frozen.
+    anchor = torch.zeros((), device="cpu", requires_grad=True)
+    entered = _Entry.apply(hidden, crossing)  # type: ignore[no-untyped-call]
+    crossed = _Stages.apply(entered, anchor, crossing)  # type: ignore[no-untyped-call]
+    first, *others = _Exit.apply(crossed, crossing)  # type: ignore[no-untyped-call]
+    return Activation(first, tuple(map(Collected, crossing.kinds, others)))
+
+
+@dataclass
+class _Crossing:
+    """What the nodes of one hand-over share; a pass of tensors between them empties its field.
+
+    Args:
+        exchange: The visit.
+        pieces: The pieces.
+        device: The device of the hidden states.
+        thread_device: Where the thread of the forward computes.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        anchor: Tensor,
-        exchange: Exchange,
-        pieces: list[Request],
-        kinds: list[str],
-    ) -> tuple[Tensor, ...]:
-        returned = exchange.forward(pieces)
-        dim = exchange.dim
-        joined = join_activations(returned, dim).map(lambda tensor: tensor.to(hidden.device))
-        kinds += [kind for kind, _ in joined.collected]
-        ctx.exchange, ctx.device = exchange, hidden.device
-        ctx.sizes = [[tensor.shape[dim] for tensor in piece.tensors] for piece in returned]
-        # None, and not zeros, for outputs that no loss depends on.
-        ctx.set_materialize_grads(False)
-        return joined.tensors
+    exchange: Exchange
+    pieces: list[Request]
+    device: torch.device
+    thread_device: ThreadDevice
+    kinds: list[str] = field(default_factory=list)
+    outputs: tuple[Tensor, ...] = ()
+    output_gradients: Sequence[Tensor | None] = ()
+    hidden_gradient: Tensor | None = None
+
+
+class _Entry(torch.autograd.Function):
+    """Where hidden states leave; its backward returns their gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, hidden: Tensor, crossing: _Crossing) -> Tensor:
+        ctx.crossing = crossing
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, None]:
+        gradient, ctx.crossing.hidden_gradient = ctx.crossing.hidden_gradient, None
+        return gradient, None
+
+
+class _Stages(torch.autograd.Function):
+    """The visit to the stages, forward and backward, in the threads that ask for them."""
+
+    @staticmethod
+    def forward(ctx: Any, entered: Tensor, _anchor: Tensor, crossing: _Crossing) -> Tensor:
+        returned = crossing.exchange.forward(crossing.pieces)
+        dim = crossing.exchange.dim
+        joined = join_activations(returned, dim).map(lambda tensor: tensor.to(crossing.device))
+        crossing.outputs = joined.tensors
+        crossing.kinds += [kind for kind, _ in joined.collected]
+        crossing.pieces = []
+        ctx.crossing, ctx.token = crossing, torch.zeros_like(entered)
+        ctx.sizes = [[tensor.shape[dim] for tensor in piece.tensors] for piece in returned]
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, None, None]:
         _check_backward(anchor_node=ctx.next_functions[1][0])
         # `retain_graph` of the user's backward; autograd asks for it here for compiled graphs too.
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        dim = ctx.exchange.dim
-        pieces = _split_gradients(gradients, ctx.sizes, keeps_graph, dim)
-        returned = ctx.exchange.backward(pieces)
-        found = [piece.tensors[0] for piece in returned if piece.tensors[0] is not None]
-        wanted = ctx.needs_input_grad[0] and len(found) == len(pieces)
-        joined = torch.cat(found, dim).to(ctx.device) if wanted else None
-        return joined, None, None, None, None
+        crossing: _Crossing = ctx.crossing
+        gradients, crossing.output_gradients = crossing.output_gradients, ()
+        # The gradients were made in the stream of the forward, whatever the caller's is.
+        with crossing.thread_device.stream_taken_over():
+            dim = crossing.exchange.dim
+            pieces = _split_gradients(gradients, ctx.sizes, keeps_graph, dim)
+            returned = crossing.exchange.backward(pieces)
+            found = [piece.tensors[0] for piece in returned if piece.tensors[0] is not None]
+            if not ctx.needs_input_grad[0] or len(found) != len(pieces):
+                return None, None, None
+            crossing.hidden_gradient = torch.cat(found, dim).to(crossing.device)
+        return ctx.token, None, None
+
+
+class _Exit(torch.autograd.Function):
+    """Where the outputs of the stages come back; its backward takes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, _crossed: Tensor, crossing: _Crossing) -> tuple[Tensor, ...]:
+        ctx.crossing = crossing
+        # None, and not zeros, for outputs that no loss depends on.
+        ctx.set_materialize_grads(False)
+        outputs, crossing.outputs = crossing.outputs, ()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        ctx.crossing.output_gradients = gradients
+        return torch.zeros((), device="cpu"), None
 
 
 def _check_backward(anchor_node: Any) -> None:

@@ -111,6 +111,9 @@ class StageOptimizer:
             **{key: value for key, value in defaults.items() if key in accepted},
         )
 
+        # A parameter that the optimizer does not step has no group, but may have a state.
+        self._group_of = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
+
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer steps, by name."""
@@ -137,7 +140,8 @@ class StageOptimizer:
         if name not in self._parameters:
             raise ModelError(f"The stage has no parameter {name!r} to load optimizer state for.")
         parameter = self._parameters[name]
-        self.optimizer.state[parameter] = {k: beside(parameter, k, v) for k, v in state.items()}
+        group = self._group_of.get(id(parameter), {})
+        self.optimizer.state[parameter] = state_beside(parameter, state, group)
 
 
 def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter]) -> Any:
@@ -160,10 +164,24 @@ def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter]) -> Any:
     return kind
 
 
-def beside(parameter: Tensor, key: str, value: Any) -> Any:
-    """A state value on the device and in the dtype of its parameter; step counts stay unchanged."""
-    value = in_dtype_of(parameter, key, value)
-    return value.to(parameter.device) if isinstance(value, Tensor) and key != "step" else value
+def state_beside(
+    parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state of a parameter, on its device and in its dtype.
+
+    A step count stays unchanged, unless the parameter's group is fused or capturable: such a step
+    runs on the device, with the count in float32 there.
+    """
+    counts_on_device = bool(group.get("fused") or group.get("capturable"))
+    return {key: _beside(parameter, key, value, counts_on_device) for key, value in state.items()}
+
+
+def _beside(parameter: Tensor, key: str, value: Any, counts_on_device: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        return value.to(parameter.device, torch.float32) if counts_on_device else value
+    return in_dtype_of(parameter, key, value).to(parameter.device)
 
 
 def in_dtype_of(parameter: Tensor, key: str, value: Any) -> Any:

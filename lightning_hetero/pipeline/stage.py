@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..devices.numerics import compute_with
 from ..errors import ModelError, RemoteProtocolError
 from ..model.attributes import AttributeState
 from ..model.captured_outputs import collect_embedded, collecting
@@ -392,6 +393,7 @@ class Stage:
         The tensors are detached; ``requires_grad`` tells where a backward will want a gradient.
         """
         _check_incoming(incoming, surroundings)
+        compute_with(surroundings.numerics)
         incoming.land()
         surroundings.land()
         leaf = incoming.hidden.to(self.device)
@@ -419,6 +421,7 @@ class Stage:
         saved = self._saved.get(key)
         if saved is None:
             return Gradients((None,))
+        compute_with(saved.surroundings.numerics)
         gradients.land()
         if not gradients.keeps_graph:
             del self._saved[key]

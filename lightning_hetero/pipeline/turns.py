@@ -7,9 +7,10 @@
     Finished(result) ◀───────── returns
 
 At any time either the driver or one such thread runs, never two. These are threads and not
-greenlets, because torch keeps grad mode and autocast per thread. torch has a single default dtype
-for all threads, so each turn sets its own. A thread whose function has ended runs the next one,
-because starting a thread takes up to a millisecond.
+greenlets, because torch keeps grad mode and autocast per thread. It keeps the device, the stream
+and the default device per thread too, and a turn takes them over from its driver. torch has a
+single default dtype for all threads, so each turn sets its own. A thread whose function has ended
+runs the next one, because starting a thread takes up to a millisecond.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+
+from ..devices.thread_device import ThreadDevice
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Turn:
         self._is_started = False
         self._has_ended = threading.Event()
         self._default_dtype = torch.get_default_dtype()
+        self._device = ThreadDevice.present()
         self._to_thread: SimpleQueue[Any] = SimpleQueue()
         self._to_driver: SimpleQueue[HandedOver | Finished | _Raised] = SimpleQueue()
         # The thread sees the user's context variables as the driver does.
@@ -125,9 +129,13 @@ class Turn:
         if self._is_abandoned:
             raise _Abandoned
         default_dtype = torch.get_default_dtype()
+        # The function may compute in a stream of its own; the driver copies from its own stream.
+        here = ThreadDevice.present()
+        self._device.wait_for(here)
         self._to_driver.put(HandedOver(request))
         answer = self._to_thread.get()
         torch.set_default_dtype(default_dtype)
+        here.wait_for(self._device)
         if self._is_abandoned:
             raise _Abandoned
         return answer
@@ -156,6 +164,7 @@ class Turn:
             # `abandon` does not wait for a turn that has not started.
             if self._is_abandoned:
                 raise _Abandoned
+            self._device.take_over()
             return Finished(self._function())
         except BaseException as error:
             return _Raised(error)

@@ -91,6 +91,26 @@ class Key(NamedTuple):
     visit: int = 0
 
 
+class Numerics(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The settings of torch that change numbers; the defaults are torch's.
+
+    Args:
+        matmul_precision: The precision of products in float32: a word of torch's older setting,
+            or two of the newer one, for CUDA and for oneDNN, with a slash between them.
+        deterministic: Whether operations have to be deterministic.
+        only_warns: Whether those that are not only warn.
+        flash_attention: Whether torch may take this kernel of attention; and so on.
+    """
+
+    matmul_precision: Name = "highest"
+    deterministic: bool = False
+    only_warns: bool = False
+    flash_attention: bool = True
+    memory_efficient_attention: bool = True
+    math_attention: bool = True
+    cudnn_attention: bool = True
+
+
 class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Something that a process did, from one moment to another.
 

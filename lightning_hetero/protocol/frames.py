@@ -148,6 +148,10 @@ class FrameReader:
         self._part: Buffer = bytearray(_PREFIX.size)
         self._missing = memoryview(self._part)
 
+    def begin_again(self) -> None:
+        """Drop what has come of an incomplete frame: its sender sends it again."""
+        self._begin_frame()
+
     def buffer(self) -> memoryview:
         """The memory for the next bytes; never empty."""
         return self._missing

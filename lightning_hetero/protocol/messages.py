@@ -28,6 +28,7 @@ from .fields import (
     LongSeconds,
     Moment,
     Name,
+    Numerics,
     Seconds,
     Span,
     Text,
@@ -78,6 +79,14 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     what is wrong: new fields need a default, no field is ever removed, and unknown ones are
     ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`. A worker
     that joins says its ``name`` in plans, and the ``address`` at which it listens.
+
+    With a ``secret`` it goes on with a conversation whose connection has broken.
+
+    Args:
+        linger_seconds: How long both ends shall wait for another connection when theirs breaks.
+        secret: What the Welcome of the conversation has told; empty opens a new conversation.
+        attempt: How often the sender has tried to go on with the conversation.
+        received: The number of frames that the sender has received behind the Welcome.
     """
 
     said = (
@@ -91,6 +100,10 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     session: Name = ""
     equipment: Equipment = msgspec.field(default_factory=Equipment)
     member: Count = 0
+    linger_seconds: Seconds = 0.0
+    secret: Name = ""
+    attempt: Count = 0
+    received: Count = 0
     name: Name = ""
     address: Name = ""
 
@@ -99,6 +112,11 @@ class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
     """The worker accepts the conversation. ``utc_seconds`` is the time on its clock.
 
     A coordinator says it to a worker that joins, and again with each ``note`` on how long to wait.
+
+    Args:
+        linger_seconds: How long both ends wait for another connection when theirs breaks.
+        secret: With it the peer can go on with the conversation then; empty if it cannot.
+        received: The number of frames that the sender has received behind the Hello.
     """
 
     said = (
@@ -110,6 +128,9 @@ class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
     protocol: int
     equipment: Equipment = msgspec.field(default_factory=Equipment)
     utc_seconds: LongSeconds = 0.0
+    linger_seconds: Seconds = 0.0
+    secret: Name = ""
+    received: Count = 0
     note: Name = ""
 
 
@@ -118,9 +139,13 @@ class Ping(InstantMessage, frozen=True):
 
 
 class Pong(InstantMessage, Words, frozen=True):
-    """A sign of life. ``doing`` is what the sender does or did last, for people."""
+    """A sign of life. ``doing`` is what the sender does or did last, for people.
+
+    ``received`` is the number of frames that have come; 0 where the connection may not come back.
+    """
 
     doing: Name = ""
+    received: Count = 0
 
     @property
     def reported_activity(self) -> str:
@@ -153,6 +178,19 @@ class NeighborLost(StageReport, Words, frozen=True):
 
     member: Count
     reason: Text
+
+
+class NeighborAway(StageReport, Words, frozen=True):
+    """The worker's connection to another worker broke, and may come back."""
+
+    member: Count
+    reason: Text
+
+
+class NeighborBack(StageReport, frozen=True):
+    """The worker's connection to another worker came back."""
+
+    member: Count
 
 
 class NeighborUnreachable(StageReport, Words, frozen=True):
@@ -336,7 +374,8 @@ class Arguments(MicrobatchMessage, frozen=True):
     The hidden states come from the process ``upstream`` and go to the process ``downstream``; 0 is
     the coordinator. ``place`` counts the forwards of the same visit that the process runs in this
     stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
-    later. A trial (``is_trial``) leaves nothing behind in the layers.
+    later. A trial (``is_trial``) leaves nothing behind in the layers. The stage computes with the
+    settings ``numerics``.
     """
 
     grad_enabled: bool
@@ -348,6 +387,7 @@ class Arguments(MicrobatchMessage, frozen=True):
     upstream: Count = 0
     downstream: Count = 0
     place: Count = 0
+    numerics: Numerics = Numerics()
 
 
 class MeasureLayer(IdleRequest, frozen=True):

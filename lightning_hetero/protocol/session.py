@@ -75,6 +75,10 @@ def by_anyone(*states: State, then: State | None = None) -> Rules:
     }
 
 
+# The name of fields that get into no log and no error.
+_NOT_SHOWN = "secret"
+
+
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages; the tag on the wire is the class's name.
 
@@ -132,7 +136,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
         return self.reports.format(message=self)
 
     def __str__(self) -> str:
-        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        names = (name for name in self.__struct_fields__ if name != _NOT_SHOWN)
+        shown = {name: getattr(self, name) for name in names}
         fields = " ".join(f"{name}={str(value)[:60]}" for name, value in shown.items())
         return printable(f"{type(self).__name__} {fields}".rstrip())
 

@@ -117,6 +117,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return numpy.packbits(flat).data if tensor.dtype == torch.bool else flat.data
 
 
+def tensor_behind(buffer: memoryview) -> Tensor | None:
+    """The tensor whose own memory `tensor_bytes` has returned; None for memory of another kind."""
+    owner = getattr(buffer.obj, "base", None)
+    return owner if isinstance(owner, Tensor) else None
+
+
 def fingerprint_of(parts: Mapping[str, Tensor]) -> bytes:
     """SHA-256 of the names, dtypes, shapes and bytes of tensors.
 

@@ -33,6 +33,7 @@ from ..launch.launcher import Launcher
 from ..model.layers import DecoderLayer
 from ..pipeline.microbatch import CutBatch, LossWeighting
 from ..plan import Plan
+from ..recovery import Recovery
 
 # Gets a batch, the other arguments of `training_step`, and a function that begins the step again.
 FirstCheck: TypeAlias = Callable[[CutBatch, Sequence[Any], Callable[[], None]], None]
@@ -113,6 +114,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "cut_layers": (lambda value: isinstance(value, bool), "True or False"),
     "replan": (lambda value: isinstance(value, bool), "True or False"),
+    "recovery": (lambda value: isinstance(value, (bool, Recovery)), "True, False or a Recovery"),
     "checkpoint_weights": (lambda value: value in ("all", "trainable"), '"all" or "trainable"'),
 }
 

@@ -20,7 +20,7 @@ from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
 from ..errors import ModelError, PlanError
 from ..model.tensors import is_frozen
-from ..pipeline.optimizer import beside
+from ..pipeline.optimizer import state_beside
 from ..pipeline.placement import Placement
 from ..pipeline.recorder import Recorder
 from ..plan import COORDINATOR, Plan
@@ -88,8 +88,11 @@ def moves_layers(module: pl.LightningModule) -> bool:
 
 def settle(optimizer: Optimizer) -> None:
     """Move the optimizer state that is here to the device of its parameters."""
-    for parameter, state in optimizer.state.items():
-        optimizer.state[parameter] = {k: beside(parameter, k, v) for k, v in state.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                optimizer.state[parameter] = state_beside(parameter, state, group)
 
 
 @contextmanager
@@ -132,7 +135,8 @@ def _averages_coming_home(
                 "before the run."
             )
     paths, coming = deployment.paths(), deployment.coming_home(plan)
-    ever = {deployment.tensors.names_of[tensor] for tensor in deployment.trained.ever}
+    names_of = deployment.tensors.names_of
+    ever = {names_of[tensor] for tensor in deployment.trained.ever if tensor in names_of}
     buffers = {path for path, b in module.named_buffers() if b.is_floating_point()}
     names = [n for n in coming if n in paths and (n in ever or paths[n] in buffers)]
     found = callback.with_averages_there(trainer, lambda: deployment.tensors.fetch(names))
@@ -150,7 +154,9 @@ def _go_on(
         return
     present = {**callback.present, **coming}
     callback.go_on(trainer, present)
-    leaving = {name: present[p] for name, p in deployment.paths().items() if p in present}
+    away = set(deployment.tensors.names_of.values())
+    paths = ((name, path) for name, path in deployment.paths().items() if name in away)
+    leaving = {name: present[path] for name, path in paths if path in present}
     callback.with_averages_there(trainer, lambda: deployment.tensors.store(leaving))
 
 

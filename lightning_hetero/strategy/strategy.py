@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -36,6 +37,7 @@ from ..model.lazy_weights import weights_in_checkpoint
 from ..pipeline.microbatch import LossWeighting
 from ..pipeline.optimizer import AveragingAction
 from ..plan import Plan
+from ..recovery import Recovery, recovery_of
 from ..transport.deadlines import Deadlines
 from .arguments import StepOptions, check_arguments, warn_of_batch_statistics, warn_of_idle_devices
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
@@ -99,6 +101,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             large layers spread more evenly. Plans then count halves: 0 is the attention of the
             first layer, 1 the rest of it. It works for Hugging Face layers that add to the hidden
             states twice, first the attention; the strategy refuses others.
+        recovery: Whether the run gets over broken connections, and how; see `Recovery`. True takes
+            its defaults. Without recovery a broken connection ends the run.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy; None writes files without a copy in memory.
         precision_plugin: As for every Lightning strategy.
@@ -124,6 +128,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         token_file: str | Path | None = None,
+        recovery: bool | Recovery = False,
     ) -> None:
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
@@ -139,6 +144,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._options = StepOptions(micro_batching, loss_weighting, batches)
         self._checkpoints = Checkpoints(trainable_only=checkpoint_weights == "trainable")
         self._replan = replan
+        self._recovery = recovery_of(recovery)
         self._run: Run | None = None
         self._notes: RunNotes | None = None
         self._instead: Callable[[Site, list[DecoderLayer]], None] | None = None
@@ -218,9 +224,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 "this process alone; name them with `layers=`."
             )
         site.bring_weights_here(self.deployment)
+        self._put_on_device(self.deployment)
+
+    def _put_on_device(self, deployment: Deployment | None) -> None:
         super().model_to_device()
-        if self.deployment is not None and self.deployment.hosted is not None:
-            self.deployment.hosted.note_present()
+        if deployment is not None and deployment.hosted is not None:
+            deployment.hosted.note_present()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -357,7 +366,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         site = self._site()
         deployment = site.carry_out(plan, before.layers, before.coordinator, before)
         site.bring_weights_here(deployment)
-        super().model_to_device()
+        self._put_on_device(deployment)
         return deployment
 
     def average_weights(
@@ -463,13 +472,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         return self._checkpoints.remedy(began_with)
 
     def _site(self) -> Site:
+        linger_seconds = 0.0 if self._recovery is None else self._recovery.linger_seconds
         return Site(
             self._module(),
             self._fleet,
             self.root_device,
             self._options,
             may_move=self._replan,
-            deadlines=self.deadlines,
+            deadlines=dataclasses.replace(self.deadlines, linger_seconds=linger_seconds),
         )
 
     def _leave_weights(self) -> None:

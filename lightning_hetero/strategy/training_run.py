@@ -137,8 +137,8 @@ class TrainingRun(Run):
         self._remote_steps, self._step = self._attached(deployment, options, optimizers)
         self._watch = Watch(deployment, measured, self._step.recorder, moves)
         self._put_back = let_callbacks_be_copied(module.trainer)
-        if deployment.hosted is not None:
-            self._put_back.callback(deployment.hosted.attach(optimizers).close)
+        self._hosted_hooks = ExitStack()
+        self._follow_hosted(optimizers)
         recorder = deployment.coordinator.telemetry.recorder
         self._put_back.callback(
             record_own_steps(
@@ -205,6 +205,7 @@ class TrainingRun(Run):
 
     @override
     def end(self, remedy: str) -> WeightsLost | None:
+        self._hosted_hooks.close()
         self._put_back.close()
         try:
             return super().end(remedy)
@@ -260,6 +261,13 @@ class TrainingRun(Run):
         self._watch = self._watch.after_move(self.deployment, self._step.recorder)
         for optimizer in optimizers:
             settle(optimizer)
+        self._follow_hosted(optimizers)
+
+    def _follow_hosted(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note the steps of layers of which this process is a replica, and of no former ones."""
+        self._hosted_hooks.close()
+        if self.deployment.hosted is not None:
+            self._hosted_hooks = self.deployment.hosted.attach(optimizers)
 
     def share(self, plan: Plan) -> None:
         """Let replicas take other shares; the plan differs in nothing else."""

@@ -5,6 +5,9 @@ memory, and sends a sign of life when it has nothing else, so that a peer that c
 While the writing thread waits for the device to finish a tensor, the reading thread sends the signs
 of life. Everything that arrives, and the channel's end, goes to one inbox: the thread that computes
 never waits for the network.
+
+Below a channel is its line, which may put another connection in the place of a broken one. Nobody
+above the channel notices.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ from ..protocol.bases import InstantMessage
 from ..protocol.frames import Content, Frame, FrameReader, encode_body, encode_frame, encode_head
 from ..protocol.session import Session, State
 from ..protocol.tensors import BufferPool
-from .connection import Connection
+from .connection import Connection, Traffic
 from .deadlines import Deadlines
+from .line import Line, Lingering, reason_of
 from .link_probe import Exchange, PeerClock, payload
 
 logger = logging.getLogger(__name__)
@@ -73,8 +77,10 @@ class Channel:
         peer: Name of the other end, for messages to people.
         frozen_seconds: Silence after which the channel gives up a peer whose machine still answers;
             None takes the deadline for any silence.
+        lingering: What the two ends have agreed on for a broken connection; None to end with it.
 
     Attributes:
+        line: The connections, one after the other.
         activity: What this end does, in words for people at the other end.
         peer_activity: The latest that the peer reported of its own activity; empty at first.
         clock: Compares the peer's clock with ours.
@@ -91,13 +97,13 @@ class Channel:
         peer: str,
         deadlines: Deadlines,
         frozen_seconds: float | None = None,
+        lingering: Lingering | None = None,
     ) -> None:
         self.peer = peer
+        self.line = Line(connection, peer, deadlines, lingering)
         self._frozen_seconds = frozen_seconds or deadlines.silence_seconds
         self.activity = ""
         self.peer_activity = ""
-        self._connection = connection
-        self.traffic = connection.traffic
         self._session = session
         self._deadlines = deadlines
         self._progress = threading.Condition()
@@ -108,9 +114,6 @@ class Channel:
         self.on_sent: Callable[[m.Message, int, float], None] | None = None
         self.forward: Callable[[Frame], bool] | None = None
         self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
-        # Held while writing: usually by the writing thread, by the reading one while that waits for
-        # a device.
-        self._sending = threading.Lock()
         self._is_encoding = False
         self._is_closing = False
         self._num_heard = 0
@@ -124,7 +127,7 @@ class Channel:
         Raises:
             ChannelError: If the system gives this process no more threads; the peer is told so.
         """
-        self._connection.set_timeout(self._deadlines.heartbeat_seconds)
+        self.line.connection.set_timeout(self._deadlines.heartbeat_seconds)
         reader = FrameReader(pool=pool)
         for thread in (
             threading.Thread(target=self._write, name=f"write {self.peer}"),
@@ -146,8 +149,8 @@ class Channel:
         )
         with contextlib.suppress(OSError, HeteroError):
             last_word = encode_frame(Frame(m.Failure(reason)))
-            with self._sending:
-                send_buffers(self._connection, last_word, self._deadlines.stop_seconds)
+            self.line.make_final()
+            self.line.send("the reason", last_word)
         self.close()
         return ChannelError(reason)
 
@@ -206,11 +209,27 @@ class Channel:
             self._session.sent(message)
             self._num_queued += 1
             self._outgoing.put((message, encode))
+        self._note_end()
 
     def wait_until_sent(self, most_queued: int) -> None:
-        """Wait until at most ``most_queued`` frames are still queued, or the channel is over."""
+        """Wait until at most ``most_queued`` frames are still queued, or the channel is over.
+
+        If none is queued any more, the tensors of all frames may change from now on.
+        """
         with self._progress:
             self._progress.wait_for(lambda: self._num_queued <= most_queued or self._is_over)
+        if most_queued == 0:
+            self.line.own_all()
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that went over the connections."""
+        return self.line.connection.traffic
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the connection is broken, and may come back."""
+        return self.line.is_away and not self._is_over
 
     @property
     def has_ended(self) -> bool:
@@ -231,18 +250,34 @@ class Channel:
             with contextlib.suppress(HeteroError):
                 self.send(last_word)
         self._is_closing = True
+        self.line.make_final()
         self._outgoing.put(None)
-        for thread in self._threads[:1]:  # the writing one
+        writers, readers = self._threads[:1], self._threads[1:]
+        for thread in writers:
             thread.join(self._deadlines.stop_seconds)
-        self._connection.shut_down()
+        if self.line.lingering is not None and not self.line.is_away:
+            self._let_peer_end(readers)
+        self.line.connection.shut_down()
         self._note_over()
-        for thread in self._threads[1:]:  # the reading one
-            if thread is not threading.current_thread():
+        for thread in readers:
+            # One that dials again at present ends by itself when it is answered.
+            if thread is not threading.current_thread() and not self.line.is_away:
                 thread.join()
         # A writing thread whose device hangs is left alone; it finds the connection closed later.
-        for thread in self._threads[:1]:
+        for thread in writers:
             thread.join(self._deadlines.stop_seconds)
-        self._connection.close()
+        self.line.connection.close()
+
+    def _let_peer_end(self, readers: list[threading.Thread]) -> None:
+        """Wait until the peer has read the last word and ended the connection.
+
+        Closing a connection with unread bytes sends a reset, which may overtake the last word, and
+        a peer that lingers would wait for another connection.
+        """
+        self.line.connection.finish_sending()
+        for thread in readers:
+            if thread is not threading.current_thread():
+                thread.join(self._deadlines.stop_seconds)
 
     def _read(self, inbox: Inbox, reader: FrameReader) -> None:
         try:
@@ -260,35 +295,62 @@ class Channel:
     def _next_frame(self, reader: FrameReader) -> Frame:
         while True:
             try:
-                frame = receive_some(self._connection, reader, self.peer)
-            except TimeoutError:
-                self._on_silence()
+                frame = self._receive(reader)
+            except (OSError, ChannelError) as error:
+                self.line.recover(error)
+                reader.begin_again()
+                self._num_silent_waits = 0
+                # It wakes the writing thread, which sends again what the peer has not received.
+                self._send_at_once(self._sign_of_life())
                 continue
-            self._num_silent_waits = 0
             if frame is None:
                 continue
             logger.debug("< %s %s", self.peer, frame)
-            with self._progress:
-                self._session.received(frame.message)
-                self._num_heard += 1
-                self._progress.notify_all()
-            self.peer_activity = frame.message.reported_activity or self.peer_activity
-            if isinstance(frame.message, m.Ping):
-                self._send_at_once(m.Pong(self.activity))
+            self._note(frame.message)
             self.clock.take(frame.message)
             return frame
 
+    def _receive(self, reader: FrameReader) -> Frame | None:
+        try:
+            frame = self.line.receive(reader)
+        except TimeoutError:
+            self._on_silence()
+            return None
+        self._num_silent_waits = 0
+        return frame
+
+    def _note(self, message: m.Message) -> None:
+        """Note a message that has come, and answer it if it asks for a sign of life."""
+        with self._progress:
+            self._session.received(message)
+            self._num_heard += 1
+            self._progress.notify_all()
+        self._note_end()
+        self.peer_activity = message.reported_activity or self.peer_activity
+        if isinstance(message, m.Pong):
+            self.line.acknowledge(message.received)
+        elif isinstance(message, m.Ping) or self._owes_acknowledgement(message):
+            self._send_at_once(self._sign_of_life())
+
+    def _owes_acknowledgement(self, message: m.Message) -> bool:
+        is_own = isinstance(message, InstantMessage)
+        return not is_own and not self.has_ended and self.line.owes_acknowledgement()
+
+    def _sign_of_life(self) -> m.Pong:
+        return m.Pong(self.activity, self.line.num_received)
+
+    def _note_end(self) -> None:
+        """Wait for no other connection when the conversation has ended."""
+        if self.has_ended:
+            self.line.make_final()
+
     def _send_at_once(self, message: m.Ping | m.Pong) -> None:
         """Send a sign of life, even while the writing thread waits for its device."""
-        # A frame on its way is a sign of life too, so do not wait for the lock.
-        if self._is_encoding and self._sending.acquire(blocking=False):
-            try:
-                frame = Frame(message)
-                logger.debug("> %s %s", self.peer, frame)
-                silence_seconds = self._deadlines.silence_seconds
-                send_buffers(self._connection, encode_frame(frame), silence_seconds)
-            finally:
-                self._sending.release()
+        # A frame on its way is a sign of life too, so do not wait for the line.
+        if self._is_encoding and self.line.try_to_send(
+            "a sign of life", encode_frame(Frame(message))
+        ):
+            logger.debug("> %s %s", self.peer, message)
         else:
             self.send(message)
 
@@ -301,7 +363,7 @@ class Channel:
             # The peer may be set to send its signs of life less often than we look.
             self._send_at_once(m.Ping())
             return
-        since_answer = self._connection.seconds_since_answer()
+        since_answer = self.line.connection.seconds_since_answer()
         is_cut_off = since_answer is not None and since_answer > _SHARE_OF_SILENCE * silence_seconds
         if is_cut_off or silence_seconds >= self._frozen_seconds:
             raise ChannelError(
@@ -317,10 +379,11 @@ class Channel:
                 self.send(m.Failure(reason=str(error)))
         if not self._is_closing:
             if not isinstance(error, HeteroError):
-                error = ChannelError(f"The connection to {self.peer} was cut ({error}).")
+                error = ChannelError(reason_of(error, self.peer))
             inbox.put(Arrival(self, error))
+        self.line.make_final()
         if not broke_a_rule:
-            self._connection.shut_down()  # or the writing thread would try to send for a while
+            self.line.connection.shut_down()  # or the writing thread would try to send for a while
         self._outgoing.put(None)
         # The writing thread may still wait for its device; nobody else has to wait for that.
         self._note_over()
@@ -333,7 +396,8 @@ class Channel:
                 self._note_sent()
         except (OSError, HeteroError) as error:
             logger.debug("writing to %s ended: %s", self.peer, error)
-            self._connection.shut_down()
+            self.line.make_final()
+            self.line.connection.shut_down()
         finally:
             self._note_over()
 
@@ -342,15 +406,14 @@ class Channel:
             try:
                 return self._outgoing.get(timeout=self._deadlines.heartbeat_seconds)
             except Empty:
-                self.send(m.Pong(self.activity))
+                self.send(self._sign_of_life())
 
     def _send_now(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
         self._is_encoding = True
         buffers = encode()
-        with self._sending:
-            self._is_encoding = False
-            start, num_bytes = time.perf_counter(), sum(map(len, buffers))
-            send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
+        self._is_encoding = False
+        start, num_bytes = time.perf_counter(), sum(map(len, buffers))
+        self.line.send(type(message).__name__, buffers)
         if self.on_sent is not None:
             self.on_sent(message, num_bytes, start)
 
@@ -365,59 +428,12 @@ class Channel:
             self._progress.notify_all()
 
 
-def receive_some(
-    connection: Connection, reader: FrameReader, peer: str = "The peer"
-) -> Frame | None:
-    """Read the bytes that have arrived; return the frame if they complete one.
-
-    Raises:
-        TimeoutError: If nothing arrives within the connection's timeout.
-        ChannelError: If the peer has ended the connection.
-        RemoteProtocolError: If the bytes are no frame.
-    """
-    missing = reader.buffer()
-    num_bytes = connection.receive_into(missing, sure_bytes=len(missing))
-    if num_bytes > 0:
-        return reader.advance(num_bytes)
-    try:
-        reader.close()
-    except RemoteProtocolError as error:
-        raise ChannelError(
-            f"{peer} ended the connection in the middle of a message, as happens when a process is "
-            "killed."
-        ) from error
-    raise ChannelError(f"{peer} ended the connection without a Goodbye.")
-
-
 def _reason_of_silence(since_answer: float | None, is_cut_off: bool) -> str:
     if since_answer is None:
         return ""
     if is_cut_off:
         return ", nor from its machine: it is off, or the network between is cut"
     return ": its machine answers, so its process is frozen, or a tunnel to it is cut"
-
-
-def send_buffers(
-    connection: Connection, buffers: list[memoryview], patience_seconds: float
-) -> None:
-    """Send buffers one after the other from their own memory; the list is empty afterwards.
-
-    Raises:
-        ChannelError: If the peer reads nothing for ``patience_seconds``.
-    """
-    last_progress = time.monotonic()
-    while buffers:
-        try:
-            num_bytes = connection.send(buffers)
-            last_progress = time.monotonic()
-        except TimeoutError:
-            if time.monotonic() - last_progress > patience_seconds:
-                raise ChannelError(f"The peer read nothing for {patience_seconds} s.") from None
-            continue
-        while buffers and num_bytes >= len(buffers[0]):
-            num_bytes -= len(buffers.pop(0))
-        if num_bytes:
-            buffers[0] = buffers[0][num_bytes:]
 
 
 def exchange_over(channel: Channel, inbox: Inbox, patience_seconds: float) -> Exchange:

@@ -1,4 +1,4 @@
-"""Connections: they carry bytes in both directions between two processes."""
+"""Connections: they carry bytes in both directions between two processes, and frames in them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from ..errors import ChannelError, RemoteProtocolError
+from ..protocol.frames import Frame, FrameReader
 
 # Linux allows 1024 buffers in one call; a frame of more goes in several.
 _MOST_BUFFERS = 512
@@ -31,6 +34,11 @@ class Traffic:
 
     sent_bytes: int = 0
     received_bytes: int = 0
+
+    def add(self, other: Traffic) -> None:
+        """Add the bytes of another connection."""
+        self.sent_bytes += other.sent_bytes
+        self.received_bytes += other.received_bytes
 
 
 class Connection(Protocol):
@@ -61,6 +69,9 @@ class Connection(Protocol):
 
         The machine does that even while its process is frozen.
         """
+
+    def finish_sending(self) -> None:
+        """End one direction: the peer reads what was sent, and then an end."""
 
     def shut_down(self) -> None:
         """End both directions, which wakes the threads that wait."""
@@ -111,6 +122,10 @@ class SocketConnection:
             return None
         (milliseconds,) = _LAST_ACK.unpack(told)
         return float(milliseconds) / 1000
+
+    def finish_sending(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def shut_down(self) -> None:
         with contextlib.suppress(OSError):
@@ -172,3 +187,50 @@ def prepare_socket(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connected.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
+
+
+def receive_some(
+    connection: Connection, reader: FrameReader, peer: str = "The peer"
+) -> Frame | None:
+    """Read the bytes that have arrived; return the frame if they complete one.
+
+    Raises:
+        TimeoutError: If nothing arrives within the connection's timeout.
+        ChannelError: If the peer has ended the connection.
+        RemoteProtocolError: If the bytes are no frame.
+    """
+    missing = reader.buffer()
+    num_bytes = connection.receive_into(missing, sure_bytes=len(missing))
+    if num_bytes > 0:
+        return reader.advance(num_bytes)
+    try:
+        reader.close()
+    except RemoteProtocolError as error:
+        raise ChannelError(
+            f"{peer} ended the connection in the middle of a message, as happens when a process is "
+            "killed."
+        ) from error
+    raise ChannelError(f"{peer} ended the connection without a Goodbye.")
+
+
+def send_buffers(
+    connection: Connection, buffers: list[memoryview], patience_seconds: float
+) -> None:
+    """Send buffers one after the other from their own memory; the list is empty afterwards.
+
+    Raises:
+        ChannelError: If the peer reads nothing for ``patience_seconds``.
+    """
+    last_progress = time.monotonic()
+    while buffers:
+        try:
+            num_bytes = connection.send(buffers)
+            last_progress = time.monotonic()
+        except TimeoutError:
+            if time.monotonic() - last_progress > patience_seconds:
+                raise ChannelError(f"The peer read nothing for {patience_seconds} s.") from None
+            continue
+        while buffers and num_bytes >= len(buffers[0]):
+            num_bytes -= len(buffers.pop(0))
+        if num_bytes:
+            buffers[0] = buffers[0][num_bytes:]

@@ -25,6 +25,8 @@ class Deadlines:
         request_seconds: For the answer to a request outside a step, such as building layers.
         progress_seconds: For any result during a step, even the first one, which compiles kernels.
         leave_seconds: For any answer of a worker after SIGTERM has asked this process to end.
+        linger_seconds: For a broken connection to come back. The end that dials asks for it, and
+            the other one may allow less; 0 gives the peer up at once.
         stop_seconds: For a local worker process to end after its Goodbye, and for a peer to read
             the last frames of a conversation.
     """
@@ -38,4 +40,5 @@ class Deadlines:
     request_seconds: float = 300.0
     progress_seconds: float = 1800.0
     leave_seconds: float = 5.0
+    linger_seconds: float = 0.0
     stop_seconds: float = 3.0

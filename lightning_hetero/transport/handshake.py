@@ -11,7 +11,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import msgspec
 
 from ..errors import (
     ChannelError,
@@ -25,9 +28,17 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader, encode_frame
 from ..protocol.session import Role, Session, opening_session
 from .address import Address, advice
-from .channel import Channel, receive_some, send_buffers
-from .connection import Connection, SocketConnection, keep_alive, prepare_socket
+from .channel import Channel
+from .connection import (
+    Connection,
+    SocketConnection,
+    keep_alive,
+    prepare_socket,
+    receive_some,
+    send_buffers,
+)
 from .deadlines import Deadlines
+from .line import Lingering, PeerGone
 from .tls import Credentials, secured
 
 _OURS = "lightning-hetero"
@@ -38,6 +49,10 @@ _MOST_SHOWN = 40
 # Connections that wait to be accepted. The system drops those beyond, and a peer tries again after
 # a second: strangers that come in a burst must not slow a coordinator like that.
 _MOST_WAITING = 1024
+
+# To connect again: a few round trips, and at least this.
+_LEAST_CONNECT_SECONDS = 0.5
+_CONNECT_MARGIN = 4.0
 
 # Names of the roles for people.
 ROLES: dict[str, str] = {
@@ -114,51 +129,134 @@ def dial(
     """Connect to a worker and open a conversation; the caller has to start the channel.
 
     Args:
+        deadlines: How long each kind of waiting may take; its ``linger_seconds`` are asked for.
         member: The number of this process, if it is a worker of a run.
 
     Raises:
         WorkerUnreachable: If no worker answers there, or one end refuses the other.
     """
+    asked_seconds = deadlines.linger_seconds
+    hello = m.Hello(
+        m.PROTOCOL_VERSION, role, session_name, identity.equipment, member, asked_seconds
+    )
+    call = _Call(address, hello, deadlines, identity.credentials)
     try:
-        hello = m.Hello(m.PROTOCOL_VERSION, role, session_name, identity.equipment, member)
-        return _dial(address, hello, deadlines, identity.credentials)
+        opened = call.open()
     except WorkerUnreachable as error:
         raise WorkerUnreachable(f"{error} {advice(address)}") from error
+    welcome, lingering = opened.welcome, None
+    if welcome.secret:
+        redial = partial(call.open_again, welcome.secret, opened.connect_seconds)
+        seconds = min(welcome.linger_seconds, asked_seconds)
+        lingering = Lingering(seconds, welcome.secret, redial)
+    channel = Channel(
+        opened.connection, opened.session, str(address), deadlines, lingering=lingering
+    )
+    return channel, welcome
 
 
-def _dial(
-    address: Address, hello: m.Hello, deadlines: Deadlines, credentials: Credentials | None
-) -> tuple[Channel, m.Welcome]:
-    if credentials is None and not address.is_loopback:
-        raise WorkerUnreachable(
-            f"The worker at {address} is on another machine, which takes a token: make one with "
-            "`lightning-hetero token`, and copy it to all machines as that command says."
-        )
-    end = time.monotonic() + deadlines.connect_seconds
-    while True:
-        try:
-            return _open(address, hello, deadlines, credentials)
-        except _Replaced:
-            # The next process listens at the same address already, or will in a moment.
-            if time.monotonic() > end:
-                raise
+class _Refused(WorkerUnreachable):
+    """The worker has answered that it does not want the conversation."""
 
 
-class _Replaced(WorkerUnreachable):
+class _Replaced(_Refused):
     """The process that answered ends with its session; another one takes its place."""
 
 
-def _open(
-    address: Address, hello: m.Hello, deadlines: Deadlines, credentials: Credentials | None
-) -> tuple[Channel, m.Welcome]:
-    plain = _connect(address, deadlines)
-    with ExitStack() as on_failure:
-        on_failure.callback(plain.close)
-        with _explained(_Far(f"the worker at {address}", "a worker")):
-            connection = secured(plain, credentials, False, deadlines.connect_seconds)
-            opened = open_channel(connection, address, hello, deadlines)
-        on_failure.pop_all()
-    return opened
+class _NobodyListens(WorkerUnreachable):
+    """The worker's machine has answered that no process listens there."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A connection on which both ends have greeted each other.
+
+    Args:
+        connect_seconds: How long connecting took, which is about a round trip.
+    """
+
+    connection: Connection
+    session: Session
+    welcome: m.Welcome
+    connect_seconds: float
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one end says to a worker to open a conversation, or to go on with it."""
+
+    address: Address
+    hello: m.Hello
+    deadlines: Deadlines
+    credentials: Credentials | None
+
+    def open(self) -> _Opened:
+        """Open a conversation; dial once more while a process takes the place of another.
+
+        Raises:
+            WorkerUnreachable: If no worker answers there, or one end refuses the other.
+        """
+        if self.credentials is None and not self.address.is_loopback:
+            raise WorkerUnreachable(
+                f"The worker at {self.address} is on another machine, which takes a token: make "
+                "one with `lightning-hetero token`, and copy it to all machines as that command "
+                "says."
+            )
+        end = time.monotonic() + self.deadlines.connect_seconds
+        while True:
+            try:
+                return self._open(self.hello, self.deadlines)
+            except _Replaced:
+                # The next process listens at the same address already, or will in a moment.
+                if time.monotonic() > end:
+                    raise
+
+    def open_again(
+        self, secret: str, connect_seconds: float, attempt: int, received: int
+    ) -> tuple[Connection, int]:
+        """Open a connection on which a conversation goes on.
+
+        Args:
+            secret: What the worker's first Welcome has told.
+            connect_seconds: How long connecting took when the conversation was opened.
+            attempt: The number of this attempt.
+            received: The number of frames that this end has received.
+
+        Returns:
+            The connection, and the number of frames that the worker has received.
+
+        Raises:
+            PeerGone: If the worker's process has ended, or does not know the conversation.
+            WorkerUnreachable: If no worker answers, for example because the network is away.
+        """
+        hello = msgspec.structs.replace(
+            self.hello, secret=secret, attempt=attempt, received=received
+        )
+        # A packet that is lost while the network is away is sent again after ever longer pauses. So
+        # this attempt is short, and the next one begins soon.
+        seconds = max(_LEAST_CONNECT_SECONDS, _CONNECT_MARGIN * connect_seconds)
+        quick_seconds = min(seconds, self.deadlines.connect_seconds)
+        try:
+            opened = self._open(hello, replace(self.deadlines, connect_seconds=quick_seconds))
+        except _Replaced:
+            raise
+        except (_Refused, _NobodyListens) as error:
+            raise PeerGone(str(error)) from error
+        return opened.connection, opened.welcome.received
+
+    def _open(self, hello: m.Hello, connecting: Deadlines) -> _Opened:
+        began_seconds, session = time.monotonic(), opening_session(hello.role)
+        plain = _connect(self.address, connecting)
+        connect_seconds = time.monotonic() - began_seconds
+        with ExitStack() as on_failure:
+            on_failure.callback(plain.close)
+            far = _Far(f"the worker at {self.address}", "a worker")
+            with _explained(far):
+                seconds = self.deadlines.connect_seconds
+                connection = secured(plain, self.credentials, False, seconds)
+                welcome = _ask_to_talk(connection, session, hello, far.name, seconds)
+            on_failure.pop_all()
+        return _Opened(connection, session, welcome, connect_seconds)
 
 
 def open_channel(
@@ -342,7 +440,8 @@ def _connect(address: Address, deadlines: Deadlines, for_workers: bool = False) 
                 f"No coordinator waits for workers at {address}: {error}. It waits there at the "
                 "start of each run and during the run."
             ) from error
-        raise WorkerUnreachable(
+        is_refused = isinstance(error, ConnectionRefusedError)
+        raise (_NobodyListens if is_refused else WorkerUnreachable)(
             f"No worker answers at {address}: {error}. Is `lightning-hetero worker --listen "
             f"{address}` running there?"
         ) from error
@@ -376,7 +475,7 @@ def _ask_to_talk(
     if not isinstance(answer, m.Welcome):
         reason = answer.reason if isinstance(answer, m.Failure) else str(answer)
         is_replaced = isinstance(answer, m.Failure) and answer.is_replaced
-        refusal = _Replaced if is_replaced else WorkerUnreachable
+        refusal = _Replaced if is_replaced else _Refused
         raise refusal(f"{there_name[0].upper()}{there_name[1:]} refused: {reason}")
     here = Party(ROLES[hello.role], hello.protocol, hello.equipment)
     there = Party(there_name, answer.protocol, answer.equipment)

@@ -279,6 +279,9 @@ class TlsConnection:
     def seconds_since_answer(self) -> float | None:
         return self._below.seconds_since_answer()
 
+    def finish_sending(self) -> None:
+        self._below.finish_sending()
+
     def shut_down(self) -> None:
         self._below.shut_down()
 

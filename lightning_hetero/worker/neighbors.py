@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from ..devices.copies import Copies
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError, WorkerUnreachable
@@ -79,9 +81,31 @@ class Neighbors:
                 errors[number] = error
                 channel = self._coordinator
             else:
+                channel.line.on_away = partial(self._tell_away, number)
+                channel.line.on_back = partial(self._tell, m.NeighborBack(number))
                 start(channel)
             self._downstream[number] = channel
         return errors
+
+    def _tell_away(self, number: int, reason: str) -> None:
+        self._tell(m.NeighborAway(number, reason))
+
+    def _tell(self, message: m.Message) -> None:
+        """Tell the coordinator of a connection; called by the reading thread of its channel."""
+        # Before there is a stage, or after the run, nobody has to know.
+        with contextlib.suppress(LocalProtocolError):
+            self._coordinator.send(message)
+
+    @property
+    def upstream(self) -> list[Channel]:
+        """The channels that other workers have opened; any thread may ask."""
+        return [*self._upstream]
+
+    def make_final(self) -> None:
+        """Let no broken connection come back; any thread may call it."""
+        for channel in [*self._upstream, *self._downstream.values()]:
+            if channel is not self._coordinator:
+                channel.line.make_final()
 
     def attach(self, channel: Channel, number: int) -> None:
         """Take a channel that another worker has opened."""
@@ -209,8 +233,7 @@ class Neighbors:
         for channel, number in sorted(channels.items(), key=lambda item: item[1]):
             if channel is not self._coordinator:
                 total = found.setdefault(f"worker {number}", Traffic())
-                total.sent_bytes += channel.traffic.sent_bytes
-                total.received_bytes += channel.traffic.received_bytes
+                total.add(channel.traffic)
         return found
 
     def close(self, last_word: m.Message) -> None:

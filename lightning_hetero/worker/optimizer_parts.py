@@ -88,6 +88,7 @@ class TrainedSide:
         self._layers = layers
         self._take_timings = take_timings
         self.is_owned: Callable[[str], bool] = lambda _name: True
+        self._is_stepped: Callable[[str], bool] = lambda _name: True
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages({})
         # What belongs to tensors here, until their optimizers are built and averages go on.
@@ -124,12 +125,14 @@ class TrainedSide:
         # Also what goes to another worker and stays here.
         self.leaving = former
         self._awaiting.drop_states([name for name in kept if not stepped(name)])
+        self._is_stepped = stepped
         self._optimizers = {}
         self._averages = WeightAverages({})
 
     def take(self, name: str, states: dict[int, Any], average: Tensor | None) -> None:
-        """Take what belongs to a tensor that has come from another worker."""
-        for number, state in states.items():
+        """Take what belongs to a tensor that has come from another worker; nobody needs the
+        optimizer's state here if another process steps the tensor."""
+        for number, state in states.items() if self._is_stepped(name) else ():
             self._awaiting.states.setdefault(number, {})[name] = state
         if average is not None:
             self._awaiting.averages[name] = average

@@ -16,6 +16,7 @@ from ..errors import ModelError, RemoteProtocolError
 from ..model.allowed_imports import Allowed
 from ..protocol import messages as m
 from ..protocol.tensors import Buffer
+from ..recovery import LINGER_SECONDS
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from .shelf import KeptTensors
@@ -53,10 +54,12 @@ class Owner:
     Args:
         memory_bytes: The most that the worker may take of its device's memory; None for all.
         on_run_end: Called with each conversation when it is over.
+        linger_seconds: The longest time that a session waits for a broken connection.
     """
 
     memory_bytes: int | None = None
     on_run_end: Callable[[RunRecord], None] = _log
+    linger_seconds: float = LINGER_SECONDS
 
     def limit(self, device: torch.device) -> None:
         """Let the device itself enforce the memory limit, where it can."""

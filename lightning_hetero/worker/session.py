@@ -16,6 +16,7 @@ Each part has a table `handlers`: the function that carries out each kind of its
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 import traceback
@@ -51,6 +52,7 @@ from ..protocol.values import KeptConstants
 from ..transport.address import Address
 from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action
 from ..transport.handshake import dial
+from ..transport.line import Line
 from .layers import StageLayers
 from .moves import MovedSide
 from .neighbors import Neighbors
@@ -107,6 +109,7 @@ class StageSession:
         self._began_seconds = time.monotonic()
         self._served, self._ended = "", "it failed"
         self._coordinator = coordinator
+        coordinator.forward = self._let_neighbors_go
         self._neighbors = Neighbors(coordinator, self._dial_neighbor)
         self._copies = device_for(host.device).copies()
         self._inbox: Inbox = SimpleQueue()
@@ -176,6 +179,29 @@ class StageSession:
         peer, steps = self._coordinator.peer, self._runner.step
         return RunRecord(peer, self._served, steps, seconds, self._ended)
 
+    def line_with(self, secret: str) -> Line | None:
+        """The line of this session that has the secret; any thread may ask."""
+        for channel in (self._coordinator, *self._neighbors.upstream):
+            lingering = channel.line.lingering
+            if lingering is not None and lingering.is_secret(secret):
+                return channel.line
+        return None
+
+    @property
+    def waits_seconds(self) -> float:
+        """How long the session waits for a coordinator whose connection broke; 0 if none did."""
+        lingering = self._coordinator.line.lingering
+        return lingering.seconds if lingering is not None and self._coordinator.is_away else 0.0
+
+    def _let_neighbors_go(self, frame: Frame) -> bool:
+        """Wait for no broken connection when the coordinator says goodbye.
+
+        Called in its channel's reading thread, as the thread that computes may wait for a neighbor.
+        """
+        if isinstance(frame.message, m.Goodbye):
+            self._neighbors.make_final()
+        return False
+
     def status(self) -> m.StageStatus:
         """The worker's present work; any thread may ask."""
         traffic = self._neighbors.traffic.items()
@@ -194,6 +220,7 @@ class StageSession:
         """Serve until the coordinator says goodbye or is gone."""
         last_word: m.Message = m.Goodbye()
         try:
+            device_for(self._host.device).make_current()
             self._start(self._coordinator)
             while True:
                 while not self._inbox.empty():
@@ -416,8 +443,11 @@ class StageSession:
         channel.start(self._inbox, pool)
 
     def _dial_neighbor(self, text: str, session: str, member: int) -> Channel:
-        address, host = Address.parse(text), self._host
-        channel, _ = dial(address, "neighbor", session, host.deadlines, host.identity, member)
+        host, lingering = self._host, self._coordinator.line.lingering
+        seconds = 0.0 if lingering is None else lingering.seconds
+        deadlines = dataclasses.replace(host.deadlines, linger_seconds=seconds)
+        address = Address.parse(text)
+        channel, _ = dial(address, "neighbor", session, deadlines, host.identity, member)
         return channel
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:

@@ -13,8 +13,12 @@ starts one turn early, and waits: the worker takes the memory of one more proces
 
 The two processes talk through a pipe, in words:
 
-    warm process   "go SECRET" (to a process that was not forked), pause, resume, drain
-    session        "ready DEVICE", "failed REASON", "over", "alone REASON" (nobody lets it join)
+    warm process   "go SECRET EQUIPMENT" (to a process that was not forked), pause, resume, drain
+    session        "ready DEVICE EQUIPMENT", "failed REASON", "over",
+                   "alone REASON" (nobody lets it join)
+
+The first process of a session looks what its device is and can. Later ones have it from there, so
+that they answer at once: a GPU takes seconds to begin, and memory as long as a process uses it.
 """
 
 from __future__ import annotations
@@ -32,13 +36,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from types import FrameType
 from typing import NoReturn
 
+import msgspec
+
 from ..devices.device import is_any_in_use
 from ..errors import HeteroError, WorkerError
+from ..protocol.fields import Equipment
 from .join import Joiner
 from .shelf import KeptTensors, SharedShelf, open_shelf
 from .worker import Worker
@@ -62,12 +69,14 @@ class Place:
         pipe: Leads to the warm process.
         shelf: Tensors that the process before has left; None where nothing can be left.
         began_seconds: When the worker began, by the monotonic clock.
+        equipment: What an earlier process has found on the device; None in the first one.
     """
 
     listener: socket.socket
     pipe: Connection
     shelf: SharedShelf | None
     began_seconds: float
+    equipment: Equipment | None = None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -133,6 +142,8 @@ class Supervisor:
         self._forks = forks
         self._stops_with_stdin = stops_with_stdin
         self._secret = secret
+        # As JSON, as it came from the first process of a session.
+        self._equipment = ""
         self._began_seconds = time.monotonic()
         self._shelf = open_shelf()
         self._members: list[_Member] = []
@@ -212,7 +223,8 @@ class Supervisor:
             return
         if word == "ready":
             member.is_ready = True
-            on_ready(rest)
+            device, _, self._equipment = rest.partition(" ")
+            on_ready(device)
         elif word == "over":
             member.end_seconds = time.monotonic() + _ENDING_SECONDS
             self._has_served = self._has_served or not self._is_draining
@@ -257,7 +269,7 @@ class Supervisor:
             member = self._fork()
         else:
             member = self._take_spare() or self._spawn()
-            member.tell(f"go {self._secret}")
+            member.tell(f"go {self._secret} {self._equipment}")
             self._spare = self._spawn()
         self._members.append(member)
         self._events.register(member.pipe, selectors.EVENT_READ, member)
@@ -265,7 +277,8 @@ class Supervisor:
             member.tell("pause")
 
     def _place(self, pipe: Connection) -> Place:
-        return Place(self._listener, pipe, self._shelf, self._began_seconds)
+        equipment = _read_equipment(self._equipment)
+        return Place(self._listener, pipe, self._shelf, self._began_seconds, equipment)
 
     def _take_spare(self) -> _Member | None:
         """The process that waits for its turn, if there is one and it has not ended."""
@@ -361,7 +374,8 @@ def serve_one_session(
         pipe.send_bytes(f"failed {error}".encode())
         return
     threading.Thread(target=_obey, args=(worker, on_drain, pipe), daemon=True).start()
-    pipe.send_bytes(f"ready {worker.device}".encode())
+    equipment = msgspec.json.encode(worker.equipment).decode()
+    pipe.send_bytes(f"ready {worker.device} {equipment}".encode())
     if joiner is not None:
         threading.Thread(target=_join, args=(worker, joiner, pipe), daemon=True).start()
     worker.serve_session(place.began_seconds, lambda: pipe.send_bytes(b"over"))
@@ -384,11 +398,21 @@ def serve_one_session_anew(
     _ignore_signals()
     _end_with_parent()
     try:
-        _, _, secret = place.pipe.recv_bytes().decode().partition(" ")
+        secret, place = hear_turn(place)
     except (EOFError, OSError):
         exit_at_once(0)  # the warm process has ended
     serve_one_session(make_for(secret), on_drain, joiner, place)
     exit_at_once(0)
+
+
+def hear_turn(place: Place) -> tuple[str, Place]:
+    """Wait for the "go" of the warm process; the secret, and the place with the equipment."""
+    _, secret, equipment = place.pipe.recv_bytes().decode().split(" ", 2)
+    return secret, replace(place, equipment=_read_equipment(equipment))
+
+
+def _read_equipment(text: str) -> Equipment | None:
+    return msgspec.json.decode(text, type=Equipment) if text else None
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -28,10 +28,11 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
 from ..protocol.session import Session, answering_session
 from ..transport.address import Address
-from ..transport.channel import Channel, send_buffers
-from ..transport.connection import Connection, SocketConnection, prepare_socket
+from ..transport.channel import Channel
+from ..transport.connection import Connection, SocketConnection, prepare_socket, send_buffers
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, address_of, check_hello, receive_hello
+from ..transport.line import Lingering
 from ..transport.lobby import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.tls import Credentials, secured
 from .owner import Host, Owner
@@ -50,6 +51,13 @@ class _Replaced(WorkerError):
     """This process takes no session any more; the next one does."""
 
 
+def _unknown_session() -> WorkerError:
+    return WorkerError(
+        "this worker does not serve the session that was asked for; its process has ended "
+        "meanwhile, or the address leads to another worker than the one that was meant."
+    )
+
+
 class Worker:
     """A process that can serve a stage.
 
@@ -60,6 +68,7 @@ class Worker:
         credentials: If given, only peers that have the same are served.
         owner: The owner's wishes.
         kept: Tensors that may be left from a former process.
+        equipment: What a former process has found on the device; by default this one looks.
 
     Raises:
         ModelError: If the kind of device has no backend.
@@ -74,6 +83,7 @@ class Worker:
         credentials: Credentials | None = None,
         owner: Owner | None = None,
         kept: KeptTensors | None = None,
+        equipment: m.Equipment | None = None,
     ) -> None:
         check_has_backend(device)
         owner = owner or Owner()
@@ -82,7 +92,7 @@ class Worker:
             device,
             deadlines or Deadlines(),
             allowed or Allowed(),
-            Identity(owner.equipment(equipment_here(device)), credentials),
+            Identity(owner.equipment(equipment or equipment_here(device)), credentials),
             owner,
             kept or KeptTensors(),
         )
@@ -188,6 +198,11 @@ class Worker:
         """Where stages compute."""
         return self._host.device
 
+    @property
+    def equipment(self) -> m.Equipment:
+        """What the worker tells its peers of itself."""
+        return self._host.identity.equipment
+
     def pause(self) -> None:
         """Finish the present micro-batch, then compute nothing until `resume`."""
         self._wish(m.Paused())
@@ -247,6 +262,9 @@ class Worker:
                 plain.close_after_last_word(_LAST_WORD_SECONDS)
                 return None
             self._lobby.introduce(plain)
+            if hello.secret:
+                self._resume(connection, hello)
+                return None
             return self._welcome(connection, hello, peer)
         except (ProtocolError, TrustError, WorkerError) as error:
             _tell_reason(connection, error)
@@ -278,21 +296,46 @@ class Worker:
         is_coordinator = hello.role == "coordinator"
         rules = answering_session(hello.role)
         rules.received(hello)
-        patience_seconds = self._host.deadlines.frozen_seconds if is_coordinator else None
-        channel = Channel(connection, rules, peer, self._host.deadlines, patience_seconds)
+        deadlines = self._host.deadlines
+        patience_seconds = deadlines.frozen_seconds if is_coordinator else None
+        seconds = min(hello.linger_seconds, self._host.owner.linger_seconds)
+        lingering = Lingering(seconds) if seconds > 0 else None
+        channel = Channel(connection, rules, peer, deadlines, patience_seconds, lingering)
         with self._session_changed:
             if not is_coordinator:
                 session = self._session_named(hello.session)
-                self._say_welcome(connection, rules)
+                self._say_welcome(connection, rules, lingering)
                 session.attach_upstream(channel, hello.member)
                 return None
             self._check_free()
-            self._say_welcome(connection, rules)
+            self._say_welcome(connection, rules, lingering)
             self._session = StageSession(hello.session, channel, self._host)
             self._forgetting.cancel()
             if self._is_paused:
                 self._session.wish(m.Paused())
             return self._session
+
+    def _resume(self, connection: Connection, hello: m.Hello) -> None:
+        """Let the conversation go on whose connection has broken.
+
+        Raises:
+            WorkerError: If there is none, or the peer does not know its secret.
+            ChannelError: If the peer has to dial again.
+            RemoteProtocolError: If the numbers of frames are wrong.
+        """
+        rules = answering_session(hello.role)
+        rules.received(hello)
+        with self._session_changed:
+            session = self._session_named(hello.session)
+            line = session.line_with(hello.secret)
+        if line is None:
+            raise _unknown_session()
+        line.resume(
+            connection,
+            hello.attempt,
+            hello.received,
+            lambda count: self._say_welcome(connection, rules, received=count),
+        )
 
     def _tell(self, connection: Connection, hello: m.Hello) -> None:
         """Answer a watcher; the session that runs does not notice."""
@@ -319,23 +362,42 @@ class Worker:
             )
         busy_seconds = self._host.deadlines.busy_seconds
         if not self._session_changed.wait_for(lambda: self._session is None, busy_seconds):
-            raise WorkerError(
-                "this worker is busy with another coordinator; wait for its run to end, or use "
-                "another worker."
-            )
+            raise WorkerError(self._busy_reason())
         if self._is_replaced:
             raise _Replaced("the process that answered ends with its session; dial again.")
 
+    def _busy_reason(self) -> str:
+        seconds = 0.0 if self._session is None else self._session.waits_seconds
+        if seconds > 0:
+            return (
+                "this worker is busy: the connection to its coordinator broke, and it waits up to "
+                f"{seconds:g} s for it to come back; try again later, or use another worker."
+            )
+        return (
+            "this worker is busy with another coordinator; wait for its run to end, or use "
+            "another worker."
+        )
+
     def _session_named(self, name: str) -> StageSession:
         if self._session is None or self._session.name != name:
-            raise WorkerError(
-                "this worker does not serve the session that was asked for; the address leads to "
-                "another worker than the one that was meant."
-            )
+            raise _unknown_session()
         return self._session
 
-    def _say_welcome(self, connection: Connection, rules: Session) -> None:
-        welcome = m.Welcome(m.PROTOCOL_VERSION, self._host.identity.equipment, time.time())
+    def _say_welcome(
+        self,
+        connection: Connection,
+        rules: Session,
+        lingering: Lingering | None = None,
+        received: int = 0,
+    ) -> None:
+        welcome = m.Welcome(
+            m.PROTOCOL_VERSION,
+            self._host.identity.equipment,
+            time.time(),
+            0.0 if lingering is None else lingering.seconds,
+            "" if lingering is None else lingering.secret,
+            received,
+        )
         rules.sent(welcome)
         send_buffers(connection, encode_frame(Frame(welcome)), self._host.deadlines.connect_seconds)
 

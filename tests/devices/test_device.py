@@ -19,6 +19,7 @@ from lightning_hetero.devices.device import (
     Device,
     check_has_backend,
     device_for,
+    devices_beside,
     forked_generators,
     is_out_of_memory,
     needs_triton,
@@ -279,6 +280,28 @@ def test_a_moment_of_a_gpu_with_events_waits_only_when_its_time_is_read(
     assert gpu.moment().seconds_after(start) == 1.5
 
 
+class NotSupported(Exception):
+    """What a vendor's library raises for a sensor that a card has not."""
+
+
+@pytest.mark.parametrize(("hip", "watts"), [(None, 0.25), ("6.4", 250.0)])
+def test_a_sensor_that_cannot_be_read_is_left_out_alone(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, watts: float
+) -> None:
+    def refuse(device: torch.device) -> int:
+        raise NotSupported
+
+    gpu = Cuda(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda device: 61)
+    monkeypatch.setattr(torch.cuda, "power_draw", refuse)
+    assert gpu.sensors() == {"temperature_celsius": 61.0}
+    # NVIDIA's library answers in milliwatts, AMD's in watts.
+    monkeypatch.setattr(torch.cuda, "temperature", refuse)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 250)
+    assert gpu.sensors() == {"power_watts": watts}
+
+
 def test_an_intel_gpu_reports_the_free_memory_of_its_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -291,3 +314,19 @@ def test_a_device_without_a_name_is_named_after_the_processor(
 ) -> None:
     monkeypatch.setattr(device_module, "processor_name", lambda: "Apple M9")
     assert device_for(torch.device("mps")).name == "mps of Apple M9"
+
+
+@pytest.mark.parametrize(
+    ("own", "num_here", "expected"),
+    [
+        ("cpu", 0, ["cpu", "cpu"]),
+        ("cuda:0", 1, ["cuda:0", "cuda:0"]),
+        ("cuda", 2, ["cuda:1", "cuda:0"]),
+        ("cuda:1", 3, ["cuda:2", "cuda:0"]),
+    ],
+)
+def test_local_workers_take_the_other_devices_first(
+    own: str, num_here: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_here)
+    assert devices_beside(torch.device(own), 2) == expected

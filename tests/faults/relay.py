@@ -37,6 +37,8 @@ class Relay:
         self.address = str(address_of(self._listener))
         # What cuts each connection.
         self._cuts: list[threading.Event] = []
+        self._is_first_again = False
+        self._is_plugged = True
         threading.Thread(target=self._serve, daemon=True).start()
 
     def stall(self) -> None:
@@ -56,6 +58,23 @@ class Relay:
         """Reset the connection that was made last: a worker's neighbor comes to it as the last."""
         self._cuts.pop().set()
 
+    def reset_first(self) -> None:
+        """Reset the connection that was made first: the coordinator comes to a worker as the first.
+
+        The one that takes its place counts as the first again.
+        """
+        self._is_first_again = True
+        self._cuts[0].set()
+
+    def pull(self) -> None:
+        """Reset the connections that there are, and end each new one at once."""
+        self._is_plugged = False
+        self.reset()
+
+    def plug(self) -> None:
+        """Take new connections again."""
+        self._is_plugged = True
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -67,10 +86,16 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                if not self._is_plugged:
+                    near.close()
+                    continue
                 with self._there():
                     far = socket.create_connection((self._target.host, self._target.port))
                 cut = threading.Event()
-                self._cuts.append(cut)
+                if self._is_first_again:
+                    self._cuts[0], self._is_first_again = cut, False
+                else:
+                    self._cuts.append(cut)
                 for source, sink in ((near, far), (far, near)):
                     pump = threading.Thread(target=self._pump, args=(source, sink, cut))
                     pump.daemon = True

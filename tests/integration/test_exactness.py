@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import StageFailed
 
+from ..conftest import worker_process
 from ..equality import TOLERANCE, assert_close, differing, weights_of
-from ..models import TinyModule
+from ..models import TinyModule, fit
 from .yardstick import (
     NUM_LAYERS,
     NUM_PIECES,
@@ -134,3 +136,27 @@ def test_optimizers_equal_one_device(workers: list[str], name: str) -> None:
     train(plain, "auto")
     train(piped, HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 4)))
     assert_close(weights_of(piped), weights_of(plain))
+
+
+WANTS_DETERMINISM = """
+import torch
+from lightning_hetero.pipeline.stage import Stage
+run_layers = Stage._run_layers
+def checked(stage, *args, **kwargs):
+    if not torch.are_deterministic_algorithms_enabled():
+        raise ZeroDivisionError("not deterministic")
+    return run_layers(stage, *args, **kwargs)
+Stage._run_layers = checked
+"""
+
+
+def test_workers_compute_with_the_settings_of_the_trainer() -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    with worker_process(before=WANTS_DETERMINISM) as worker:
+        plan = plan_over([worker.address], 2, 1, NUM_PIECES)
+        try:
+            fit(TinyModule(), HeteroPipelineStrategy([worker.address], plan), deterministic=True)
+        finally:
+            torch.use_deterministic_algorithms(before)
+        with pytest.raises(StageFailed, match="not deterministic"):
+            fit(TinyModule(), HeteroPipelineStrategy([worker.address], plan))

@@ -35,6 +35,7 @@ from ..qlora import in_four_bits, with_lora
 from .by_hand import Manual, both_step
 from .generation import Generating, generate
 from .groups import fit_in_groups, fit_padded_in_groups
+from .moves import moved_and_expected
 
 NUM_LAYERS = 5
 BATCH_SIZE = 10
@@ -457,14 +458,43 @@ def test_whole_batches_are_refused(
         fit(made, HeteroPipelineStrategy(workers[:1], plan, **options))
 
 
-def test_moves_are_refused(workers: list[str]) -> None:
-    class Moving(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, *_arguments: Any) -> None:
-            trainer.strategy.move_layers(hosted_plan(workers, before=1))
+def line(*stages: tuple[str, int, int]) -> Plan:
+    return Plan([StagePlan([name], (first, end)) for name, first, end in stages], PIECES)
 
-    strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers))
-    with pytest.raises(PlanError, match="while the coordinator is a replica"):
-        fit(TinyModule(), strategy, callbacks=[Moving()])
+
+def plans_to_move_between(workers: list[str]) -> list[Plan]:
+    """With the coordinator as a replica and without, of the same layers and of others; the first
+    plan has all the workers."""
+    first, second = workers[:2]
+    both = StagePlan([first, second], (1, NUM_LAYERS), shares=[3, 2])
+    three = StagePlan([first, "coordinator", second], (2, NUM_LAYERS), shares=[2, 2, 1])
+    behind = StagePlan(["coordinator", second], (3, NUM_LAYERS), shares=[1, 1])
+    here = StagePlan(["coordinator"], (0, 2))
+    return [
+        Plan([here, three], PIECES),
+        hosted_plan(workers),
+        hosted_plan(workers, (1, 4)),
+        line(("coordinator", 0, 3), (first, 3, NUM_LAYERS)),
+        hosted_plan(workers, before=1),
+        line((first, 0, 2), (second, 2, NUM_LAYERS)),
+        Plan([here, three], PIECES),
+        Plan([StagePlan(["coordinator"], (0, 1)), both], PIECES),
+        Plan([StagePlan([first], (0, 3)), behind], PIECES),
+        hosted_plan([second], first=True),
+        line((second, 0, NUM_LAYERS)),
+        hosted_plan(workers, before=2),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["all trains", "16-mixed", "clipping by value", "frozen layer", "an average", "LoRA"]
+)
+def test_layers_move_to_and_from_plans_with_the_coordinator_as_a_replica(
+    name: str, workers: list[str]
+) -> None:
+    plans, use = plans_to_move_between(workers), USES[name]
+    _, wrong = moved_and_expected(plans, workers[:2], use.module, use.options, use.alone)
+    assert wrong == []
 
 
 def test_the_replicated_plan_gives_everyone_all_layers_and_shares_by_speed(

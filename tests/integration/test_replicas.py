@@ -21,7 +21,8 @@ from ..equality import TOLERANCE, differing
 from ..families import FamilyModule
 from ..models import TinyModule, fit, loader, trainer
 from ..qlora import in_four_bits, with_lora
-from .groups import InGroups, InTurns, fit_in_groups, fit_padded_in_groups
+from .groups import InGroups, fit_in_groups, fit_padded_in_groups
+from .moves import moved_and_expected
 from .rows import Rows, rows
 from .uses import USES, Use, clipped
 
@@ -208,39 +209,6 @@ def test_a_checkpoint_goes_from_replicas_to_a_line_and_back(
         return module
 
     assert differing(epochs(plans, False), epochs(plans, True)) == []
-
-
-class Moving(pl.Callback):
-    """Moves the layers before each step to where the next plan has them."""
-
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self.plans = plans
-        self.sent_bytes: list[int] = []
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_arguments: Any) -> None:
-        strategy: Any = trainer.strategy
-        workers = strategy.deployment.coordinator.connections.members
-        before = sum(worker.channel.traffic.sent_bytes for worker in workers)
-        strategy.move_layers(self.plans[trainer.global_step])
-        after = sum(worker.channel.traffic.sent_bytes for worker in workers)
-        self.sent_bytes.append(after - before)
-
-
-def moved_and_expected(plans: Sequence[Plan], names: list[str]) -> tuple[Moving, list[str]]:
-    """Train a step under each plan; returns the names of tensors that differ from the groups'."""
-    moving = Moving(plans)
-    count = len(plans) * BATCH_SIZE
-    strategy = HeteroPipelineStrategy(names, plans[0])
-    found = fit(TinyModule(), strategy, loader(count, BATCH_SIZE), callbacks=[moving])
-    expected = TinyModule()
-    sums = [InGroups(plan, PIECES) for plan in plans]
-    fit(
-        expected,
-        data=loader(count, 1),
-        accumulate_grad_batches=PIECES,
-        callbacks=[InTurns(sums, PIECES)],
-    )
-    return moving, differing(found, expected)
 
 
 def test_layers_move_between_plans_with_and_without_replicas(workers: list[str]) -> None:

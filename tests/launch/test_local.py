@@ -35,7 +35,7 @@ def test_processes_share_the_cores(
 
 
 def test_workers_answer_at_their_addresses_and_end_when_told() -> None:
-    workers = local.start_local_workers(2, threads=1)
+    workers = local.start_local_workers(["cpu", "cpu"], threads=1)
     try:
         assert [worker.name for worker in workers] == local.local_worker_names(2)
         for worker in workers:
@@ -132,5 +132,5 @@ def test_no_process_is_left_when_one_cannot_be_started(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(subprocess, "Popen", second_fails)
     with pytest.raises(WorkerError, match="local-2 cannot be started: no more processes"):
-        local.start_local_workers(2, threads=1)
+        local.start_local_workers(["cpu", "cpu"], threads=1)
     assert started[0].poll() is not None

@@ -25,12 +25,12 @@ from lightning_hetero.pipeline.boundary import (
     join_activations,
 )
 from lightning_hetero.pipeline.handover import (
-    Boundary,
     Exchange,
     Request,
     Returned,
     SampleDimension,
     cut_request,
+    exchange_whole,
     first_of_request,
     surroundings_here,
     takes_sequence_first,
@@ -59,8 +59,7 @@ def batch(size: int = 5) -> Tensor:
 
 def through(chain: Chain, modules: Layers, hidden: Tensor, num_pieces: int, visit: int = 0) -> Any:
     pieces = cut_request(request_for(hidden, modules), num_pieces)
-    anchor = torch.zeros((), requires_grad=True)
-    return Boundary.apply(hidden, anchor, Exchange(chain, visit, 3), pieces, [])[0]
+    return exchange_whole(hidden, Exchange(chain, visit, 3), pieces).hidden
 
 
 def gradients(modules: Layers) -> list[Tensor | None]:
@@ -267,15 +266,15 @@ def test_a_batch_learns_from_what_its_stages_collect(
     chain = Chain(cut_into_stages(modules, num_stages, recompute), seed)
     chain.begin_step(2, accumulate=False)
     hidden, leaf = batch().requires_grad_(), batch().requires_grad_()
-    anchor, kinds = torch.zeros((), requires_grad=True), list[str]()
     pieces = collecting_pieces(hidden, modules, 2)
-    output, *logits = Boundary.apply(hidden, anchor, Exchange(chain, 0, 3), pieces, kinds)
+    joined = exchange_whole(hidden, Exchange(chain, 0, 3), pieces)
+    output, *logits = joined.tensors
     loss_of_all(output, logits).backward()
     with collecting(["router_logits"]) as collected:
         end = run(plain, leaf)
     expected = [tensor for _, tensor in collected()]
     loss_of_all(end, expected).backward()
-    assert kinds == ["router_logits"] * len(modules)
+    assert [kind for kind, _ in joined.collected] == ["router_logits"] * len(modules)
     torch.testing.assert_close([output, *logits], [end, *expected])
     torch.testing.assert_close(hidden.grad, leaf.grad)
     torch.testing.assert_close(gradients(modules), gradients(plain))
@@ -286,9 +285,8 @@ def test_a_loss_of_collected_outputs_alone_teaches_the_stages() -> None:
     plain = copy.deepcopy(modules)
     chain = Chain(cut_into_stages(modules, 2))
     chain.begin_step(2, accumulate=False)
-    anchor = torch.zeros((), requires_grad=True)
     pieces = collecting_pieces(batch(), modules, 2)
-    _, *logits = Boundary.apply(batch(), anchor, Exchange(chain, 0, 3), pieces, [])
+    _, *logits = exchange_whole(batch(), Exchange(chain, 0, 3), pieces).tensors
     logits[1].square().sum().backward()
     with collecting(["router_logits"]) as collected:
         run(plain, batch())
@@ -347,9 +345,8 @@ def test_no_stage_is_flooded(most_under_way: int) -> None:
     chain.begin_step(6, accumulate=False)
     hidden = batch(6).requires_grad_()
     pieces = cut_request(request_for(hidden, modules), 6)
-    anchor = torch.zeros((), requires_grad=True)
     exchange = Exchange(chain, 0, most_under_way)
-    output = Boundary.apply(hidden, anchor, exchange, pieces, [])[0]  # type: ignore[no-untyped-call]
+    output = exchange_whole(hidden, exchange, pieces).hidden
     torch.testing.assert_close(output, run(modules, hidden), rtol=0, atol=1e-6)
     assert most == [min(most_under_way, 6)]
     most[0] = 0

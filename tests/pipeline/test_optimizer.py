@@ -160,6 +160,26 @@ def test_a_parameter_without_a_gradient_is_not_stepped() -> None:
     assert stage.state() == {}
 
 
+@pytest.mark.parametrize("flag", ["fused", "capturable", None])
+def test_a_step_count_is_where_the_kernel_of_the_step_reads_it(flag: str | None) -> None:
+    """As in `Optimizer.load_state_dict` of torch."""
+    away = nn.Parameter(torch.empty(3, 2, device="meta", dtype=torch.bfloat16))
+    here = nn.Parameter(torch.empty(3, 2))
+    groups = [
+        Group(["1.a"], {"lr": 0.1, **({flag: True} if flag else {})}),
+        Group(["1.b"], {"lr": 0.1}),
+    ]
+    stage = StageOptimizer("AdamW", {}, groups, {"1.a": away, "1.b": here})
+    carried = {"step": torch.tensor(3, dtype=torch.float64), "exp_avg": torch.ones(3, 2)}
+    for name in ("1.a", "1.b"):
+        stage.load_state(name, carried)
+    found = stage.state()["1.a"]
+    assert (found["exp_avg"].device.type, found["exp_avg"].dtype) == ("meta", torch.bfloat16)
+    expected = ("cpu", torch.float64) if flag is None else ("meta", torch.float32)
+    assert (found["step"].device.type, found["step"].dtype) == expected
+    assert stage.state()["1.b"]["step"] is carried["step"]
+
+
 @pytest.mark.parametrize("name", ["NoSuchOptimizer", "lr_scheduler", "__name__", "Tensor"])
 def test_a_class_that_is_no_optimizer_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=f"no optimizer '{name}'"):

@@ -175,6 +175,26 @@ def test_a_thread_runs_one_turn_after_the_other_and_keeps_nothing_of_them() -> N
     assert gone() is None
 
 
+def test_a_turn_makes_its_tensors_on_its_driver_s_default_device() -> None:
+    def devices() -> list[str]:
+        before = str(torch.empty(1).device)
+        ask(None)
+        return [before, str(torch.empty(1).device)]
+
+    for device in ("meta", "cpu"):  # the second turn runs on the thread of the first one
+        torch.set_default_device(None if device == "cpu" else device)
+        try:
+            turn = made(devices, device)
+            turn.start()
+            assert turn.resume(None) == Finished([device] * 2)
+        finally:
+            torch.set_default_device(None)
+    with torch.device("meta"):
+        inside = made(devices, "inside a block")
+        inside.start()
+        assert inside.resume(None) == Finished(["meta"] * 2)
+
+
 def test_turns_at_once_have_threads_of_their_own() -> None:
     def step() -> int:
         ask(None)

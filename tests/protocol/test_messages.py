@@ -38,11 +38,16 @@ def test_a_message_carries_its_class_name(message: m.Message) -> None:
 
 
 @given(message=any_message)
-def test_a_message_prints_its_name_and_all_its_fields(message: m.Message) -> None:
+def test_a_message_prints_its_name_and_all_its_fields_but_secrets(message: m.Message) -> None:
     text = str(message)
     assert text.startswith(type(message).__name__)
-    assert all(f" {name}=" in text for name in message.__struct_fields__)
+    assert all(f" {name}=" in text for name in message.__struct_fields__ if name != "secret")
     assert len(text) < 700
+
+
+@pytest.mark.parametrize("kind", [m.Hello, m.Welcome])
+def test_a_secret_gets_into_no_log(kind: type[m.Hello | m.Welcome]) -> None:
+    assert "swordfish" not in str(kind(m.PROTOCOL_VERSION, secret="swordfish"))
 
 
 def test_a_long_field_is_cut_in_print_and_not_on_the_wire() -> None:

@@ -101,7 +101,8 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.LOADING): (
         "LoadTensor OfferTensor SendTensors MovedTensor FetchTensors FetchOptimizerState Launch",
         "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
-        "TensorContent OptimizerState NeighborLost NeighborUnreachable Paused Resumed",
+        "TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway NeighborBack "
+        "Paused Resumed",
     ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
@@ -109,8 +110,8 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "ApplyOptimizer AverageWeights ReduceGradients ReplicaTensors Record FetchRecord "
         "FetchTensors FetchGradients FetchOptimizerState FetchFingerprints Deploy",
         "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
-        "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable Paused "
-        "Resumed",
+        "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable NeighborAway "
+        "NeighborBack Paused Resumed",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),

@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.strategy.arguments import check_not_compiled, warn_of_idle_devices
 
@@ -25,6 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "micro_batches": [0, -2, 1.5, "4", True],
     "micro_batching": [None, "steps", True],
     "replan": [None, "yes", 1],
+    "recovery": [None, "yes", 120.0, {"linger_seconds": 1}],
     "loss_weighting": [None, "sample", 3],
 }
 RIGHT: dict[str, list[Any]] = {
@@ -40,6 +41,7 @@ RIGHT: dict[str, list[Any]] = {
     "micro_batches": [None, 1],
     "micro_batching": ["step", "boundary"],
     "replan": [True, False],
+    "recovery": [True, False, Recovery(), Recovery(linger_seconds=0)],
     "loss_weighting": ["samples", "labels", "auto", lambda batch: 1.0],
 }
 

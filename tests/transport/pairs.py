@@ -108,6 +108,7 @@ class MemoryConnection:
             num_bytes = min(len(buffer), len(self._arrived))
             buffer[:num_bytes] = self._arrived[:num_bytes]
             del self._arrived[:num_bytes]
+            self.traffic.received_bytes += num_bytes
             return num_bytes
 
     def send(self, buffers: Sequence[memoryview]) -> int:
@@ -117,10 +118,16 @@ class MemoryConnection:
                 raise BrokenPipeError("the other end is closed")
             self.other._arrived += part
             self.other._changed.notify_all()
+        self.traffic.sent_bytes += len(part)
         return len(part)
 
     def seconds_since_answer(self) -> float | None:
         return self.answer_seconds
+
+    def finish_sending(self) -> None:
+        with self.other._changed:
+            self.other._is_over = True
+            self.other._changed.notify_all()
 
     def shut_down(self) -> None:
         for end in (self, self.other):
@@ -130,6 +137,35 @@ class MemoryConnection:
 
     def close(self) -> None:
         self.shut_down()
+
+
+class CutConnection(MemoryConnection):
+    """One end of a connection that breaks after it has carried so many bytes.
+
+    Args:
+        most_bytes: The most that it takes at once.
+        num_bytes: How many bytes it carries; None for any number.
+        loses: Whether what the other end has not read yet is lost, as by a reset.
+    """
+
+    def __init__(self, most_bytes: int, num_bytes: int | None, loses: bool) -> None:
+        super().__init__(most_bytes)
+        self._left_bytes = num_bytes
+        self._loses = loses
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        if self._left_bytes is None:
+            return super().send(buffers)
+        part = memoryview(b"".join(buffers))[: self._left_bytes]
+        num_bytes = super().send([part]) if part else 0
+        self._left_bytes -= num_bytes
+        if self._left_bytes == 0:
+            if self._loses:
+                with self.other._changed:
+                    self.other._arrived.clear()
+            self.shut_down()
+            raise ConnectionResetError("the connection was cut")
+        return num_bytes
 
 
 def memory_pair(most_bytes: int = 2**30) -> tuple[MemoryConnection, MemoryConnection]:

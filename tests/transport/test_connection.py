@@ -15,8 +15,12 @@ import torch
 
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
-from lightning_hetero.transport.channel import receive_some
-from lightning_hetero.transport.connection import SocketConnection, awaited_bytes, prepare_socket
+from lightning_hetero.transport.connection import (
+    SocketConnection,
+    awaited_bytes,
+    prepare_socket,
+    receive_some,
+)
 from lightning_hetero.transport.tls import Credentials, secured
 from lightning_hetero.transport.token import Token
 

@@ -84,7 +84,7 @@ def test_a_second_run_gets_only_what_has_changed(
             deploy(coordinator, model)
             assert sent_bytes.keys() == dict(named_tensors(modules_of(model))).keys()
             if not ends_well:
-                coordinator.connections.workers[0].channel._connection.shut_down()
+                coordinator.connections.workers[0].channel.line.connection.shut_down()
         sent_bytes.clear()
         weight = model.model.layers[1].mlp.up_proj.weight
         weight.data += 1.0

@@ -263,7 +263,7 @@ def test_a_worker_without_threads_says_so_to_its_coordinator(
         with monkeypatch.context() as patch:
             patch.setattr(threading, "Thread", NoThreads)
             neighbor, _ = dial(address, "neighbor", worker._session.name, QUICK, Identity())
-            told = receive_opening(neighbor._connection, PATIENCE_SECONDS)
+            told = receive_opening(neighbor.line.connection, PATIENCE_SECONDS)
         neighbor.close()
         assert isinstance(told, m.Failure)
         assert "can start no thread for the connection with 127.0.0.1" in told.reason
@@ -281,7 +281,7 @@ def test_a_worker_without_threads_says_so_to_a_new_coordinator(
         with monkeypatch.context() as patch:
             patch.setattr(threading, "Thread", NoThreads)
             channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
-            told = receive_opening(channel._connection, PATIENCE_SECONDS)
+            told = receive_opening(channel.line.connection, PATIENCE_SECONDS)
         channel.close()
         assert isinstance(told, m.Failure)
         assert "can start no thread" in records.get(timeout=PATIENCE_SECONDS).reason

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -28,6 +33,7 @@ from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Inbox
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.worker.supervisor import Place, hear_turn
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit, loader, tiny_llama
@@ -219,3 +225,43 @@ def test_a_process_that_is_not_forked_serves_alike() -> None:
         await_end(first)
         run(worker, Block)
         await_end(spare)
+
+
+COUNTED = """
+import os
+from lightning_hetero.worker import worker
+look = worker.equipment_here
+def counted(device):
+    with open(os.environ["LOOKS"], "a") as file:
+        file.write("looked ")
+    return look(device)
+worker.equipment_here = counted
+"""
+
+
+def test_the_device_is_looked_at_once_and_later_sessions_answer_alike(tmp_path: Path) -> None:
+    """A GPU takes seconds to begin, and the next coordinator would wait."""
+    looks = tmp_path / "looks"
+    with worker_process(before=COUNTED, LOOKS=str(looks)) as worker:
+        told = []
+        for number in range(3):
+            address = Address.parse(worker.address)
+            channel, welcome = dial(address, "coordinator", str(number), Deadlines(), Identity())
+            channel.start(Inbox())
+            told.append(welcome.equipment)
+            process = worker.session
+            channel.close(m.Goodbye())
+            await_end(process)
+    assert told[0].dtypes
+    assert told == [told[0]] * 3
+    assert looks.read_text() == "looked "
+
+
+def test_a_process_that_was_not_forked_is_told_of_the_device() -> None:
+    equipment = m.Equipment(device="cpu", device_name="of an earlier process")
+    ours, theirs = Pipe()
+    listener = socket.create_server(("127.0.0.1", 0))
+    with ours, theirs, listener:
+        place = Place(listener, theirs, None, 0.0)
+        ours.send_bytes(b"go the-secret " + msgspec.json.encode(equipment))
+        assert hear_turn(place) == ("the-secret", replace(place, equipment=equipment))

@@ -1,0 +1,68 @@
+"""`lightning-hetero check`: whether training is right on the devices of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ..devices.description import equipment_here
+from ..errors import HeteroError
+from ..verify.device_check import Finding, check_device
+
+_MARKS = {True: "ok", False: "**FAILS**", None: ""}
+
+
+def run(options: argparse.Namespace) -> None:
+    devices = [torch.device(name) for name in options.device or _devices_here()]
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    console, lines, is_good = Console(stderr=True), [], True
+    for device in devices:
+        lines += _heading(device)
+        for finding in check_device(device):
+            console.print(f"{device}  {finding.what}: {finding.found}", markup=False)
+            lines.append(_row(finding))
+            is_good = is_good and finding.is_good is not False
+    report = "\n".join(lines) + "\n"
+    if options.output is None:
+        print(report, end="")
+    else:
+        _write(options.output, report)
+    sys.exit(0 if is_good else 1)
+
+
+def _devices_here() -> list[str]:
+    """The accelerators of this machine; the processor where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ["cpu"]
+    return [f"{accelerator.type}:{number}" for number in range(torch.accelerator.device_count())]
+
+
+def _heading(device: torch.device) -> list[str]:
+    """The device, the versions, and the head of the table, as Markdown."""
+    equipment = equipment_here(device)
+    versions = ", ".join(f"{name} {version}" for name, version in equipment.versions.items())
+    names = f"{device}: {equipment.device_name}"
+    return [f"## {names}", "", versions, "", "| what | found | |", "|---|---|---|"]
+
+
+def _row(finding: Finding) -> str:
+    found = " ".join(finding.found.replace("|", "/").split())
+    return f"| {finding.what} | {found} | {_MARKS[finding.is_good]} |"
+
+
+def _write(path: Path, report: str) -> None:
+    try:
+        path.write_text(report, encoding="utf-8")
+    except OSError as error:
+        raise HeteroError(
+            f"The report cannot be written to {str(path)!r}: {error.strerror or error}; name "
+            "another file."
+        ) from error

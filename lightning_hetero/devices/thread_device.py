@@ -1,0 +1,69 @@
+"""Where a thread computes: its device, its stream and its default device.
+
+torch keeps all three per thread. A new thread starts on the first device of the machine, on its
+default stream, and makes tensors in main memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from .device import uses_streams
+
+
+@dataclass(frozen=True)
+class ThreadDevice:
+    """Where a thread computes, as another thread can take it over.
+
+    Args:
+        default_device: Where the thread makes tensors that name no device.
+        stream: The current stream of the current accelerator; None without an accelerator in use.
+    """
+
+    default_device: torch.device
+    stream: torch.Stream | None
+
+    @classmethod
+    def present(cls) -> ThreadDevice:
+        """Where the calling thread computes now. The call does not initialize an accelerator."""
+        return cls(torch.get_default_device(), _current_stream())
+
+    def take_over(self) -> None:
+        """Make the calling thread compute here from now on."""
+        # A default device costs time at each call of torch, so the processor's is not set.
+        is_main_memory = self.default_device == torch.device("cpu")
+        torch.set_default_device(None if is_main_memory else self.default_device)
+        if self.stream is not None:
+            _set_stream(self.stream)
+
+    @contextmanager
+    def stream_taken_over(self) -> Iterator[None]:
+        """Inside, the calling thread uses this device and stream."""
+        before = _current_stream()
+        if self.stream is None or before is None or before == self.stream:
+            yield
+            return
+        _set_stream(self.stream)
+        try:
+            yield
+        finally:
+            _set_stream(before)
+
+    def wait_for(self, other: ThreadDevice) -> None:
+        """Make later work of this stream wait for all work so far of another thread's stream."""
+        if self.stream is None or other.stream is None or self.stream == other.stream:
+            return
+        self.stream.wait_stream(other.stream)
+
+
+def _current_stream() -> torch.Stream | None:
+    return torch.accelerator.current_stream() if uses_streams() else None
+
+
+def _set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_device_index(stream.device)
+    torch.accelerator.set_stream(stream)

@@ -1,0 +1,179 @@
+"""The rules by which a channel outlives its connection: numbers of frames, without I/O and clocks.
+
+Both ends number the frames of each direction, in the order in which they are written:
+
+    sender     due ──▶ sent, not acknowledged ──▶ forgotten
+                 ◀── sent again from here ──┘ the first frame that the receiver has not had
+    receiver   counts whole frames, and tells the count with its signs of life
+
+A frame of which a part has arrived when the connection breaks counts as not received. So each frame
+is received once, and in its place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from ..errors import ChannelError, RemoteProtocolError
+from ..protocol.tensors import tensor_behind
+
+# A receiver acknowledges at the latest when so many bytes have come, and after a heartbeat. What
+# the sender keeps is bounded by that.
+ACKNOWLEDGED_BYTES = 4 * 2**20
+
+# Pauses between attempts to connect again; the last one goes on.
+_PAUSES_SECONDS = (0.0, 0.05, 0.1, 0.2)
+
+
+def pauses() -> Iterator[float]:
+    """The seconds to wait before each attempt to connect again."""
+    yield from _PAUSES_SECONDS
+    while True:
+        yield _PAUSES_SECONDS[-1]
+
+
+class KeptFrame:
+    """A frame that may have to be sent again.
+
+    It refers to the memory of its tensors. Memory whose changes torch does not count is copied.
+
+    Args:
+        name: What the frame is, for messages to people.
+        buffers: The bytes of the frame.
+    """
+
+    def __init__(self, name: str, buffers: Sequence[memoryview]) -> None:
+        self._name = name
+        self._buffers: list[memoryview] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        for buffer in buffers:
+            tensor = tensor_behind(buffer)
+            if tensor is not None and tensor.is_inference():
+                buffer = memoryview(bytes(buffer))
+            elif tensor is not None:
+                self._versions.append((tensor, tensor._version))
+            self._buffers.append(buffer)
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        """The bytes of the frame, in a list that the caller may change."""
+        return [*self._buffers]
+
+    def own(self) -> None:
+        """Copy the memory of the tensors, which may change from now on."""
+        if self._versions:
+            self._versions.clear()
+            self._buffers = [memoryview(b"".join(self._buffers))]
+
+    def check(self) -> None:
+        """Refuse to send a frame again whose tensors have changed.
+
+        Raises:
+            ChannelError: With the name of the frame.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise ChannelError(
+                f"A tensor of {self._name} was changed in place before it had arrived, so it "
+                "cannot be sent again as it was."
+            )
+
+
+class Ledger:
+    """Counts the frames of both directions, and keeps those that the peer may not have received.
+
+    One thread at a time may send: `keep`, `next_due`, `own_all`. Another one may receive meanwhile:
+    `note_received`, `owes_acknowledgement`, `acknowledge`. During `resume` neither does.
+
+    Attributes:
+        num_received: Whole frames that have come from the peer.
+    """
+
+    def __init__(self) -> None:
+        self.num_received = 0
+        self._num_sent = 0
+        self._num_acknowledged = 0
+        self._due: deque[KeptFrame] = deque()
+        self._sent: deque[KeptFrame] = deque()
+        # At the last acknowledgement that was due: received bytes, and a time in seconds.
+        self._told_bytes = 0
+        self._told_seconds = 0.0
+
+    def keep(self, name: str, buffers: Sequence[memoryview]) -> None:
+        """Take a frame that is to be sent behind all others."""
+        self._due.append(KeptFrame(name, buffers))
+
+    def next_due(self) -> list[memoryview] | None:
+        """The bytes of the next frame to send, which counts as sent; None if there is none."""
+        if not self._due:
+            return None
+        frame = self._due.popleft()
+        # In this order: the peer may acknowledge the frame at once.
+        self._sent.append(frame)
+        self._num_sent += 1
+        return frame.buffers
+
+    def own_all(self) -> None:
+        """Copy what may have to be sent again: its tensors may change from now on."""
+        for frame in [*self._sent, *self._due]:
+            frame.own()
+
+    def note_received(self) -> None:
+        """Count a whole frame."""
+        self.num_received += 1
+
+    def owes_acknowledgement(
+        self, received_bytes: int, now_seconds: float, every_seconds: float
+    ) -> bool:
+        """Whether the caller has to tell the peer now how many frames have come.
+
+        Args:
+            received_bytes: All bytes that have come from the peer so far.
+            now_seconds: The present time.
+            every_seconds: The longest time between two acknowledgements.
+        """
+        is_due = (
+            received_bytes - self._told_bytes >= ACKNOWLEDGED_BYTES
+            or now_seconds - self._told_seconds >= every_seconds
+        )
+        if is_due:
+            self._told_bytes, self._told_seconds = received_bytes, now_seconds
+        return is_due
+
+    def acknowledge(self, count: int) -> None:
+        """Forget the frames that the peer has received; an older count than the last says nothing.
+
+        Raises:
+            RemoteProtocolError: If the peer cannot have received that many.
+        """
+        if count > self._num_sent:
+            raise self._wrong(count)
+        while self._num_acknowledged < count:
+            self._sent.popleft()
+            self._num_acknowledged += 1
+
+    def resume(self, count: int) -> int:
+        """Begin again behind what the peer has received; returns how many frames are sent again.
+
+        Raises:
+            RemoteProtocolError: If the peer cannot have received that many, or has told of more.
+            ChannelError: If a frame cannot be sent again.
+        """
+        if count < self._num_acknowledged:
+            raise self._wrong(count)
+        self.acknowledge(count)
+        for frame in self._sent:
+            frame.check()
+        num_again = len(self._sent)
+        self._due.extendleft(reversed(self._sent))
+        self._sent.clear()
+        self._num_sent = count
+        return num_again
+
+    def _wrong(self, count: int) -> RemoteProtocolError:
+        return RemoteProtocolError(
+            f"It says that {count} frames have come, and {self._num_sent} were sent, of which it "
+            f"has acknowledged {self._num_acknowledged}."
+        )

@@ -1,0 +1,449 @@
+"""Whether training is right on a device of this machine, and what it costs there.
+
+A small Llama trains on the device alone, and with half of its layers on a worker that computes on
+the same device or on the processor. Losses are compared step by step; then copies, waiting calls,
+memory and additional time are measured. Each finding is one row of a report.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ..callbacks.monitor import deployment_of, profile_of
+from ..callbacks.profiler import PipelineProfiler
+from ..devices.copies import PlainCopies
+from ..devices.device import Device, device_for
+from ..errors import HeteroError
+from ..launch.local import start_local_workers, stop_local_workers
+from ..pipeline.boundary import Activation
+from ..plan import COORDINATOR, Plan, StagePlan
+from ..planner.prediction import predict_given
+from ..planner.profile import Profile
+from ..planner.solver import Wishes
+from ..strategy.strategy import HeteroPipelineStrategy
+from ..transport.token import Token, write_token_file
+from ..units import in_bytes, in_percent
+
+NUM_LAYERS = 4
+NUM_PIECES = 4
+NUM_STEPS = 6
+TIMED_STEPS = 10
+COPIED_BYTES = 64 * 2**20
+NUM_COPIES = 12
+# float32 throughout; devices add up in other orders. Autocast rounds to 8 bits.
+TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 2e-2
+# Of what the planner counts; more is a plan that does not fit.
+MOST_OF_ACCOUNT = 1.1
+
+# A plain run of the four layers here, and the same over a plan.
+_CONFIG = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=NUM_LAYERS,
+    num_attention_heads=8,
+    vocab_size=1024,
+    use_cache=False,
+)
+_SEQUENCE_LENGTH = 128
+_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the report.
+
+    Args:
+        what: What was looked at.
+        found: What was found.
+        is_good: Whether it is as it should be; None if there is no such judgement.
+    """
+
+    what: str
+    found: str
+    is_good: bool | None = None
+
+
+class CheckedModule(pl.LightningModule):
+    """A small Llama; ``losses`` and ``marks`` (in seconds) are of each step."""
+
+    def __init__(self, prepare: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(_CONFIG)
+        self.model = model if prepare is None else prepare(model)
+        self.losses: list[float] = []
+        self.marks: list[float] = []
+        self._parts: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._parts.append(outputs["loss"].detach())
+        if len(self._parts) == self.trainer.accumulate_grad_batches:
+            # Lightning has divided each by the number of batches that are accumulated.
+            self.losses.append(sum(map(float, self._parts)))
+            self.marks.append(time.perf_counter())
+            self._parts = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of all steps but the first."""
+        return median(end - start for start, end in itertools.pairwise(self.marks))
+
+
+@dataclass
+class Bench:
+    """Trains on one device, and over workers, which start when they are first needed.
+
+    Args:
+        device: The device.
+        folder: For the token of the workers, and what is written meanwhile.
+    """
+
+    device: torch.device
+    folder: Path
+    _exits: ExitStack = field(default_factory=ExitStack)
+    _addresses: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The devices of the coordinator and of its worker."""
+        own = str(self.device)
+        return [(own, own)] if own == "cpu" else [(own, own), (own, "cpu"), ("cpu", own)]
+
+    def close(self) -> None:
+        """End the workers."""
+        self._exits.close()
+
+    def worker_on(self, device: str) -> str:
+        """The address of a worker that computes on a device."""
+        if device not in self._addresses:
+            token, file = Token.new(), self._token_file(device)
+            write_token_file(file, token)
+            workers = start_local_workers([device], torch.get_num_threads(), token=token)
+            self._exits.callback(stop_local_workers, workers)
+            workers[0].wait_until_ready()
+            self._addresses[device] = str(workers[0].address)
+        return self._addresses[device]
+
+    def _token_file(self, device: str) -> Path:
+        return self.folder / f"token-{device.replace(':', '-')}"
+
+    def strategy(
+        self, there: str | None, num_here: int = NUM_LAYERS // 2, **options: Any
+    ) -> HeteroPipelineStrategy:
+        """The strategy with the last layers on a worker; None leaves all layers here."""
+        here = StagePlan([COORDINATOR], (0, NUM_LAYERS if there is None else num_here))
+        if there is None:
+            # A plan needs a worker to name, and this one is never dialled.
+            return HeteroPipelineStrategy(["127.0.0.1:1"], Plan([here], NUM_PIECES))
+        worker = self.worker_on(there)
+        stages = [here, StagePlan([worker], (num_here, NUM_LAYERS), **options)]
+        return HeteroPipelineStrategy(
+            [worker], Plan(stages, NUM_PIECES), token_file=self._token_file(there)
+        )
+
+    def train(
+        self,
+        here: str,
+        strategy: HeteroPipelineStrategy | None = None,
+        prepare: Callable[[Any], Any] | None = None,
+        num_steps: int = NUM_STEPS,
+        **options: Any,
+    ) -> CheckedModule:
+        """Train over a strategy; without one on a device alone, micro-batch by micro-batch."""
+        device, pieces = torch.device(here), 1 if strategy is not None else NUM_PIECES
+        generator = torch.Generator().manual_seed(1)
+        shape = (num_steps * _BATCH_SIZE, _SEQUENCE_LENGTH)
+        tokens = torch.randint(_CONFIG.vocab_size, shape, generator=generator)
+        module = CheckedModule(prepare)
+        trainer = pl.Trainer(
+            strategy="auto" if strategy is None else strategy,
+            accelerator=device.type,
+            devices=1 if device.type == "cpu" or device.index is None else [device.index],
+            max_epochs=1,
+            accumulate_grad_batches=pieces,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=self.folder,
+            **options,
+        )
+        trainer.fit(module, DataLoader(tokens, batch_size=_BATCH_SIZE // pieces))  # type: ignore[arg-type]
+        return module
+
+
+Check = Callable[[Bench], Iterator[Finding]]
+
+
+def check_device(device: torch.device) -> Iterator[Finding]:
+    """Yield the findings on a device, one after the other; takes minutes.
+
+    A part that fails is a finding too, and the others go on.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(device, Path(folder))
+        try:
+            for check in CHECKS:
+                try:
+                    yield from check(bench)
+                except (HeteroError, RuntimeError, ImportError, ValueError) as error:
+                    what = (check.__doc__ or "").rstrip(".")
+                    yield Finding(what, f"{type(error).__name__}: {error}", is_good=False)
+        finally:
+            bench.close()
+
+
+def losses(bench: Bench) -> Iterator[Finding]:
+    """Losses of a run with a worker."""
+    alone = {here: bench.train(here) for here in {here for here, _ in bench.pairs}}
+    for here, there in bench.pairs:
+        found = bench.train(here, bench.strategy(there))
+        yield _compared(f"coordinator on {here}, worker on {there}", found, alone[here], TOLERANCE)
+    own = str(bench.device)
+    again = bench.train(own, bench.strategy(own, recompute=True))
+    yield _compared("the same, with recompute", again, alone[own], TOLERANCE)
+
+
+def bits(bench: Bench) -> Iterator[Finding]:
+    """Bits of a run with a worker, `Trainer(deterministic=True)`."""
+    own = str(bench.device)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        runs = [
+            bench.train(own, strategy, deterministic=True).state_dict()
+            for strategy in (None, bench.strategy(own))
+        ]
+    finally:
+        torch.use_deterministic_algorithms(before)
+    wrong = [name for name, tensor in runs[0].items() if not torch.equal(tensor, runs[1][name])]
+    found = "all weights equal" if not wrong else f"{len(wrong)} of {len(runs[0])} weights differ"
+    yield Finding(f"bits of one device, deterministic, {NUM_STEPS} steps", found, not wrong)
+
+
+def precisions(bench: Bench) -> Iterator[Finding]:
+    """Losses under bf16-mixed, and with layers in 4 bits."""
+    own = str(bench.device)
+    plain = bench.train(own, precision="bf16-mixed")
+    found = bench.train(own, bench.strategy(own), precision="bf16-mixed")
+    yield _compared("bf16-mixed", found, plain, ROUNDED_TOLERANCE)
+    try:
+        prepare = _in_four_bits(bench.folder / "model")
+    except ImportError as error:
+        yield Finding("NF4 with LoRA", f"skipped: {error}")
+        return
+    plain = bench.train(own, prepare=prepare)
+    found = bench.train(own, bench.strategy(own), prepare)
+    yield _compared("NF4 with LoRA", found, plain, TOLERANCE)
+
+
+def compiling(bench: Bench) -> Iterator[Finding]:
+    """Losses with compiled layers."""
+    own = str(bench.device)
+    strategy = bench.strategy(own, compile=True)
+    yield _compared("compile", bench.train(own, strategy), bench.train(own), TOLERANCE)
+
+
+def copies(bench: Bench) -> Iterator[Finding]:
+    """Copies between the device and main memory."""
+    device = device_for(bench.device)
+    if isinstance(device.copies(), PlainCopies):
+        yield Finding("copies", "made where the call stands: this device has no copy streams here")
+        return
+    on_device = torch.zeros(COPIED_BYTES // 4, device=bench.device)
+    for kind, host in (
+        ("pageable", torch.zeros(COPIED_BYTES // 4)),
+        ("pinned", torch.zeros(COPIED_BYTES // 4).pin_memory()),
+    ):
+        for way, (target, source) in {"to": (on_device, host), "from": (host, on_device)}.items():
+            copy = _copying(target, source)
+            rate = COPIED_BYTES / _seconds_of(device, copy) / 1e9
+            yield Finding(f"copies {way} the device, {kind} memory", f"{rate:.1f} GB/s")
+    hidden = _hidden_share(device, on_device)
+    yield Finding("copies hidden behind products", in_percent(hidden), hidden > 0.5)
+
+
+def waiting(bench: Bench) -> Iterator[Finding]:
+    """Calls that make the computing thread wait for the device."""
+    if bench.device.type != "cuda":
+        yield Finding("calls that wait for the device", "not counted: torch does it for CUDA alone")
+        return
+    own = str(bench.device)
+    counts = []
+    for strategy in (None, bench.strategy(own)):
+        with _waits_counted() as said:
+            bench.train(own, strategy)
+        counts.append(sum("synchronizing" in str(one.message) for one in said) / NUM_STEPS)
+    found = f"{counts[1]:.1f} per step in the coordinator, {counts[0]:.1f} without workers"
+    yield Finding("calls that wait for the device", found, counts[1] <= counts[0] + 1)
+
+
+def memory(bench: Bench) -> Iterator[Finding]:
+    """Memory of a worker, against the planner's account."""
+    own = str(bench.device)
+    strategy, peaks = bench.strategy(own), _Peaks()
+    profiler = PipelineProfiler(budget_seconds=20, path=bench.folder / "profile.json")
+    bench.train(own, strategy, callbacks=[profiler, peaks])
+    plan, profile = peaks.plan, peaks.profile
+    if plan is None or profile is None or own == "cpu":
+        yield Finding("memory of a worker", "not counted: a processor's is that of the process")
+        return
+    need = predict_given(plan, profile, Wishes()).chosen.need(plan.workers[0])
+    counted = float(need.total) - float(need.base)
+    found = f"{in_bytes(peaks.peak_bytes)}, of {in_bytes(counted)} that the planner counts"
+    is_good = peaks.peak_bytes <= counted * MOST_OF_ACCOUNT
+    yield Finding("memory of a worker's tensors, at most", found, is_good)
+
+
+def costs(bench: Bench) -> Iterator[Finding]:
+    """Additional time of a step."""
+    own = str(bench.device)
+    ratios: dict[str, list[float]] = {"all layers here": [], "half of them on a worker there": []}
+    for _ in range(3):
+        plain = bench.train(own, num_steps=TIMED_STEPS).step_seconds
+        for there, found in zip((None, own), ratios.values(), strict=True):
+            run = bench.train(own, bench.strategy(there), num_steps=TIMED_STEPS)
+            found.append(run.step_seconds / plain)
+    for what, found in ratios.items():
+        yield Finding(f"step with {what}", f"{median(found):.2f} times that of Lightning alone")
+
+
+CHECKS: Sequence[Check] = (
+    losses,
+    bits,
+    precisions,
+    compiling,
+    copies,
+    waiting,
+    memory,
+    costs,
+)
+
+
+class _Peaks(pl.Callback):
+    """The plan and profile of a run, and the most memory that its worker took for tensors."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.profile: Profile | None = None
+        self.peak_bytes = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_arguments: Any) -> None:
+        deployment = deployment_of(trainer)
+        if deployment is None:
+            return
+        telemetry = deployment.coordinator.telemetry
+        records = telemetry.records(telemetry.ask_records(with_spans=False))
+        self.peak_bytes = max(records[1].health.get("memory_peak_bytes", 0.0), self.peak_bytes)
+        self.plan, self.profile = deployment.plan, profile_of(trainer)
+
+
+def _compared(
+    what: str, found: CheckedModule, expected: CheckedModule, tolerance: float
+) -> Finding:
+    pairs = list(zip(found.losses, expected.losses, strict=True))
+    worst = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+    text = f"losses within {worst:.1e}, allowed {tolerance:.0e}"
+    return Finding(what, text, len(pairs) == NUM_STEPS and worst <= tolerance)
+
+
+def _in_four_bits(folder: Path) -> Callable[[Any], Any]:
+    """Returns a function that makes of a model one in 4 bits with adapters."""
+    import bitsandbytes  # noqa: F401, PLC0415 - optional
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional
+    from transformers import BitsAndBytesConfig  # noqa: PLC0415 - seldom needed
+
+    def prepare(model: LlamaForCausalLM) -> Any:
+        model.save_pretrained(folder)
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        loaded = LlamaForCausalLM.from_pretrained(folder, quantization_config=config)
+        adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(0)
+        return get_peft_model(loaded, adapters)
+
+    return prepare
+
+
+@contextmanager
+def _waits_counted() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield said
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return copy
+
+
+def _seconds_of(device: Device, work: Callable[[], None]) -> float:
+    """Median of three, on an idle device, until it is idle again; one run before to warm up."""
+    work()
+    taken = []
+    for _ in range(3):
+        device.synchronize()
+        start = time.perf_counter()
+        work()
+        device.synchronize()
+        taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+def _read(tensors: tuple[Tensor, ...]) -> Activation:
+    return Activation(tensors[0])
+
+
+def _hidden_share(device: Device, on_device: Tensor) -> float:
+    """How much of the copies' time is not added to that of computing, as stages copy."""
+    streams, host = device.copies(), torch.zeros(on_device.shape).pin_memory()
+    matrix = torch.randn(4096, 4096, device=on_device.device)
+
+    def compute() -> None:
+        for _ in range(8):
+            torch.mm(matrix, matrix)
+
+    def copy() -> None:
+        leaving = streams.to_host([on_device])
+        streams.to_device([host], _read).land()
+        leaving.wait()
+
+    def both() -> None:
+        leaving = []
+        for _ in range(NUM_COPIES):
+            leaving.append(streams.to_host([on_device]))
+            coming = streams.to_device([host], _read)
+            compute()
+            coming.land()
+            if len(leaving) > 2:
+                leaving.pop(0).wait()
+
+    copying = NUM_COPIES * _seconds_of(device, copy)
+    added = _seconds_of(device, both) - NUM_COPIES * _seconds_of(device, compute)
+    return min(1.0, max(0.0, 1 - added / copying))

@@ -1,0 +1,35 @@
+"""The library of the fake device, compiled once per run of the tests, and workers on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from . import build, compiler
+from .process import fake_worker
+
+
+@pytest.fixture(scope="session")
+def fake_device(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of the compiled fake device."""
+    if compiler() is None:
+        pytest.skip("there is no C++ compiler for the fake device")
+    folder = tmp_path_factory.getbasetemp()
+    # The processes of one parallel run have one parent folder.
+    folder = folder.parent if folder.name.startswith("popen") else folder
+    return str(build(folder))
+
+
+@pytest.fixture(scope="session")
+def first_worker(fake_device: str) -> Iterator[str]:
+    """The address of a worker on ``fake:0``."""
+    with fake_worker(fake_device, "fake:0") as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def second_worker(fake_device: str) -> Iterator[str]:
+    """The address of a worker on ``fake:1``."""
+    with fake_worker(fake_device, "fake:1") as address:
+        yield address

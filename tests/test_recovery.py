@@ -1,0 +1,60 @@
+"""Settings of recovery: their bounds, and how a config of LightningCLI writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_hetero import Recovery
+from lightning_hetero.errors import RecoveryError
+from lightning_hetero.recovery import recovery_of
+
+from .models import TinyModule
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 1e6, "120", True, None])
+def test_seconds_out_of_bounds_are_refused_with_the_value(value: Any) -> None:
+    with pytest.raises(RecoveryError, match="^`linger_seconds` is .*from 0 to 86400.$") as refused:
+        Recovery(linger_seconds=value)
+    assert repr(value) in str(refused.value)
+
+
+def test_true_takes_the_defaults() -> None:
+    assert recovery_of(True) == Recovery()
+    assert recovery_of(False) is None
+    assert recovery_of(Recovery(7)) == Recovery(7)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("true", Recovery()),
+        ("false", None),
+        ("{linger_seconds: 7}", Recovery(7)),
+        (
+            "{class_path: lightning_hetero.Recovery, init_args: {linger_seconds: 7}}",
+            Recovery(7),
+        ),
+        ("{class_path: lightning_hetero.Recovery}", Recovery()),
+    ],
+)
+def test_a_config_of_lightning_cli_sets_it(
+    tmp_path: Path, text: str, expected: Recovery | None
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"""
+        trainer:
+          accelerator: cpu
+          strategy:
+            class_path: lightning_hetero.HeteroPipelineStrategy
+            init_args:
+              workers: ["127.0.0.1:9999"]
+              recovery: {text}
+        """
+    )
+    cli = LightningCLI(TinyModule, run=False, args=["--config", str(config)])
+    assert cli.trainer.strategy._recovery == expected

@@ -1,0 +1,62 @@
+"""The check of a device, on the processor, which every machine has."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hetero import cli
+from lightning_hetero.errors import ModelError
+from lightning_hetero.verify import device_check
+from lightning_hetero.verify.device_check import Bench, Finding, check_device
+
+CPU = torch.device("cpu")
+
+
+def broken(bench: Bench) -> Iterator[Finding]:
+    """What breaks."""
+    yield Finding("before", "it breaks")
+    raise ModelError("It broke.")
+
+
+def test_a_part_that_fails_is_a_finding_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_check, "CHECKS", [broken, device_check.copies])
+    before, failed, copies = check_device(CPU)
+    assert before == Finding("before", "it breaks")
+    assert failed == Finding("What breaks", "ModelError: It broke.", is_good=False)
+    assert "no copy streams" in copies.found
+
+
+def test_the_report_says_what_is_right_and_ends_with_that(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(device_check, "CHECKS", [device_check.bits, device_check.waiting])
+    file = tmp_path / "check.md"
+    monkeypatch.setattr(sys, "argv", f"x check --device cpu -o {file}".split())
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0
+    report = file.read_text()
+    assert report.startswith("## cpu: ")
+    assert "| bits of one device, deterministic, 6 steps | all weights equal | ok |" in report
+
+
+def test_wrong_losses_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    train = Bench.train
+
+    def off(bench: Bench, here: str, strategy: object = None, *args: object, **options: object):  # type: ignore[no-untyped-def]
+        module = train(bench, here, strategy, *args, **options)  # type: ignore[arg-type]
+        module.losses[-1] *= 1.01 if strategy is not None else 1
+        return module
+
+    monkeypatch.setattr(Bench, "train", off)
+    monkeypatch.setattr(device_check, "CHECKS", [device_check.losses])
+    findings = list(check_device(CPU))
+    assert [finding.is_good for finding in findings] == [False, False]
+    assert "losses within 1.0e-02, allowed 1e-03" in findings[0].found
