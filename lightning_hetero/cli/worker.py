@@ -58,39 +58,42 @@ def run(options: argparse.Namespace) -> None:
         make_for = partial(_maker, options, token_file)
         joiner = _joiner(options, address_of(place.listener))
         serve_one_session_anew(make_for, _say_when_it_ends, joiner, place)
-    secret = (
-        sys.stdin.buffer.readline().decode("ascii", "replace").strip()
-        if options.stop_with_stdin
-        else ""
-    )
+    secret = _read_secret() if options.stop_with_stdin else ""
     credentials = _credentials(token_file, secret)
     make_worker = partial(_worker, options, credentials)
     if is_own:
         listener = listen(_where(options), credentials)
     else:
         listener = socket.socket(fileno=options.listen_fd)
+    joiner = _joiner(options, address_of(listener))
     supervisor = Supervisor(
         listener,
-        partial(
-            serve_one_session,
-            make_worker,
-            _say_when_it_ends,
-            _joiner(options, address_of(listener)),
-        ),
+        partial(serve_one_session, make_worker, _say_when_it_ends, joiner),
         _command_at,
         forks=options.sessions == "fork",
         stops_with_stdin=options.stop_with_stdin,
         secret=secret,
     )
-    peers = "processes on this machine" if token_file is None else f"holders of {token_file}"
-    peers = "the run that has started it" if secret else peers
     # Only the strategy's own worker has a standard input that takes the answer.
     on_listening = None if is_own else _tell_ready
+    peers = _peers(token_file, is_started_by_run=bool(secret))
     saying = _Saying(supervisor, address_of(listener), peers, on_listening)
     # A worker that joins is found by nobody, unless its owner wants that.
     wanted = False if options.join is not None and options.announce is None else options.announce
     with announced_worker(wanted, address_of(listener), token_file):
         supervisor.serve_forever(saying.on_ready, saying.on_signal)
+
+
+def _peers(token_file: Path | None, is_started_by_run: bool) -> str:
+    """Whom the worker serves, for its log."""
+    if is_started_by_run:
+        return "the run that has started it"
+    return "processes on this machine" if token_file is None else f"holders of {token_file}"
+
+
+def _read_secret() -> str:
+    """The first line of the standard input; empty if the token is in a file."""
+    return sys.stdin.buffer.readline().decode("ascii", "replace").strip()
 
 
 def _where(options: argparse.Namespace) -> Address:

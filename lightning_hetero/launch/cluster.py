@@ -246,7 +246,13 @@ def carry_out(machine: Machine, script: str, patience_seconds: float = START_SEC
     shown = shlex.join(words[:-1]) if machine.ssh != LOCAL else "sh"
     try:
         done = subprocess.run(  # noqa: S603 - the user's own words, without a shell
-            words, input=script, capture_output=True, text=True, timeout=patience_seconds
+            words,
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=patience_seconds,
+            # A worker on this machine outlives the terminal, and Ctrl-C does not reach it.
+            start_new_session=True,
         )
     except OSError as error:
         return Told("fault", f"{words[0]!r} cannot be started here: {error.strerror or error}.")

@@ -49,7 +49,7 @@ from ..transport.handshake import (
     address_of,
     check_hello,
     listen,
-    open_channel,
+    open_over,
     receive_opening,
 )
 from ..transport.lobby import SECONDS_OF_A_LINE, Lobby, RefusalLog
@@ -265,9 +265,10 @@ class Door:
                 f"The worker {name} has joined and left again; look at what it printed, and start "
                 "it again."
             )
-        hello = m.Hello(m.PROTOCOL_VERSION, "coordinator", session_name, self._identity.equipment)
         try:
-            return open_channel(guest.connection, guest.address, hello, self._deadlines)
+            return open_over(
+                guest.connection, guest.address, session_name, self._deadlines, self._identity
+            )
         except (OSError, ChannelError, RemoteProtocolError) as error:
             guest.connection.close()
             raise WorkerUnreachable(

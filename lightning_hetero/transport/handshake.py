@@ -144,15 +144,7 @@ def dial(
         opened = call.open()
     except WorkerUnreachable as error:
         raise WorkerUnreachable(f"{error} {advice(address)}") from error
-    welcome, lingering = opened.welcome, None
-    if welcome.secret:
-        redial = partial(call.open_again, welcome.secret, opened.connect_seconds)
-        seconds = min(welcome.linger_seconds, asked_seconds)
-        lingering = Lingering(seconds, welcome.secret, redial)
-    channel = Channel(
-        opened.connection, opened.session, str(address), deadlines, lingering=lingering
-    )
-    return channel, welcome
+    return call.channel(opened), opened.welcome
 
 
 class _Refused(WorkerUnreachable):
@@ -211,6 +203,16 @@ class _Call:
                 if time.monotonic() > end:
                     raise
 
+    def channel(self, opened: _Opened) -> Channel:
+        """The channel over a connection; it lingers if both ends want that."""
+        welcome, lingering = opened.welcome, None
+        if welcome.secret:
+            redial = partial(self.open_again, welcome.secret, opened.connect_seconds)
+            seconds = min(welcome.linger_seconds, self.hello.linger_seconds)
+            lingering = Lingering(seconds, welcome.secret, redial)
+        name = str(self.address)
+        return Channel(opened.connection, opened.session, name, self.deadlines, lingering=lingering)
+
     def open_again(
         self, secret: str, connect_seconds: float, attempt: int, received: int
     ) -> tuple[Connection, int]:
@@ -259,25 +261,41 @@ class _Call:
         return _Opened(connection, session, welcome, connect_seconds)
 
 
-def open_channel(
-    connection: Connection, address: Address, hello: m.Hello, deadlines: Deadlines
+def open_over(
+    connection: Connection,
+    address: Address,
+    session_name: str,
+    deadlines: Deadlines,
+    identity: Identity,
 ) -> tuple[Channel, m.Welcome]:
-    """Open a conversation with a worker over a connection, whoever has dialled it.
+    """Open a conversation as the coordinator over a connection that the worker has dialled.
+
+    If the connection breaks, and both ends linger, this end dials the worker's address.
 
     Args:
         connection: Connected and, with a token, under TLS; the channel closes it.
         address: Where the worker listens; it is the worker's name in errors.
-        hello: What this process says of itself.
-        deadlines: How long each kind of waiting may take.
+        session_name: The name of the conversation.
+        deadlines: How long each kind of waiting may take; its ``linger_seconds`` are asked for.
+        identity: What this process shows to the worker.
 
     Raises:
         WorkerUnreachable: If the worker refuses.
         OSError: If the connection fails; likewise `ChannelError` and `RemoteProtocolError`.
     """
-    session = opening_session(hello.role)
+    hello = m.Hello(
+        m.PROTOCOL_VERSION,
+        "coordinator",
+        session_name,
+        identity.equipment,
+        linger_seconds=deadlines.linger_seconds,
+    )
+    began_seconds, session = time.monotonic(), opening_session(hello.role)
     there = f"the worker at {address}"
     welcome = _ask_to_talk(connection, session, hello, there, deadlines.connect_seconds)
-    return Channel(connection, session, str(address), deadlines), welcome
+    opened = _Opened(connection, session, welcome, time.monotonic() - began_seconds)
+    call = _Call(address, hello, deadlines, identity.credentials)
+    return call.channel(opened), welcome
 
 
 @dataclass(frozen=True)

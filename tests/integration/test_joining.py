@@ -6,18 +6,23 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Joining, PipelineProfiler, Plan, StagePlan
 from lightning_hetero.errors import JoinError, WorkerLost
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.tls import credentials_of
 from lightning_hetero.transport.token import Token, write_token_file
 
 from ..conftest import WorkerProcess, worker_process
 from ..equality import differing
 from ..launch.configs import strategy_of_config
+from ..launch.guests import door
 from ..models import TinyModule, fit, loader, trainer
-from ..transport.pairs import PATIENCE_SECONDS
+from ..transport.pairs import PATIENCE_SECONDS, closed_address
 from .namespaces import join, new_host, reason_against_hosts
 from .tunnels import FORWARDED
 
@@ -123,6 +128,27 @@ def test_one_that_is_lost_is_named_and_the_next_run_takes_the_other(
     with pytest.raises(WorkerLost, match=r"right \(127.0.0.1:[0-9]+\) was lost"):
         run.fit(module, loader(24, 12))
     assert len(fit(TinyModule(), strategy_of(where, "even", token_file)).losses) == 3
+
+
+def test_one_that_nobody_lets_in_ends_with_an_error(token_file: Path) -> None:
+    options = ("--join", str(closed_address()), "--rejoin-seconds", "0")
+    with worker_process(*options, "--token-file", str(token_file)) as worker:
+        assert worker.process.wait() == 1
+
+
+def test_one_that_has_served_ends_in_good_order(token_file: Path) -> None:
+    """Its next process finds nobody."""
+    identity = Identity(credentials=credentials_of(token_file))
+    with door(identity=identity) as opened:
+        options = ("--join", str(opened.address), "--rejoin-seconds", "1")
+        with worker_process(*options, "--token-file", str(token_file)) as worker:
+            opened.wait(PATIENCE_SECONDS)
+            [name] = opened.begin(None)
+            channel, _ = opened.admit(name, "session")
+            channel.start(SimpleQueue())
+            opened.close()
+            channel.close(m.Goodbye())
+            assert worker.process.wait() == 0
 
 
 def test_a_config_names_it() -> None:

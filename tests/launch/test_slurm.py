@@ -63,7 +63,9 @@ def test_the_tasks_of_two_components_train_with_the_numbers_of_listed_workers(
     found = fit(TinyModule(), strategy)
     assert found.losses == expected.losses
     assert not differing(found, expected)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "slurm-1" in p.info["cmdline"]]
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if "slurm-1" in (p.info["cmdline"] or ())
+    ]
 
 
 def test_the_command_line_is_one_srun_with_a_colon_between_components() -> None:

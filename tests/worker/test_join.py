@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
 
 from lightning_hetero.launch.join import Door
 from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame
+from lightning_hetero.transport.channel import Inbox
 from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.worker.join import Joiner, pauses
 from lightning_hetero.worker.worker import Worker
 
-from ..launch.guests import TOKEN, WITH_TOKEN, door
+from ..launch.guests import CALM, TOKEN, WITH_TOKEN, door
 from ..transport.pairs import PATIENCE_SECONDS, closed_address, serving_worker
 
 
@@ -42,6 +45,32 @@ def test_it_serves_over_the_connection_that_it_has_dialled_and_joins_again() -> 
             channel.start(SimpleQueue())
             channel.close(m.Goodbye())
             opened._wishes.members.clear()  # as another run's door begins
+        worker.stop()
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+def test_a_session_goes_on_after_its_connection_broke() -> None:
+    """The coordinator dials the address that the worker has offered."""
+    lingering = replace(CALM, linger_seconds=PATIENCE_SECONDS)
+    with (
+        serving_worker(Credentials(TOKEN), CALM) as (worker, _),
+        door(deadlines=lingering) as opened,
+    ):
+        thread = joining(worker, opened)
+        opened.wait(PATIENCE_SECONDS)
+        opened.begin(None)
+        channel, _ = opened.admit("a", "session")
+        inbox: Inbox = SimpleQueue()
+        channel.start(inbox)
+        for is_cut in (True, False):
+            channel.send(m.DescribeDevice())
+            arrival = inbox.get(timeout=PATIENCE_SECONDS)
+            assert isinstance(arrival.content, Frame), arrival.content
+            assert isinstance(arrival.content.message, m.DeviceDescribed)
+            if is_cut:
+                channel.line.connection.shut_down()
+        channel.close(m.Goodbye())
         worker.stop()
         thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
