@@ -41,6 +41,8 @@ class Coordinator:
         deadlines: How long each kind of waiting may take.
         identity: The equipment and credentials that this process shows to the workers.
         device: The device that this process computes on.
+        addresses: Those of all workers that the user has named. One that the plan leaves idle may
+            take a lost one's place.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -53,7 +55,9 @@ class Coordinator:
         deadlines: Deadlines,
         identity: Identity,
         device: torch.device = CPU,
+        addresses: Sequence[Address] = (),
     ) -> None:
+        self._addresses = addresses
         check_has_backend(device)
         copies = device_for(device).copies()
         self.connections = Connections(workers, deadlines, identity, copies.receive_pool)
@@ -92,7 +96,7 @@ class Coordinator:
             SaveError: If the folder cannot be written.
         """
         self.replacements = Replacements(
-            settings, folder, self.connections, self.layers, self.stages
+            settings, folder, self.connections, self.layers, self.stages, self._addresses
         )
         return self.replacements
 

@@ -101,7 +101,7 @@ class Fleet:
             addresses = self._found or {text: Address.parse(text) for text in named}
             identity = dataclasses.replace(identity, credentials=self._credentials())
         workers = [(name, addresses[name]) for name in names]
-        return Coordinator(workers, deadlines, identity, device=device)
+        return Coordinator(workers, deadlines, identity, device, list(addresses.values()))
 
     def end(self, deadlines: Deadlines) -> None:
         """End the local processes. May be called twice."""

@@ -22,6 +22,7 @@ from .session_net import Net, NetChannel
 
 WORKERS = ["127.0.0.1:1001", "127.0.0.1:1002", "127.0.0.1:1003"]
 A, B, C = WORKERS
+SPARE = "127.0.0.1:1009"
 PLANS = {
     "a line": [(["coordinator"], 1), ([A], 1), ([B], 1), ([C], 1)],
     "turn by turn": [([A], 1), ([B], 1), ([A], 1), ([B], 1)],
@@ -57,7 +58,10 @@ def run(
     settings = Recovery(0, folder=folder, every_seconds=every_seconds)
     with net.connected():
         strategy = HeteroPipelineStrategy(
-            workers, Plan(stages, 2), check_first_batch="off", recovery=recovery and settings
+            [*workers, SPARE],
+            Plan(stages, 2),
+            check_first_batch="off",
+            recovery=recovery and settings,
         )
         module = TinyModule(4, attention_dropout=0.2)
         data = loader(16, 4, padded=True)
@@ -88,6 +92,8 @@ def num_replaced(plan: str, options: str, seed: int, folder: Path) -> int:
         # The layers are sent in the first events.
         net.kills[chance.randrange(200, expected.num_events)] = chance.choice(workers)
     every_seconds = chance.choice([0.0, 3.0, 8.0, 3600.0])
+    # One worker does not start again, and the spare takes its place.
+    net.gone = {chance.choice(workers)} if chance.random() < 0.5 else set()
     try:
         found = run(net, plan, options, folder, every_seconds)
         assert_same(found, expected)
