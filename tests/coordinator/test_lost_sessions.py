@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
+from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode
@@ -33,8 +35,73 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipped": {"gradient_clip_val": 0.05},
     "accumulated": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
     "evaluated": {"val_check_interval": 1, "limit_val_batches": 1},
+    "averaged": {"val_check_interval": 2, "limit_val_batches": 1},
+    "by hand": {},
+    "whole batches": {"gradient_clip_val": 0.05},
+    "frozen": {},
+    "generating": {},
+    "loaded": {},
 }
-NUM_SEEDS = int(os.environ.get("TEST_SCHEDULES", "9"))
+
+
+class ByHand(TinyModule):
+    """Looks at norms, and adds up the gradients of two batches."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss: Tensor = self.model(**batch).loss
+        self.manual_backward(loss)
+        strategy: Any = self.trainer.strategy
+        self.norms = strategy.grad_norms()
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+class Freezing(TinyModule):
+    """Freezes other parameters in each batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for number, parameter in enumerate(self.model.model.layers.parameters()):
+            parameter.requires_grad_(number % 3 != batch_idx % 3)
+
+
+class Generating(TinyModule):
+    """Generates with key-value caches behind each batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.eval()
+        with torch.no_grad():
+            found = self.model.generate(
+                batch["input_ids"][:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0
+            )
+        self.train()
+        self.losses += map(float, found[0])
+
+
+class Loading(TinyModule):
+    """Replaces weights and the optimizer's state in the middle of the run."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        if batch_idx == 1:
+            self.kept = self.state_dict(), optimizer.state_dict()
+        if batch_idx == 3:
+            self.load_state_dict(self.kept[0])
+            optimizer.load_state_dict(self.kept[1])
+
+
+MODULES: dict[str, type[TinyModule]] = {
+    "by hand": ByHand,
+    "frozen": Freezing,
+    "generating": Generating,
+    "loaded": Loading,
+}
+NUM_SEEDS = int(os.environ.get("TEST_SCHEDULES", "4"))
 
 
 @dataclass(frozen=True)
@@ -61,11 +128,13 @@ def run(
             [*workers, SPARE],
             Plan(stages, 2),
             check_first_batch="off",
+            micro_batching="boundary" if options == "whole batches" else "step",
             recovery=recovery and settings,
         )
-        module = TinyModule(4, attention_dropout=0.2)
+        module = MODULES.get(options, TinyModule)(4, attention_dropout=0.2)
+        callbacks = [StageWeightAveraging(decay=0.5)] if options == "averaged" else []
         data = loader(16, 4, padded=True)
-        fit(module, strategy, data, loader(4, 4), **OPTIONS[options])
+        fit(module, strategy, data, loader(4, 4), callbacks=callbacks, **OPTIONS[options])
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return Result(module.losses, weights, net.num_events, net.num_dialled - len(workers))
 
