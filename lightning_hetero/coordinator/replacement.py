@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -255,18 +255,22 @@ class Replacements:
             Why that is not possible, as a sentence; None if the run can go on.
         """
         lost: dict[Member, Loss] = {}
-        end_seconds = time.monotonic() + self._settings.wait_seconds
         try:
             self._note_lost(worker, cause, lost)
             if self._coming is not None:
                 self._forget(self._coming)
                 self._coming = None
-            while not self._is_restored(lost, is_last_try=time.monotonic() >= end_seconds):
+            while not self._is_restored(lost, self._is_late(lost)):
                 time.sleep(_BETWEEN_DIALS_SECONDS)
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
         self._losses |= lost
         return None
+
+    def _is_late(self, lost: Mapping[Member, Loss]) -> bool:
+        """Whether the time is over in which the latest of these workers may come back."""
+        latest_seconds = max(loss.began_seconds for loss in lost.values())
+        return time.monotonic() >= latest_seconds + self._settings.wait_seconds
 
     def _note_lost(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
         """Note that a worker is to be replaced.
@@ -307,17 +311,17 @@ class Replacements:
             WorkerError: If a worker cannot be replaced, or the last try has failed.
             ChannelError: If a new process was lost in the last try.
         """
-        began_seconds = time.monotonic()
+        began_seconds, connections = time.monotonic(), self._connections
         try:
             for worker in lost:
                 self._dial(worker, may_be_elsewhere=is_last_try)
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
-            others = [worker for worker in self._connections.workers if worker not in lost]
-            for other in others:
-                if not other.channel.peer_answers(self._connections.leaving()):
+            num_lost = len(lost)
+            for other in self._connections.workers:
+                if other not in lost and not other.channel.peer_answers(connections.leaving()):
                     self._note_lost(other, error, lost)
-            if is_last_try or self._connections.is_ending():
+            if connections.is_ending() or (is_last_try and len(lost) == num_lost):
                 raise
             return False
         now_seconds = time.monotonic()
