@@ -363,7 +363,7 @@ def numbered_stages(
     found = dict(enumerate(stages, start=1))
     for number, stage in found.items():
         placed = placement.stage(number)
-        kinds = {_kind_of(members[name].equipment) for name in placed.workers}
+        kinds = {kind_of(members[name].equipment) for name in placed.workers}
         if len(kinds) > 1 and not placed.is_hosted and not stage.is_split:
             found[number] = replace(stage, is_split=True)
             rank_zero_info(
@@ -373,7 +373,7 @@ def numbered_stages(
     return found
 
 
-def _kind_of(equipment: m.Equipment) -> tuple[str, ...]:
+def kind_of(equipment: m.Equipment) -> tuple[str, ...]:
     """What the last bits of an optimizer's step may depend on."""
     device, torch_version = equipment.device.partition(":")[0], equipment.versions.get("torch", "")
     return device, equipment.device_name, torch_version

@@ -1,7 +1,7 @@
 """What brings a lost worker back: another process gets its layers, its state and its messages.
 
     lost       its channel has ended for good
-    dialled    the same address, where another process may serve by now
+    dialled    the same address, where another process may serve by now; else an idle worker
     restored   its layers as they were sent, then its part of the latest snapshot
     linked     its neighbors talk to it, and send again what they kept for the lost one
     repeated   it gets again what the lost one was told since the snapshot, in the same order
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,9 @@ from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..recovery import Recovery
+from ..transport.address import Address
 from .connections import Connections
+from .holdings import kind_of
 from .layers import RemoteLayers
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
@@ -88,6 +90,7 @@ class Replacements:
         connections: The workers.
         layers: The layers that they hold.
         stages: Runs the steps.
+        addresses: Those of all workers that the user has named.
 
     Attributes:
         on_lost: Called with the name of a lost worker and the step.
@@ -105,6 +108,7 @@ class Replacements:
         connections: Connections,
         layers: RemoteLayers,
         stages: RemoteStages,
+        addresses: Sequence[Address] = (),
     ) -> None:
         self.on_lost: Callable[[str, int], None] = lambda _name, _step: None
         self.on_restored: Callable[[str, int, float], None] = lambda _name, _step, _seconds: None
@@ -113,6 +117,7 @@ class Replacements:
         self._connections = connections
         self._layers = layers
         self._stages = stages
+        self._addresses = addresses
         self._store = FrameStore()
         self._latest = self._num_snapshots = 0
         self._latest_seconds = time.monotonic()
@@ -250,18 +255,22 @@ class Replacements:
             Why that is not possible, as a sentence; None if the run can go on.
         """
         lost: dict[Member, Loss] = {}
-        end_seconds = time.monotonic() + self._settings.wait_seconds
         try:
             self._note_lost(worker, cause, lost)
             if self._coming is not None:
                 self._forget(self._coming)
                 self._coming = None
-            while not self._is_restored(lost, is_last_try=time.monotonic() >= end_seconds):
+            while not self._is_restored(lost, self._is_late(lost)):
                 time.sleep(_BETWEEN_DIALS_SECONDS)
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
         self._losses |= lost
         return None
+
+    def _is_late(self, lost: Mapping[Member, Loss]) -> bool:
+        """Whether the time is over in which the latest of these workers may come back."""
+        latest_seconds = max(loss.began_seconds for loss in lost.values())
+        return time.monotonic() >= latest_seconds + self._settings.wait_seconds
 
     def _note_lost(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
         """Note that a worker is to be replaced.
@@ -302,15 +311,17 @@ class Replacements:
             WorkerError: If a worker cannot be replaced, or the last try has failed.
             ChannelError: If a new process was lost in the last try.
         """
-        began_seconds = time.monotonic()
+        began_seconds, connections = time.monotonic(), self._connections
         try:
+            for worker in lost:
+                self._dial(worker, may_be_elsewhere=is_last_try)
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
-            others = [worker for worker in self._connections.workers if worker not in lost]
-            for other in others:
-                if not other.channel.peer_answers(self._connections.leaving()):
+            num_lost = len(lost)
+            for other in self._connections.workers:
+                if other not in lost and not other.channel.peer_answers(connections.leaving()):
                     self._note_lost(other, error, lost)
-            if is_last_try or self._connections.is_ending():
+            if connections.is_ending() or (is_last_try and len(lost) == num_lost):
                 raise
             return False
         now_seconds = time.monotonic()
@@ -323,17 +334,47 @@ class Replacements:
             )
         return True
 
+    def _dial(self, worker: Member, may_be_elsewhere: bool) -> None:
+        """Dial the process in the place of a lost worker: at its address, else an idle worker.
+
+        Raises:
+            WorkerUnreachable: If there is none.
+        """
+        try:
+            self._connections.dial_again(worker, worker.address)
+        except WorkerUnreachable:
+            used = [member.address for member in self._connections.members]
+            spares = [address for address in self._addresses if address not in used]
+            if not may_be_elsewhere or not any(self._takes_over(each, worker) for each in spares):
+                raise
+
+    def _takes_over(self, spare: Address, worker: Member) -> bool:
+        """Whether the worker at an address takes the place of a lost one."""
+        before = worker.equipment
+        try:
+            self._connections.dial_again(worker, spare)
+            for stage in self._layers.holdings.stages_of(worker):
+                stage.check_can_be_held(worker)
+        except WorkerError as error:
+            rank_zero_info(f"{spare} cannot take the place of {worker.name}: {error}")
+            return False
+        rank_zero_info(f"{spare} takes the place of {worker.name}, under its name in the plan")
+        if kind_of(before) != kind_of(worker.equipment):
+            rank_zero_info(
+                f"{spare} is another device than {worker.name} was, or has another torch: the last "
+                "bits of what it computes may differ"
+            )
+        return True
+
     def _restore(self, lost: Collection[Member]) -> int:
         """Give new processes the state of lost workers, and all that was said to these since;
         returns the bytes that were sent.
 
         Raises:
-            WorkerUnreachable: If a process does not answer, or two cannot reach each other.
+            WorkerUnreachable: If two processes cannot reach each other.
             ChannelError: If one is lost.
         """
         connections = self._connections
-        for worker in lost:
-            connections.dial_again(worker, worker.address)
         for worker in lost:
             before = self._layers.deployed[worker]
             peers = self._layers.holdings.deploy_message(worker, before.seed).peers

@@ -42,6 +42,8 @@ class Coordinator:
         identity: The equipment and credentials that this process shows to the workers.
         device: The device that this process computes on.
         open_channel: Opens the conversation with a worker; None dials the worker's address.
+        addresses: Those of all workers that the user has named. One that the plan leaves idle may
+            take a lost one's place.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -55,7 +57,9 @@ class Coordinator:
         identity: Identity,
         device: torch.device = CPU,
         open_channel: Open | None = None,
+        addresses: Sequence[Address] = (),
     ) -> None:
+        self._addresses = addresses
         check_has_backend(device)
         copies = device_for(device).copies()
         self.connections = Connections(
@@ -96,7 +100,7 @@ class Coordinator:
             SaveError: If the folder cannot be written.
         """
         self.replacements = Replacements(
-            settings, folder, self.connections, self.layers, self.stages
+            settings, folder, self.connections, self.layers, self.stages, self._addresses
         )
         return self.replacements
 

@@ -130,7 +130,8 @@ class Fleet:
             addresses = self._found or {text: Address.parse(text) for text in named}
             identity = dataclasses.replace(identity, credentials=self._credentials())
         workers = [(name, addresses[name]) for name in names]
-        return Coordinator(workers, deadlines, identity, device, open_channel)
+        known = list(addresses.values())
+        return Coordinator(workers, deadlines, identity, device, open_channel, known)
 
     def end(self, deadlines: Deadlines) -> None:
         """End the processes that were started, and take no worker in any more.

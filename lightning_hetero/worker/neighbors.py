@@ -85,8 +85,9 @@ class Neighbors:
         peer = m.PeerSpec(number, message.address, message.session)
         if number in self._downstream:
             self._peers[number] = peer
-            if (before := self._downstream.pop(number)) is not self._coordinator:
+            if (before := self._downstream[number]) is not self._coordinator:
                 before.close()
+            # If it does not answer, the coordinator asks again with a later one.
             channel = self._dial(peer.address, peer.session, self._number)
             start(channel)
             self._downstream[number] = channel

@@ -220,6 +220,8 @@ class Net:
         self.is_over = False
         # By the number of the event before it: the address whose session is killed.
         self.kills: dict[int, str] = {}
+        # The addresses where nobody serves again.
+        self.gone: set[str] = set()
         self.num_killed = 0
         self.acting: Any = None
         self._seconds = 0.0
@@ -240,6 +242,9 @@ class Net:
 
     def dial(self, address: Address, role: str, name: str, *_: Any) -> tuple[NetChannel, m.Welcome]:
         """The coordinator opens a session: another one serves where one was killed."""
+        present = self.sessions.get(str(address))
+        if str(address) in self.gone and present is not None and not present.is_alive:
+            raise WorkerUnreachable(f"No worker answers at {address}.")
         ours, theirs = self.pair("coordinator", str(address))
         self.num_dialled += 1
         self.sessions[str(address)] = NetSession(self, str(address), name, theirs)

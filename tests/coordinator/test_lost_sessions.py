@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
+from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode
@@ -22,6 +24,7 @@ from .session_net import Net, NetChannel
 
 WORKERS = ["127.0.0.1:1001", "127.0.0.1:1002", "127.0.0.1:1003"]
 A, B, C = WORKERS
+SPARE = "127.0.0.1:1009"
 PLANS = {
     "a line": [(["coordinator"], 1), ([A], 1), ([B], 1), ([C], 1)],
     "turn by turn": [([A], 1), ([B], 1), ([A], 1), ([B], 1)],
@@ -32,8 +35,73 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipped": {"gradient_clip_val": 0.05},
     "accumulated": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
     "evaluated": {"val_check_interval": 1, "limit_val_batches": 1},
+    "averaged": {"val_check_interval": 2, "limit_val_batches": 1},
+    "by hand": {},
+    "whole batches": {"gradient_clip_val": 0.05},
+    "frozen": {},
+    "generating": {},
+    "loaded": {},
 }
-NUM_SEEDS = int(os.environ.get("TEST_SCHEDULES", "9"))
+
+
+class ByHand(TinyModule):
+    """Looks at norms, and adds up the gradients of two batches."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss: Tensor = self.model(**batch).loss
+        self.manual_backward(loss)
+        strategy: Any = self.trainer.strategy
+        self.norms = strategy.grad_norms()
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+class Freezing(TinyModule):
+    """Freezes other parameters in each batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for number, parameter in enumerate(self.model.model.layers.parameters()):
+            parameter.requires_grad_(number % 3 != batch_idx % 3)
+
+
+class Generating(TinyModule):
+    """Generates with key-value caches behind each batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.eval()
+        with torch.no_grad():
+            found = self.model.generate(
+                batch["input_ids"][:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0
+            )
+        self.train()
+        self.losses += map(float, found[0])
+
+
+class Loading(TinyModule):
+    """Replaces weights and the optimizer's state in the middle of the run."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        if batch_idx == 1:
+            self.kept = self.state_dict(), optimizer.state_dict()
+        if batch_idx == 3:
+            self.load_state_dict(self.kept[0])
+            optimizer.load_state_dict(self.kept[1])
+
+
+MODULES: dict[str, type[TinyModule]] = {
+    "by hand": ByHand,
+    "frozen": Freezing,
+    "generating": Generating,
+    "loaded": Loading,
+}
+NUM_SEEDS = int(os.environ.get("TEST_SCHEDULES", "4"))
 
 
 @dataclass(frozen=True)
@@ -57,11 +125,16 @@ def run(
     settings = Recovery(0, folder=folder, every_seconds=every_seconds)
     with net.connected():
         strategy = HeteroPipelineStrategy(
-            workers, Plan(stages, 2), check_first_batch="off", recovery=recovery and settings
+            [*workers, SPARE],
+            Plan(stages, 2),
+            check_first_batch="off",
+            micro_batching="boundary" if options == "whole batches" else "step",
+            recovery=recovery and settings,
         )
-        module = TinyModule(4, attention_dropout=0.2)
+        module = MODULES.get(options, TinyModule)(4, attention_dropout=0.2)
+        callbacks = [StageWeightAveraging(decay=0.5)] if options == "averaged" else []
         data = loader(16, 4, padded=True)
-        fit(module, strategy, data, loader(4, 4), **OPTIONS[options])
+        fit(module, strategy, data, loader(4, 4), callbacks=callbacks, **OPTIONS[options])
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return Result(module.losses, weights, net.num_events, net.num_dialled - len(workers))
 
@@ -88,6 +161,8 @@ def num_replaced(plan: str, options: str, seed: int, folder: Path) -> int:
         # The layers are sent in the first events.
         net.kills[chance.randrange(200, expected.num_events)] = chance.choice(workers)
     every_seconds = chance.choice([0.0, 3.0, 8.0, 3600.0])
+    # One worker does not start again, and the spare takes its place.
+    net.gone = {chance.choice(workers)} if chance.random() < 0.5 else set()
     try:
         found = run(net, plan, options, folder, every_seconds)
         assert_same(found, expected)

@@ -52,7 +52,11 @@ class Left:
 
 def run(names: Sequence[str], folder: Path, every_seconds: float, **options: Any) -> Left:
     """Train over two workers, with evaluations and checkpoints."""
-    settings = Recovery(folder=folder / "recovery", every_seconds=every_seconds)
+    settings = Recovery(
+        folder=folder / "recovery",
+        every_seconds=every_seconds,
+        wait_seconds=options.pop("wait_seconds", 30.0),
+    )
     strategy = HeteroPipelineStrategy(list(names), plan_over(names), recovery=settings)
     options = {
         "max_epochs": 2,
@@ -191,6 +195,22 @@ def test_a_worker_that_starts_again_at_its_port_takes_its_place(
         checkpoints = ModelCheckpoint(tmp_path / "run", save_top_k=-1, filename="{epoch}")
         names = [first.address, second.address]
         found = run(names, tmp_path / "run", ALWAYS, callbacks=[checkpoints, observing])
+    assert_same_run(found, undisturbed)
+    assert observing.told == [("lost", second.address), ("restored", second.address)]
+
+
+def test_an_idle_worker_takes_the_place_of_a_lost_one(undisturbed: Left, tmp_path: Path) -> None:
+    with worker_process() as first, worker_process() as second, worker_process() as spare:
+
+        def end() -> None:
+            second.process.kill()
+            second.process.wait()
+
+        observing = Observing({3: end})
+        checkpoints = ModelCheckpoint(tmp_path / "run", save_top_k=-1, filename="{epoch}")
+        names = [first.address, second.address, spare.address]
+        options: dict[str, Any] = {"wait_seconds": 0.3, "callbacks": [checkpoints, observing]}
+        found = run(names, tmp_path / "run", ALWAYS, **options)
     assert_same_run(found, undisturbed)
     assert observing.told == [("lost", second.address), ("restored", second.address)]
 

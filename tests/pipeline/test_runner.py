@@ -284,6 +284,20 @@ def test_gradients_of_a_forward_that_never_came_are_refused() -> None:
         runner.take(1, 1, Key(0, 1), Gradients((ONES,)))
 
 
+def test_gradients_wait_for_their_forward_where_a_lost_worker_is_repeated() -> None:
+    runner, live = begun(), begun()
+    runner.stage(1).layers.load_state_dict(live.stage(1).layers.state_dict())
+    runner.repeats = True
+    for each in (live, runner):
+        give_forward(each, Key(0))
+    assert run_all(live) == ["1F0"]
+    for each in (live, runner):
+        each.take(1, 1, Key(0), Gradients((ONES,)))
+    assert run_all(live) == ["1B0"]
+    assert run_all(runner) == ["1F0", "1B0"]
+    assert torch.equal(weight_gradient(runner), weight_gradient(live))
+
+
 def test_what_comes_late_is_dropped_also_after_a_move() -> None:
     """It may be for a stage that has left."""
     runner = Runner(two_stages().stages, step=4)

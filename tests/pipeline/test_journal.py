@@ -1,0 +1,210 @@
+"""What is kept of messages, what a new worker is told again, and which answers are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_hetero.pipeline.journal import FrameStore, Journal, Repeats, SentLog
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
+from lightning_hetero.protocol.values import DictNode
+
+STAMP = {"forwards": 2, "backwards": 1}
+
+
+@pytest.fixture
+def store() -> Iterator[FrameStore]:
+    found = FrameStore(100)
+    yield found
+    found.close()
+
+
+def frames_of(content: bytes) -> list[m.Message]:
+    reader, found = FrameReader(), []
+    while content:
+        buffer = reader.buffer()
+        part = content[: len(buffer)]
+        buffer[: len(part)] = part
+        content = content[len(part) :]
+        if (frame := reader.advance(len(part))) is not None:
+            found.append(frame.message)
+    return found
+
+
+def test_frames_beyond_the_limit_are_read_from_a_file(store: FrameStore) -> None:
+    contents = [bytes([number]) * 40 for number in range(6)]
+    kept = [store.put(content) for content in contents]
+    assert [each.content is None for each in kept] == [False, False, True, True, True, True]
+    assert [each.read() for each in kept] == contents
+    for each in kept:
+        store.drop(each)
+    again = [store.put(content) for content in contents]
+    assert [each.content is None for each in again] == [False, False, True, True, True, True]
+    assert again[2].position == 0
+    assert [each.read() for each in again] == contents
+
+
+class Kept:
+    """A journal, and what was said to its worker."""
+
+    def __init__(self, store: FrameStore) -> None:
+        self.journal = Journal(store, self._stamp)
+
+    def _stamp(self) -> Mapping[str, int]:
+        return STAMP
+
+    def say(self, *messages: m.Message) -> None:
+        for message in messages:
+            encode = self.journal.keep(
+                message, lambda each=message: encode_frame(Frame(each)), True
+            )
+            assert frames_of(b"".join(encode())) == [message]
+
+    def repeated(self) -> list[m.Message]:
+        found = []
+        for message, frame in self.journal.repeat():
+            assert frames_of(frame) == [message]
+            found.append(message)
+        return found
+
+
+BUILD = m.BuildOptimizer(0, "AdamW", None, [])
+FROZEN = m.SetTrained(["0.weight"], False, forwards=2)
+
+
+def step(number: int) -> list[m.Message]:
+    return [
+        m.BeginStep(number, 2, accumulate=False, forwards=1),
+        m.Arguments(number, 0, 0, True, None, [], []),
+        m.Gradient(number, 0, 0, [False]),
+        m.ApplyOptimizer(number, 0, [], forwards=1, backwards=1),
+    ]
+
+
+def test_all_is_repeated_in_its_order_and_unstamped_requests_wait(store: FrameStore) -> None:
+    kept = Kept(store)
+    load = m.LoadOptimizerState(0, "0.weight", DictNode({}))
+    kept.say(*step(1), load, *step(2))
+    assert kept.repeated() == [*step(1), m.Wait(**STAMP), load, *step(2)]
+
+
+def test_signs_of_life_and_ends_are_not_kept(store: FrameStore) -> None:
+    kept = Kept(store)
+    kept.say(m.Ping(), m.Pong(), m.KeepSent(1), m.ForgetSent(1), m.TakeSnapshot(1, False))
+    assert kept.repeated() == []
+    assert kept.journal.num_bytes == 0
+
+
+def test_a_snapshot_leaves_what_it_does_not_hold(store: FrameStore) -> None:
+    kept = Kept(store)
+    average = m.AverageWeights("begin", 0, 0.5, forwards=1)
+    kept.say(BUILD, *step(1), FROZEN, average, m.AverageWeights("update", 1, 0.5))
+    for answer in (m.Done(), m.Timings(1, 0.1, 0.1, 1)):
+        assert kept.journal.takes(answer)
+    kept.journal.mark()
+    kept.say(*step(2))
+    kept.journal.note_begun()
+    assert kept.journal.takes(m.Timings(2, 0.1, 0.1, 1))
+    kept.journal.cut()
+    unstamped = m.SetTrained(["0.weight"], False)
+    standing = [BUILD, unstamped, m.AverageWeights("go on", 0, None)]
+    assert kept.repeated() == [*standing, *step(2)]
+    # The answers that are repeated: to BuildOptimizer, and to the second step.
+    answers: list[m.Message] = [m.Done(), m.Timings(2, 0.2, 0.2, 1)]
+    assert [kept.journal.takes(answer) for answer in answers] == [False, False]
+    assert [kept.journal.takes(answer) for answer in answers] == [True, True]
+
+
+def test_a_snapshot_that_is_not_used_leaves_everything(store: FrameStore) -> None:
+    kept = Kept(store)
+    kept.say(*step(1))
+    kept.journal.mark()
+    kept.say(*step(2))
+    kept.journal.unmark()
+    kept.journal.cut()
+    assert kept.repeated() == [*step(1), *step(2)]
+
+
+def test_an_answered_question_is_forgotten_and_an_open_one_goes_on(store: FrameStore) -> None:
+    kept = Kept(store)
+    fetch, norms = m.FetchTensors(["0.weight", "0.bias"]), m.MeasureNorms(0, 0)
+    kept.say(fetch, norms)
+    for answer in (m.TensorContent("0.weight"), m.TensorContent("0.bias"), m.Done()):
+        assert kept.journal.takes(answer)
+    assert kept.repeated() == [norms]
+    assert kept.journal.takes(m.Norms(0, {}))
+    assert kept.repeated() == []
+    kept.say(fetch)
+    assert kept.journal.takes(m.TensorContent("0.weight"))
+    assert kept.repeated() == [m.Wait(**STAMP), fetch]
+    said = (m.TensorContent("0.weight"), m.TensorContent("0.bias"), m.Done())
+    assert [kept.journal.takes(answer) for answer in said] == [False, True, True]
+
+
+def test_micro_batches_are_dropped_by_their_number(store: FrameStore) -> None:
+    kept = Kept(store)
+    kept.say(*step(1))
+
+    def gradient(microbatch: int) -> m.Gradient:
+        return m.Gradient(1, microbatch, 0, [False], keeps_graph=True)
+
+    assert [kept.journal.takes(gradient(n)) for n in (0, 1, 0)] == [True] * 3
+    kept.repeated()
+    found = [kept.journal.takes(gradient(n)) for n in (0, 0, 0, 1, 1, 2)]
+    assert found == [False, False, True, False, True, True]
+
+
+def test_what_was_given_up_is_kept_again_from_the_next_snapshot_on(store: FrameStore) -> None:
+    kept = Kept(store)
+    kept.say(BUILD, *step(1), m.AbortStep(1))
+    assert kept.journal.fault == "Step 1 was given up, and no snapshot was taken since."
+    kept.say(*step(2), FROZEN)
+    assert kept.repeated() == [m.Wait(**STAMP), BUILD, FROZEN]
+    kept.journal.mark()
+    kept.say(*step(3))
+    kept.journal.note_begun()
+    kept.journal.cut()
+    assert kept.journal.fault is None
+    assert kept.repeated() == [BUILD, m.SetTrained(["0.weight"], False), *step(3)]
+
+
+def test_caches_are_known_until_they_are_dropped(store: FrameStore) -> None:
+    kept = Kept(store)
+    cache = m.CacheArgument(7, 0, 0, None, None)
+    call = m.LayerArguments(0, False, None, None, 0, cache)
+    kept.say(m.Arguments(1, 0, 0, False, None, [], [call]))
+    assert kept.journal.has_caches
+    kept.say(m.DropCaches([7]))
+    assert not kept.journal.has_caches
+
+
+def test_a_worker_keeps_activations_and_gradients_until_they_are_needless(
+    store: FrameStore,
+) -> None:
+    log, sent = SentLog(store), []
+    for number in (1, 2, 3):
+        message = m.Activation(number, 0, 0, [True], [])
+        frame = Frame(message, (torch.full((2,), float(number)),))
+        encode = log.keep(2, message, partial(encode_frame, frame), number != 2)
+        sent.append(b"".join(encode()))
+    assert log.keep(2, m.Goodbye(), list, True)() == []
+    assert [entry.read() for entry in log.sent_to(2)] == sent
+    assert log.sent_to(1) == []
+    log.forget(2)
+    assert [entry.read() for entry in log.sent_to(2)] == sent[2:]
+
+
+def test_repeats_of_earlier_steps_are_forgotten() -> None:
+    repeats = Repeats()
+    early, late = m.Activation(1, 0, 0, [True], []), m.Activation(2, 0, 0, [True], [])
+    assert repeats.takes(early)
+    assert repeats.takes(late)
+    repeats.begin_step(2)
+    repeats.begin()
+    assert repeats.takes(early)  # the runner knows that its step is over
+    assert not repeats.takes(late)
+    assert repeats.takes(late)
