@@ -79,3 +79,4 @@ class Coordinator:
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
         self.connections.close()
+        self.stages.copies.close()

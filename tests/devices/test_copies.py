@@ -176,6 +176,18 @@ def test_the_pool_keeps_buffers_for_the_micro_batches_in_flight(
         del flying
 
 
+def test_at_the_end_of_a_session_no_copy_is_left(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    host, _ = host_tensor(copies, 7)
+    coming = copies.to_device([host], lambda tensors: Activation(tensors[0]))
+    leaving = copies.to_host([computed(streams, 3)])
+    copies.close()
+    assert coming.hidden.as_subclass(Tensor).eq(7).all()
+    assert leaving.tensors[0].eq(3).all()
+    copies.close()
+
+
 def test_copies_of_a_device_without_streams_are_immediate() -> None:
     copies = device_for(torch.device("cpu")).copies()
     assert isinstance(copies, PlainCopies)
@@ -212,11 +224,6 @@ class PlayedCuda:
         before, self.current = self.current, stream.name
         yield
         self.current = before
-
-    @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        assert device == GPU
-        yield
 
     def Event(self, blocking: bool) -> PlayedEvent:
         assert blocking
@@ -281,7 +288,7 @@ def played(tensor: Tensor, cuda: PlayedCuda) -> Tensor:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
     found = PlayedCuda()
-    for name in ("Stream", "current_stream", "stream", "device", "Event"):
+    for name in ("Stream", "current_stream", "stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, getattr(found, name))
 
     def pinned(streams: CudaStreams, num_bytes: int) -> Any:

@@ -136,7 +136,9 @@ def _module() -> types.ModuleType:
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "get_rng_state": _rng_state,
         "set_rng_state": _set_rng_state,
-        "manual_seed": lambda seed: _ops().manual_seed(torch.accelerator.current_device_index(), seed),
+        "manual_seed": lambda seed: _ops().manual_seed(
+            torch.accelerator.current_device_index(), seed
+        ),
         "manual_seed_all": lambda seed: [_ops().manual_seed(n, seed) for n in range(NUM_DEVICES)],
     }
     for name, function in functions.items():

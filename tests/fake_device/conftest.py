@@ -30,6 +30,18 @@ def first_worker(fake_device: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def second_worker(fake_device: str) -> Iterator[str]:
-    """The address of a worker on ``fake:1``."""
-    with fake_worker(fake_device, "fake:1") as address:
+    """The address of a worker on ``fake:1``, whose layers use the current device by its kind."""
+    before = "from tests.fake_device.process import use_current_device; use_current_device()"
+    with fake_worker(fake_device, "fake:1", before) as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def plain_workers(fake_device: str) -> Iterator[list[str]]:
+    """The addresses of two workers on ``fake:0`` that wait for every copy."""
+    before = "from tests.fake_device.process import wait_for_copies; wait_for_copies()"
+    with (
+        fake_worker(fake_device, "fake:0", before) as one,
+        fake_worker(fake_device, "fake:0", before) as other,
+    ):
+        yield [one, other]

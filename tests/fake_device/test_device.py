@@ -121,9 +121,10 @@ def test_each_device_has_a_generator_and_draws_what_the_processor_draws() -> Non
         assert torch.equal(torch.get_rng_state(), before)
         assert not torch.equal(draw("fake:1").cpu(), expected)
     own = torch.Generator(FAKE).manual_seed(3)
-    assert torch.rand(2, device=FAKE, generator=own).tolist() == torch.rand(
-        2, generator=torch.Generator().manual_seed(3)
-    ).tolist()
+    assert (
+        torch.rand(2, device=FAKE, generator=own).tolist()
+        == torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist()
+    )
 
 
 @on_fake_device
@@ -155,7 +156,10 @@ def test_threads_have_their_own_device_and_stream_and_their_waits_are_counted() 
 @on_fake_device
 def test_a_model_trains_as_on_the_processor() -> None:
     ids = torch.arange(20).view(2, 10)
-    here, there = tiny_llama(2, attention_dropout=0.2), tiny_llama(2, attention_dropout=0.2).to(FAKE)
+    here, there = (
+        tiny_llama(2, attention_dropout=0.2),
+        tiny_llama(2, attention_dropout=0.2).to(FAKE),
+    )
     for model in (here, there):
         optimizer = torch.optim.AdamW(model.parameters(), fused=model is there)
         for step in range(2):
