@@ -212,11 +212,12 @@ class StreamedCopies(Generic[AnyMark]):
     ) -> Content:
         while self._coming and self._coming[0][0].is_past():
             self._coming.popleft()
+        tensors = tuple(map(self._pinned, tensors))
         with self._streams.coming():
             here = tuple(map(self._streams.copy_in, tensors))
             content = read(here)
         mark = self._streams.mark_come()
-        self._coming.append((mark, tuple(tensors)))
+        self._coming.append((mark, tensors))
 
         def land() -> None:
             made = [tensor for tensor in content.tensors if tensor is not None]
@@ -236,6 +237,16 @@ class StreamedCopies(Generic[AnyMark]):
                 self._coming[-1][0].wait()
         self._left = None
         self._coming.clear()
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """A tensor whose copy no thread waits for.
+
+        Booleans were unpacked into other memory than that in which they came.
+        """
+        if tensor.dtype != torch.bool or tensor.nbytes < SMALLEST_KEPT_BYTES:
+            return tensor
+        (host,) = self._hosts_for([tensor])
+        return host.copy_(tensor)
 
     def _hosts_for(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Tensors in one buffer, which is free again when nobody holds any of them."""

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from . import build, compiler
 from .process import fake_worker
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give time to the first test of a process, which compiles, and imports what is forked."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")
