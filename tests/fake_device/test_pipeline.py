@@ -15,11 +15,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.pipeline.driver import Driver
 
 from ..equality import assert_close
 from ..integration.generation import Generating
 from ..integration.moves import Moves
 from ..models import TinyModule, fit, loader, tiny_llama, trainer
+from . import waits_of_computing
 from .accelerator import FakeAccelerator
 from .process import on_fake_device, wait_for_copies
 
@@ -181,3 +183,32 @@ def test_every_pair_of_devices_equals_lightning_alone(
             assert_close(found, plain)
         else:
             assert differing(found, plain) == []
+
+
+class WithoutMask(Module):
+    """A model that looks at no number itself; transformers reads a mask to see whether it masks."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        return loss
+
+
+@on_fake_device
+def test_computing_threads_wait_for_the_numbers_of_labels_alone(
+    first_worker: str, second_worker: str
+) -> None:
+    run, counted = Driver.run, list[int]()
+
+    def counting_run(driver: Driver, *args: Any, **kwargs: Any) -> Any:
+        before = waits_of_computing()
+        results = run(driver, *args, **kwargs)
+        counted.append(waits_of_computing() - before)
+        return results
+
+    Driver.run = counting_run  # type: ignore[method-assign]
+    others = [first_worker, second_worker]
+    strategy = HeteroPipelineStrategy(others, line(others))
+    fit(WithoutMask(NUM_LAYERS), strategy, **on("fake:0"))
+    # The first loss needs the numbers of labels, whose copy began when the batch came.
+    assert len(counted) == 3
+    assert max(counted) <= 1
