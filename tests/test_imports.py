@@ -21,6 +21,29 @@ def test_nothing_is_imported_from_a_file_of_tests() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+# What a device is asked for instead of being told by its kind.
+KINDS_OF_DEVICES = ("cuda", "mps", "xpu", "hpu", "mtia")
+
+
+def kinds_named_in(file: Path) -> Iterator[str]:
+    """The places of a file that use a module of torch for one kind, or compare a device's kind."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        text = ast.unparse(node)
+        if isinstance(node, ast.Attribute) and text in {f"torch.{k}" for k in KINDS_OF_DEVICES}:
+            yield f"{file.name}:{node.lineno}: {text}"
+        if isinstance(node, ast.Compare) and re.search(r"\bdevice\.type\b|\.type [!=]= '", text):
+            yield f"{file.name}:{node.lineno}: {text}"
+
+
+def test_only_the_room_of_devices_knows_their_kinds() -> None:
+    package = TESTS.parent / "lightning_hetero"
+    files = sorted(package.rglob("*.py"))
+    inside = [file for file in files if file.parent.name == "devices"]
+    assert any(found for file in inside for found in kinds_named_in(file))
+    outside = set(files) - set(inside)
+    assert [found for file in sorted(outside) for found in kinds_named_in(file)] == []
+
+
 def imported_names(file: Path) -> Iterator[tuple[str, str]]:
     """The modules of the package that a file imports from, each with a name."""
     for node in ast.walk(ast.parse(file.read_text())):

@@ -109,3 +109,4 @@ class Coordinator:
         self.connections.close()
         if self.replacements is not None:
             self.replacements.close()
+        self.stages.copies.close()

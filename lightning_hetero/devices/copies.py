@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import Field, dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -26,7 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..errors import ChannelError, ModelError
 from ..protocol.tensors import ALIGNMENT_BYTES, SMALLEST_KEPT_BYTES, BufferPool
+from .main_memory import is_in_main_memory
 
 Bytes = npt.NDArray[numpy.uint8]
 
@@ -159,10 +161,22 @@ class PlainCopies:
         self, tensors: Sequence[Tensor], read: Callable[[tuple[Tensor, ...]], Content]
     ) -> Content:
         """Begin to copy tensors to the device, and return the value that ``read`` makes of them."""
-        return read(tuple(tensor.to(self._device) for tensor in tensors))
+        return read(tuple(map(self._here, tensors)))
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        try:
+            return tensor.to(self._device)
+        except TypeError as error:  # as torch says of float64 on Apple's GPUs
+            raise ModelError(
+                f"The device {str(self._device)!r} cannot hold a tensor of {tensor.dtype}. Convert "
+                "it to torch.float32 before it goes to the decoder layers."
+            ) from error
 
     def keep_for(self, num_microbatches: int) -> None:
         """Keep buffers for this number of micro-batches in flight."""
+
+    def close(self) -> None:
+        """Wait for copies that nobody has waited for, whose memory may then be used again."""
 
 
 class StreamedCopies(Generic[AnyMark]):
@@ -177,17 +191,20 @@ class StreamedCopies(Generic[AnyMark]):
         self._pool = BufferPool(streams.pinned_bytes)
         # Sources of running copies to the device: their memory must not be reused yet.
         self._coming: deque[tuple[AnyMark, Sequence[Tensor]]] = deque()
+        # The end of the latest copy from the device; all others have ended before.
+        self._left: AnyMark | None = None
 
     def receive_pool(self) -> BufferPool:
         return BufferPool(self._streams.pinned_bytes)
 
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopy:
-        sources = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+        sources = [tensor for tensor in tensors if not is_in_main_memory(tensor)]
         hosts = self._hosts_for(sources)
         computed = self._streams.mark_computed()
         mark = self._streams.copy_out(computed, sources, hosts) if sources else None
+        self._left = mark or self._left
         left = iter(hosts)
-        copied = tuple(t.detach() if t.device.type == "cpu" else next(left) for t in tensors)
+        copied = tuple(t.detach() if is_in_main_memory(t) else next(left) for t in tensors)
         return HostCopy(copied, is_immediate=False, mark=mark)
 
     def to_device(
@@ -195,11 +212,12 @@ class StreamedCopies(Generic[AnyMark]):
     ) -> Content:
         while self._coming and self._coming[0][0].is_past():
             self._coming.popleft()
+        tensors = tuple(map(self._pinned, tensors))
         with self._streams.coming():
             here = tuple(map(self._streams.copy_in, tensors))
             content = read(here)
         mark = self._streams.mark_come()
-        self._coming.append((mark, tuple(tensors)))
+        self._coming.append((mark, tensors))
 
         def land() -> None:
             made = [tensor for tensor in content.tensors if tensor is not None]
@@ -209,6 +227,26 @@ class StreamedCopies(Generic[AnyMark]):
 
     def keep_for(self, num_microbatches: int) -> None:
         self._pool.keep_at_most(_KEPT_PER_MICROBATCH * num_microbatches)
+
+    def close(self) -> None:
+        # A device that has failed copies nothing any more.
+        with suppress(ChannelError):
+            if self._left is not None:
+                self._left.wait()
+            if self._coming:
+                self._coming[-1][0].wait()
+        self._left = None
+        self._coming.clear()
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """A tensor whose copy no thread waits for.
+
+        Booleans were unpacked into other memory than that in which they came.
+        """
+        if tensor.dtype != torch.bool or tensor.nbytes < SMALLEST_KEPT_BYTES:
+            return tensor
+        (host,) = self._hosts_for([tensor])
+        return host.copy_(tensor)
 
     def _hosts_for(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Tensors in one buffer, which is free again when nobody holds any of them."""

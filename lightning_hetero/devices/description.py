@@ -21,7 +21,7 @@ from ..plan import Dtype
 from ..protocol.messages import DeviceDescribed, Equipment
 from ..protocol.tensors import dtype_name
 from ..version import __version__
-from .device import BACKENDS, Device, device_for
+from .device import Device, backends, device_for
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _OPTIONAL_LIBRARIES = ("peft", "bitsandbytes")
@@ -52,7 +52,7 @@ def _versions() -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
     }
-    for backend in BACKENDS.values():
+    for backend in backends().values():
         found.update(backend.versions())
     found["transformers"] = transformers.__version__
     found.update({name: _version_of(name) for name in _OPTIONAL_LIBRARIES})

@@ -4,18 +4,18 @@ No other module tests for a kind of device. It asks the `Device` for memory, cop
 generators, timing and description:
 
     cpu.py     Cpu    main memory; a call returns when its work is done
-    cuda.py    Cuda   CUDA and ROCm: streams, events, sensors
-    xpu.py     Xpu    Intel GPUs: torch's allocator, no copy streams
+    cuda.py    Cuda   CUDA and ROCm: their own events, sensors, versions
+    xpu.py     Xpu    Intel GPUs: their drivers' free memory, sensors
     mps.py     Mps    Apple GPUs: main memory, work that runs on after a call has returned
 
-To add a backend, write one file with one class, and import the file in ``devices/__init__``:
+Any other accelerator of torch, such as one that a package adds, is an `Accelerator`: memory,
+streams, events and generators by the functions that all accelerators have. To tell more about such
+a kind, write one file with one class, and import the file in ``devices/__init__``:
 
     class Npu(Accelerator, device_type="npu"):
         out_of_memory_texts = ("NPU out of memory",)
 
-The class overrides what `Device` does not know. `Accelerator` fits where ``torch.npu`` has the
-functions of ``torch.cuda``. Without any class, the package uses `Device` itself: it trains, counts
-tensors for memory, and synchronizes for timing.
+The class overrides what `Accelerator`, or `Device` for a kind without streams, does not know.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -35,8 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ..errors import ModelError, StageFailed
-from .copies import Copies, PlainCopies
+from .copies import Copies, PlainCopies, StreamedCopies
 from .main_memory import free_main_memory, peak_resident_bytes, resident_bytes
+from .streams import AcceleratorStreams, EventMoment
 
 Clock = Callable[[], float]
 
@@ -96,6 +98,10 @@ class Device:
         # torch's module for this kind, such as `torch.cuda`.
         self._library: Any = getattr(torch, torch_device.type, None)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on a device of this kind."""
+        return tensor.device.type == self.torch_device.type
+
     @property
     def memory_name(self) -> str:
         """The name of the device's memory; devices that share memory have the same one."""
@@ -152,6 +158,21 @@ class Device:
     def copies(self) -> Copies:
         """Copies between the device and main memory."""
         return PlainCopies(self.torch_device)
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        """Whether this process has used such a device, with a driver that survives no fork."""
+        return False
+
+    @classmethod
+    def has_streams(cls) -> bool:
+        """Whether each thread has a current stream of such a device."""
+        return False
+
+    @classmethod
+    def lacking(cls) -> list[str]:
+        """What torch must have for this kind of device and has not, by name."""
+        return []
 
     @classmethod
     def generator_states(cls) -> list[Tensor]:
@@ -213,22 +234,55 @@ class Device:
 
 
 class Accelerator(Device):
-    """A device with its own allocator, whose torch module has the functions of `torch.cuda`."""
+    """A device with its own allocator, streams and events.
+
+    It asks torch's module for the kind, such as `torch.cuda`, and where that has no function of a
+    name, the functions of `torch.accelerator`.
+    """
 
     def make_current(self) -> None:
         # Without an index, the thread's current device is meant.
         if self.torch_device.index is not None:
             torch.accelerator.set_device_index(self.torch_device)
 
+    @classmethod
+    def has_streams(cls) -> bool:
+        return streams_work(cls.device_type)
+
+    def streams(self) -> AcceleratorStreams:
+        """Streams of this device for copies."""
+        return AcceleratorStreams(self.torch_device)
+
+    def copies(self) -> Copies:
+        return StreamedCopies(self.streams()) if self.has_streams() else super().copies()
+
+    def timed_event(self) -> torch.Event | None:
+        """An event behind all work of this thread's stream so far; None if it can tell no time."""
+        if not (self.has_streams() and events_tell_time(self.device_type)):
+            return None
+        event = torch.Event(self.torch_device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.torch_device))
+        return event
+
+    def moment(self, clock: Clock = time.perf_counter) -> Moment:
+        event = self.timed_event()
+        return super().moment(clock) if event is None else EventMoment(event)
+
+    def synchronize(self) -> None:
+        self._ask("synchronize")
+
     def total_bytes(self) -> int:
-        return int(self._library.get_device_properties(self.torch_device).total_memory)
+        if hasattr(self._library, "get_device_properties"):
+            return int(self._library.get_device_properties(self.torch_device).total_memory)
+        return int(torch.accelerator.get_memory_info(self.torch_device)[1])
 
     def used_bytes(self) -> int:
-        return int(self._library.memory_reserved(self.torch_device))
+        return int(self._ask("memory_reserved"))
 
     def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
         # Reserved memory includes ``kept_bytes``. The driver's own share is not in ``free_bytes``.
-        free_bytes, _ = self._library.mem_get_info(self.torch_device)
+        has_own = hasattr(self._library, "mem_get_info")
+        free_bytes, _ = self._ask("mem_get_info" if has_own else "get_memory_info")
         return free_bytes + self.used_bytes(), 0
 
     def metering(self) -> AbstractContextManager[MemoryMeter]:
@@ -236,46 +290,89 @@ class Accelerator(Device):
         return nullcontext(_AllocatorMeter(self))
 
     def allocated_bytes(self) -> int:
-        return int(self._library.memory_allocated(self.torch_device))
+        return int(self._ask("memory_allocated"))
 
     def peak_bytes(self) -> int:
-        return int(self._library.max_memory_allocated(self.torch_device))
+        return int(self._ask("max_memory_allocated"))
 
     def reset_peak(self) -> None:
         """Begin a new peak."""
-        self._library.reset_peak_memory_stats(self.torch_device)
+        self._ask("reset_peak_memory_stats")
 
     def limit_memory(self, num_bytes: int) -> None:
         if hasattr(self._library, "set_per_process_memory_fraction"):
             fraction = min(1.0, num_bytes / self.total_bytes())
             self._library.set_per_process_memory_fraction(fraction, self.torch_device)
 
+    def _ask(self, name: str) -> Any:
+        """What the function of this name says about the device."""
+        function: Any = getattr(self._library, name, None) or getattr(torch.accelerator, name)
+        return function(self.torch_device)
+
     @classmethod
     def _module(cls) -> Any:
-        return getattr(torch, cls.device_type)
+        return getattr(torch, cls.device_type, None)
 
     @classmethod
     def is_initialized(cls) -> bool:
-        """Whether this process has used such a device."""
-        return bool(cls._module().is_initialized())
+        module = cls._module()
+        # A module without this function initializes its devices when it is imported.
+        asked = "is_initialized" if hasattr(module, "is_initialized") else "is_available"
+        return bool(getattr(module, asked, bool)())
 
     @classmethod
     def generator_states(cls) -> list[Tensor]:
-        return list(cls._module().get_rng_state_all()) if cls.is_initialized() else []
+        if not cls.is_initialized():
+            return []
+        module = cls._module()
+        if hasattr(module, "get_rng_state_all"):
+            return list(module.get_rng_state_all())
+        return [module.get_rng_state(index) for index in range(module.device_count())]
 
     @classmethod
     def restore_generators(cls, states: list[Tensor]) -> None:
-        cls._module().set_rng_state_all(states)
+        module = cls._module()
+        if hasattr(module, "set_rng_state_all"):
+            module.set_rng_state_all(states)
+            return
+        for index, state in enumerate(states):
+            module.set_rng_state(state, index)
 
     @classmethod
     def seed_generators(cls, seed: int) -> None:
         if cls.is_initialized():
             cls._module().manual_seed_all(seed)
 
+    @classmethod
+    def lacking(cls) -> list[str]:
+        """What torch's module for this kind must have and has not."""
+        needed = ("is_available", "device_count", "get_rng_state", "set_rng_state")
+        module = cls._module()
+        found = [name for name in (*needed, "manual_seed_all") if not hasattr(module, name)]
+        for name, general in (
+            ("memory_allocated", "memory_allocated"),
+            ("mem_get_info", "get_memory_info"),
+        ):
+            if not hasattr(module, name) and not _answers(general):
+                found.append(name)
+        return found
+
 
 def device_for(torch_device: torch.device) -> Device:
     """The device, as an object of its backend's class."""
-    return BACKENDS.get(torch_device.type, Device)(torch_device)
+    return backends().get(torch_device.type, Device)(torch_device)
+
+
+def backends() -> Mapping[str, type[Device]]:
+    """The backends by torch's names for their device types.
+
+    An accelerator without a class of its own gets a plain one as soon as torch knows it.
+    """
+    present = torch.accelerator.current_accelerator()
+    if present is not None and present.type not in BACKENDS:
+        kind = type(present.type.capitalize(), (Accelerator,), {"device_type": present.type})
+        BACKENDS[present.type] = kind
+    return BACKENDS
 
 
 def devices_beside(own: torch.device, count: int) -> list[str]:
@@ -294,37 +391,79 @@ def check_has_backend(torch_device: torch.device) -> None:
     A forward that runs again would draw other dropout masks there, and gradients would be wrong.
 
     Raises:
-        ModelError: If the kind of device has no backend.
+        ModelError: If the kind of device has no backend, or torch's module for it lacks functions.
     """
-    if torch_device.type not in BACKENDS:
+    kind = backends().get(torch_device.type)
+    if kind is None:
         raise ModelError(
             f"Devices of the kind {torch_device.type!r} have no backend, so {str(torch_device)!r} "
             f"cannot compute layers; use one of {', '.join(BACKENDS)}, or add a backend as "
             "`lightning_hetero/devices/device.py` describes."
         )
+    if lacking := kind.lacking():
+        raise ModelError(
+            f"The module torch.{torch_device.type} has no {', '.join(lacking)}, so random numbers "
+            f"on {str(torch_device)!r} cannot be repeated, or its memory cannot be counted. Use "
+            "another device, or a version of the device's package that has these functions."
+        )
 
 
 def is_any_in_use() -> bool:
     """Whether this process has initialized an accelerator, which a forked process could not use."""
-    accelerators = (kind for kind in BACKENDS.values() if issubclass(kind, Accelerator))
-    return any(kind.is_initialized() for kind in accelerators)
+    return any(kind.is_initialized() for kind in backends().values())
+
+
+@cache
+def streams_work(device_type: str) -> bool:
+    """Whether an accelerator has streams, events and pinned memory; tried once for each kind."""
+    try:
+        stream = torch.Stream(device_type)
+        stream.wait_event(torch.accelerator.current_stream().record_event())
+        stream.record_event().synchronize()
+        torch.empty(1, pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+@cache
+def events_tell_time(device_type: str) -> bool:
+    """Whether events of an accelerator tell the time between them; tried once for each kind."""
+    try:
+        start, end = (torch.Event(device_type, enable_timing=True) for _ in range(2))
+        start.record()
+        end.record()
+        end.synchronize()
+        start.elapsed_time(end)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _answers(name: str) -> bool:
+    """Whether a function of `torch.accelerator` knows the present kind of accelerator."""
+    try:
+        getattr(torch.accelerator, name)()
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 def uses_streams() -> bool:
     """Whether this process has initialized an accelerator that has a current stream per thread."""
-    return is_any_in_use()
+    return any(kind.is_initialized() and kind.has_streams() for kind in backends().values())
 
 
 def needs_triton(device_name: str) -> bool:
     """Whether `torch.compile` needs triton for a device of such a name, like ``cuda:0``."""
-    return BACKENDS.get(device_name.partition(":")[0], Device).needs_triton
+    return backends().get(device_name.partition(":")[0], Device).needs_triton
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory is short, on a device of any kind."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    texts = [text for kind in BACKENDS.values() for text in kind.out_of_memory_texts]
+    texts = [text for kind in backends().values() for text in kind.out_of_memory_texts]
     may_say_so = isinstance(error, (RuntimeError, StageFailed))
     return may_say_so and any(text in str(error) for text in texts)
 
@@ -335,7 +474,7 @@ GeneratorStates = Mapping[type[Device], list[Tensor]]
 
 def generator_states() -> GeneratorStates:
     """The present states of all generators in use."""
-    return {kind: kind.generator_states() for kind in BACKENDS.values() if kind.is_in_torch}
+    return {kind: kind.generator_states() for kind in backends().values() if kind.is_in_torch}
 
 
 def restore_generators(states: GeneratorStates) -> None:
@@ -360,7 +499,7 @@ def seed_generators(seed: int) -> None:
     `torch.manual_seed` does so too, but records a traceback for each kind of device that is not in
     use: half a millisecond under Lightning.
     """
-    for kind in BACKENDS.values():
+    for kind in backends().values():
         # The flag is read faster than a device is asked whether it is in use.
         if kind.is_in_torch:
             kind.seed_generators(seed)

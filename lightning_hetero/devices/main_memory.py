@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+from torch import Tensor
 
 _M_ARENA_MAX = -8
 """Parameter of ``mallopt`` in glibc's ``malloc.h``."""
@@ -44,6 +45,11 @@ def free_main_memory() -> int:
     if limit_bytes != resource.RLIM_INFINITY:
         found.append(limit_bytes - int(psutil.Process().memory_info().vms))
     return max(0, min(found))
+
+
+def is_in_main_memory(tensor: Tensor) -> bool:
+    """Whether the processor computes with a tensor."""
+    return tensor.device.type == "cpu"
 
 
 def resident_bytes() -> int:

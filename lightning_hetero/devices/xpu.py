@@ -1,4 +1,4 @@
-"""Intel GPUs. Copies take no streams of their own: they are made where the call stands."""
+"""Intel GPUs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Xpu(Accelerator, device_type="xpu"):
     out_of_memory_texts = ("out of memory", "OUT_OF_DEVICE_MEMORY")
 
     def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
-        # Some drivers, and torch before 2.8, do not tell what other processes take.
-        with contextlib.suppress(AttributeError, RuntimeError):
+        # Some drivers do not tell what other processes take.
+        with contextlib.suppress(RuntimeError):
             return super().free_and_base_bytes(kept_bytes)
         return self.total_bytes(), 0
 

@@ -203,6 +203,7 @@ class _RunningStep:
                 continue
             num_ready = len(ready) + max(0, len(self._not_started) - 1)
             run = self._forward if action.kind == "F" else self._backward
+            self._land(action)
             with self.driver.recorder.action(self._kind_of(action), action.key, num_ready):
                 run(action.key)
         if self._losses_have_graphs and not any(self._losses_have_graphs):
@@ -254,6 +255,14 @@ class _RunningStep:
         if action.kind == "B":
             return "backward"
         return "loss" if action.key in self._activations else "forward"
+
+    def _land(self, action: Action) -> None:
+        """Let the device wait for what an action computes with, before its time is taken."""
+        content: Activation | Gradients | None = self._gradients.get(action.key)
+        if action.kind == "F":
+            content = self._activations.get(action.key)
+        if content is not None:
+            content.land()
 
     def _take(self, returned: Returned) -> None:
         if isinstance(returned.content, Activation):

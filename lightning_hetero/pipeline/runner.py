@@ -230,6 +230,15 @@ class Runner:
         inputs = self._of[action.stage_index]
         return action.kind == "B" or inputs.surroundings[action.key].grad_enabled
 
+    def land(self, action: Action) -> None:
+        """Let the device wait for what an action will compute with, before its time is taken."""
+        inputs, key = self._of[action.stage_index], action.key
+        if action.kind == "B":
+            inputs.gradients[key].land()
+            return
+        inputs.activations[key].land()
+        inputs.surroundings[key].land()
+
     def run(self, action: Action) -> Activation | Gradients:
         """Carry out an action that `next_action` returned.
 

@@ -23,7 +23,7 @@ from msgspec import structs
 
 from ..coordinator.connections import Connections
 from ..devices.description import describe_device
-from ..devices.main_memory import give_back_free_memory
+from ..devices.main_memory import give_back_free_memory, is_in_main_memory
 from ..errors import ProfileError
 from ..model.hollow import hold_in_place, let_move
 from ..model.layers import DecoderLayer
@@ -297,7 +297,7 @@ class ProfilingRun:
     def _held_bytes(self) -> int:
         """What this process holds of the model in main memory."""
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
-        return sum(t.nbytes for t in tensors if t.device.type == "cpu")
+        return sum(tensor.nbytes for tensor in tensors if is_in_main_memory(tensor))
 
     def _measuring(
         self,

@@ -110,8 +110,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
     Booleans are packed.
     """
-    dense = tensor.detach()
-    dense = (dense if dense.device.type == "cpu" else dense.cpu()).contiguous()
+    dense = tensor.detach().cpu().contiguous()
     # Not reshape(-1): a tensor of one element may have any stride and still count as contiguous.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
     return numpy.packbits(flat).data if tensor.dtype == torch.bool else flat.data

@@ -261,6 +261,7 @@ class StageSession:
             raise
         finally:
             with contextlib.ExitStack() as last_steps:  # each one, whatever another one raises
+                last_steps.callback(self._copies.close)
                 last_steps.callback(self._trials.forget)
                 last_steps.callback(self._layers.retire)
                 last_steps.callback(self._neighbors.close, last_word)

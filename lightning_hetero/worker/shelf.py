@@ -29,8 +29,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
+from ..devices.device import device_for
 from ..devices.main_memory import free_main_memory
 from ..errors import HeteroError
 from ..model.tensors import Content, named_contents
@@ -200,10 +202,10 @@ class KeptTensors:
                 self._mine = shelf.take_all()
             return self._mine
 
-    def num_bytes_on(self, device_type: str) -> int:
-        """Bytes that the tensors take in the memory of such devices."""
-        contents = list(self._contents.values())
-        return sum(c.num_bytes for c in contents if c.tensor.device.type == device_type)
+    def num_bytes_on(self, torch_device: torch.device) -> int:
+        """Bytes that the tensors take in the memory of devices of this kind."""
+        contents, device = list(self._contents.values()), device_for(torch_device)
+        return sum(c.num_bytes for c in contents if device.holds(c.tensor))
 
     def leave_to_next(self) -> None:
         """Leave the tensors to the next process; this one has none afterwards."""

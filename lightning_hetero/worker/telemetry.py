@@ -68,6 +68,7 @@ class RecordedSide:
     def run_training(self, runner: Runner, action: Action) -> Activation | Gradients:
         """Carry out a training action of the runner, and add up its time until `take_timings`."""
         kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
+        runner.land(action)
         with self.recorder.action(kind, action.key, runner.num_ready, action.stage_index):
             content = runner.run(action)
         is_first = action.stage_index == runner.stages[0].stage_index

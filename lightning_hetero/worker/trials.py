@@ -60,7 +60,7 @@ class MeasuredSide:
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
         self.is_measuring = True
-        kept_bytes = self._host.kept.num_bytes_on(self._host.device.type)
+        kept_bytes = self._host.kept.num_bytes_on(self._host.device)
         found = describe_device(self._host.device, kept_bytes)
         self._coordinator.send(self._host.owner.description(found))
 

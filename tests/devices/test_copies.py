@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_hetero.devices.copies import PlainCopies, StreamedCopies, already_here
 from lightning_hetero.devices.cuda import CudaStreams
 from lightning_hetero.devices.device import device_for
-from lightning_hetero.errors import ChannelError
+from lightning_hetero.errors import ChannelError, ModelError
 from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.protocol.tensors import SMALLEST_KEPT_BYTES
 
@@ -176,6 +176,33 @@ def test_the_pool_keeps_buffers_for_the_micro_batches_in_flight(
         del flying
 
 
+def test_a_large_mask_is_copied_from_pinned_memory(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    mask = torch.arange(SMALLEST_KEPT_BYTES) % 3 == 0
+    small = mask[:9].clone()
+    coming = copies.to_device([mask, small], lambda tensors: Gradients(tensors))
+    expected = mask.clone()
+    mask.logical_not_()  # its own memory may be used again
+    assert streams.num_pinned == 1
+    copies.close()
+    found, _ = coming.tensors
+    assert found is not None
+    assert torch.equal(found.as_subclass(Tensor), expected)
+
+
+def test_at_the_end_of_a_session_no_copy_is_left(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    host, _ = host_tensor(copies, 7)
+    coming = copies.to_device([host], lambda tensors: Activation(tensors[0]))
+    leaving = copies.to_host([computed(streams, 3)])
+    copies.close()
+    assert coming.hidden.as_subclass(Tensor).eq(7).all()
+    assert leaving.tensors[0].eq(3).all()
+    copies.close()
+
+
 def test_copies_of_a_device_without_streams_are_immediate() -> None:
     copies = device_for(torch.device("cpu")).copies()
     assert isinstance(copies, PlainCopies)
@@ -186,6 +213,20 @@ def test_copies_of_a_device_without_streams_are_immediate() -> None:
     content = copies.to_device([hidden], lambda tensors: Activation(*tensors))
     assert content.hidden is hidden
     assert content.land is already_here
+
+
+class Refused(Tensor):
+    """A tensor that torch cannot move to some device, as float64 on Apple's GPUs."""
+
+    def to(self, device: torch.device) -> Tensor:  # type: ignore[override]
+        raise TypeError("the framework doesn't support float64")
+
+
+def test_a_tensor_that_a_device_cannot_hold_is_refused_with_its_dtype() -> None:
+    copies = PlainCopies(torch.device("mps"))
+    tensor = torch.ones(2, dtype=torch.float64).as_subclass(Refused)
+    with pytest.raises(ModelError, match=r"'mps' cannot hold a tensor of torch\.float64\. Convert"):
+        copies.to_device([tensor], lambda tensors: Activation(*tensors))
 
 
 GPU = torch.device("cuda", 1)
@@ -212,11 +253,6 @@ class PlayedCuda:
         before, self.current = self.current, stream.name
         yield
         self.current = before
-
-    @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        assert device == GPU
-        yield
 
     def Event(self, blocking: bool) -> PlayedEvent:
         assert blocking
@@ -281,7 +317,7 @@ def played(tensor: Tensor, cuda: PlayedCuda) -> Tensor:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
     found = PlayedCuda()
-    for name in ("Stream", "current_stream", "stream", "device", "Event"):
+    for name in ("Stream", "current_stream", "stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, getattr(found, name))
 
     def pinned(streams: CudaStreams, num_bytes: int) -> Any:

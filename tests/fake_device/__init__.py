@@ -95,6 +95,12 @@ def waits() -> Mapping[str, int]:
     return named
 
 
+def waits_of_computing() -> int:
+    """How often all threads have waited for a device, without those that write to channels."""
+    senders = [count for name, count in waits().items() if name.startswith("write ")]
+    return sum(_ops().waits()[1::2]) - sum(senders)
+
+
 def waits_here() -> int:
     """How often the calling thread has waited for a device."""
     found = _ops().waits()

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from . import build, compiler
 from .process import fake_worker
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give time to the first test of a process, which compiles, and imports what is forked."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +38,18 @@ def first_worker(fake_device: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def second_worker(fake_device: str) -> Iterator[str]:
-    """The address of a worker on ``fake:1``."""
-    with fake_worker(fake_device, "fake:1") as address:
+    """The address of a worker on ``fake:1``, whose layers use the current device by its kind."""
+    before = "from tests.fake_device.process import use_current_device; use_current_device()"
+    with fake_worker(fake_device, "fake:1", before) as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def plain_workers(fake_device: str) -> Iterator[list[str]]:
+    """The addresses of two workers on ``fake:0`` that wait for every copy."""
+    before = "from tests.fake_device.process import wait_for_copies; wait_for_copies()"
+    with (
+        fake_worker(fake_device, "fake:0", before) as one,
+        fake_worker(fake_device, "fake:0", before) as other,
+    ):
+        yield [one, other]

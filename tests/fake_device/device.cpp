@@ -514,6 +514,14 @@ at::Tensor with_geometry(const c10::Storage& storage, const at::Tensor& like, c1
   return made;
 }
 
+// A view of a tensor with the geometry of another one. In inference mode it is what its base is.
+at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), like.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  return made;
+}
+
 c10::Storage as_cpu_storage(const c10::Storage& storage) {
   auto data = c10::DataPtr(storage.mutable_data(), c10::kCPU);
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
@@ -608,8 +616,7 @@ struct Call {
     for (const auto& [fake, cpu] : given)
       if (cpu.is_same(result)) return fake;
     for (const auto& [fake, cpu] : given)
-      if (cpu.storage().is_alias_of(result.storage()))
-        return with_geometry(fake.storage(), result, c10::DispatchKey::PrivateUse1);
+      if (cpu.storage().is_alias_of(result.storage())) return view_of(fake, result);
     auto num_bytes = result.storage().nbytes();
     c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), num_bytes, moved_in(result), &allocator, true));
@@ -690,6 +697,8 @@ struct Call {
 };
 
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  // The end of a tensor may take Python's lock, so arguments end after the mutex is free.
+  std::vector<IValue> arguments(stack->end() - op.schema().arguments().size(), stack->end());
   Lock lock(mutex);
   at::AutoDispatchBelowADInplaceOrView below;
   raise_faults();

@@ -23,7 +23,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+from lightning_hetero.devices.copies import PlainCopies
+from lightning_hetero.devices.device import Accelerator
+from lightning_hetero.protocol import tensors
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.worker.worker import Worker
 
@@ -57,8 +62,7 @@ def on_fake_device(test: Callable[..., None]) -> Callable[..., None]:
 def run_test() -> None:
     """Run the test that the command line names, and end the process."""
     library, module, name, told = sys.argv[1:]
-    torch.set_num_threads(1)
-    load(library)
+    _prepare(library)
     try:
         getattr(importlib.import_module(module), name).original(**json.loads(told))
         assert faults() == []
@@ -68,6 +72,13 @@ def run_test() -> None:
         os._exit(1)
     # Not by `sys.exit`: autograd's threads may drop Python objects after the interpreter's end.
     os._exit(0)
+
+
+def _prepare(library: str) -> None:
+    torch.set_num_threads(1)
+    # The tensors of tests are small, and go through the kept buffers of large ones all the same.
+    tensors.SMALLEST_KEPT_BYTES = 64
+    load(library)
 
 
 @contextmanager
@@ -90,8 +101,32 @@ def fake_worker(library: str, device: str, before: str = "") -> Iterator[str]:
 def serve() -> None:
     """Serve one session after the other on the device that the command line names."""
     library, device = sys.argv[1:]
-    torch.set_num_threads(1)
-    load(library)
+    _prepare(library)
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     Worker(listener, torch.device(device), Deadlines()).serve_forever()
+
+
+def wait_for_copies(is_wanted: bool = True) -> None:
+    """Make new copies of this process plain ones, which are finished when the call returns."""
+    copies = PlainCopies if is_wanted else None
+    Accelerator.copies = (  # type: ignore[method-assign]
+        _COPIES if copies is None else lambda self: copies(self.torch_device)
+    )
+
+
+_COPIES = Accelerator.copies
+
+
+def use_current_device() -> None:
+    """Let layers of this process make a tensor on the thread's current device.
+
+    Kernels of other people do so: they are launched on the current device, wherever their tensors
+    are.
+    """
+
+    def forward(layer: LlamaMLP, hidden: Tensor) -> Tensor:
+        inner = layer.act_fn(layer.gate_proj(hidden)) * layer.up_proj(hidden)
+        return layer.down_proj(inner) * torch.ones((), device=hidden.device.type)
+
+    LlamaMLP.forward = forward

@@ -158,12 +158,12 @@ def test_no_two_tensors_get_the_same_memory() -> None:
 def test_what_cannot_be_used_is_dropped_at_once() -> None:
     kept, layer = KeptTensors(), nn.Linear(4, 4)
     kept.keep({0: layer})
-    assert kept.num_bytes_on("cpu") == 80
+    assert kept.num_bytes_on(torch.device("cpu")) == 80
     narrower = describe_parameters({0: layer}, {"0.weight": torch.float16})
     assert kept.restrict_to(narrower) == ["0.bias"]
-    assert kept.num_bytes_on("cpu") == 16
+    assert kept.num_bytes_on(torch.device("cpu")) == 16
     assert kept.take("0.bias", bytes(32)) is None
-    assert kept.num_bytes_on("cpu") == 0
+    assert kept.num_bytes_on(torch.device("cpu")) == 0
 
 
 @pytest.mark.parametrize(

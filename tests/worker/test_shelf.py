@@ -63,7 +63,7 @@ def test_kept_tensors_pass_through_a_process_that_does_not_need_them(shelf: Shar
     shelf.put(contents())
     KeptTensors(shelf).leave_to_next()
     kept = KeptTensors(shelf)
-    assert kept.num_bytes_on("cpu") == sum(c.num_bytes for c in contents().values())
+    assert kept.num_bytes_on(torch.device("cpu")) == sum(c.num_bytes for c in contents().values())
     kept.leave_to_next()
     assert_same(shelf.take_all(), contents())
     shelf.put(contents())

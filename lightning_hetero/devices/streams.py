@@ -1,0 +1,124 @@
+"""The streams and events of an accelerator, by torch's functions for any kind of accelerator.
+
+A backend overrides how streams and events are made where torch has classes of its own for the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ChannelError
+from .copies import Bytes
+
+
+@contextmanager
+def in_stream(stream: torch.Stream) -> Iterator[None]:
+    """Inside, the calling thread uses a stream and its device."""
+    before, beside = torch.accelerator.current_stream(), None
+    if before.device != stream.device:
+        beside = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        if beside is not None:
+            torch.accelerator.set_stream(beside)
+        # This sets the current device as well.
+        torch.accelerator.set_stream(before)
+
+
+class AcceleratorStreams:
+    """The streams of one device: the calling thread's current one, and two of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._leaving = self.new_stream()
+        self._coming = self.new_stream()
+
+    def new_stream(self) -> torch.Stream:
+        """A new stream of the device."""
+        return torch.Stream(self.device)
+
+    def new_event(self) -> torch.Event:
+        """A new event; a thread that waits for it should leave its core to others."""
+        return torch.Event(self.device)
+
+    def current_stream(self) -> torch.Stream:
+        """The calling thread's current stream of the device."""
+        return torch.accelerator.current_stream(self.device)
+
+    def inside(self, stream: torch.Stream) -> AbstractContextManager[None]:
+        """Inside, the calling thread uses a stream."""
+        return in_stream(stream)
+
+    def pinned_bytes(self, num_bytes: int) -> Bytes:
+        # Without this, a new thread would pin memory for the first device of the machine.
+        with self.inside(self.current_stream()):
+            found: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return found
+
+    def mark_computed(self) -> EventMark:
+        return self._mark(self.current_stream())
+
+    def copy_out(
+        self, after: EventMark, sources: Sequence[Tensor], hosts: Sequence[Tensor]
+    ) -> EventMark:
+        self._leaving.wait_event(after.event)
+        with self.inside(self._leaving):
+            for source, host in zip(sources, hosts, strict=True):
+                host.copy_(source.detach(), non_blocking=True)
+                source.record_stream(self._leaving)
+        return self._mark(self._leaving)
+
+    def coming(self) -> AbstractContextManager[None]:
+        return self.inside(self._coming)
+
+    def copy_in(self, host: Tensor) -> Tensor:
+        return host.to(self.device, non_blocking=True)
+
+    def mark_come(self) -> EventMark:
+        return self._mark(self._coming)
+
+    def compute_after(self, mark: EventMark, used: Iterable[Tensor]) -> None:
+        stream = self.current_stream()
+        stream.wait_event(mark.event)
+        for tensor in used:
+            if tensor.device.type == self.device.type:
+                tensor.record_stream(stream)
+
+    def _mark(self, stream: torch.Stream) -> EventMark:
+        event = self.new_event()
+        event.record(stream)
+        return EventMark(event)
+
+
+@dataclass(frozen=True)
+class EventMark:
+    """An event that marks a place in a stream."""
+
+    event: torch.Event
+
+    def is_past(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        try:
+            self.event.synchronize()
+        except RuntimeError as error:
+            raise ChannelError(f"A copy from the device failed: {error}.") from error
+
+
+@dataclass(frozen=True)
+class EventMoment:
+    """A moment that an event marks in the stream that computes."""
+
+    event: torch.Event
+
+    def seconds_after(self, earlier: EventMoment) -> float:
+        self.event.synchronize()
+        return float(earlier.event.elapsed_time(self.event)) / 1000

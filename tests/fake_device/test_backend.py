@@ -1,0 +1,155 @@
+"""A kind of device without a class of its own: its memory, times, generators and threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetero.devices.copies import PlainCopies
+from lightning_hetero.devices.description import equipment_here
+from lightning_hetero.devices.device import Accelerator, check_has_backend, device_for, streams_work
+from lightning_hetero.devices.streams import EventMoment
+from lightning_hetero.errors import ModelError
+from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
+from lightning_hetero.pipeline.handover import (
+    Exchange,
+    Request,
+    Returned,
+    cut_request,
+    exchange_whole,
+    surroundings_here,
+)
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.turns import Finished, HandedOver, Turn, TurnThreads, current_turn
+
+from . import waits_here
+from .process import on_fake_device
+
+DEVICE_BYTES = 2**30
+
+
+@on_fake_device
+def test_memory_and_times_are_those_of_the_device() -> None:
+    fake = torch.device("fake", 1)
+    device = device_for(fake)
+    assert isinstance(device, Accelerator)
+    check_has_backend(fake)
+    with device.metering() as meter:
+        kept = torch.ones(1000, device=fake) * 2
+        assert meter.taken_bytes() == kept.nbytes
+        assert meter.peak_bytes() == 2 * kept.nbytes
+    assert device.total_bytes() == equipment_here(fake).memory_bytes == DEVICE_BYTES
+    assert device.free_and_base_bytes(0) == (DEVICE_BYTES, 0)
+    assert device.health() == {
+        "memory_bytes": float(kept.nbytes),
+        "memory_peak_bytes": float(device.peak_bytes()),
+    }
+    device.moment()  # the first one tries what events can do
+    before = waits_here()
+    start, end = device.moment(), device.moment()
+    assert isinstance(end, EventMoment)
+    assert waits_here() == before
+    assert end.seconds_after(start) >= 0
+
+
+@on_fake_device
+def test_what_a_backend_cannot_do_is_asked_once_and_replaced_or_refused() -> None:
+    fake = torch.device("fake", 0)
+    asked: list[int] = []
+
+    def refuse(device: object = None) -> torch.Stream:
+        asked.append(1)
+        raise RuntimeError("Backend doesn't support streams.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_stream", refuse)
+        assert isinstance(device_for(fake).copies(), PlainCopies)
+        start = device_for(fake).moment()
+        assert device_for(fake).moment().seconds_after(start) >= 0
+        assert asked == [1]
+    streams_work.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("torch.fake.manual_seed_all")
+        with pytest.raises(ModelError, match=r"torch\.fake has no manual_seed_all"):
+            check_has_backend(fake)
+
+
+class DoublingStages:
+    """Stages that double what comes, forward and backward; it notes the threads that wait."""
+
+    def __init__(self) -> None:
+        self.waited: list[threading.Thread] = []
+        self._coming: deque[Returned] = deque()
+
+    def begin_step(self, max_in_flight: int, accumulate: bool) -> None: ...
+
+    def abort_step(self) -> None: ...
+
+    def note_last_backward(self) -> None: ...
+
+    def send_forward(
+        self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool = False
+    ) -> None:
+        self._coming.append(Returned(key, Activation(hidden.detach() * 2)))
+
+    def send_backward(self, key: Key, gradients: Gradients) -> None:
+        (gradient,) = gradients.tensors
+        assert gradient is not None
+        self._coming.append(Returned(key, Gradients((gradient * 2,))))
+
+    def receive(self) -> Returned:
+        self.waited.append(threading.current_thread())
+        return self._coming.popleft()
+
+    def take_arrived(self) -> list[Returned]:
+        return []
+
+
+@on_fake_device
+def test_a_whole_batch_waits_for_its_stages_in_the_caller_s_thread() -> None:
+    """Autograd's thread of a device could not be interrupted."""
+    device = torch.device("fake", 0)
+    stages = DoublingStages()
+    hidden = torch.ones(4, 3, 4, device=device, requires_grad=True)
+    pieces = cut_request(Request(hidden, surroundings_here(hidden, [])), 2)
+    seen: list[threading.Thread] = []
+    # The user trains in a stream of their own, and calls `backward` outside of it.
+    side = torch.Stream(device)
+    side.wait_stream(torch.accelerator.current_stream(device))
+    with side:
+        output = exchange_whole(hidden, Exchange(stages, 0, 2), pieces).hidden
+        output.register_hook(lambda gradient: seen.append(threading.current_thread()))
+        loss = output.square().sum()
+    torch.accelerator.current_stream(device).wait_stream(side)
+    loss.backward()
+    assert set(stages.waited) == {threading.main_thread()}
+    assert seen != [threading.main_thread()]
+    assert hidden.grad is not None
+    assert hidden.grad.eq(8).all()
+
+
+@on_fake_device
+def test_user_code_of_a_turn_may_compute_in_streams_of_its_own() -> None:
+    device = torch.device("fake", 1)
+    torch.accelerator.set_device_index(1)
+    torch.accelerator.set_stream(torch.Stream(device))
+
+    def training_step() -> list[float]:
+        turn, side = current_turn(), torch.Stream(device)
+        assert turn is not None
+        with side:
+            hidden = torch.ones(3, device="fake")
+            answer = turn.hand_over(hidden)
+            return (answer + hidden).tolist()  # type: ignore[no-any-return]
+
+    threads = TurnThreads()
+    turn = Turn(training_step, "step", threads)
+    handed = turn.start()
+    assert isinstance(handed, HandedOver)
+    assert turn.resume(handed.request * 2) == Finished([3.0, 3.0, 3.0])
+    del handed
+    threads.close()

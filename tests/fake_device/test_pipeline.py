@@ -1,0 +1,214 @@
+"""The whole pipeline on devices with streams has the bits of plain copies on one such device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.pipeline.driver import Driver
+
+from ..equality import assert_close
+from ..integration.generation import Generating
+from ..integration.moves import Moves
+from ..models import TinyModule, fit, loader, tiny_llama, trainer
+from . import waits_of_computing
+from .accelerator import FakeAccelerator
+from .process import on_fake_device, wait_for_copies
+
+NUM_LAYERS = 5
+BATCH_SIZE = 12
+Found = dict[str, Tensor]
+
+
+class Module(TinyModule):
+    """Its optimizer computes alike on every device, and its step makes a tensor on the device."""
+
+    is_fused = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        # As user code writes it: the kind of device alone means the thread's current device.
+        return loss * torch.ones((), device=self.device.type).expand(1).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-3, foreach=False, fused=self.is_fused)
+
+
+def on(device: str) -> dict[str, Any]:
+    """The Trainer's options for a device."""
+    if device == "cpu":
+        return {"accelerator": "cpu"}
+    return {"accelerator": FakeAccelerator(), "devices": [int(device.partition(":")[2])]}
+
+
+def line(workers: Sequence[str], cuts: Sequence[int] = (1, 3, 4), **options: Any) -> Plan:
+    """The coordinator has the first layers and the last ones, and two workers those between."""
+    bounds = [0, *cuts, NUM_LAYERS]
+    names = ["coordinator", *workers[:2], "coordinator"]
+    stages = [
+        StagePlan([name], (start, end), **(options if name != "coordinator" else {}))
+        for name, start, end in zip(names, bounds[:-1], bounds[1:], strict=True)
+        if start < end
+    ]
+    return Plan(stages, micro_batches=3)
+
+
+def result_of(module: pl.LightningModule) -> Found:
+    """The weights and losses of a run."""
+    weights = {name: tensor.cpu().clone() for name, tensor in module.state_dict().items()}
+    return weights | {"losses": torch.tensor(getattr(module, "losses", []))}
+
+
+def step(workers: Sequence[str], device: str) -> Found:
+    """Dropout, recomputation, narrowed boundaries, clipping, and an evaluation between."""
+    narrow = {"activation_dtype": "bfloat16", "gradient_dtype": "bfloat16"}
+    strategy = HeteroPipelineStrategy(workers, line(workers, recompute=True, **narrow))
+    module = Module(NUM_LAYERS, attention_dropout=0.3)
+    return result_of(
+        fit(
+            module,
+            strategy,
+            loader(3 * BATCH_SIZE, BATCH_SIZE, padded=True),
+            loader(BATCH_SIZE, BATCH_SIZE),
+            gradient_clip_val=0.5,
+            **on(device),
+        )
+    )
+
+
+def boundary(workers: Sequence[str], device: str) -> Found:
+    """Whole batches, cut where they are handed over."""
+    strategy = HeteroPipelineStrategy(workers, line(workers), micro_batching="boundary")
+    options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, **on(device)}
+    data = loader(4 * BATCH_SIZE, BATCH_SIZE, padded=True)
+    return result_of(fit(Module(NUM_LAYERS), strategy, data, **options))
+
+
+def moves_and_resume(workers: Sequence[str], device: str) -> Found:
+    """Layers move in the middle, with the state of a fused optimizer; then the run goes on."""
+    Module.is_fused = True
+    data, path = loader(3 * BATCH_SIZE, BATCH_SIZE), Path.cwd() / f"{device}.ckpt"
+    for epochs, checkpoint in ((1, None), (2, path)):
+        strategy = HeteroPipelineStrategy(workers, line(workers))
+        callbacks = [Moves({1: line(workers, (2, 3, 3)), 2: line(workers, (0, 1, 4))})]
+        run = trainer(strategy, max_epochs=epochs, callbacks=callbacks, **on(device))
+        module = Module(NUM_LAYERS)
+        run.fit(module, data, ckpt_path=checkpoint)
+        run.save_checkpoint(path)
+    return result_of(module)
+
+
+def adapters(workers: Sequence[str], device: str) -> Found:
+    """Adapters with dropout train; then the model generates with a cache."""
+    module = Module(NUM_LAYERS)
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)
+    torch.manual_seed(1)
+    module.model = get_peft_model(tiny_llama(NUM_LAYERS), config)
+    data = loader(2 * BATCH_SIZE, BATCH_SIZE)
+    fit(module, HeteroPipelineStrategy(workers, line(workers)), data, **on(device))
+    writer = Generating(module.model.cpu(), {}, {"do_sample": True})
+    run = trainer(HeteroPipelineStrategy(workers, line(workers)), **on(device))
+    written = run.predict(writer, [torch.zeros(1)])
+    return result_of(module) | {"written": torch.cat(written[0]).cpu()}  # type: ignore[index, arg-type]
+
+
+def replicas(workers: Sequence[str], device: str) -> Found:
+    """Two workers hold the middle layers, and add up their gradients."""
+    stages = [
+        StagePlan(["coordinator"], (0, 1)),
+        StagePlan(list(workers), (1, 4), shares=[2, 1], optimizer="split"),
+        StagePlan(["coordinator"], (4, NUM_LAYERS)),
+    ]
+    strategy = HeteroPipelineStrategy(workers, Plan(stages, micro_batches=3))
+    data = loader(3 * BATCH_SIZE, BATCH_SIZE, padded=True)
+    module = Module(NUM_LAYERS, attention_dropout=0.3)
+    return result_of(fit(module, strategy, data, gradient_clip_val=0.5, **on(device)))
+
+
+SCENARIOS: dict[str, Callable[[Sequence[str], str], Found]] = {
+    scenario.__name__: scenario
+    for scenario in (step, boundary, moves_and_resume, adapters, replicas)
+}
+
+
+def differing(found: Found, expected: Found) -> list[str]:
+    """What differs in any bit, by name."""
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@on_fake_device
+def test_streams_change_no_bit(
+    scenario: str, first_worker: str, second_worker: str, plain_workers: list[str]
+) -> None:
+    run = SCENARIOS[scenario]
+    wait_for_copies()
+    expected = run(plain_workers, "fake:0")
+    wait_for_copies(False)
+    found = run([first_worker, second_worker], "fake:1")
+    assert differing(found, expected) == []
+
+
+@on_fake_device
+def test_every_pair_of_devices_equals_lightning_alone(
+    first_worker: str, second_worker: str, workers: list[str]
+) -> None:
+    """Bit by bit on fake devices; the processor's kernels round otherwise."""
+    # With a cache, layers here multiply keys and values of another layout, and round otherwise.
+    module = partial(Module, NUM_LAYERS, use_cache=False)
+    data = loader(3 * BATCH_SIZE, BATCH_SIZE // 3)
+    alone = SingleDeviceStrategy(torch.device("fake:0"))
+    plain = result_of(fit(module(), alone, data, accumulate_grad_batches=3, **on("fake:0")))
+    for device, others in {
+        "fake:0": [second_worker, first_worker],
+        "fake:1": [workers[0], second_worker],
+        "cpu": [first_worker, workers[0]],
+    }.items():
+        strategy = HeteroPipelineStrategy(others, line(others, recompute=True))
+        found = result_of(fit(module(), strategy, **on(device)))
+        found["losses"] = plain["losses"]  # there, those of micro-batches
+        if workers[0] in others:
+            assert_close(found, plain)
+        else:
+            assert differing(found, plain) == []
+
+
+class WithoutMask(Module):
+    """A model that looks at no number itself; transformers reads a mask to see whether it masks."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        return loss
+
+
+@on_fake_device
+def test_computing_threads_wait_for_the_numbers_of_labels_alone(
+    first_worker: str, second_worker: str
+) -> None:
+    run, counted = Driver.run, list[int]()
+
+    def counting_run(driver: Driver, *args: Any, **kwargs: Any) -> Any:
+        before = waits_of_computing()
+        results = run(driver, *args, **kwargs)
+        counted.append(waits_of_computing() - before)
+        return results
+
+    Driver.run = counting_run  # type: ignore[method-assign]
+    others = [first_worker, second_worker]
+    strategy = HeteroPipelineStrategy(others, line(others))
+    fit(WithoutMask(NUM_LAYERS), strategy, **on("fake:0"))
+    # The first loss needs the numbers of labels, whose copy began when the batch came.
+    assert len(counted) == 3
+    assert max(counted) <= 1
