@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
+
 import pytest
 import yaml
 from msgspec.structs import replace
 
-from benchmarks.planner_optimality.brute_teams import BruteTeams
+from benchmarks.planner_optimality.brute_teams import BruteTeams, all_teams
 from benchmarks.planner_optimality.clusters import draw_small_cluster
 from benchmarks.planner_optimality.main import (
     BOUND,
@@ -18,7 +21,7 @@ from benchmarks.planner_optimality.main import (
 )
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, Plan
-from lightning_hetero.planner.candidates import Candidate
+from lightning_hetero.planner.candidates import Candidate, Costs
 from lightning_hetero.planner.feasibility import shortages
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
 from lightning_hetero.planner.solver import (
@@ -27,6 +30,7 @@ from lightning_hetero.planner.solver import (
     solve,
     solve_replicated,
 )
+from lightning_hetero.planner.teams import Tables, TeamArrangement
 from lightning_hetero.planner.verdict import judge, sentences
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
@@ -70,7 +74,7 @@ def test_replicas_win_where_little_is_exchanged() -> None:
 def test_shares_follow_the_speeds() -> None:
     found = solve(cluster(3, 1), Wishes(micro_batches=8)).chosen
     assert shares(found) == {"w0": 6, "w1": 2}
-    assert found.step_seconds == 6 * 4
+    assert found.step_seconds == pytest.approx(6 * 4)
 
 
 def test_a_line_wins_where_much_is_exchanged() -> None:
@@ -202,6 +206,24 @@ def test_without_a_profile_replicas_have_equal_shares() -> None:
     assert replicated_plan(4, []).stages[0].is_local
     with pytest.raises(PlanError, match="no decoder layers, so none for the 1 workers"):
         replicated_plan(0, ["a"])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_plan_is_faster_than_the_bound_of_its_teams(seed: int) -> None:
+    """The bound leaves teams out unseen, also where the coordinator has layers for itself."""
+    given = draw_small_cluster(seed)
+    tables, num_layers = Tables(Costs(given, {})), len(given.model.layers)
+    num_placed = 0
+    for teams in all_teams(given.workers):
+        hosted = bool(teams) and COORDINATOR in (*teams[0], *teams[-1])
+        for front, behind in product(range(num_layers) if hosted else [0], repeat=2):
+            if front + behind + len(teams) > num_layers or not teams:
+                continue
+            way = TeamArrangement(tables, teams, 4, kept=(front, behind))
+            for candidate in way.place_many(4, math.inf, 2) or []:
+                assert candidate.step_seconds >= way.most_hopeful_seconds * (1 - 1e-9)
+                num_placed += 1
+    assert num_placed
 
 
 def test_links_share_out_micro_batches_too() -> None:
