@@ -158,9 +158,9 @@ def test_the_verdict_compares_with_the_best_plan_with_replicas() -> None:
     assert line.endswith("longer")
 
 
-def able(*speeds: float, own: float = 1.0) -> Profile:
+def able(*speeds: float, own: float = 1.0, gradient_bytes: int = 0) -> Profile:
     """A cluster whose coordinator can hold layers too; its head takes one second a sample."""
-    given = cluster(*speeds, batch_size=16)
+    given = cluster(*speeds, gradient_bytes=gradient_bytes, batch_size=16)
     layers = device(COORDINATOR, 1 / own, 2 / own, memory_bytes=64 * GIB).timings
     heads = [timing(HEAD, size / 3, 2 * size / 3, size=size) for size in (1, 64)]
     others = [each for each in ends() if each.part != HEAD]
@@ -208,18 +208,17 @@ def test_without_a_profile_replicas_have_equal_shares() -> None:
         replicated_plan(0, ["a"])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_no_plan_is_faster_than_the_bound_of_its_teams(seed: int) -> None:
-    """The bound leaves teams out unseen, also where the coordinator has layers for itself."""
-    given = draw_small_cluster(seed)
-    tables, num_layers = Tables(Costs(given, {})), len(given.model.layers)
-    num_placed = 0
-    for teams in all_teams(given.workers):
-        hosted = bool(teams) and COORDINATOR in (*teams[0], *teams[-1])
-        for front, behind in product(range(num_layers) if hosted else [0], repeat=2):
-            if front + behind + len(teams) > num_layers or not teams:
+def test_no_plan_is_faster_than_the_bound_of_its_teams() -> None:
+    """The bound leaves teams out unseen. Layers that the coordinator has for itself are not
+    exchanged, which would take 16 seconds for each."""
+    given = able(10, 20, own=10, gradient_bytes=8 * 10**9)
+    tables, num_placed = Tables(Costs(given, {})), 0
+    for teams in filter(None, all_teams(given.workers)):
+        is_hosted = COORDINATOR in (*teams[0], *teams[-1])
+        for kept in product(range(4) if is_hosted else [0], repeat=2):
+            if sum(kept) + len(teams) > 4:
                 continue
-            way = TeamArrangement(tables, teams, 4, kept=(front, behind))
+            way = TeamArrangement(tables, teams, 4, kept=kept)
             for candidate in way.place_many(4, math.inf, 2) or []:
                 assert candidate.step_seconds >= way.most_hopeful_seconds * (1 - 1e-9)
                 num_placed += 1
