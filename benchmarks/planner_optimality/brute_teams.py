@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
+from typing import NamedTuple
 
 from lightning_hetero.plan import COORDINATOR, StagePlan
 from lightning_hetero.planner.candidates import Candidate, Costs, Seat
@@ -22,6 +23,25 @@ CLOSE = 1e-3
 
 Teams = tuple[tuple[str, ...], ...]
 Ranges = Sequence[tuple[int, int]]
+Shares = tuple[tuple[int, ...], ...]
+
+
+class _Way(NamedTuple):
+    """What a plan is made of.
+
+    Args:
+        teams: The processes of each stage behind the coordinator's first layers.
+        ranges: The layers of each stage, those of the coordinator at both ends.
+        micro_batches: Pieces of the batch.
+        embedding_left: Whether the first team has the embedding.
+        shares: The micro-batches of each replica.
+    """
+
+    teams: Teams
+    ranges: Ranges
+    micro_batches: int
+    embedding_left: bool
+    shares: Shares = ()
 
 
 class BruteTeams:
@@ -59,86 +79,109 @@ class BruteTeams:
         for ranges in all_ranges(self._costs.num_layers, len(teams)):
             if left and ranges[0][1]:
                 continue
-            for shares in product(*(compositions(pieces, len(team)) for team in teams)):
-                if self._least(teams, ranges, shares, pieces, left) < self._limit:
-                    self._try_plan(teams, ranges, shares, pieces, left)
+            way = _Way(teams, ranges, pieces, left)
+            for bound, shares in sorted(self._bounded_shares(way)):
+                if bound < self._limit:
+                    self._try_plan(way._replace(shares=shares))
 
     @property
     def _limit(self) -> float:
         return self._seconds * (1 - CLOSE)
 
-    def _least(
-        self, teams: Teams, ranges: Ranges, shares: Sequence[Sequence[int]], pieces: int, left: bool
-    ) -> float:
-        """The time of the busiest process without recomputation, and the exchange."""
-        size, own = self._costs.size(pieces), self._costs.both_ends(self._costs.size(pieces), left)
-        busy = {COORDINATOR: own.end_seconds * pieces}
-        exchanges = []
-        for index, (team, counts) in enumerate(zip(teams, shares, strict=True)):
-            ends = (EMBEDDING,) if left and index == 0 else ()
-            span = ranges[index + 1]
-            for name, count in zip(team, counts, strict=True):
-                holder = self._costs.holder(name, size, ends)
-                each = min(float(holder.seconds(option, *span)) for option in holder.options)
-                busy[name] = busy.get(name, 0.0) + each * count
-            if len(team) > 1:
-                option = self._costs.holder(team[0], size, ends).options[0]
-                num_bytes = float(option.gradients[span[1]] - option.gradients[span[0]])
-                exchanges.append(Team(team, num_bytes))
-        for span in (ranges[0], ranges[-1]):
-            busy[COORDINATOR] += float(own.front.options[0].seconds(*span)) * pieces
-        return max(busy.values()) + exchange_seconds(exchanges, self._costs.link)
-
-    def _try_plan(
-        self, teams: Teams, ranges: Ranges, shares: Sequence[Sequence[int]], pieces: int, left: bool
-    ) -> None:
-        num = sum(len({*team} - {COORDINATOR}) for team in teams) + 1
-        counts = {1, 2, math.ceil(num / 2), num, 3 * num // 2, 2 * num, 3 * num, 4 * num}
-        for in_flight in sorted({min(count, pieces) for count in counts}, reverse=True):
-            for optimizer in ("each", "split"):
-                candidate = self._fitting(
-                    teams, ranges, shares, (pieces, in_flight), left, optimizer
-                )
-                if candidate is not None and candidate.is_below(self._limit):
-                    self._best, self._seconds = candidate, candidate.step_seconds
-
-    def _fitting(
-        self,
-        teams: Teams,
-        ranges: Ranges,
-        shares: Sequence[Sequence[int]],
-        counts: tuple[int, int],
-        left: bool,
-        optimizer: str,
-    ) -> Candidate | None:
-        """The plan with the fewest stages that recompute; None if it does not fit."""
-        stages = [
-            StagePlan([*team], span, shares=[*each], optimizer=_of_team(team, optimizer))
-            for team, span, each in zip(teams, ranges[1:-1], shares, strict=True)
+    def _bounded_shares(self, way: _Way) -> Iterator[tuple[float, Shares]]:
+        """All shares of all teams, each with the time of the busiest process without
+        recomputation, and the exchange."""
+        size, own = self._costs.size(way.micro_batches), self._own_seconds(way)
+        ends = [
+            (EMBEDDING,) if way.embedding_left and not index else ()
+            for index in range(len(way.teams))
         ]
-        ways = sorted(product((False, True), repeat=len(ranges)), key=sum)
-        for again in ways:
-            seats = self._seats(stages, ranges, again, self._costs.size(counts[0]), left)
-            whole = Candidate(self._costs, seats, *counts)
-            whole = with_parts(whole, stages) if any(len(t) > 1 for t in teams) else whole
-            if not shortages(whole):
-                return whole
+        held = list(zip(way.teams, way.ranges[1:-1], ends, strict=True))
+        exchange = exchange_seconds(
+            [
+                Team(team, self._gradient_bytes(team[0], size, end, span))
+                for team, span, end in held
+                if len(team) > 1
+            ],
+            self._costs.link,
+        )
+        bounded = []
+        for team, span, end in held:
+            fixed = [own if name == COORDINATOR else 0.0 for name in team]
+            each = [self._seconds_of(name, size, end, span) for name in team]
+            busy = (
+                (max(f + s * n for f, s, n in zip(fixed, each, shares, strict=True)), shares)
+                for shares in compositions(way.micro_batches, len(team))
+            )
+            bounded.append([found for found in busy if found[0] + exchange < self._limit])
+        for some in product(*bounded):
+            slowest = max((seconds for seconds, _ in some), default=0.0)
+            yield max(own, slowest) + exchange, tuple(shares for _, shares in some)
+
+    def _own_seconds(self, way: _Way) -> float:
+        """What the coordinator has to do in a step besides a share of a stage, without
+        recomputation."""
+        own = self._costs.both_ends(self._costs.size(way.micro_batches), way.embedding_left)
+        option = own.front.options[0]
+        layers = sum(float(option.seconds(*span)) for span in (way.ranges[0], way.ranges[-1]))
+        return way.micro_batches * (own.end_seconds + layers)
+
+    def _gradient_bytes(
+        self, name: str, size: int, ends: tuple[str, ...], span: tuple[int, int]
+    ) -> float:
+        option = self._costs.holder(name, size, ends).options[0]
+        return float(option.gradients[span[1]] - option.gradients[span[0]])
+
+    def _seconds_of(
+        self, name: str, size: int, ends: tuple[str, ...], span: tuple[int, int]
+    ) -> float:
+        """The least seconds of a process for one micro-batch of its stage."""
+        holder = self._costs.holder(name, size, ends)
+        return min(float(holder.seconds(option, *span)) for option in holder.options)
+
+    def _try_plan(self, way: _Way) -> None:
+        num = sum(len({*team} - {COORDINATOR}) for team in way.teams) + 1
+        counts = {1, 2, math.ceil(num / 2), num, 3 * num // 2, 2 * num, 3 * num, 4 * num}
+        levels = sorted({min(count, way.micro_batches) for count in counts}, reverse=True)
+        is_parted = any(len(team) > 1 and COORDINATOR not in team for team in way.teams)
+        optimizers = ("split", "each") if is_parted else ("each",)
+        # Recomputation, a whole optimizer and fewer in flight only raise the bound.
+        fastest = self._made(way, levels[0], optimizers[0], [False] * len(way.ranges))
+        if fastest.least_seconds >= self._limit:
+            return
+        for in_flight, optimizer in product(levels, optimizers):
+            candidate = self._fitting(way, in_flight, optimizer)
+            if candidate is not None and candidate.is_below(self._limit):
+                self._best, self._seconds = candidate, candidate.step_seconds
+
+    def _fitting(self, way: _Way, in_flight: int, optimizer: str) -> Candidate | None:
+        """The plan with the fewest stages that recompute; None if it does not fit or if its bound
+        is too high."""
+        for again in sorted(product((False, True), repeat=len(way.ranges)), key=sum):
+            made = self._made(way, in_flight, optimizer, again)
+            if made.least_seconds < self._limit and not shortages(made):
+                return made
         return None
 
-    def _seats(
-        self,
-        stages: Sequence[StagePlan],
-        ranges: Ranges,
-        again: Sequence[bool],
-        size: int,
-        left: bool,
-    ) -> list[Seat]:
-        seats = [self._seat(COORDINATOR, ranges[0], again[0], size, START if left else EMBEDDING)]
+    def _made(self, way: _Way, in_flight: int, optimizer: str, again: Sequence[bool]) -> Candidate:
+        """The plan in which some stages recompute, which may not fit."""
+        stages = [
+            StagePlan([*team], span, shares=[*each], optimizer=_of_team(team, optimizer))
+            for team, span, each in zip(way.teams, way.ranges[1:-1], way.shares, strict=True)
+        ]
+        seats = self._seats(stages, way, again)
+        made = Candidate(self._costs, seats, way.micro_batches, in_flight)
+        return with_parts(made, stages) if any(len(team) > 1 for team in way.teams) else made
+
+    def _seats(self, stages: Sequence[StagePlan], way: _Way, again: Sequence[bool]) -> list[Seat]:
+        size = self._costs.size(way.micro_batches)
+        first = START if way.embedding_left else EMBEDDING
+        seats = [self._seat(COORDINATOR, way.ranges[0], again[0], size, first)]
         for index, stage in enumerate(stages):
-            end = EMBEDDING if left and index == 0 else None
+            end = EMBEDDING if way.embedding_left and index == 0 else None
             for name in stage.workers:
                 seats.append(self._seat(name, stage.layers, again[index + 1], size, end))
-        return [*seats, self._seat(COORDINATOR, ranges[-1], again[-1], size, HEAD)]
+        return [*seats, self._seat(COORDINATOR, way.ranges[-1], again[-1], size, HEAD)]
 
     def _seat(
         self, name: str, span: tuple[int, int], again: bool, size: int, end: str | None

@@ -31,6 +31,9 @@ MOST_AT_ONCE = 2**20
 MOST_KEPT = 24
 """Orders whose splits become candidates, those with the lowest bounds."""
 
+MOST_FILLED = 4
+"""Processes up to which four times as many micro-batches in flight are tried."""
+
 MOST_WORKERS_CHAINED = 10
 """Workers up to which the search also begins with an order along the fastest links."""
 
@@ -65,6 +68,13 @@ def place(
         is_slower = splits.bottleneck_seconds > least * (1 + 1e-9)
         batch, least = batch.among(is_slower), least[is_slower]
     return found
+
+
+def in_flight_of(num_processes: int) -> set[int]:
+    """Numbers of micro-batches in flight that hide most transfers: twice as many as processes, and
+    with few processes also four times as many, which hide those of slow links."""
+    twice = 2 * num_processes
+    return {twice, 2 * twice} if num_processes <= MOST_FILLED else {twice}
 
 
 def place_at(

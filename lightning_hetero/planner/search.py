@@ -35,7 +35,7 @@ from itertools import combinations, permutations, product
 from ..plan import COORDINATOR
 from .candidates import Arrangement, Candidate, Costs, spans_of
 from .experts import best_apart
-from .orders import Orders, interchangeable, place, place_all, place_at, place_behind
+from .orders import Orders, in_flight_of, interchangeable, place, place_all, place_at, place_behind
 from .routes import Speed, least_bottleneck
 from .team_search import TeamSearch
 
@@ -359,7 +359,7 @@ class Search:
                 left = bool(order) and way.embedding_left
                 ways.append(replace(way, workers=order, embedding_left=left))
         for each in ways:
-            levels = {best.in_flight, 2 * len(each.names)} if each.workers else {1}
+            levels = {best.in_flight, *in_flight_of(len(each.names))} if each.workers else {1}
             sizes = sorted({min(level, each.micro_batches) for level in levels})
             is_same_order = each.workers and each.workers == best.workers
             fronts = _fronts_of(best) if is_same_order else [_front_of(best)]
@@ -425,12 +425,12 @@ class Search:
     def _with_enough_in_flight(self, best: Candidate) -> Candidate:
         """Take the fewest micro-batches in flight that are nearly as fast as the best number.
 
-        The numbers are one to three times that of the processes.
+        The numbers are one to four times that of the processes.
         """
         processes = len(best.processes)
         if processes == 1:
             return best
-        counts = {min(processes * quarters // 4, best.micro_batches) for quarters in range(4, 13)}
+        counts = {min(processes * quarters // 4, best.micro_batches) for quarters in range(4, 17)}
         trials = [_with_in_flight(best, count) for count in counts]
         trials += [
             place_at(Arrangement.of(best), count, front)
@@ -559,7 +559,7 @@ def _with_other_in_flight(candidate: Candidate) -> Iterator[Candidate]:
     """Candidates with the same layers and other numbers of micro-batches in flight."""
     if candidate.workers:
         num, present = len(candidate.processes), candidate.in_flight
-        counts = {1, present - 1, present + 1, num, 2 * num, 3 * num}
+        counts = {1, present - 1, present + 1, num, 2 * num, 3 * num, 4 * num}
         for count in sorted({min(max(count, 1), candidate.micro_batches) for count in counts}):
             other = _with_in_flight(candidate, count)
             if other is not None:

@@ -1,10 +1,15 @@
 """The search among plans with replicas.
 
-It begins with data parallelism, on the workers alone and with the coordinator, with teams of equal
-devices, and with the best line. From the best of these it makes small changes while the simulated
-step gets shorter: it merges two stages, moves a worker into another stage, out of the plan or into
-it, lets the coordinator be a replica or not, moves layers, or changes the place of the embedding,
-the number of micro-batches or of those in flight.
+With up to three workers it begins with all ordered teams, and with more of them with data
+parallelism, on the workers alone and with the coordinator, and with teams of equal devices. It also
+begins with the best line. From the best of these it makes small changes while the simulated step
+gets shorter: it merges two stages, moves a worker into another stage, out of the plan or into it,
+lets the coordinator be a replica or not, moves layers, or changes the place of the embedding, the
+number of micro-batches or of those in flight.
+
+Until then replicas step parts of the parameters, which is never slower. At the end the search tries
+whether the plan is nearly as fast with fewer workers, with the whole optimizer on each replica, and
+with fewer micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -14,32 +19,46 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product
+from typing import NamedTuple
 
 from ..plan import COORDINATOR
-from .candidates import Candidate, Costs, as_replicas, spans_of
+from .candidates import Candidate, Costs, Range, as_replicas, spans_of
 from .feasibility import shortages
 from .replicas import Part
 from .teams import Tables, TeamArrangement
 
-MOST_TRIED = {3: 2000, 5: 400, 10: 60}
-"""By the number of workers up to which it holds, the changes that are split; with more workers the
-search only compares the plans with which it begins."""
-
-MOST_NEAR_PLAYED = {3: 64, 5: 12, 10: 8}
-"""By the number of workers, the changes of one candidate that are simulated, those with the lowest
-bounds first."""
-
-MOST_TURNED = 3
-"""Workers up to which a change of micro-batches in flight is also tried with other turns."""
+ALL_TEAMS_UP_TO = 3
+"""Workers up to which the search begins with all ordered teams, with several splits of each. It
+also tries fewer micro-batches in flight for the sake of memory, and other turns of each number."""
 
 MOST_PAIRED = 5
 """Workers up to which the search also begins with each worker beside the coordinator."""
 
-MOST_PLAYED = 24
-"""Plans to begin with that are simulated, those with the lowest bounds first."""
+MOST_SPLITS = 4
+"""Splits of one arrangement that are tried where few layers allow to compare all splits."""
 
-MOST_STARTS = 4
-"""The best plans with unlike teams, from which the search makes small changes."""
+
+class Effort(NamedTuple):
+    """How much a search tries.
+
+    Args:
+        tried: Changes that are split.
+        first_played: Plans to begin with that are simulated, those with the lowest bounds first.
+        starts: The best plans with unlike teams, from which the search makes small changes.
+        near_played: Changes of one plan that are simulated, those with the lowest bounds first.
+    """
+
+    tried: int
+    first_played: int
+    starts: int
+    near_played: int
+
+
+EFFORTS = {3: Effort(4000, 96, 8, 64), 5: Effort(400, 24, 4, 12), 10: Effort(60, 24, 4, 8)}
+"""By the number of workers up to which it holds."""
+
+COMPARED_ONLY = Effort(0, 4, 4, 0)
+"""With more workers the search only compares the plans with which it begins."""
 
 MOST_WORSE = 1.2
 """How much longer than that of the best line the step of a start may be."""
@@ -54,10 +73,8 @@ LEAST_GAIN_OF_CHANGE = 1e-9
 """Share of the step that a change must save; less is rounding of sums."""
 
 LEAST_GAIN_OF_DEVICE = 0.02
-"""Share of the step that a device must save, and replicas against the best line."""
-
-LEAST_GAIN_OF_SPLIT = 0.02
-"""Share of the step that an optimizer in parts must save."""
+"""Share of the step that a device must save, an optimizer in parts, and replicas against the best
+line."""
 
 LEAST_GAIN_IN_FLIGHT = 0.005
 """Share of the step that more micro-batches in flight must save, because each keeps activations."""
@@ -88,9 +105,14 @@ class TeamSearch:
     def __post_init__(self) -> None:
         self._tables = Tables(self.costs)
         self.fastest: Candidate | None = None
-        sizes = [count for count in MOST_TRIED if len(self.by_speed) <= count]
-        self._num_left = MOST_TRIED[sizes[0]] if sizes else 0
-        self._most_played = MOST_NEAR_PLAYED[sizes[0]] if sizes else 0
+        enough = (effort for most, effort in EFFORTS.items() if len(self.by_speed) <= most)
+        self._effort = next(enough, COMPARED_ONLY)
+        self._num_left = self._effort.tried
+        size = self.costs.size(max(self.micro_batches))
+        seconds = {
+            name: self.costs.holder(name, size).speed.layer_seconds for name in self.by_speed
+        }
+        self._slowest_first = sorted(self.by_speed, key=lambda name: -seconds[name])
         self._tried: set[Hashable] = set()
         self._played: set[Hashable] = set()
 
@@ -112,8 +134,9 @@ class TeamSearch:
         self.fastest = best
         if line is not None and not _is_below(best, line, LEAST_GAIN_OF_DEVICE):
             return None
-        best = self._finished(best)
-        return best if line is None or _is_below(best, line, LEAST_GAIN_OF_DEVICE) else None
+        finished = self._finished(best)
+        is_fast = line is None or _is_below(finished, line, LEAST_GAIN_OF_DEVICE)
+        return finished if is_fast else best
 
     def replicated(self) -> Candidate | None:
         """The fastest plan in which every process holds all layers; None if none fits."""
@@ -123,7 +146,9 @@ class TeamSearch:
         placed.sort(key=lambda candidate: candidate.least_seconds)
         if not placed:
             return None
-        return self._with_enough_in_flight(min(placed[:MOST_PLAYED], key=_step_of))
+        best = min(placed[: self._effort.first_played], key=_step_of)
+        limit = best.step_seconds * (1 + LEAST_GAIN_OF_DEVICE)
+        return self._with_enough_in_flight(_with_whole_optimizer(best, limit), limit)
 
     def _starts(self, line: Candidate | None) -> list[Candidate]:
         """The best plans to begin with, of unlike teams."""
@@ -134,13 +159,17 @@ class TeamSearch:
             for left in self._embeddings(teams)
         ]
         placed = [candidate for way in ways for candidate in self._placed(way, below)]
+        if self._looks_at_all:
+            limit = math.inf if line is None else line.step_seconds
+            ways = [dataclasses.replace(w, kept=kept) for w in ways for kept in _kept_by(w)]
+            placed += [candidate for way in ways for candidate in self._placed(way, limit)]
         placed.sort(key=lambda candidate: candidate.least_seconds)
         found: dict[Hashable, Candidate] = {}
-        for candidate in placed[: MOST_PLAYED if self._num_left > 0 else MOST_STARTS]:
+        for candidate in placed[: self._effort.first_played]:
             key = self._key(TeamArrangement.of(candidate, self._tables))
             if key not in found or candidate.is_below(found[key].step_seconds):
                 found[key] = candidate
-        best = sorted(found.values(), key=_step_of)[:MOST_STARTS]
+        best = sorted(found.values(), key=_step_of)[: self._effort.starts]
         return best if line is None or not line.workers else [*best, line]
 
     def _embeddings(self, teams: Teams) -> tuple[bool, ...]:
@@ -155,15 +184,21 @@ class TeamSearch:
         pieces = line.micro_batches
         return [count for count in self.micro_batches if pieces <= 2 * count <= 4 * pieces]
 
+    @property
+    def _looks_at_all(self) -> bool:
+        return len(self.by_speed) <= ALL_TEAMS_UP_TO
+
     def _first_teams(self) -> list[Teams]:
         workers = tuple(self.by_speed)
+        if self._looks_at_all:
+            return list(_all_teams(self._slowest_first))
         found: list[Teams] = [((*workers, COORDINATOR),), (workers,)]
         if len(workers) <= MOST_PAIRED:
             found += [((name, COORDINATOR),) for name in workers]
         found += self._teams_of_equals()
-        if MOST_PAIRED < len(workers) <= max(MOST_TRIED):
+        if MOST_PAIRED < len(workers) <= max(EFFORTS):
             found += self._dealt()
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(tuple(map(self._ordered, teams)) for teams in found))
 
     def _teams_of_equals(self) -> Iterator[Teams]:
         """The workers with equal measurements as one team, as two, and as four."""
@@ -192,13 +227,18 @@ class TeamSearch:
             return []
         self._num_left -= 1
         num = len(way.workers) + 1
-        levels = {4 * num, 2 * num, num, math.ceil(num / 2), 1}
+        counts = {4 * num, 2 * num, num, math.ceil(num / 2), 1}
+        levels = sorted({min(n, way.micro_batches) for n in counts}, reverse=True)
         placed: list[Candidate] = []
-        for in_flight in sorted({min(n, way.micro_batches) for n in levels}, reverse=True):
-            found = way.place(in_flight, below)
+        for in_flight in levels:
+            if self._looks_at_all and way.has_few_splits:
+                found = way.place_many(in_flight, below, MOST_SPLITS)
+            else:
+                found = way.place(in_flight, below)
             placed += found or []
             # Fewer in flight may spare a stage its recomputation.
-            if found is not None and not any(map(_recomputes, found)):
+            is_fast = found is not None and not any(map(_recomputes, found))
+            if is_fast and not (self._looks_at_all and way.is_limited(in_flight)):
                 break
         return placed
 
@@ -206,7 +246,7 @@ class TeamSearch:
         while self._num_left > 0:
             near = sorted(self._near(best), key=lambda each: each.least_seconds)
             found = best
-            for candidate in near[: self._most_played]:
+            for candidate in near[: self._effort.near_played]:
                 limit = found.step_seconds * (1 - LEAST_GAIN_OF_CHANGE)
                 if candidate.least_seconds >= limit:
                     break
@@ -227,7 +267,7 @@ class TeamSearch:
             yield from _with_other_turns(best)
             for other in self._with_other_in_flight(way, best, below):
                 yield other
-                if len(self.by_speed) <= MOST_TURNED:
+                if self._looks_at_all:
                     yield from _with_other_turns(other)
         ways = [dataclasses.replace(way, micro_batches=n) for n in self.micro_batches]
         for teams in self._changed(way.teams):
@@ -235,6 +275,9 @@ class TeamSearch:
             is_hosted = any(COORDINATOR in team for team in teams)
             kept = way.kept if is_hosted else (0, 0)
             ways.append(dataclasses.replace(way, teams=teams, embedding_left=left, kept=kept))
+            if is_hosted and way.hosted is None and not left:
+                own = best.seats[0].num_layers, best.seats[-1].num_layers
+                ways.append(dataclasses.replace(ways[-1], kept=own))
         if way.hosted is not None:
             front, behind = way.kept
             near = [
@@ -290,44 +333,58 @@ class TeamSearch:
                 yield _checked(order)
 
     def _ordered(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The workers by speed, and the coordinator last."""
+        """The workers, the slowest first, and the coordinator last. The first of replicas has the
+        first of their turns, and a slow one should not have the last of them."""
         members = {*names}
-        known = [name for name in self.by_speed if name in members]
+        known = [name for name in self._slowest_first if name in members]
         return (*known, *([COORDINATOR] if COORDINATOR in members else []))
 
     def _with_other_in_flight(
         self, way: TeamArrangement, best: Candidate, below: float
     ) -> Iterator[Candidate]:
         num, present = len(best.processes), best.in_flight
-        counts = {1, present - 1, present + 1, present * 3 // 2, num, 2 * num, 3 * num}
+        counts = {1, present - 1, present + 1, present * 3 // 2, num, 2 * num, 3 * num, 4 * num}
         for count in sorted({min(max(count, 1), best.micro_batches) for count in counts}):
             if count != present and way.least_seconds(best.ranges_of_teams, count) < below:
                 yield way.with_ranges(best.ranges_of_teams, count)
+                same = dataclasses.replace(best, in_flight=count)
+                if self._looks_at_all and not shortages(same):
+                    yield same
 
     def _finished(self, best: Candidate) -> Candidate:
-        """The candidate without workers that gain little, with as few micro-batches in flight as
-        are nearly as fast, and with an optimizer in parts only if that gains much."""
-        if len(self.by_speed) > max(MOST_TRIED):
-            return best
-        best = self._with_enough_in_flight(self._without_idlers(best))
-        parted = _with_optimizer_in_parts(best)
-        return parted if _is_below(parted, best, LEAST_GAIN_OF_SPLIT) else best
+        """The candidate without workers that gain little, with the whole optimizer on each replica
+        where parts gain little, and with as few micro-batches in flight as are nearly as fast.
 
-    def _with_enough_in_flight(self, best: Candidate) -> Candidate:
+        All of these together may make the step longer by `LEAST_GAIN_OF_DEVICE`.
+        """
+        limit = best.step_seconds * (1 + LEAST_GAIN_OF_DEVICE)
+        if len(self.by_speed) > max(EFFORTS):
+            return _with_whole_optimizer(best, limit)
+        best = _with_whole_optimizer(self._without_idlers(best, limit), limit)
+        return self._with_enough_in_flight(best, limit)
+
+    def _with_enough_in_flight(self, best: Candidate, limit: float) -> Candidate:
         way, ranges = TeamArrangement.of(best, self._tables), best.ranges_of_teams
         num = len(best.processes)
         counts = {min(num * quarters // 4, best.micro_batches) for quarters in range(4, 21)}
         trials = [
+            dataclasses.replace(best, in_flight=count)
+            for count in sorted(counts)
+            if count < best.in_flight
+        ]
+        trials += [
             way.with_ranges(ranges, count)
             for count in sorted(counts)
             if way.least_seconds(ranges, count) < math.inf
         ]
-        limit = min([best.step_seconds, *map(_step_of, trials)]) * (1 + LEAST_GAIN_IN_FLIGHT)
+        # Where both are alike, the second one may recompute less.
+        trials = [*{trial.identity: trial for trial in trials}.values()]
+        least = min([best.step_seconds, *map(_step_of, trials)])
+        limit = min(limit, least * (1 + LEAST_GAIN_IN_FLIGHT))
         fast = [each for each in [*trials, best] if each.step_seconds <= limit]
         return min(fast, key=lambda each: (each.in_flight, each.step_seconds))
 
-    def _without_idlers(self, best: Candidate) -> Candidate:
-        limit = best.step_seconds * (1 + LEAST_GAIN_OF_DEVICE)
+    def _without_idlers(self, best: Candidate, limit: float) -> Candidate:
         while len(best.workers) > 1:
             trials = []
             way = TeamArrangement.of(best, self._tables)
@@ -420,16 +477,48 @@ def with_shares_of(
     return dataclasses.replace(best, seats=[best.seats[0], *between, best.seats[-1]])
 
 
-def _with_optimizer_in_parts(best: Candidate) -> Candidate:
-    """The candidate in which replicas on workers step a part of the parameters each."""
+def _with_whole_optimizer(best: Candidate, limit: float) -> Candidate:
+    """The candidate in which replicas on workers step all parameters each, if it fits and its step
+    is shorter than the limit."""
 
-    def parted(part: Part | None) -> Part | None:
+    def changed(part: Part | None) -> Part | None:
         if part is None or part.optimizer is None:
             return part
-        return dataclasses.replace(part, optimizer="split")
+        return dataclasses.replace(part, optimizer="each")
 
-    seats = [dataclasses.replace(seat, part=parted(seat.part)) for seat in best.seats]
-    return dataclasses.replace(best, seats=seats)
+    seats = [dataclasses.replace(seat, part=changed(seat.part)) for seat in best.seats]
+    whole = dataclasses.replace(best, seats=seats)
+    return whole if whole.is_below(limit) and not shortages(whole) else best
+
+
+def _kept_by(way: TeamArrangement) -> Iterator[Range]:
+    """How many layers the coordinator may have for itself in front and behind, if it is a replica
+    of the only stage: as many as possible, and half of these; in front, behind, and in halves."""
+    if way.hosted is None or len(way.teams) > 1:
+        return
+    most = way.tables.costs.num_layers - len(way.teams)
+    for count in sorted({most, most // 2} - {0}):
+        half = count // 2
+        yield from dict.fromkeys([(count, 0), (0, count), (count - half, half)])
+
+
+def _all_teams(names: Sequence[str]) -> Iterator[Teams]:
+    """All ordered teams of some workers, with the coordinator in none, in the first one, and in the
+    last one; without lines."""
+    for count in range(1, len(names) + 1):
+        for chosen in combinations(names, count):
+            for teams in _ordered_teams(chosen):
+                hosted = dict.fromkeys(_with_coordinator(teams))
+                yield from (each for each in hosted if max(map(len, each)) > 1)
+
+
+def _ordered_teams(names: Sequence[str]) -> Iterator[Teams]:
+    if not names:
+        yield ()
+    for count in range(1, len(names) + 1):
+        for first in combinations(names, count):
+            others = [name for name in names if name not in first]
+            yield from ((first, *behind) for behind in _ordered_teams(others))
 
 
 def _recomputes(candidate: Candidate) -> bool:

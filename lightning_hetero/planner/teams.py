@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,9 @@ from .routes import busy_seconds_of_media
 from .split import Matrix, best_splits, nowhere_but
 from .split import Numbers as Vector
 
+MOST_COMPARED = 1000
+"""Splits of one arrangement that are compared."""
+
 _MANY_BYTES = 1e9
 _INSTANT = 1e-12
 
@@ -61,12 +65,15 @@ class Table:
         exchange_seconds: Seconds of the exchange, [first, end].
         ways: The ways that were tried; empty for a single worker.
         chosen: The index of the fastest way, [first, end].
+        is_limited: Whether memory leaves out a stage that would be possible otherwise, or one
+            without recomputation.
     """
 
     seconds: Matrix
     exchange_seconds: Matrix
     ways: Sequence[Way]
     chosen: npt.NDArray[np.int8]
+    is_limited: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,15 +129,25 @@ class Tables:
         holders = self.holders(request)
         if len(holders) == 1:
             seconds = holders[0].matrix(request.in_flight)
-            return Table(seconds, np.zeros((num, num)), (), np.zeros((num, num), np.int8))
+            is_limited = not np.array_equal(seconds, holders[0].matrix(in_flight=1))
+            no_way = np.zeros((num, num), np.int8)
+            return Table(seconds, np.zeros((num, num)), (), no_way, is_limited)
         ways = list(_ways(holders, request))
+        if not ways:
+            no_stage = np.full((num, num), np.inf)
+            return Table(no_stage, np.zeros((num, num)), (), np.zeros((num, num), np.int8))
         first, end = self._stages(request)
         found = []
         for way in ways:
             found.append(self._seconds(request, holders, way, first, end))
             if way.dtype == ways[-1].dtype and np.isfinite(found[-1]).all():
                 break  # The others are slower, and save memory only.
-        seconds, chosen = fastest_of(found or [np.full((num, num), np.inf)])
+        is_limited = not all(
+            np.isfinite(each).all()
+            for each, way in zip(found, ways, strict=False)
+            if not way.recompute
+        )
+        seconds, chosen = fastest_of(found)
         exchange = self._exchange(request, holders[0], first, end)
         # A table by the number of layers serves every first layer.
         first, end = np.ogrid[:num, :num]
@@ -138,7 +155,8 @@ class Tables:
             counts = np.maximum(end - first, 0)
             seconds, exchange, chosen = seconds[counts], exchange[counts], chosen[counts]
         is_stage = first < end if not request.has_embedding else (first == 0) & (end > 0)
-        return Table(np.where(is_stage, seconds, np.inf), exchange, ways, chosen)
+        seconds = np.where(is_stage, seconds, np.inf)
+        return Table(seconds, exchange, ways, chosen, is_limited)
 
     def holders(self, request: _Request) -> list[Holder]:
         """The devices of a team."""
@@ -257,16 +275,20 @@ class Tables:
         return np.where(num_bytes > 0, little + (num_bytes - 1) * per_byte, 0.0)
 
 
+@lru_cache(maxsize=64)
+def _all_cuts(num_layers: int, num_teams: int) -> npt.NDArray[np.int64]:
+    """All first layers of each team, and the ends of the last one's layers."""
+    found = [*combinations(range(num_layers + 1), num_teams + 1)]
+    return np.array(found, np.int64).reshape(-1, num_teams + 1)
+
+
 def _ways(holders: Sequence[Holder], request: _Request) -> Iterator[Way]:
-    """The ways that are open to all replicas, the optimizer on each of them first."""
+    """The ways that are open to all replicas. Each steps a part of the parameters, which is never
+    slower and takes the least memory."""
     common = [[(option.dtype, option.recompute) for option in h.options] for h in holders]
-    optimizers: Sequence[ReplicaOptimizer | None] = (
-        (None,) if request.is_hosted else ("each", "split")
-    )
-    for optimizer in optimizers:
-        for dtype, recompute in common[0]:
-            if all((dtype, recompute) in other for other in common):
-                yield Way(dtype, recompute, optimizer)
+    for dtype, recompute in common[0]:
+        if all((dtype, recompute) in other for other in common):
+            yield Way(dtype, recompute, None if request.is_hosted else "split")
 
 
 @dataclass(frozen=True)
@@ -332,23 +354,72 @@ class TeamArrangement:
                 candidates.append(self.with_ranges(ranges, in_flight))
         return candidates
 
+    def place_many(self, in_flight: int, below: float, most: int) -> list[Candidate] | None:
+        """As `place`, but several splits: those with the shortest steps by the seconds of stages,
+        filling and draining included. It compares all splits, so layers must be few."""
+        tables = [self.tables.table(request) for request in self._requests(in_flight)]
+        cuts = _all_cuts(self.tables.costs.num_layers, len(self.teams))
+        first, end = self._layers_of_teams
+        if self.hosted is not None:
+            cuts = cuts[(cuts[:, 0] == first) & (cuts[:, -1] == end)]
+        own = self._own.matrix(in_flight)[cuts[:, 0], cuts[:, -1]]
+        spans = list(pairwise(cuts.T))
+        of_teams = [table.seconds[span] for table, span in zip(tables, spans, strict=True)]
+        seconds = np.stack([*of_teams, *([own] if self.hosted is None else [])])
+        exchanges = zip(tables, spans, strict=True)
+        exchange = np.max([table.exchange_seconds[span] for table, span in exchanges], axis=0)
+        least = seconds.max(axis=0) * self.micro_batches + exchange
+        if not np.isfinite(least).any():
+            return None
+        near, num = np.flatnonzero(least < below), self.tables.costs.num_layers
+        filling = seconds[:, near].sum(axis=0) - seconds[:, near].max(axis=0)
+        order = np.argsort(least[near] + filling, kind="stable")[:most]
+        return [
+            self.with_ranges(list(pairwise([0, *cuts[index].tolist(), num])), in_flight)
+            for index in near[order]
+        ]
+
+    @property
+    def has_few_splits(self) -> bool:
+        """Whether `place_many` is fast."""
+        num = self.tables.costs.num_layers + 1
+        return math.comb(num, len(self.teams) + 1) <= MOST_COMPARED
+
     @property
     def most_hopeful_seconds(self) -> float:
         """A lower bound of the step, without tables: all layers count as the cheapest ones, may be
         divided, and fit anywhere."""
-        costs, count = self.tables.costs, self.micro_batches
-        own = self._own.speed
-        seconds = {COORDINATOR: own.layer_seconds}
-        for name in self.workers:
-            seconds[name] = costs.holder(name, costs.size(count)).speed.layer_seconds
-        teams = [*self.teams, *([] if self.hosted is not None else [(COORDINATOR,)])]
-        layers_per_second = 0.0
-        for team in teams:
-            speed = sum(1 / max(seconds[name], _INSTANT) for name in team)
-            if speed > 0:
-                per_layer = count / speed + self.tables.exchange_seconds_per_layer(team)
-                layers_per_second += 1 / per_layer
-        return costs.num_layers / layers_per_second if layers_per_second else math.inf
+        costs, count, own = self.tables.costs, self.micro_batches, self._own
+        # In T seconds a team of so much speed runs at most T / (count / speed + exchange) layers,
+        # less what its coordinator does besides; and all teams run all layers.
+        num_layers, layers_per_second = float(costs.num_layers), 0.0
+        for team in [*self.teams, *([] if self.hosted is not None else [(COORDINATOR,)])]:
+            speeds = {name: 1 / max(self._layer_seconds(name), _INSTANT) for name in team}
+            speed = sum(speeds.values())
+            if speed == 0:
+                continue
+            per_layer = count / speed + self.tables.exchange_seconds_per_layer(team)
+            layers_per_second += 1 / per_layer
+            if COORDINATOR in team:
+                besides = sum(self.kept) + own.end_seconds * speeds[COORDINATOR]
+                num_layers += besides * count / speed / per_layer - sum(self.kept)
+        if not layers_per_second:
+            return math.inf
+        return max(num_layers / layers_per_second, own.end_seconds * count)
+
+    def _layer_seconds(self, name: str) -> float:
+        """The seconds of the cheapest layer on a device."""
+        if name == COORDINATOR:
+            return self._own.speed.layer_seconds
+        costs = self.tables.costs
+        return costs.holder(name, costs.size(self.micro_batches)).speed.layer_seconds
+
+    def is_limited(self, in_flight: int) -> bool:
+        """Whether fewer micro-batches in flight may leave memory for stages that do not fit
+        otherwise, or that run faster then."""
+        if any(self.tables.table(request).is_limited for request in self._requests(in_flight)):
+            return True
+        return not np.array_equal(self._own.matrix(in_flight), self._own.matrix(1))
 
     def least_seconds(self, ranges: Sequence[Range], in_flight: int) -> float:
         """The step of the slowest process alone, and of the longest exchange; infinite if the

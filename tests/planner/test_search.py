@@ -372,7 +372,7 @@ def test_the_search_takes_the_fewest_in_flight_that_are_nearly_fastest(
     assert len(chosen.workers) == num_workers
     costs = Costs(given_profile, {})
     seconds = {}
-    for count in range(num_workers + 1, 3 * (num_workers + 1) + 1):
+    for count in range(num_workers + 1, 4 * (num_workers + 1) + 1):
         own = chosen.seats[0].num_layers, chosen.seats[-1].num_layers
         for front in {0, own[0], None}:
             placed = place_at(Arrangement.of(replace(chosen, costs=costs)), count, front)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
+
 import pytest
 import yaml
 from msgspec.structs import replace
 
-from benchmarks.planner_optimality.brute_teams import BruteTeams
+from benchmarks.planner_optimality.brute_teams import BruteTeams, all_teams
 from benchmarks.planner_optimality.clusters import draw_small_cluster
 from benchmarks.planner_optimality.main import (
     BOUND,
@@ -18,7 +21,7 @@ from benchmarks.planner_optimality.main import (
 )
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, Plan
-from lightning_hetero.planner.candidates import Candidate
+from lightning_hetero.planner.candidates import Candidate, Costs
 from lightning_hetero.planner.feasibility import shortages
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
 from lightning_hetero.planner.solver import (
@@ -27,6 +30,7 @@ from lightning_hetero.planner.solver import (
     solve,
     solve_replicated,
 )
+from lightning_hetero.planner.teams import Tables, TeamArrangement
 from lightning_hetero.planner.verdict import judge, sentences
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
@@ -70,7 +74,7 @@ def test_replicas_win_where_little_is_exchanged() -> None:
 def test_shares_follow_the_speeds() -> None:
     found = solve(cluster(3, 1), Wishes(micro_batches=8)).chosen
     assert shares(found) == {"w0": 6, "w1": 2}
-    assert found.step_seconds == 6 * 4
+    assert found.step_seconds == pytest.approx(6 * 4)
 
 
 def test_a_line_wins_where_much_is_exchanged() -> None:
@@ -154,9 +158,9 @@ def test_the_verdict_compares_with_the_best_plan_with_replicas() -> None:
     assert line.endswith("longer")
 
 
-def able(*speeds: float, own: float = 1.0) -> Profile:
+def able(*speeds: float, own: float = 1.0, gradient_bytes: int = 0) -> Profile:
     """A cluster whose coordinator can hold layers too; its head takes one second a sample."""
-    given = cluster(*speeds, batch_size=16)
+    given = cluster(*speeds, gradient_bytes=gradient_bytes, batch_size=16)
     layers = device(COORDINATOR, 1 / own, 2 / own, memory_bytes=64 * GIB).timings
     heads = [timing(HEAD, size / 3, 2 * size / 3, size=size) for size in (1, 64)]
     others = [each for each in ends() if each.part != HEAD]
@@ -202,6 +206,23 @@ def test_without_a_profile_replicas_have_equal_shares() -> None:
     assert replicated_plan(4, []).stages[0].is_local
     with pytest.raises(PlanError, match="no decoder layers, so none for the 1 workers"):
         replicated_plan(0, ["a"])
+
+
+def test_no_plan_is_faster_than_the_bound_of_its_teams() -> None:
+    """The bound leaves teams out unseen. Layers that the coordinator has for itself are not
+    exchanged, which would take 16 seconds for each."""
+    given = able(10, 20, own=10, gradient_bytes=8 * 10**9)
+    tables, num_placed = Tables(Costs(given, {})), 0
+    for teams in filter(None, all_teams(given.workers)):
+        is_hosted = COORDINATOR in (*teams[0], *teams[-1])
+        for kept in product(range(4) if is_hosted else [0], repeat=2):
+            if sum(kept) + len(teams) > 4:
+                continue
+            way = TeamArrangement(tables, teams, 4, kept=kept)
+            for candidate in way.place_many(4, math.inf, 2) or []:
+                assert candidate.step_seconds >= way.most_hopeful_seconds * (1 - 1e-9)
+                num_placed += 1
+    assert num_placed
 
 
 def test_links_share_out_micro_batches_too() -> None:
