@@ -6,8 +6,9 @@ torch keeps its core busy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -36,6 +37,16 @@ class Cuda(Accelerator, device_type="cuda"):
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
+
+    @contextmanager
+    def counting_waits(self) -> Iterator[Callable[[], int]]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield lambda: sum("synchronizing" in str(each.message) for each in said)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
     @classmethod
     def versions(cls) -> dict[str, str | None]:

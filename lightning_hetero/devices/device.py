@@ -174,6 +174,13 @@ class Device:
         """What torch must have for this kind of device and has not, by name."""
         return []
 
+    def counting_waits(self) -> AbstractContextManager[Callable[[], int] | None]:
+        """Inside, count the calls in which torch makes its caller wait for the device.
+
+        The function returns their number. None where torch does not tell them.
+        """
+        return nullcontext()
+
     @classmethod
     def generator_states(cls) -> list[Tensor]:
         """The states of the generators of all devices of this kind that are in use.

@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -180,7 +179,7 @@ class Bench:
         trainer = pl.Trainer(
             strategy="auto" if strategy is None else strategy,
             accelerator=device.type,
-            devices=1 if device.type == "cpu" or device.index is None else [device.index],
+            devices=1 if device.index is None else [device.index],
             max_epochs=1,
             accumulate_grad_batches=pieces,
             logger=False,
@@ -286,15 +285,15 @@ def copies(bench: Bench) -> Iterator[Finding]:
 
 def waiting(bench: Bench) -> Iterator[Finding]:
     """Calls that make the computing thread wait for the device."""
-    if bench.device.type != "cuda":
-        yield Finding("calls that wait for the device", "not counted: torch does it for CUDA alone")
-        return
-    own = str(bench.device)
+    own, device = str(bench.device), device_for(bench.device)
     counts = []
     for strategy in (None, bench.strategy(own)):
-        with _waits_counted() as said:
+        with device.counting_waits() as count:
+            if count is None:
+                yield Finding("calls that wait for the device", "torch does not tell them here")
+                return
             bench.train(own, strategy)
-        counts.append(sum("synchronizing" in str(one.message) for one in said) / NUM_STEPS)
+        counts.append(count() / NUM_STEPS)
     found = f"{counts[1]:.1f} per step in the coordinator, {counts[0]:.1f} without workers"
     yield Finding("calls that wait for the device", found, counts[1] <= counts[0] + 1)
 
@@ -383,17 +382,6 @@ def _in_four_bits(folder: Path) -> Callable[[Any], Any]:
         return get_peft_model(loaded, adapters)
 
     return prepare
-
-
-@contextmanager
-def _waits_counted() -> Iterator[list[warnings.WarningMessage]]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield said
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
