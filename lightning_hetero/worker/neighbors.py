@@ -92,7 +92,9 @@ class Neighbors:
             start(channel)
             self._downstream[number] = channel
             self._keep_over(channel, number)
-        channels = [channel for channel, other in self._upstream.items() if other == number]
+        # Another thread may attach a channel meanwhile.
+        upstream = list(self._upstream.items())
+        channels = [channel for channel, other in upstream if other == number]
         former, latest = channels[:-1], channels[-1] if channels else None
         for each in former:
             del self._upstream[each]

@@ -174,7 +174,11 @@ class StageSession:
         }
 
     def attach_upstream(self, channel: Channel, member: int) -> None:
-        """Take the channel that another worker, the one with this number, has opened.
+        """Know the channel that another worker, the one with this number, has opened."""
+        self._neighbors.attach(channel, member)
+
+    def start_upstream(self, channel: Channel) -> None:
+        """Start a channel that is attached.
 
         Raises:
             ChannelError: If this process cannot serve the channel; the coordinator is told so too.
@@ -185,7 +189,6 @@ class StageSession:
             with contextlib.suppress(HeteroError):
                 self._coordinator.send(m.Failure(str(error)))
             raise
-        self._neighbors.attach(channel, member)
 
     def wish(self, message: m.Paused | m.Resumed) -> None:
         """Tell the session that its owner pauses or resumes it, after the present micro-batch."""

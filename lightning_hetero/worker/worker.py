@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -304,8 +305,11 @@ class Worker:
         with self._session_changed:
             if not is_coordinator:
                 session = self._session_named(hello.session)
-                self._say_welcome(connection, rules, lingering)
-                session.attach_upstream(channel, hello.member)
+                # The peer may send as soon as it has its Welcome, and the coordinator may tell the
+                # session of the peer, so the session has to know the channel before.
+                attach = partial(session.attach_upstream, channel, hello.member)
+                self._say_welcome(connection, rules, lingering, before_sending=attach)
+                session.start_upstream(channel)
                 return None
             self._check_free()
             self._say_welcome(connection, rules, lingering)
@@ -389,6 +393,7 @@ class Worker:
         rules: Session,
         lingering: Lingering | None = None,
         received: int = 0,
+        before_sending: Callable[[], None] = lambda: None,
     ) -> None:
         welcome = m.Welcome(
             m.PROTOCOL_VERSION,
@@ -399,6 +404,7 @@ class Worker:
             received,
         )
         rules.sent(welcome)
+        before_sending()
         send_buffers(connection, encode_frame(Frame(welcome)), self._host.deadlines.connect_seconds)
 
     def _serve(self, session: StageSession) -> None:

@@ -124,6 +124,7 @@ class NetSession:
         self.channels.append(ours)
         target.channels.append(theirs)
         target.session.attach_upstream(theirs, member)
+        target.session.start_upstream(theirs)
         return ours
 
     def possible(self) -> Iterator[Callable[[], None]]:

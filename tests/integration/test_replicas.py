@@ -276,7 +276,7 @@ def test_replicas_on_unlike_devices_step_in_parts(
 ) -> None:
     monkeypatch.setattr(optimizer_parts, "STEPS_BETWEEN_COMPARISONS", 1)
     kinds = iter(range(9))
-    monkeypatch.setattr(holdings, "_kind_of", lambda _equipment: next(kinds))
+    monkeypatch.setattr(holdings, "kind_of", lambda _equipment: next(kinds))
     module, strategy = TinyModule(), strategy_of(replicated(workers))
     fit(module, strategy, loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE))
     expected = fit_in_groups(TinyModule(), replicated(workers), loader(NUM_STEPS * BATCH_SIZE, 1))
