@@ -102,8 +102,10 @@ class Relay:
                     pump.start()
 
     def _pump(self, source: socket.socket, sink: socket.socket, cut: threading.Event) -> None:
-        source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        source.settimeout(_LOOK_AROUND_SECONDS)
+        # The other direction may have been cut, and both sockets closed, before this thread runs.
+        with contextlib.suppress(OSError):
+            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            source.settimeout(_LOOK_AROUND_SECONDS)
         while not cut.is_set():
             if not self._flows.wait(_LOOK_AROUND_SECONDS):
                 continue
