@@ -64,7 +64,7 @@ class Result:
 
     def check_equal(self, other: Result) -> None:
         """Refuse a difference in any bit."""
-        assert self.metrics == other.metrics
+        assert self.metrics == other.metrics, f"{self.metrics!r} and {other.metrics!r}"
         assert self.tokens == other.tokens
         assert self.losses == other.losses
         for mine, theirs in (
