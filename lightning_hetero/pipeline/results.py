@@ -175,7 +175,14 @@ class _Logged:
     are_losses: list[bool] = field(default_factory=list)
     weights: list[Callable[[], float]] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
+    microbatches: list[int] = field(default_factory=list)
     of_batch: Metric | None = None
+
+    def sort(self) -> None:
+        """Put what came as micro-batches ran into their order, so that sums have one order."""
+        order = sorted(range(len(self.values)), key=self.microbatches.__getitem__)
+        self.values = [self.values[index] for index in order]
+        self.weights = [self.weights[index] for index in order]
 
 
 class StepLog:
@@ -198,13 +205,14 @@ class StepLog:
         self._logged: dict[tuple[str, int], _Logged] = {}
         self._here = threading.local()
 
-    def weigh(self, weight: Callable[[], float]) -> None:
+    def weigh(self, weight: Callable[[], float], microbatch: int = 0) -> None:
         """Start a micro-batch in this thread.
 
         Args:
             weight: Returns how much the micro-batch counts; called when the log is published.
+            microbatch: Its number; values are merged in this order.
         """
-        self._here.weight = weight
+        self._here.weight, self._here.microbatch = weight, microbatch
         self._here.counts = Counter()
         self._here.entries = []
         self._metrics.begin_microbatch()
@@ -216,6 +224,7 @@ class StepLog:
         counts[name] += 1
         entry.values.append(value.detach() if isinstance(value, Tensor) else value)
         entry.weights.append(self._here.weight)
+        entry.microbatches.append(self._here.microbatch)
         self._here.entries.append((entry, entry.values[-1]))
         if isinstance(value, Metric):
             entry.of_batch = self._metrics.of_latest_call(value)
@@ -231,6 +240,7 @@ class StepLog:
     def publish(self, log: Callable[..., None]) -> None:
         """Log each name as often as a micro-batch did, in the order of first appearance."""
         for (name, _), entry in self._logged.items():
+            entry.sort()
             kwargs = dict(entry.kwargs)
             if entry.batch_sizes:
                 kwargs["batch_size"] = sum(entry.batch_sizes)

@@ -240,9 +240,10 @@ class MicrobatchedStep(BatchStep):
         scale = self._loss_scale
         metrics = BatchMetrics()
         log = StepLog(metrics, adds_losses=self._adds_up)
+        begins = [partial(log.weigh, shares.of(n), n) for n in range(len(cut.microbatches))]
         work = [
             MicrobatchStep(
-                partial(self._run_one, microbatch, rest, log, shares.of(index)),
+                partial(self._run_one, microbatch, rest, log, begins[index]),
                 weights.of(index, scale),
             )
             for index, microbatch in enumerate(cut.microbatches)
@@ -309,10 +310,10 @@ class MicrobatchedStep(BatchStep):
         return True
 
     def _run_one(
-        self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: Callable[[], float]
+        self, microbatch: Any, rest: Sequence[Any], log: StepLog, begin: Callable[[], None]
     ) -> Any:
-        """Run ``training_step`` in the turn of a micro-batch."""
-        log.weigh(weight)
+        """Run ``training_step`` in the turn of a micro-batch, after its log has begun."""
+        begin()
         with torch.enable_grad(), self._module.trainer.precision_plugin.train_step_context():
             result = self._module.training_step(microbatch, *rest)
         self._deployment.check_forward_finished()

@@ -311,3 +311,16 @@ def test_a_failed_step_removes_its_hooks() -> None:
     with pytest.raises(ZeroDivisionError), BatchMetrics().gathering(metric):
         raise ZeroDivisionError
     assert not metric._forward_hooks
+
+
+def test_values_are_merged_in_the_order_of_the_micro_batches() -> None:
+    """Micro-batches of replicas come back in any order, and sums of floats depend on theirs."""
+    values = [1e8, 1.0, -1e8, 3.0]
+    found: list[float] = []
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
+        log = StepLog(BatchMetrics())
+        for index in order:
+            log.weigh(partial(float, 0.25), index)
+            log.log("a", torch.tensor(values[index]))
+        log.publish(lambda _name, value, **_options: found.append(float(value)))
+    assert found == [found[0]] * 3
