@@ -195,12 +195,7 @@ class Connections:
         """Tell of a worker that allows less time for broken connections than this run wants."""
         asked_seconds, lingering = self.deadlines.linger_seconds, worker.channel.line.lingering
         seconds = 0.0 if lingering is None else lingering.seconds
-        if self._open_channel is not None and asked_seconds > 0:
-            rank_zero_warn(
-                f"{worker.name} has joined by itself, so a connection to it that breaks does not "
-                "come back; list the workers' addresses in `workers` to wait for connections."
-            )
-        elif seconds < asked_seconds:
+        if seconds < asked_seconds:
             rank_zero_warn(
                 f"The owner of {worker.name} allows {seconds:g} s for a broken connection to come "
                 f"back, and the run asks for {asked_seconds:g} s; start the worker with "

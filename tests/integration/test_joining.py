@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_the_numbers_are_those_of_workers_that_were_dialled_also_in_the_next_run
 ) -> None:
     for _ in range(2):
         assert_same(fit(TinyModule(), strategy_of(where, "even", token_file)), by_address)
+
+
+@pytest.mark.usefixtures("guests")
+def test_connections_to_them_may_come_back_and_nothing_else_is_said(
+    where: str, token_file: Path, by_address: TinyModule
+) -> None:
+    strategy = HeteroPipelineStrategy(
+        Joining(where, least=2, wait_seconds=PATIENCE_SECONDS),
+        "even",
+        micro_batches=4,
+        token_file=token_file,
+        recovery=True,
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert_same(fit(TinyModule(), strategy), by_address)
+    assert [str(each.message) for each in said if "connection" in str(each.message)] == []
 
 
 @pytest.mark.usefixtures("guests")
