@@ -37,8 +37,8 @@ from ..pipeline.boundary import Collected
 from ..pipeline.draws import Draws
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.placement import Placement
-from ..pipeline.transfers import coming_home
-from ..plan import COORDINATOR, Plan, StagePlan
+from ..pipeline.transfers import coming_home, leaving_home
+from ..plan import Plan, StagePlan
 from ..protocol.tensors import DTYPES
 from .holdings import RemoteStage, remote_stages
 from .layers import PlainAttributes, RemoteLayers, changed_since_recipe
@@ -555,12 +555,12 @@ class Deployment:
 
     def _leaving(self, plan: Plan) -> dict[int, DecoderLayer]:
         """The layers that this process has, and only workers have under another plan."""
-        here, there = Placement.of(self.plan), Placement.of(plan)
+        numbers = leaving_home(Placement.of(self.plan), Placement.of(plan))
         return {
             number: layer
             for stage in _remote_layers(self._root, self.layers, plan)
             for number, layer in stage.items()
-            if COORDINATOR in here.holders(number) and COORDINATOR not in there.holders(number)
+            if number in numbers
         }
 
     def _release_local_layers(self) -> None:

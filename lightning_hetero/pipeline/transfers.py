@@ -42,3 +42,13 @@ def transfers(before: Placement, after: Placement) -> tuple[Transfer, ...]:
 def coming_home(before: Placement, after: Placement) -> set[int]:
     """The layers that the coordinator gets."""
     return {each.layer for each in transfers(before, after) if each.target == COORDINATOR}
+
+
+def leaving_home(before: Placement, after: Placement) -> set[int]:
+    """The layers that the coordinator has, and only workers have afterwards."""
+    layers = {layer for stage in after.stages for layer in stage.layers}
+    return {
+        layer
+        for layer in layers
+        if COORDINATOR in before.holders(layer) and COORDINATOR not in after.holders(layer)
+    }

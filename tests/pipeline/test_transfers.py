@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.pipeline.placement import PlacedStage, Placement
-from lightning_hetero.pipeline.transfers import Transfer, coming_home, transfers
+from lightning_hetero.pipeline.transfers import Transfer, coming_home, leaving_home, transfers
 
 
 def placed(layout: str) -> Placement:
@@ -47,6 +47,17 @@ def test_an_embedding_is_a_layer_like_the_others() -> None:
     )
     assert coming_home(before, after) == {-1}
     assert coming_home(after, before) == {1}
+    assert leaving_home(before, after) == {1}
+    assert leaving_home(after, before) == {-1}
+
+
+def test_what_the_coordinator_keeps_as_a_replica_does_not_leave_home() -> None:
+    here = Placement(())
+    shared = Placement((PlacedStage(1, (0, 1), ("a", "coordinator"), (1, 1)),))
+    away = Placement((PlacedStage(1, (0, 1), ("a",), (1,)),))
+    assert leaving_home(here, shared) == set()
+    assert leaving_home(shared, away) == {0, 1}
+    assert coming_home(away, shared) == {0, 1}
 
 
 def test_a_holder_more_gets_a_layer_from_its_owner() -> None:
