@@ -12,6 +12,7 @@ this happens in the thread that waits for the workers, inside its wait.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from ..recovery import Recovery
 from ..transport.address import Address
 from .connections import Connections
 from .holdings import kind_of
-from .layers import RemoteLayers
+from .layers import Names, RemoteLayers
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
 from .stages import RemoteStages
@@ -45,6 +46,7 @@ _MOST_UNDER_WAY = 2
 # A worker's part of a snapshot is at most so many times its tensors, and some more.
 _MOST_TIMES = 8
 _MOST_BESIDE_BYTES = 2**24
+_MOVED = "Layers have moved, and no snapshot has come to its end since."
 
 
 @dataclass
@@ -57,11 +59,13 @@ class _Snapshot:
         missing: The workers whose parts are not whole yet.
         written: The pieces that are being written.
         num_bytes: The bytes that have come, by worker.
+        told: The tensors that workers tell though they have not changed.
     """
 
     number: int
     step: int
     missing: set[Member]
+    told: Mapping[Member, Collection[str]]
     written: list[Future[None]] = field(default_factory=list)
     num_bytes: dict[Member, int] = field(default_factory=dict)
 
@@ -123,12 +127,15 @@ class Replacements:
         self._latest_seconds = time.monotonic()
         self._coming: _Snapshot | None = None
         self._losses: dict[Member, Loss] = {}
-        self._have_moved = False
+        # Whether layers have moved behind the latest whole snapshot.
+        self._has_moved = False
         connections.replace = self.replace
         connections.asides[m.SnapshotBegun] = self._on_snapshot_begun
         connections.asides[m.CaughtUp] = self._on_caught_up
         connections.take_piece = self._take_piece
         layers.spool = self._files.spooled
+        layers.before_move = self._before_move
+        layers.after_move = self._after_move
         stages.before_step = self._before_step
 
     def close(self) -> None:
@@ -143,11 +150,26 @@ class Replacements:
             worker.journal = Journal(self._store, partial(self._stages.stamp, worker))
             worker.channel.keep = worker.journal.keep
 
-    def note_move(self) -> None:
-        """Note that layers have moved: what is kept is of the layers before."""
-        self._have_moved = True
+    # moves
+
+    def _before_move(self) -> None:
+        """Forget what was kept: it is of layers that are about to move."""
+        if self._coming is not None:
+            self._forget(self._coming)
+            self._coming = None
         for worker in self._connections.workers:
             worker.journal = worker.channel.keep = None
+        self._store.close()
+
+    def _after_move(self, kept: Names, got: Names) -> None:
+        """Begin anew behind a move; nobody can be replaced before the next snapshot is whole."""
+        self._has_moved, self._latest_seconds = True, -math.inf  # the next one is due at once
+        self._store = FrameStore()
+        self.begin()
+        for worker in self._connections.workers:
+            self._files.note_move(worker.number, kept.get(worker, ()), got.get(worker, ()))
+            if worker.journal is not None:
+                worker.journal.give_up(_MOVED)
 
     # snapshots
 
@@ -180,14 +202,16 @@ class Replacements:
         connections = self._connections
         self._num_snapshots += 1
         number, workers = self._num_snapshots, list(connections.workers)
+        told = {worker: {*self._files.bases_of(worker.number).missing} for worker in workers}
         for worker in workers:
             stamp = self._stages.stamp(worker)
-            connections.send(worker, m.TakeSnapshot(number, with_gradients, **stamp))
+            also = sorted(told[worker])
+            connections.send(worker, m.TakeSnapshot(number, with_gradients, also, **stamp))
             # What the worker keeps is in no snapshot.
             worker.forget_constants()
             if worker.journal is not None:
                 worker.journal.mark()
-        self._coming = _Snapshot(number, connections.step, set(workers))
+        self._coming = _Snapshot(number, connections.step, set(workers), told)
 
     def _on_snapshot_begun(self, worker: Member, message: m.SnapshotBegun) -> None:
         if self._is_coming(message.number) and worker.journal is not None:
@@ -235,10 +259,13 @@ class Replacements:
             return
         self._latest = coming.step
         for worker in self._connections.workers:
-            self._files.note_whole(worker.number, coming.number)
+            self._files.note_whole(worker.number, coming.number, coming.told.get(worker, ()))
             if worker.journal is not None:
                 worker.journal.cut()
         self._connections.broadcast(m.ForgetSent(coming.step))
+        if self._has_moved:
+            self._has_moved = False
+            rank_zero_info("the state behind the move is safe, so lost workers are replaced again")
 
     def _forget(self, coming: _Snapshot) -> None:
         for worker in self._connections.workers:
@@ -289,14 +316,12 @@ class Replacements:
 
     def _obstacle(self, worker: Member) -> str | None:
         """Why a worker cannot be replaced at present, as a sentence; None if it can."""
-        if self._have_moved:
-            return "Layers have moved during the run, and what is kept is of those before."
+        if self._layers.is_between_plans:
+            return "Layers were moving."
         if worker.journal is None:
             return "It was lost before all layers were sent."
         if self._connections.has_torn_step:
             return "An optimizer's step has failed."
-        if self._layers.is_between_plans:
-            return "Layers were moving."
         if self._layers.holdings.placement.has_replicas:
             return "The plan has replicas, and what they exchange is not kept."
         if worker.cannot_reach:

@@ -32,6 +32,7 @@ from ..transport.handshake import Identity
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import Token, find_token_file
 from .connections import Open
+from .lookout import Lookout
 from .session import Coordinator
 
 
@@ -59,6 +60,7 @@ class Fleet:
         self._token_file = token_file
         self._local: list[LocalWorker] = []
         self._door: Door | None = None
+        self._lookout: Lookout | None = None
         self._threads_before: int | None = None
 
     @property
@@ -129,9 +131,26 @@ class Fleet:
             named = self._workers if isinstance(self._workers, (list, tuple)) else ()
             addresses = self._found or {text: Address.parse(text) for text in named}
             identity = dataclasses.replace(identity, credentials=self._credentials())
+        if self._door is None:
+            self._lookout = Lookout(addresses, deadlines, identity)
         workers = [(name, addresses[name]) for name in names]
         known = list(addresses.values())
         return Coordinator(workers, deadlines, identity, device, open_channel, known)
+
+    def waiting(self, members: Sequence[str]) -> dict[str, Address]:
+        """The workers that could join the run now: by their names, where they listen.
+
+        Args:
+            members: The names of the workers that the run has.
+        """
+        if self._door is not None and isinstance(self._workers, Launcher):
+            return self._door.spares(members, self._workers.most)
+        return {} if self._lookout is None else self._lookout.free(members)
+
+    def note_members(self, members: Sequence[str]) -> None:
+        """Note which workers the run has, for what others are told that come."""
+        if self._door is not None:
+            self._door.note_members(members)
 
     def end(self, deadlines: Deadlines) -> None:
         """End the processes that were started, and take no worker in any more.
@@ -141,6 +160,9 @@ class Fleet:
         door, self._door = self._door, None
         if door is not None:
             door.close()
+        lookout, self._lookout = self._lookout, None
+        if lookout is not None:
+            lookout.close()
         if isinstance(self._workers, Launcher):
             self._workers.stop()
         local, self._local = self._local, []

@@ -248,6 +248,27 @@ class Door:
             )
         return {name: guests[name].address for name in taken}
 
+    def spares(self, members: Sequence[str], most: int | None) -> dict[str, Address]:
+        """The workers that wait and may join the run, in the order in which they came.
+
+        Args:
+            members: The names of the workers that the run has.
+            most: The most that it takes; None takes all.
+
+        Returns:
+            By the workers' names, where they listen.
+        """
+        with self._changed:
+            self._forget_gone()
+            found = [guest for guest in self._guests.values() if guest.name not in members]
+        room = len(found) if most is None else max(0, most - len(members))
+        return {guest.name: guest.address for guest in found[:room]}
+
+    def note_members(self, members: Sequence[str]) -> None:
+        """Note which workers the run has."""
+        with self._changed:
+            self._wishes.members = sorted(members, key=_in_order)
+
     def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome]:
         """Open the conversation with a worker that waits.
 

@@ -74,7 +74,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 # What replicas send each other.
 ReplicaContent = Literal["sums", "totals", "weights"]
@@ -211,6 +211,12 @@ class Paused(Message, frozen=True):
 
 class Resumed(Message, frozen=True):
     """The worker continues where it was paused."""
+
+    said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
+
+
+class Leaving(Message, frozen=True):
+    """The worker's owner wants it to end. It serves on until the coordinator says goodbye."""
 
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
 

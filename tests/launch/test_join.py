@@ -93,6 +93,20 @@ def test_those_beyond_most_wait_as_spares_and_so_do_late_ones(
     assert late in caplog.text
 
 
+def test_spares_may_join_up_to_the_most_in_the_order_in_which_they_came() -> None:
+    with door() as opened:
+        for name in ("c", "a", "b"):
+            knock(opened, name)
+        opened.wait(PATIENCE_SECONDS)
+        assert list(opened.spares(["x"], None)) == ["c", "a", "b"]
+        assert list(opened.spares(["x"], 3)) == ["c", "a"]
+        assert opened.spares(["x", "y"], 1) == {}
+        assert list(opened.spares(["a"], None)) == ["c", "b"]
+        opened.note_members(["x10", "x2"])
+        spare = "the run has begun with x2 and x10, so it waits as a spare"
+        assert knock(opened, "d").note == spare
+
+
 def test_a_plan_s_workers_are_waited_for_and_come_before_others() -> None:
     with door(least=1, named=["slow", "fast"]) as opened:
         others = [knock(opened, name) for name in ("x", "fast")]
