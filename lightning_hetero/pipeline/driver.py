@@ -288,8 +288,9 @@ class _RunningStep:
         if action.kind == "B":
             return "backward"
         stop = self._stop_of(action.key.microbatch)
-        is_behind = action.key in self._activations if stop is None else stop.is_behind
-        return "loss" if is_behind else "forward"
+        if stop is None:
+            return "loss" if action.key in self._activations else "forward"
+        return "loss" if stop.is_behind else "layers"
 
     def _land(self, action: Action) -> None:
         """Let the device wait for what an action computes with, before its time is taken."""
