@@ -37,12 +37,12 @@ class Lookout:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look, name="lookout", daemon=True)
 
-    def free(self, used: Collection[str]) -> dict[str, Address]:
-        """The workers that were free at the latest look, but for those that the run uses."""
+    def free(self, used: Collection[str]) -> list[str]:
+        """The names of those that were free at the latest look, but for those that the run uses."""
         self._used = {*used}
         if self._thread.ident is None and self._used != {*self._addresses}:
             self._thread.start()
-        return {name: self._addresses[name] for name in self._free if name not in self._used}
+        return [name for name in self._free if name not in self._used]
 
     def close(self) -> None:
         """Look no more. May be called twice."""

@@ -1,7 +1,7 @@
 """What brings a lost worker back: another process gets its layers, its state and its messages.
 
     lost       its channel has ended for good
-    dialled    the same address, where another process may serve by now; else an idle worker
+    dialled    the same worker, of which another process may serve by now; else an idle worker
     restored   its layers as they were sent, then its part of the latest snapshot
     linked     its neighbors talk to it, and send again what they kept for the lost one
     repeated   it gets again what the lost one was told since the snapshot, in the same order
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,6 @@ from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..recovery import Recovery
-from ..transport.address import Address
 from .connections import Connections
 from .holdings import kind_of
 from .layers import Names, RemoteLayers
@@ -94,7 +93,6 @@ class Replacements:
         connections: The workers.
         layers: The layers that they hold.
         stages: Runs the steps.
-        addresses: Those of all workers that the user has named.
 
     Attributes:
         on_lost: Called with the name of a lost worker and the step.
@@ -112,7 +110,6 @@ class Replacements:
         connections: Connections,
         layers: RemoteLayers,
         stages: RemoteStages,
-        addresses: Sequence[Address] = (),
     ) -> None:
         self.on_lost: Callable[[str, int], None] = lambda _name, _step: None
         self.on_restored: Callable[[str, int, float], None] = lambda _name, _step, _seconds: None
@@ -121,7 +118,6 @@ class Replacements:
         self._connections = connections
         self._layers = layers
         self._stages = stages
-        self._addresses = addresses
         self._store = FrameStore()
         self._latest = self._num_snapshots = 0
         self._latest_seconds = time.monotonic()
@@ -360,36 +356,61 @@ class Replacements:
         return True
 
     def _dial(self, worker: Member, may_be_elsewhere: bool) -> None:
-        """Dial the process in the place of a lost worker: at its address, else an idle worker.
+        """Dial the process in the place of a lost worker: its own next one, else an idle worker.
 
         Raises:
             WorkerUnreachable: If there is none.
         """
         try:
-            self._connections.dial_again(worker, worker.address)
+            self._dial_own_next(worker)
         except WorkerUnreachable:
-            used = [member.address for member in self._connections.members]
-            spares = [address for address in self._addresses if address not in used]
-            if not may_be_elsewhere or not any(self._takes_over(each, worker) for each in spares):
+            spares = self._connections.spares if may_be_elsewhere else []
+            if not any(self._takes_over(each, worker) for each in spares):
                 raise
 
-    def _takes_over(self, spare: Address, worker: Member) -> bool:
-        """Whether the worker at an address takes the place of a lost one."""
+    def _dial_own_next(self, worker: Member) -> None:
+        """Dial the next process of a lost worker. One that has joined may be another machine now.
+
+        Raises:
+            WorkerUnreachable: If there is none, or it cannot hold the layers.
+        """
         before = worker.equipment
+        self._connections.dial_again(worker, worker.own_name)
+        try:
+            self._check_can_hold(worker)
+        except WorkerError as error:
+            raise WorkerUnreachable(str(error)) from error
+        self._tell_if_other_kind(worker.own_name, worker, before)
+
+    def _takes_over(self, spare: str, worker: Member) -> bool:
+        """Whether a spare takes the place of a lost worker."""
+        before, own_name = worker.equipment, worker.own_name
         try:
             self._connections.dial_again(worker, spare)
-            for stage in self._layers.holdings.stages_of(worker):
-                stage.check_can_be_held(worker)
+            self._check_can_hold(worker)
         except WorkerError as error:
+            worker.own_name = own_name
             rank_zero_info(f"{spare} cannot take the place of {worker.name}: {error}")
             return False
         rank_zero_info(f"{spare} takes the place of {worker.name}, under its name in the plan")
+        self._tell_if_other_kind(spare, worker, before)
+        return True
+
+    def _check_can_hold(self, worker: Member) -> None:
+        """Refuse a process that lacks what the lost worker's layers need.
+
+        Raises:
+            WorkerError: With what it lacks.
+        """
+        for stage in self._layers.holdings.stages_of(worker):
+            stage.check_can_be_held(worker)
+
+    def _tell_if_other_kind(self, own_name: str, worker: Member, before: m.Equipment) -> None:
         if kind_of(before) != kind_of(worker.equipment):
             rank_zero_info(
-                f"{spare} is another device than {worker.name} was, or has another torch: the last "
-                "bits of what it computes may differ"
+                f"{own_name} is another device than {worker.name} was, or has another torch: the "
+                "last bits of what it computes may differ"
             )
-        return True
 
     def _restore(self, lost: Collection[Member]) -> int:
         """Give new processes the state of lost workers, and all that was said to these since;

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -31,9 +32,9 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import Token, find_token_file
-from .connections import Open
 from .lookout import Lookout
 from .session import Coordinator
+from .source import Listening, Source
 
 
 class Fleet:
@@ -115,7 +116,7 @@ class Fleet:
             TokenError: If the token cannot be used.
         """
         identity = Identity(equipment_here(device))
-        open_channel: Open | None = None
+        source: Source | None = None
         if isinstance(self._workers, int):
             if names and not self._local:
                 self._start(devices_beside(device, self._workers), imports)
@@ -126,7 +127,7 @@ class Fleet:
             seconds = max(deadlines.connect_seconds, START_SECONDS)
             deadlines = dataclasses.replace(deadlines, connect_seconds=seconds)
         elif self._door is not None:
-            addresses, open_channel = self._found, self._door.admit
+            addresses, source = self._found, self._door
         else:
             named = self._workers if isinstance(self._workers, (list, tuple)) else ()
             addresses = self._found or {text: Address.parse(text) for text in named}
@@ -134,23 +135,25 @@ class Fleet:
         if self._door is None:
             self._lookout = Lookout(addresses, deadlines, identity)
         workers = [(name, addresses[name]) for name in names]
-        known = list(addresses.values())
-        return Coordinator(workers, deadlines, identity, device, open_channel, known)
+        source = source or Listening(addresses, deadlines, identity)
+        return Coordinator(workers, deadlines, identity, device, source)
 
-    def waiting(self, members: Sequence[str]) -> dict[str, Address]:
-        """The workers that could join the run now: by their names, where they listen.
+    def waiting(self, used: Collection[str], num_members: int) -> list[str]:
+        """The names of the workers that could join the run now.
 
         Args:
-            members: The names of the workers that the run has.
+            used: The names that the run has.
+            num_members: How many workers it has.
         """
         if self._door is not None and isinstance(self._workers, Launcher):
-            return self._door.spares(members, self._workers.most)
-        return {} if self._lookout is None else self._lookout.free(members)
+            most = self._workers.most
+            return self._door.spares(used, math.inf if most is None else most - num_members)
+        return [] if self._lookout is None else self._lookout.free(used)
 
-    def note_members(self, members: Sequence[str]) -> None:
+    def note_members(self, names: Collection[str]) -> None:
         """Note which workers the run has, for what others are told that come."""
         if self._door is not None:
-            self._door.note_members(members)
+            self._door.note_members(names)
 
     def end(self, deadlines: Deadlines) -> None:
         """End the processes that were started, and take no worker in any more.

@@ -44,7 +44,6 @@ from ..profiler.newcomer import (
 )
 from ..protocol import messages as m
 from ..recovery import Recovery
-from ..transport.address import Address
 from ..units import in_bytes
 from .training_run import TrainingRun
 
@@ -113,10 +112,10 @@ class Membership:
         if self.run.deployment.plan is not self._plan:
             self._plan = self.run.deployment.plan
             self._looked_at.clear()
-        for name, address in self._waiting().items():
+        for name in self._waiting():
             if name not in self._looked_at:
                 self._looked_at.add(name)
-                self._look_at(name, address)
+                self._look_at(name)
 
     @property
     def _leaving(self) -> list[Member]:
@@ -124,16 +123,17 @@ class Membership:
         members = self.run.deployment.coordinator.connections.members
         return [each for each in members if each.is_leaving and each not in self._staying]
 
-    def _waiting(self) -> dict[str, Address]:
+    def _waiting(self) -> list[str]:
         """The workers that could get layers: members without any, and others that are free."""
         members = self.run.deployment.coordinator.connections.members
-        here = [worker for worker in members if not worker.is_leaving]
-        idle = {worker.name: worker.address for worker in here if not worker.stages}
-        return {**idle, **self.fleet.waiting([worker.name for worker in here])}
+        staying = [worker for worker in members if not worker.is_leaving]
+        idle = [worker.name for worker in staying if not worker.stages]
+        used = {name for worker in members for name in (worker.name, worker.own_name)}
+        return [*idle, *self.fleet.waiting(used, len(staying))]
 
     # joining
 
-    def _look_at(self, name: str, address: Address) -> None:
+    def _look_at(self, name: str) -> None:
         """Take a worker in if the step gets shorter by that."""
         if self.run.profile is None:
             rank_zero_info(
@@ -141,7 +141,7 @@ class Membership:
                 "measure with plan='auto', or with the callback `PipelineProfiler`"
             )
             return
-        with self._admitted(name, address) as worker:
+        with self._admitted(name) as worker:
             profile = self._profile_with(worker, self.run.profile)
             if profile is None:
                 rank_zero_info(
@@ -162,7 +162,7 @@ class Membership:
             self._begin_with(worker, change.plan, profile)
 
     @contextmanager
-    def _admitted(self, name: str, address: Address) -> Iterator[Member]:
+    def _admitted(self, name: str) -> Iterator[Member]:
         """Inside, a worker is connected; behind, it is let go if it has got no layers.
 
         An error that concerns this worker alone ends here.
@@ -171,7 +171,7 @@ class Membership:
         known = next((each for each in connections.members if each.name == name), None)
         worker = known
         try:
-            worker = worker or connections.admit(name, address)
+            worker = worker or connections.admit(name)
             yield worker
         except HeteroError as error:
             if (
@@ -247,8 +247,8 @@ class Membership:
 
     def _hand_over(self, worker: Member) -> str:
         """Move the layers of a worker to others; returns why nobody takes them."""
-        for name, address in self._waiting().items():
-            if self._replace(worker, name, address):
+        for name in self._waiting():
+            if self._replace(worker, name):
                 return ""
         found = self._plan_without(self.run.deployment.plan, worker)
         if isinstance(found, str):
@@ -276,10 +276,10 @@ class Membership:
             found = None if change is None else change.plan
         return found or "no other worker has the memory for its layers"
 
-    def _replace(self, worker: Member, name: str, address: Address) -> bool:
+    def _replace(self, worker: Member, name: str) -> bool:
         """Give all layers of a worker to an idle one; returns whether that was possible."""
         plan = in_place(self.run.deployment.plan, worker.name, name)
-        with self._admitted(name, address) as other:
+        with self._admitted(name) as other:
             profile = None
             if self.run.profile is not None:
                 profile = self._profile_with(other, self.run.profile)

@@ -175,7 +175,7 @@ def test_an_idle_worker_gets_the_layers_of_one_that_is_to_end(
         names = [first.address, second.address]
 
         def ask(strategy: Any) -> None:
-            until(lambda: strategy._fleet.waiting(names))
+            until(lambda: strategy._fleet.waiting(names, 2))
             ask_to_end(second)(strategy)
 
         events = Events({4: ask})
@@ -252,7 +252,7 @@ class Door:
             self.start(name)
             members = strategy.deployment.coordinator.connections.members
             present = [worker.name for worker in members]
-            until(lambda: name in strategy._fleet._door.spares(present, None))
+            until(lambda: name in strategy._fleet.waiting(present, 0))
 
         return come
 
@@ -302,7 +302,7 @@ def test_one_that_has_joined_is_recovered_and_leaves_and_comes_back(
 
         def come(strategy: Any) -> None:
             found_at["right"] = door.start("right")
-            until(lambda: "right" in strategy._fleet._door.spares(["left"], None))
+            until(lambda: strategy._fleet.waiting(["left"], 1))
 
         def kill(strategy: Any) -> None:
             assert not strategy.deployment.coordinator.replacements._has_moved
@@ -369,7 +369,7 @@ def test_a_worker_of_the_list_that_comes_back_joins(
         def start(strategy: Any) -> None:
             assert second.process.wait() == 0
             stack.enter_context(worker_process("--listen", second.address))
-            until(lambda: strategy._fleet.waiting(names[:1]))
+            until(lambda: strategy._fleet.waiting(names[:1], 1))
 
         events = Events({3: ask_to_end(second), 6: start})
         strategy = HeteroPipelineStrategy(
