@@ -149,7 +149,12 @@ class Replacements:
     # moves
 
     def _before_move(self) -> None:
-        """Forget what was kept: it is of layers that are about to move."""
+        """Forget what was kept: it is of layers that are about to move.
+
+        A worker that still repeats what a lost one has done would do so in the middle of the move.
+        """
+        while self._losses:
+            self._connections.hear()
         if self._coming is not None:
             self._forget(self._coming)
             self._coming = None

@@ -3,6 +3,7 @@
     waits at the door, or is free ─▶ admitted ─▶ known or measured ─▶ gets layers: a member
                                                      └ the step does not get 5 % shorter: a spare
     its owner sends SIGTERM ─▶ others get its layers ─▶ goodbye
+    lost, and another machine serves for it too ─▶ all that are left share its layers
 
 Which plan follows is decided by `planner.membership`. Layers move as for `replan=True`.
 """
@@ -19,20 +20,22 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from ..callbacks.lost_worker import RecoveryCallback
 from ..coordinator.member import Member
 from ..coordinator.workers import Fleet
-from ..errors import HeteroError, PlanError, ProfileError
+from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
 from ..model.tensors import named_tensors
 from ..plan import Plan
 from ..planner.membership import (
     Change,
     at_present,
     fits,
+    gathered,
+    hosts_of,
     in_place,
     joined,
     left,
     left_by_bytes,
     too_few,
 )
-from ..planner.profile import DeviceProfile, Link, Profile
+from ..planner.profile import DeviceProfile, Profile
 from ..planner.replan import LEAST_GAIN
 from ..profiler.kept import Measured
 from ..profiler.newcomer import (
@@ -89,13 +92,16 @@ class Membership:
     terms: Terms
     run: TrainingRun
     move: Move
-    # What is known of workers that are no members: their devices and links.
-    _devices: dict[str, tuple[DeviceProfile, list[Link]]] = field(default_factory=dict)
+    # What is known of workers that have come.
+    _devices: dict[str, DeviceProfile] = field(default_factory=dict)
     # The workers that were looked at under the present plan.
     _looked_at: set[str] = field(default_factory=set)
     _plan: Plan | None = None
     # The workers that leave with the end of the run.
     _staying: set[Member] = field(default_factory=set)
+    # Where each worker was when the run met it, and the lost ones that were looked at.
+    _homes: dict[str, str] = field(default_factory=dict)
+    _served_for: dict[str, str] = field(default_factory=dict)
 
     def act(self) -> None:
         """Between two steps, let workers go whose owners want that, and take in others.
@@ -107,6 +113,7 @@ class Membership:
             return
         for worker in self._leaving:
             self._let_go(worker)
+        self._gather()
         if not self.terms.joins:
             return
         if self.run.deployment.plan is not self._plan:
@@ -141,7 +148,10 @@ class Membership:
                 "measure with plan='auto', or with the callback `PipelineProfiler`"
             )
             return
-        with self._admitted(name) as worker:
+        worker = self._admit(name)
+        if worker is None:
+            return
+        with self._trying(worker):
             profile = self._profile_with(worker, self.run.profile)
             if profile is None:
                 rank_zero_info(
@@ -161,50 +171,62 @@ class Membership:
             )
             self._begin_with(worker, change.plan, profile)
 
+    def _admit(self, name: str) -> Member | None:
+        """The worker of a name, connected; None if it does not answer any more."""
+        connections = self.run.deployment.coordinator.connections
+        known = next((each for each in connections.members if each.name == name), None)
+        try:
+            return known or connections.admit(name)
+        except WorkerUnreachable as error:
+            rank_zero_info(f"{name} stays a spare: {error}")
+            return None
+
     @contextmanager
-    def _admitted(self, name: str) -> Iterator[Member]:
-        """Inside, a worker is connected; behind, it is let go if it has got no layers.
+    def _trying(self, worker: Member) -> Iterator[None]:
+        """Inside, a worker may get layers; behind, it is let go if it has just come in vain.
 
         An error that concerns this worker alone ends here.
         """
-        connections = self.run.deployment.coordinator.connections
-        known = next((each for each in connections.members if each.name == name), None)
-        worker = known
+        coordinator = self.run.deployment.coordinator
         try:
-            worker = worker or connections.admit(name)
-            yield worker
+            yield
         except HeteroError as error:
-            if (
-                connections.lost is not None
-                or self.run.deployment.coordinator.layers.is_between_plans
-            ):
+            if coordinator.connections.lost is not None or coordinator.layers.is_between_plans:
                 raise
-            rank_zero_info(f"{name} stays a spare: {error}")
+            rank_zero_info(f"{worker.name} stays a spare: {error}")
         finally:
-            if known is None and worker is not None and not worker.stages:
-                connections.release(worker)
+            if worker not in coordinator.layers.deployed:
+                coordinator.connections.release(worker)
 
     def _profile_with(self, worker: Member, profile: Profile) -> Profile | None:
         """The profile with a worker; None if its speed is not known."""
         name, coordinator = worker.name, self.run.deployment.coordinator
-        if name in profile.workers:
-            return profile
-        if name not in self._devices:
-            if worker in coordinator.layers.deployed:
-                return None  # it can be measured before it gets any layers only
-            kept = _read(self.terms.measured)
-            described = describe(coordinator.connections, worker)
-            own = [] if kept is None else [each for each in kept.devices if each.name == name]
-            device = known_device(name, described, own)
-            if device is None and self.terms.trials is not None:
-                device = self.terms.trials.measure(coordinator.connections, worker, described)
-            device = device or known_device(name, described, profile.devices)
-            if device is None:
-                return None
-            known = [*profile.links, *([] if kept is None else kept.links)]
-            links = links_with(coordinator.connections, worker, profile.workers, known)
-            self._devices[name] = device, links
-        return with_newcomer(profile, *self._devices[name])
+        if worker in coordinator.layers.deployed:
+            # It can be measured before it gets any layers only.
+            return profile if name in profile.workers else None
+        kept = _read(self.terms.measured)
+        described = describe(coordinator.connections, worker)
+        of_its_name = [
+            device
+            for known in (profile, kept)
+            for device in (() if known is None else known.devices)
+            if device.name == name
+        ]
+        device = known_device(name, described, [*of_its_name, *self._measured_as(name)])
+        if device is None and self.terms.trials is not None:
+            device = self.terms.trials.measure(coordinator.connections, worker, described)
+        device = device or known_device(name, described, profile.devices)
+        if device is None:
+            return None
+        self._devices[name] = device
+        known = [*profile.links, *([] if kept is None else kept.links)]
+        others = [each for each in profile.workers if each != name]
+        links = links_with(coordinator.connections, worker, others, known)
+        return with_newcomer(profile, device, links)
+
+    def _measured_as(self, name: str) -> list[DeviceProfile]:
+        """What was measured on a worker of that name in this run."""
+        return [self._devices[name]] if name in self._devices else []
 
     def _begin_with(self, worker: Member, plan: Plan, profile: Profile | None) -> None:
         """Move layers to a worker, so that it is a member from the next step on."""
@@ -229,9 +251,14 @@ class Membership:
             self._staying.add(worker)
             rank_zero_info(f"{worker.name} ends after the run: {reason}")
             return
-        self.run.deployment.coordinator.connections.release(worker)
-        self._note_members()
         rank_zero_info(f"{worker.name} has left the run before step {self._next_step}")
+        self._say_goodbye(worker)
+
+    def _say_goodbye(self, worker: Member) -> None:
+        """Let a worker go that has no layers."""
+        self.run.deployment.coordinator.connections.release(worker)
+        self._homes.pop(worker.name, None)
+        self._note_members()
         for callback in self._told:
             callback.on_worker_left(self.trainer, worker.name, self._next_step)
 
@@ -279,7 +306,10 @@ class Membership:
     def _replace(self, worker: Member, name: str) -> bool:
         """Give all layers of a worker to an idle one; returns whether that was possible."""
         plan = in_place(self.run.deployment.plan, worker.name, name)
-        with self._admitted(name) as other:
+        other = self._admit(name)
+        if other is None:
+            return False
+        with self._trying(other):
             profile = None
             if self.run.profile is not None:
                 profile = self._profile_with(other, self.run.profile)
@@ -307,6 +337,54 @@ class Membership:
         if needed <= free:
             return ""
         return f"they need about {in_bytes(needed)}, and it has {in_bytes(free)}"
+
+    # fewer machines
+
+    def _gather(self) -> None:
+        """Share the layers of lost workers, which other machines serve beside their own ones, over
+        all that are left, if that shortens the step."""
+        connections = self.run.deployment.coordinator.connections
+        addresses = {worker.name: str(worker.address) for worker in connections.members}
+        self._homes = {name: self._homes.get(name, where) for name, where in addresses.items()}
+        hosts = hosts_of(self._homes, addresses)
+        if hosts == self._served_for:
+            return
+        self._served_for = hosts
+        plan = self.run.deployment.plan
+        hosts = {name: host for name, host in hosts.items() if name in plan.workers}
+        if not hosts or not self.trainer.lightning_module.automatic_optimization:
+            return
+        lost = " and ".join(hosts)
+        try:
+            change = self._gathered(hosts)
+        except PlanError as error:
+            rank_zero_info(f"the layers of {lost} stay where they are: {error}")
+            return
+        if change is None or not change.is_worth_it:
+            rank_zero_info(
+                f"the layers of {lost} stay with {' and '.join(hosts.values())}: no plan over the "
+                f"machines that are left shortens the step by {LEAST_GAIN:.0%}"
+            )
+            return
+        rank_zero_info(
+            f"from step {self._next_step} on the run does without {lost}: a step should take "
+            f"{change.after_seconds:.3g} s instead of {change.before_seconds:.3g} s"
+        )
+        self.move(change.plan)
+        for worker in [each for each in connections.members if each.name in hosts]:
+            self._say_goodbye(worker)
+
+    def _gathered(self, hosts: Mapping[str, str]) -> Change | None:
+        """The plan over the machines that are left.
+
+        Raises:
+            PlanError: If nothing is measured, or the profile is not for the plan.
+        """
+        plan, run = self.run.deployment.plan, self.run
+        if run.profile is None:
+            raise PlanError("nothing was measured, so nobody knows what another plan would save")
+        # The present seconds are of two processes on one machine, so they tell nothing of each.
+        return gathered(plan, run.profile, hosts, run.keeps_own_layers)
 
     @property
     def _next_step(self) -> int:

@@ -40,6 +40,7 @@ from ..planner.profiles import coordinator, device, ends, profile, timing
 from ..transport.pairs import PATIENCE_SECONDS
 
 NUM_LAYERS, NUM_STEPS = 5, 12
+THIRDS = (0, 1), (1, 3), (3, 5)
 
 
 def made_up(workers: Sequence[str], **seconds: float) -> Profile:
@@ -144,6 +145,44 @@ def ask_to_end(worker: WorkerProcess) -> Callable[[Any], None]:
     return ask
 
 
+# A layer takes 4 ms at least on this worker and, from the twelfth step on, four times as long.
+SLOWING = (
+    "import time; from lightning_hetero.pipeline.runner import Runner as R; run = R.run; "
+    "R.run = lambda self, action: (time.sleep((0.004 if self.step < 12 else 0.016) * "
+    "sum(len(stage.layers) for stage in self.stages)), run(self, action))[1]"
+)
+
+
+def test_a_worker_that_dies_behind_a_move_of_replan_comes_back(
+    worker_processes: list[WorkerProcess], tmp_path: Path
+) -> None:
+    num_steps = 36
+
+    def run(names: Sequence[str], *callbacks: Any, **options: Any) -> TinyModule:
+        pairs = zip(names, ((0, 2), (2, 5)), strict=True)
+        plan = Plan([StagePlan([name], layers) for name, layers in pairs], 2)
+        strategy = HeteroPipelineStrategy(list(names), plan, **options)
+        data = loader(4 * num_steps, 4)
+        return fit(TinyModule(), strategy, data, callbacks=[*callbacks])
+
+    with worker_process(before=SLOWING) as slow, worker_process() as other:
+        killed = []
+
+        class Killing(RecoveryCallback):
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                deployment = trainer.strategy.deployment
+                has_moved = deployment.plan.stages[-1].layers != (2, 5)
+                if has_moved and not killed and not deployment.coordinator.replacements._has_moved:
+                    killed.append(deployment.plan)
+                    slow.session.kill()
+
+        recovery = Recovery(folder=tmp_path)
+        names = [other.address, slow.address]
+        found = run(names, Killing(), replan=True, recovery=recovery)
+    assert killed
+    assert_same(found, run([worker.address for worker in worker_processes[:2]]))
+
+
 # draining
 
 
@@ -216,6 +255,31 @@ def test_one_that_the_run_needs_stays(
         assert second.process.wait() == 0
     assert_same(found, undisturbed)
     assert "Only 1 worker is left, and the run needs 2" in caplog.text
+
+
+@pytest.mark.usefixtures("measured")
+def test_the_machines_that_are_left_share_the_layers_of_one_that_is_lost_for_good(
+    undisturbed: TinyModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if the machine of the first worker served for the second one, which is lost."""
+    with worker_process() as first, worker_process() as second, worker_process() as third:
+        names = [first.address, second.address, third.address]
+
+        def take_over(strategy: Any) -> None:
+            connections = strategy.deployment.coordinator.connections
+            connections.named(names[1]).address = connections.named(names[0]).address
+
+        events = Events({4: take_over})
+        plan = Plan(
+            [StagePlan([name], layers) for name, layers in zip(names, THIRDS, strict=True)], 3
+        )
+        quick = PipelineProfiler(budget_seconds=0.5)
+        with caplog.at_level(logging.INFO):
+            found = train(HeteroPipelineStrategy(names, plan), events, quick)
+    assert_same(found, undisturbed)
+    assert events.told == [("left", names[1])]
+    assert sorted(events.plans[-1].workers) == sorted([names[0], names[2]])
+    assert f"from step 5 on the run does without {names[1]}" in caplog.text
 
 
 # joining
