@@ -38,6 +38,7 @@ from .fields import (
 from .fields import Equipment as Equipment
 from .fields import LinkStatus as LinkStatus
 from .fields import Narrowed as Narrowed
+from .fields import Repetition as Repetition
 from .fields import Sample as Sample
 from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
@@ -74,7 +75,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 # What replicas send each other.
 ReplicaContent = Literal["sums", "totals", "weights"]
