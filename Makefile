@@ -10,7 +10,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench faults fuzz foreign clean
+.PHONY: help demo test lint format bench faults spot fuzz foreign clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,9 @@ bench: $(INSTALLED) ## Run every benchmark
 
 faults: $(INSTALLED) ## Kill, freeze and cut off workers at every place of a run
 	$(BIN)/python -m tests.faults.main $(ARGS)
+
+spot: $(INSTALLED) ## Train for ten minutes on workers that are killed and cut off now and then
+	$(BIN)/python -m tests.faults.spot $(ARGS)
 
 fuzz: $(INSTALLED) ## Tell the decoder, a worker and a door what is almost right
 	$(BIN)/python -m tests.fuzz.main $(ARGS)

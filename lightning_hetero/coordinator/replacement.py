@@ -35,6 +35,7 @@ from ..recovery import Recovery
 from .connections import Connections
 from .holdings import kind_of
 from .layers import Names, RemoteLayers
+from .losses import Loss
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
 from .stages import RemoteStages
@@ -69,21 +70,6 @@ class _Snapshot:
     num_bytes: dict[Member, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A worker that was lost, and how far it was replaced.
-
-    Args:
-        worker: The worker.
-        step: The step in which it was lost.
-        began_seconds: When, by the monotonic clock.
-    """
-
-    worker: Member
-    step: int
-    began_seconds: float
-
-
 class Replacements:
     """Takes snapshots, and puts other workers in the place of lost ones.
 
@@ -98,6 +84,8 @@ class Replacements:
         on_lost: Called with the name of a lost worker and the step.
         on_restored: Called with the name of a worker, the step in which the one before it was lost,
             and the seconds since, when it has repeated all of that.
+        on_change: Called when a loss is noted, or a process in a lost one's place has come further.
+        losses: All of the run, in their order.
 
     Raises:
         SaveError: If the folder cannot be written.
@@ -113,6 +101,8 @@ class Replacements:
     ) -> None:
         self.on_lost: Callable[[str, int], None] = lambda _name, _step: None
         self.on_restored: Callable[[str, int, float], None] = lambda _name, _step, _seconds: None
+        self.on_change: Callable[[], None] = lambda: None
+        self.losses: list[Loss] = []
         self._settings = settings
         self._files = SnapshotFiles(folder / f"run-{secrets.token_hex(4)}")
         self._connections = connections
@@ -122,7 +112,7 @@ class Replacements:
         self._latest = self._num_snapshots = 0
         self._latest_seconds = time.monotonic()
         self._coming: _Snapshot | None = None
-        self._losses: dict[Member, Loss] = {}
+        self._open: dict[Member, Loss] = {}
         # Whether layers have moved behind the latest whole snapshot.
         self._has_moved = False
         connections.replace = self.replace
@@ -172,14 +162,18 @@ class Replacements:
             if worker.journal is not None:
                 worker.journal.give_up(_MOVED)
 
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of the messages to the workers since the latest snapshot."""
+        return self._store.num_bytes
+
     # snapshots
 
     def _before_step(self, with_gradients: bool) -> None:
         """Take a snapshot before a step, if it is time."""
         self._use_if_whole()
         journals = [w.journal for w in self._connections.workers if w.journal is not None]
-        num_bytes = sum(journal.num_bytes for journal in journals)
-        is_full = num_bytes > self._settings.log_gib * 2**30
+        is_full = self.kept_bytes > self._settings.log_gib * 2**30
         seconds = time.monotonic() - self._latest_seconds
         is_due = is_full or seconds >= self._settings.every_seconds
         if not journals or self._coming is not None or not is_due:
@@ -292,13 +286,13 @@ class Replacements:
                 time.sleep(_BETWEEN_DIALS_SECONDS)
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
-        self._losses |= lost
+        self._open |= lost
         return None
 
     def _is_late(self, lost: Mapping[Member, Loss]) -> bool:
         """Whether the time is over in which the latest of these workers may come back."""
         latest_seconds = max(loss.began_seconds for loss in lost.values())
-        return time.monotonic() >= latest_seconds + self._settings.wait_seconds
+        return time.perf_counter() >= latest_seconds + self._settings.wait_seconds
 
     def _note_lost(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
         """Note that a worker is to be replaced.
@@ -308,12 +302,20 @@ class Replacements:
         """
         if (obstacle := self._obstacle(worker)) is not None:
             raise WorkerError(obstacle)
-        lost[worker] = Loss(worker, self._connections.step, time.monotonic())
+        self._begin_loss(worker, cause, lost)
         rank_zero_info(
             f"{worker} was lost in step {self._connections.step}, and the run waits up to "
             f"{self._settings.wait_seconds:g} s for it to come back. {cause}"
         )
         self.on_lost(worker.name, self._connections.step)
+
+    def _begin_loss(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
+        now = time.perf_counter()
+        if (former := self._open.pop(worker, None)) is not None:
+            former.note_end(now, has_caught_up=False)
+        lost[worker] = Loss(worker, self._connections.step, str(cause), now)
+        self.losses.append(lost[worker])
+        self.on_change()
 
     def _obstacle(self, worker: Member) -> str | None:
         """Why a worker cannot be replaced at present, as a sentence; None if it can."""
@@ -337,7 +339,7 @@ class Replacements:
             WorkerError: If a worker cannot be replaced, or the last try has failed.
             ChannelError: If a new process was lost in the last try.
         """
-        began_seconds, connections = time.monotonic(), self._connections
+        began_seconds, connections = time.perf_counter(), self._connections
         try:
             for worker in lost:
                 self._dial(worker, may_be_elsewhere=is_last_try)
@@ -350,14 +352,16 @@ class Replacements:
             if connections.is_ending() or (is_last_try and len(lost) == num_lost):
                 raise
             return False
-        now_seconds = time.monotonic()
+        now_seconds = time.perf_counter()
         for worker, loss in lost.items():
+            loss.note_restored(began_seconds, now_seconds, self._latest, num_bytes)
             rank_zero_info(
                 f"{worker} has its layers again {now_seconds - loss.began_seconds:.2f} s after the "
                 f"loss: {began_seconds - loss.began_seconds:.2f} s until a process served, and "
                 f"{now_seconds - began_seconds:.2f} s for {num_bytes / 2**20:.1f} MiB; it repeats "
                 f"steps {self._latest + 1} to {loss.step}"
             )
+        self.on_change()
         return True
 
     def _dial(self, worker: Member, may_be_elsewhere: bool) -> None:
@@ -505,8 +509,11 @@ class Replacements:
                     raise WorkerUnreachable(f"{other} cannot reach {worker}. {answer.reason}")
 
     def _on_caught_up(self, worker: Member, _message: m.CaughtUp) -> None:
-        loss = self._losses.pop(worker, None)
+        loss = self._open.pop(worker, None)
         if loss is not None:
-            seconds = time.monotonic() - loss.began_seconds
+            now = time.perf_counter()
+            loss.note_end(now, has_caught_up=True)
+            self.on_change()
+            seconds = now - loss.began_seconds
             rank_zero_info(f"{worker} has caught up {seconds:.2f} s after the loss")
             self.on_restored(worker.name, loss.step, seconds)

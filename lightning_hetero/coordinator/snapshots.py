@@ -12,9 +12,12 @@ is kept beside the base, as long as it has a tensor that the worker still holds.
 
 from __future__ import annotations
 
+import fcntl
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +29,9 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame, FrameReader, encode_frame
 from ..protocol.tensors import tensor_bytes
 from ..protocol.values import unpack
+
+# Locked by the process whose folder it is in; the lock goes with the process.
+_CLAIM = "claim"
 
 Contents = Iterator[tuple[str, Tensor, State]]
 
@@ -76,13 +82,16 @@ class SnapshotFiles:
     """The files of a run.
 
     Args:
-        folder: Holds the files; it is removed at the end.
+        folder: Holds the files; it is removed at the end, or by the next run beside it if this
+            process is killed.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            _sweep(folder.parent)
+            self._claim = _claimed(folder)
         except OSError as error:
             raise _not_written(folder, error) from error
         self._writer = ThreadPoolExecutor(1, "snapshots")
@@ -91,9 +100,10 @@ class SnapshotFiles:
         self._bases: dict[int, Bases] = {}
 
     def close(self) -> None:
-        """Remove all files."""
+        """Remove all files. May be called twice."""
         self._writer.shutdown(cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._claim.close()
 
     def base(self, worker: int) -> Path:
         """The file of the tensors that a worker got when it was deployed."""
@@ -190,6 +200,28 @@ def _as_load(frame: Frame) -> Frame:
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise RemoteProtocolError(f"{message.name!r} came in a snapshot without its content.")
     return Frame(m.LoadTensor(message.name, [*message.state]), tuple(tensors))
+
+
+def _claimed(folder: Path) -> BinaryIO:
+    """Make a folder; it is this process's until the returned file is closed.
+
+    The folder has its name only when it is claimed, so that no other process sweeps it before.
+    """
+    unnamed = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
+    claim = (unnamed / _CLAIM).open("wb")
+    # Without locks on this file system nobody sweeps there, as `_sweep` needs the lock.
+    with suppress(OSError):
+        fcntl.flock(claim, fcntl.LOCK_EX)
+    unnamed.rename(folder)
+    return claim
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the folders of processes that are gone, as far as this one may."""
+    for claim_of_other in folder.glob(f"run-*/{_CLAIM}"):
+        with suppress(OSError), claim_of_other.open("r+b") as claim:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(claim_of_other.parent, ignore_errors=True)
 
 
 def _append(path: Path, content: memoryview) -> None:

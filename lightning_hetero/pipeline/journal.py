@@ -67,12 +67,17 @@ class FrameStore:
 
     def __init__(self, most_bytes: int = MOST_IN_MEMORY_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._memory_bytes = 0
+        self._memory_bytes = self._file_bytes = 0
         self._num_in_file = 0
         # It has no name, so that it vanishes with this process.
         self._file = tempfile.TemporaryFile(prefix="lightning-hetero-")  # noqa: SIM115
         # Threads that write to channels put what a device had to copy first.
         self._changing = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all frames that are kept."""
+        return self._memory_bytes + self._file_bytes
 
     def put(self, frame: bytes) -> KeptFrame:
         """Keep a frame until it is dropped."""
@@ -83,6 +88,7 @@ class FrameStore:
             position = self._file.seek(0, 2)
             self._file.write(frame)
             self._num_in_file += 1
+            self._file_bytes += len(frame)
             return KeptFrame(self, len(frame), None, position)
 
     def read(self, position: int, num_bytes: int) -> bytes:
@@ -98,6 +104,7 @@ class FrameStore:
                 self._memory_bytes -= frame.num_bytes
                 return
             self._num_in_file -= 1
+            self._file_bytes -= frame.num_bytes
             if self._num_in_file == 0:
                 self._file.truncate(0)
 
@@ -157,11 +164,6 @@ class Entry:
             return lambda: [memoryview(self.read())]
         content = self.read()
         return lambda: [memoryview(content)]
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the frame, as far as they are known."""
-        return 0 if self._frame is None else self._frame.num_bytes
 
     def drop(self) -> None:
         """Give the memory of the frame back."""
@@ -286,11 +288,6 @@ class Journal:
             if not entry.message.is_standing:
                 self._entries.pop(number).drop()
         self._open = [number for number in self._open if number in self._entries]
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the frames that are kept."""
-        return sum(entry.num_bytes for entry in self._entries.values())
 
     @property
     def has_caches(self) -> bool:

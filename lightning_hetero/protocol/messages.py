@@ -38,6 +38,7 @@ from .fields import (
 from .fields import Equipment as Equipment
 from .fields import LinkStatus as LinkStatus
 from .fields import Narrowed as Narrowed
+from .fields import Repetition as Repetition
 from .fields import Sample as Sample
 from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus

@@ -68,8 +68,12 @@ class Neighbors:
 
     def is_new(self, message: m.Activation | m.Gradient, channel: Channel) -> bool:
         """Whether a message has not come before from a worker that is lost by now."""
+        if self._log is None:
+            return True
         number = self.numbers.get(channel)
-        if self._log is None or not number:
+        if number is None:
+            return False  # another worker has taken the place of the one that said it
+        if number == 0:
             return True
         return self._repeats.setdefault(number, Repeats()).takes(message)
 

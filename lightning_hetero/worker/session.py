@@ -17,13 +17,13 @@ Each part has a table `handlers`: the function that carries out each kind of its
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -96,6 +96,22 @@ _NEVER_BEHIND = (
 )
 
 
+@dataclass(frozen=True)
+class _Repetition:
+    """From which step on a session repeats a lost worker's work, and from when until when."""
+
+    first_step: int
+    start_seconds: float
+    end_seconds: float | None = None
+
+    @property
+    def status(self) -> m.Repetition:
+        """For who looks at the worker."""
+        end_seconds = time.monotonic() if self.end_seconds is None else self.end_seconds
+        seconds = end_seconds - self.start_seconds
+        return m.Repetition(self.first_step, seconds, self.end_seconds is not None)
+
+
 class SessionOver(Exception):
     """Ends a session's loop."""
 
@@ -127,6 +143,8 @@ class StageSession:
         self._awaiting: deque[tuple[Arrival, Frame]] = deque()
         self._began_seconds = time.monotonic()
         self._served, self._ended = "", "it failed"
+        # What it repeats in the place of a lost worker; any thread may read it.
+        self._repetition: _Repetition | None = None
         self._coordinator = coordinator
         coordinator.forward = self._let_neighbors_go
         self._neighbors = Neighbors(coordinator, self._dial_neighbor)
@@ -244,6 +262,7 @@ class StageSession:
             busy_seconds=self._recorder.busy_seconds,
             links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in traffic],
             is_measuring=self._trials.is_measuring,
+            repetition=None if self._repetition is None else self._repetition.status,
         )
 
     def run(self) -> None:
@@ -486,9 +505,12 @@ class StageSession:
 
     def _on_replay(self, message: m.Replay, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.step, self._runner.repeats = message.step, True
+        self._repetition = _Repetition(message.step + 1, time.monotonic())
 
     def _on_wait(self, message: m.Wait, _tensors: tuple[Tensor, ...]) -> None:
         if message.is_end:
+            if self._repetition is not None:
+                self._repetition = replace(self._repetition, end_seconds=time.monotonic())
             self._coordinator.send(m.CaughtUp())
 
     def _connect(self, numbers: Iterable[int]) -> None:
@@ -505,7 +527,7 @@ class StageSession:
     def _dial_neighbor(self, text: str, session: str, member: int) -> Channel:
         host, lingering = self._host, self._coordinator.line.lingering
         seconds = 0.0 if lingering is None else lingering.seconds
-        deadlines = dataclasses.replace(host.deadlines, linger_seconds=seconds)
+        deadlines = replace(host.deadlines, linger_seconds=seconds)
         address = Address.parse(text)
         channel, _ = dial(address, "neighbor", session, deadlines, host.identity, member)
         return channel
