@@ -149,20 +149,37 @@ class Connections:
         self.workers = list(self.members)
         self._by_channel = {worker.channel: worker for worker in self.members}
 
-    def _open(self, name: str, address: Address) -> tuple[Channel, m.Equipment, str]:
-        """Open a session with a worker; returns its channel, its equipment and its name."""
+    def new_session_name(self) -> str:
+        """A name for a session of this run, which nobody can guess."""
+        return self._run + secrets.token_hex(16)
+
+    def _open(
+        self, name: str, address: Address, waiting: str = ""
+    ) -> tuple[Channel, m.Equipment, str]:
+        """Open a session with a worker; returns its channel, its equipment and its name.
+
+        Args:
+            name: The worker's name.
+            address: Where it listens.
+            waiting: The name of the session, if a process waits for just this one.
+        """
         # Each worker has a name of its own, so that a neighbor that reaches another worker than the
         # right one, or itself, is refused.
-        session = self._run + secrets.token_hex(16)
-        if self._open_channel is None:
+        session = waiting or self.new_session_name()
+        if waiting or self._open_channel is None:
             channel, welcome = dial(address, "coordinator", session, self.deadlines, self._identity)
         else:
             channel, welcome = self._open_channel(name, session)
         channel.start(self._inbox, self._receive_pool())
         return channel, welcome.equipment, session
 
-    def dial_again(self, worker: Member, address: Address) -> None:
+    def dial_again(self, worker: Member, address: Address, waiting: str = "") -> None:
         """Open a session with the process that takes the place of a lost worker.
+
+        Args:
+            worker: The lost worker.
+            address: Where the process listens.
+            waiting: The name of the session, if the process waits for just this one.
 
         Raises:
             WorkerUnreachable: If no worker answers there or it refuses.
@@ -170,9 +187,10 @@ class Connections:
         on_sent = worker.channel.on_sent
         self._by_channel.pop(worker.channel, None)
         worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
-        channel, worker.equipment, worker.session = self._open(worker.name, address)
+        channel, worker.equipment, worker.session = self._open(worker.name, address, waiting)
         channel.on_sent = on_sent
         worker.channel, worker.address, worker.is_paused = channel, address, False
+        worker.is_beside = bool(waiting)
         worker.is_apart_from.clear()
         self._by_channel[channel] = worker
 

@@ -28,6 +28,7 @@ class Member:
         journal: What was said to it since its latest snapshot; None if nothing is kept.
         is_apart_from: The numbers of the workers to which its connection broke, and may come back.
         is_paused: Whether its owner keeps the device for another use at present.
+        is_beside: Whether it is a second process, on a machine that serves other layers too.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Member:
     journal: Journal | None = None
     is_apart_from: set[int] = field(default_factory=set)
     is_paused: bool = False
+    is_beside: bool = False
 
     def forget_constants(self) -> None:
         """Send every constant again: it is unknown which of them the worker has."""

@@ -1,7 +1,8 @@
 """What brings a lost worker back: another process gets its layers, its state and its messages.
 
     lost       its channel has ended for good
-    dialled    the same address, where another process may serve by now; else an idle worker
+    dialled    the same address, where another process may serve by now; else an idle worker; else a
+               second process on a machine of the run
     restored   its layers as they were sent, then its part of the latest snapshot
     linked     its neighbors talk to it, and send again what they kept for the lost one
     repeated   it gets again what the lost one was told since the snapshot, in the same order
@@ -38,6 +39,7 @@ from .layers import RemoteLayers
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
 from .stages import RemoteStages
+from .takeover import Takeovers, needed_bytes
 
 # Between two attempts to reach a worker that is about to start again.
 _BETWEEN_DIALS_SECONDS = 0.1
@@ -118,6 +120,7 @@ class Replacements:
         self._layers = layers
         self._stages = stages
         self._addresses = addresses
+        self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
         self._latest = self._num_snapshots = 0
         self._latest_seconds = time.monotonic()
@@ -312,9 +315,16 @@ class Replacements:
             ChannelError: If a new process was lost in the last try.
         """
         began_seconds, connections = time.monotonic(), self._connections
+        # The process that answers there serves another worker of the run.
+        others = (each for each in connections.members if each not in lost)
+        taken = {each.address for each in others if not each.is_beside}
         try:
             for worker in lost:
-                self._dial(worker, may_be_elsewhere=is_last_try)
+                if worker.address in taken:
+                    self._dial_elsewhere(worker, lost)
+                else:
+                    self._dial(worker, lost, may_be_elsewhere=is_last_try)
+                taken.add(worker.address)
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
             num_lost = len(lost)
@@ -334,31 +344,64 @@ class Replacements:
             )
         return True
 
-    def _dial(self, worker: Member, may_be_elsewhere: bool) -> None:
-        """Dial the process in the place of a lost worker: at its address, else an idle worker.
+    def _dial(self, worker: Member, lost: Collection[Member], may_be_elsewhere: bool) -> None:
+        """Dial the process in the place of a lost worker: at its address, else elsewhere.
 
         Raises:
             WorkerUnreachable: If there is none.
+            ChannelError: If another worker is lost meanwhile.
         """
         try:
             self._connections.dial_again(worker, worker.address)
-        except WorkerUnreachable:
-            used = [member.address for member in self._connections.members]
-            spares = [address for address in self._addresses if address not in used]
-            if not may_be_elsewhere or not any(self._takes_over(each, worker) for each in spares):
+        except WorkerUnreachable as error:
+            if not may_be_elsewhere:
                 raise
+            try:
+                self._dial_elsewhere(worker, lost)
+            except WorkerUnreachable as why_not:
+                raise WorkerUnreachable(f"{error} {why_not}") from error
 
-    def _takes_over(self, spare: Address, worker: Member) -> bool:
-        """Whether the worker at an address takes the place of a lost one."""
+    def _dial_elsewhere(self, worker: Member, lost: Collection[Member]) -> None:
+        """Dial an idle worker in the place of a lost one, else a machine of the run.
+
+        Raises:
+            WorkerUnreachable: If no machine can take the place.
+            ChannelError: If another worker is lost meanwhile.
+        """
+        used = [member.address for member in self._connections.members]
+        spares = [address for address in self._addresses if address not in used]
+        if any(self._takes_over(each, worker) for each in spares):
+            return
+        for other, session in self._takeovers.opened(worker, lost):
+            if self._takes_over(other.address, worker, session):
+                return
+
+    def _need_of(self, worker: Member) -> int:
+        """The least bytes that a worker's layers take."""
+        stages = self._layers.holdings.stages_of(worker)
+        parameters = chain.from_iterable(stage.spec(0).parameters for stage in stages)
+        return needed_bytes(parameters, self._files.num_bytes(worker.number))
+
+    def _takes_over(self, spare: Address, worker: Member, waiting: str = "") -> bool:
+        """Whether the worker at an address takes the place of a lost one.
+
+        Args:
+            spare: The address.
+            worker: The lost one.
+            waiting: The name of the session, if a second process waits there for just this one.
+        """
         before = worker.equipment
         try:
-            self._connections.dial_again(worker, spare)
+            self._connections.dial_again(worker, spare, waiting)
             for stage in self._layers.holdings.stages_of(worker):
                 stage.check_can_be_held(worker)
         except WorkerError as error:
             rank_zero_info(f"{spare} cannot take the place of {worker.name}: {error}")
             return False
-        rank_zero_info(f"{spare} takes the place of {worker.name}, under its name in the plan")
+        beside = " beside its own layers" if waiting else ""
+        rank_zero_info(
+            f"{spare} takes the place of {worker.name}{beside}, under its name in the plan"
+        )
         if kind_of(before) != kind_of(worker.equipment):
             rank_zero_info(
                 f"{spare} is another device than {worker.name} was, or has another torch: the last "

@@ -125,6 +125,8 @@ class Fleet:
             deadlines = dataclasses.replace(deadlines, connect_seconds=seconds)
         elif self._door is not None:
             addresses, open_channel = self._found, self._door.admit
+            # A second process of such a worker is dialled.
+            identity = dataclasses.replace(identity, credentials=self._door.credentials)
         else:
             named = self._workers if isinstance(self._workers, (list, tuple)) else ()
             addresses = self._found or {text: Address.parse(text) for text in named}

@@ -53,7 +53,7 @@ from ..transport.handshake import (
     receive_opening,
 )
 from ..transport.lobby import SECONDS_OF_A_LINE, Lobby, RefusalLog
-from ..transport.tls import secured
+from ..transport.tls import Credentials, secured
 from .launcher import reachable
 
 logger = logging.getLogger(__name__)
@@ -180,6 +180,11 @@ class Door:
         self._closing, self._closed = socket.socketpair()
         listener.setblocking(False)
         self._thread = threading.Thread(target=self._take_connections, name="door", daemon=True)
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """What this process and the workers prove to each other that they have the token with."""
+        return self._identity.credentials
 
     def open(self) -> None:
         """Begin to take connections."""

@@ -47,6 +47,8 @@ _NEVER_KEPT = (
     m.TakeSnapshot,
     m.Replay,
     m.Wait,
+    m.AskRoom,
+    m.OpenSession,
 )
 
 

@@ -2,12 +2,13 @@
 
 A worker tells its state now and then, and workers keep what they send each other. When one is lost,
 another one gets its layers, the latest snapshot, and all that was sent to the lost one behind it.
+If no other machine is left, one that has layers already starts a second process for them.
 """
 
 from __future__ import annotations
 
 from .bases import LoadingRequest, ServingRequest, StageReport, StampedRequest
-from .fields import Count, Name, Text, Words
+from .fields import Bytes, Count, Name, Text, Words
 from .session import Message, Speaker, State, by
 from .values import Value
 
@@ -115,4 +116,41 @@ class NeighborReplaced(StageReport, Words, frozen=True):
     that worker cannot be reached, and is empty if it can."""
 
     member: Count
+    reason: Text = ""
+
+
+class AskRoom(Message, frozen=True):
+    """Asks how much memory a second session of this run could take on the worker's machine, for the
+    layers of a lost worker; the worker answers `RoomTold`."""
+
+    said = by(Speaker.COORDINATOR, State.IDLE, State.LOADING, State.SERVING)
+
+
+class RoomTold(Message, Words, frozen=True):
+    """A second session of the run could take so many ``free_bytes`` of the device's memory beside
+    this one; ``reason`` tells why there is no room at all, and is empty if there is."""
+
+    said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
+    free_bytes: Bytes
+    reason: Text = ""
+
+
+class OpenSession(Message, frozen=True):
+    """Start a second process that takes the session of this name, and no other one.
+
+    It may take ``most_bytes`` of what the owner allows, and the session that runs takes no more
+    than it has had. The answer is `SessionOpened`.
+    """
+
+    said = by(Speaker.COORDINATOR, State.IDLE, State.LOADING, State.SERVING)
+    name: Name
+    most_bytes: Bytes
+
+
+class SessionOpened(Message, Words, frozen=True):
+    """Another process waits for the session of this name at the worker's address; ``reason`` tells
+    why none could be started, and is empty if one could."""
+
+    said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
+    name: Name
     reason: Text = ""

@@ -256,6 +256,11 @@ class Channel:
         return self.line.is_away and not self._is_over
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing can be sent or received any more."""
+        return self._is_over
+
+    @property
     def has_ended(self) -> bool:
         """Whether a `Goodbye` or `Failure` ended the conversation."""
         return self._session.state is State.CLOSED

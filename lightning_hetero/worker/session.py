@@ -8,6 +8,7 @@
     moves       passes tensors on to other workers as layers move, and takes theirs
     replicas    adds up gradients with the workers that hold the same stages
     snapshots   tells the state for a worker that takes this one's place, or takes it
+    room        makes room for a second session beside this one
     telemetry   times and records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
@@ -66,6 +67,7 @@ from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
 from .replicas import ReplicaSide
+from .room import RoomSide
 from .snapshots import SnapshotSide
 from .telemetry import RecordedSide
 from .trials import MeasuredSide, answer_probe
@@ -86,7 +88,15 @@ _LAST_WORDS = (m.Failure, m.Goodbye)
 
 
 # Requests that wait for forwards and backwards wait for these.
-_NEVER_BEHIND = (m.Activation, m.Gradient, m.AbortStep, m.ReplicaTensors, m.ReplaceNeighbor)
+_NEVER_BEHIND = (
+    m.Activation,
+    m.Gradient,
+    m.AbortStep,
+    m.ReplicaTensors,
+    m.ReplaceNeighbor,
+    m.AskRoom,
+    m.OpenSession,
+)
 
 
 class SessionOver(Exception):
@@ -141,6 +151,7 @@ class StageSession:
         )
         self._training.is_owned = self._replicas.is_owned
         self._snapshots = SnapshotSide(coordinator, self._layers, self._training)
+        self._room = RoomSide(coordinator, host, self._budget)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -153,6 +164,7 @@ class StageSession:
             **self._moves.handlers,
             **self._replicas.handlers,
             **self._snapshots.handlers,
+            **self._room.handlers,
             m.KeepSent: self._on_keep_sent,
             m.ForgetSent: self._on_forget_sent,
             m.ReplaceNeighbor: self._on_replace_neighbor,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
 from lightning_hetero.callbacks import StageWeightAveraging
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import HeteroError, WorkerLost
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode
 
@@ -114,18 +114,35 @@ class Result:
     num_replaced: int
 
 
+@dataclass(frozen=True)
+class Faults:
+    """How a run gets over losses.
+
+    Args:
+        every_seconds: The time between two snapshots.
+        has_spare: Whether a worker is idle.
+    """
+
+    every_seconds: float = 0.0
+    has_spare: bool = True
+
+
+def workers_of(plan: str) -> list[str]:
+    return [name for name in WORKERS if any(name in names for names, _ in PLANS[plan])]
+
+
 def run(
-    net: Net, plan: str, options: str, folder: Path, every_seconds: float, recovery: bool = True
+    net: Net, plan: str, options: str, folder: Path, faults: Faults, recovery: bool = True
 ) -> Result:
     start, stages = 0, []
     for names, count in PLANS[plan]:
         stages.append(StagePlan(list(names), (start, start + count)))
         start += count
-    workers = [name for name in WORKERS if any(name in names for names, _ in PLANS[plan])]
-    settings = Recovery(0, folder=folder, every_seconds=every_seconds)
+    workers = workers_of(plan)
+    settings = Recovery(0, folder=folder, every_seconds=faults.every_seconds)
     with net.connected():
         strategy = HeteroPipelineStrategy(
-            [*workers, SPARE],
+            [*workers, *[SPARE] * faults.has_spare],
             Plan(stages, 2),
             check_first_batch="off",
             micro_batching="boundary" if options == "whole batches" else "step",
@@ -142,7 +159,7 @@ def run(
 @cache
 def undisturbed(plan: str, options: str) -> Result:
     """The run without recovery, in which nothing happens."""
-    return run(Net(0), plan, options, Path(), 0.0, recovery=False)
+    return run(Net(0), plan, options, Path(), Faults(), recovery=False)
 
 
 def assert_same(found: Result, expected: Result) -> None:
@@ -151,32 +168,53 @@ def assert_same(found: Result, expected: Result) -> None:
         assert found.weights[name].equal(tensor), name
 
 
-def num_replaced(plan: str, options: str, seed: int, folder: Path) -> int:
-    """Lose workers at random moments, and find every bit as it is without a loss; returns how
-    often one was replaced."""
+def disturbed(plan: str, options: str, seed: int, folder: Path) -> tuple[Net, Result]:
+    """Lose workers at random moments and cut connections, and find every bit as it is without."""
     expected = undisturbed(plan, options)
     chance, net = random.Random(seed), Net(seed)
-    workers = [name for name in WORKERS if any(name in names for names, _ in PLANS[plan])]
+    workers = workers_of(plan)
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
         # The layers are sent in the first events.
         net.kills[chance.randrange(200, expected.num_events)] = chance.choice(workers)
-    every_seconds = chance.choice([0.0, 3.0, 8.0, 3600.0])
-    # One worker does not start again, and the spare takes its place.
-    net.gone = {chance.choice(workers)} if chance.random() < 0.5 else set()
+    faults = Faults(chance.choice([0.0, 3.0, 8.0, 3600.0]), has_spare=chance.random() < 0.5)
+    net.cuts = {chance.randrange(200, expected.num_events) for _ in range(chance.choice([0, 3]))}
+    # Some do not start again: a spare takes the place of one, or others take it beside their own.
+    num_gone = chance.choice([0, 1]) if faults.has_spare else chance.randrange(1, len(workers))
+    net.gone = {*chance.sample(workers, num_gone)}
     try:
-        found = run(net, plan, options, folder, every_seconds)
+        found = run(net, plan, options, folder, faults)
         assert_same(found, expected)
     except (AssertionError, HeteroError) as error:
         raise AssertionError(f"seed {seed}: {error}") from error
-    return found.num_replaced
+    return net, found
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_random_losses_change_no_bit(plan: str, options: str, tmp_path: Path) -> None:
-    replaced = [num_replaced(plan, options, seed, tmp_path) for seed in range(NUM_SEEDS)]
-    assert sum(replaced) > 0
+    found = [disturbed(plan, options, seed, tmp_path) for seed in range(NUM_SEEDS)]
+    assert sum(result.num_replaced for _, result in found) > 0
+    assert sum(net.num_cut for net, _ in found) > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_machines_take_over_until_one_is_left(tmp_path: Path) -> None:
+    """Two of three are gone for good, one after the other, and the last one serves all layers."""
+    expected, net = undisturbed("a line", "clipped"), Net(1)
+    third = expected.num_events // 3
+    net.kills, net.gone = {third: A, 2 * third: C}, {A, C}
+    found = run(net, "a line", "clipped", tmp_path, Faults(3.0, has_spare=False))
+    assert_same(found, expected)
+    assert net.num_beside >= 2
+    assert {each.address for each in net.sessions if each.is_alive} <= {B}
+
+
+def test_the_loss_of_the_last_machine_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    expected, net = undisturbed("a line", "plain"), Net(2)
+    third = expected.num_events // 4
+    net.kills, net.gone = {third: A, 2 * third: C, 3 * third: B}, {A, B, C}
+    with pytest.raises(WorkerLost, match="No other machine of the run can take its layers"):
+        run(net, "a line", "plain", tmp_path, Faults(3.0, has_spare=False))
 
 
 NEW = (m.KeepSent, m.TakeSnapshot, m.ForgetSent, m.Wait, m.Replay, m.ReplaceNeighbor)
@@ -194,7 +232,7 @@ def test_without_recovery_nothing_is_said_or_kept(
         queue(self, message, encode)
 
     monkeypatch.setattr(NetChannel, "_queue", noting)
-    run(Net(0), "a line", "plain", tmp_path, 0.0, recovery=False)
+    run(Net(0), "a line", "plain", tmp_path, Faults(), recovery=False)
     assert said
     assert [message for message in said if isinstance(message, NEW)] == []
     assert not list(tmp_path.iterdir())
