@@ -37,7 +37,7 @@ bench: $(INSTALLED) ## Run every benchmark
 faults: $(INSTALLED) ## Kill, freeze and cut off workers at every place of a run
 	$(BIN)/python -m tests.faults.main $(ARGS)
 
-fuzz: $(INSTALLED) ## Tell the decoder and a worker what is almost right
+fuzz: $(INSTALLED) ## Tell the decoder, a worker and a door what is almost right
 	$(BIN)/python -m tests.fuzz.main $(ARGS)
 
 foreign: $(INSTALLED) ## Train other people's projects, on one device and over workers

@@ -37,14 +37,11 @@ from ..protocol.tensors import BufferPool
 from ..transport.address import Address, advice
 from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, dial, differences
+from ..transport.handshake import Identity, differences
 from .member import Member
+from .source import Listening, Source
 
 Wanted = TypeVar("Wanted", bound=m.Message)
-
-# Opens the conversation with a worker: gets the worker's name and the session's, and returns the
-# channel, not started yet, and the worker's Welcome.
-Open = Callable[[str, str], tuple[Channel, m.Welcome]]
 
 # Takes a message that answers no request.
 Aside = Callable[[Member, Any], None]
@@ -73,7 +70,7 @@ class Connections:
         deadlines: How long each kind of waiting may take.
         identity: The equipment and credentials that this process shows to the workers.
         receive_pool: Makes the memory into which a channel reads tensors.
-        open_channel: Opens the conversation with a worker; None dials the worker's address.
+        source: Where the workers are found; None dials their addresses.
 
     Attributes:
         members: The connected workers, by their numbers; an idle one that is lost is left out.
@@ -102,7 +99,7 @@ class Connections:
         deadlines: Deadlines,
         identity: Identity,
         receive_pool: Callable[[], BufferPool],
-        open_channel: Open | None = None,
+        source: Source | None = None,
     ) -> None:
         self.equipment = identity.equipment
         self.deadlines = deadlines
@@ -128,17 +125,17 @@ class Connections:
         self._inbox: Inbox = SimpleQueue()
         # What has come while a certain answer was awaited; it comes before the inbox.
         self._put_aside: deque[Arrival] = deque()
-        self._identity, self._receive_pool = identity, receive_pool
+        self._receive_pool = receive_pool
+        self._source = source or Listening(dict(workers), deadlines, identity)
         self._run = secrets.token_hex(4)
         # Why the run is over, and which link between two workers is lost.
         self._end: WorkerError | None = None
         self._link_loss: LinkLost | None = None
-        self._open_channel = open_channel
         self._by_channel: dict[Channel, Member] = {}
         try:
-            for number, (name, address) in enumerate(workers, start=1):
-                channel, theirs, session = self._open(name, address)
-                worker = Member(number, name, address, channel, theirs, session)
+            for number, (name, _) in enumerate(workers, start=1):
+                channel, theirs, address, session = self._open(name)
+                worker = Member(number, name, address, channel, theirs, session, own_name=name)
                 self.members.append(worker)
                 self._note_lingering(worker)
                 if found := differences(identity.equipment, theirs):
@@ -153,46 +150,59 @@ class Connections:
         """A name for a session of this run, which nobody can guess."""
         return self._run + secrets.token_hex(16)
 
-    def _open(
-        self, name: str, address: Address, waiting: str = ""
-    ) -> tuple[Channel, m.Equipment, str]:
-        """Open a session with a worker; returns its channel, its equipment and its name.
-
-        Args:
-            name: The worker's name.
-            address: Where it listens.
-            waiting: The name of the session, if a process waits for just this one.
-        """
+    def _open(self, own_name: str) -> tuple[Channel, m.Equipment, Address, str]:
+        """Open a session with a worker; returns its channel, equipment, address and session."""
         # Each worker has a name of its own, so that a neighbor that reaches another worker than the
         # right one, or itself, is refused.
-        session = waiting or self.new_session_name()
-        if waiting or self._open_channel is None:
-            channel, welcome = dial(address, "coordinator", session, self.deadlines, self._identity)
-        else:
-            channel, welcome = self._open_channel(name, session)
+        session = self.new_session_name()
+        channel, welcome, address = self._source.admit(own_name, session)
         channel.start(self._inbox, self._receive_pool())
-        return channel, welcome.equipment, session
+        return channel, welcome.equipment, address, session
 
-    def dial_again(self, worker: Member, address: Address, waiting: str = "") -> None:
+    @property
+    def spares(self) -> list[str]:
+        """The own names of workers that could be reached, and that are no members."""
+        taken = {member.own_name for member in self.members}
+        return [name for name in self._source.names() if name not in taken]
+
+    def dial_again(self, worker: Member, own_name: str) -> None:
         """Open a session with the process that takes the place of a lost worker.
 
         Args:
-            worker: The lost worker.
-            address: Where the process listens.
-            waiting: The name of the session, if the process waits for just this one.
+            worker: The lost one.
+            own_name: The name of the process: that of the lost one, or of a spare.
 
         Raises:
             WorkerUnreachable: If no worker answers there or it refuses.
         """
+        with self._another_channel(worker):
+            opened = self._open(own_name)
+            worker.channel, worker.equipment, worker.address, worker.session = opened
+            worker.own_name, worker.is_beside = own_name, False
+
+    def dial_beside(self, worker: Member, other: Member, session: str) -> None:
+        """Open the session for which a second process waits on the machine of another worker.
+
+        Raises:
+            WorkerUnreachable: If it does not answer or refuses.
+        """
+        with self._another_channel(worker):
+            channel, welcome = self._source.dial(other.address, session)
+            channel.start(self._inbox, self._receive_pool())
+            worker.channel, worker.equipment = channel, welcome.equipment
+            worker.address, worker.session = other.address, session
+            worker.is_beside = True
+
+    @contextmanager
+    def _another_channel(self, worker: Member) -> Iterator[None]:
+        """Inside, a lost worker gets the channel to the process in its place."""
         on_sent = worker.channel.on_sent
         self._by_channel.pop(worker.channel, None)
         worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
-        channel, worker.equipment, worker.session = self._open(worker.name, address, waiting)
-        channel.on_sent = on_sent
-        worker.channel, worker.address, worker.is_paused = channel, address, False
-        worker.is_beside = bool(waiting)
+        yield
+        worker.channel.on_sent, worker.is_paused = on_sent, False
         worker.is_apart_from.clear()
-        self._by_channel[channel] = worker
+        self._by_channel[worker.channel] = worker
 
     def forget_reports_of(self, workers: Collection[Member]) -> None:
         """Forget what others have reported of the lost workers in whose place these are."""

@@ -19,6 +19,8 @@ class Member:
 
     Attributes:
         number: From 1 on; it stays when layers move.
+        name: Its name in plans.
+        address: Where it listens.
         session: The name of the conversation, by which a neighbor shows that it means this worker.
         stages: The numbers of the stages that it serves, or is about to; an idle one has none.
         loss: Why the worker is lost; None while it is not.
@@ -28,7 +30,9 @@ class Member:
         journal: What was said to it since its latest snapshot; None if nothing is kept.
         is_apart_from: The numbers of the workers to which its connection broke, and may come back.
         is_paused: Whether its owner keeps the device for another use at present.
-        is_beside: Whether it is a second process, on a machine that serves other layers too.
+        own_name: The name by which it is reached; that of a spare in the place of a lost worker.
+        is_beside: Whether it is a second process on the machine of another worker, in the place of
+            the one that is reached by its own name.
     """
 
     number: int
@@ -47,6 +51,7 @@ class Member:
     journal: Journal | None = None
     is_apart_from: set[int] = field(default_factory=set)
     is_paused: bool = False
+    own_name: str = ""
     is_beside: bool = False
 
     def forget_constants(self) -> None:

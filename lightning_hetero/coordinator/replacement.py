@@ -1,8 +1,8 @@
 """What brings a lost worker back: another process gets its layers, its state and its messages.
 
     lost       its channel has ended for good
-    dialled    the same address, where another process may serve by now; else an idle worker; else a
-               second process on a machine of the run
+    dialled    the same worker, of which another process may serve by now; else an idle worker; else
+               a second process on a machine of the run
     restored   its layers as they were sent, then its part of the latest snapshot
     linked     its neighbors talk to it, and send again what they kept for the lost one
     repeated   it gets again what the lost one was told since the snapshot, in the same order
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,6 @@ from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..recovery import Recovery
-from ..transport.address import Address
 from .connections import Connections
 from .holdings import kind_of
 from .layers import RemoteLayers
@@ -92,7 +91,6 @@ class Replacements:
         connections: The workers.
         layers: The layers that they hold.
         stages: Runs the steps.
-        addresses: Those of all workers that the user has named.
 
     Attributes:
         on_lost: Called with the name of a lost worker and the step.
@@ -110,7 +108,6 @@ class Replacements:
         connections: Connections,
         layers: RemoteLayers,
         stages: RemoteStages,
-        addresses: Sequence[Address] = (),
     ) -> None:
         self.on_lost: Callable[[str, int], None] = lambda _name, _step: None
         self.on_restored: Callable[[str, int, float], None] = lambda _name, _step, _seconds: None
@@ -119,7 +116,6 @@ class Replacements:
         self._connections = connections
         self._layers = layers
         self._stages = stages
-        self._addresses = addresses
         self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
         self._latest = self._num_snapshots = 0
@@ -315,16 +311,10 @@ class Replacements:
             ChannelError: If a new process was lost in the last try.
         """
         began_seconds, connections = time.monotonic(), self._connections
-        # The process that answers there serves another worker of the run.
-        others = (each for each in connections.members if each not in lost)
-        taken = {each.address for each in others if not each.is_beside}
         try:
             for worker in lost:
-                if worker.address in taken:
-                    self._dial_elsewhere(worker, lost)
-                else:
-                    self._dial(worker, lost, may_be_elsewhere=is_last_try)
-                taken.add(worker.address)
+                # Nobody starts a second process again but this run.
+                self._dial(worker, lost, is_last_try or worker.is_beside)
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
             num_lost = len(lost)
@@ -345,36 +335,50 @@ class Replacements:
         return True
 
     def _dial(self, worker: Member, lost: Collection[Member], may_be_elsewhere: bool) -> None:
-        """Dial the process in the place of a lost worker: at its address, else elsewhere.
+        """Dial the process in the place of a lost worker: its own next one, else an idle worker,
+        else a second process on a machine of the run.
 
         Raises:
             WorkerUnreachable: If there is none.
             ChannelError: If another worker is lost meanwhile.
         """
         try:
-            self._connections.dial_again(worker, worker.address)
+            self._dial_own_next(worker)
         except WorkerUnreachable as error:
             if not may_be_elsewhere:
                 raise
+            if any(self._takes_over(each, worker) for each in self._connections.spares):
+                return
             try:
-                self._dial_elsewhere(worker, lost)
+                self._dial_beside(worker, lost)
             except WorkerUnreachable as why_not:
                 raise WorkerUnreachable(f"{error} {why_not}") from error
 
-    def _dial_elsewhere(self, worker: Member, lost: Collection[Member]) -> None:
-        """Dial an idle worker in the place of a lost one, else a machine of the run.
+    def _dial_beside(self, worker: Member, lost: Collection[Member]) -> None:
+        """Dial a second process on a machine of the run in the place of a lost worker.
 
         Raises:
-            WorkerUnreachable: If no machine can take the place.
+            WorkerUnreachable: If no machine can start one, or has the memory.
             ChannelError: If another worker is lost meanwhile.
         """
-        used = [member.address for member in self._connections.members]
-        spares = [address for address in self._addresses if address not in used]
-        if any(self._takes_over(each, worker) for each in spares):
+        before = worker.equipment
+        reasons: list[str] = []
+        for other, session in self._takeovers.opened(worker, lost, reasons):
+            try:
+                self._connections.dial_beside(worker, other, session)
+                self._check_can_hold(worker)
+            except WorkerError as error:
+                reasons.append(f"{other.address}: {error}")
+                continue
+            rank_zero_info(
+                f"{other.address} takes the place of {worker.name} beside its own layers, under "
+                "its name in the plan"
+            )
+            self._tell_if_other_kind(str(other.address), worker, before)
             return
-        for other, session in self._takeovers.opened(worker, lost):
-            if self._takes_over(other.address, worker, session):
-                return
+        raise WorkerUnreachable(
+            " ".join(["No other machine of the run can take its layers beside its own.", *reasons])
+        )
 
     def _need_of(self, worker: Member) -> int:
         """The least bytes that a worker's layers take."""
@@ -382,32 +386,49 @@ class Replacements:
         parameters = chain.from_iterable(stage.spec(0).parameters for stage in stages)
         return needed_bytes(parameters, self._files.num_bytes(worker.number))
 
-    def _takes_over(self, spare: Address, worker: Member, waiting: str = "") -> bool:
-        """Whether the worker at an address takes the place of a lost one.
+    def _dial_own_next(self, worker: Member) -> None:
+        """Dial the next process of a lost worker. One that has joined may be another machine now.
 
-        Args:
-            spare: The address.
-            worker: The lost one.
-            waiting: The name of the session, if a second process waits there for just this one.
+        Raises:
+            WorkerUnreachable: If there is none, or it cannot hold the layers.
         """
         before = worker.equipment
+        self._connections.dial_again(worker, worker.own_name)
         try:
-            self._connections.dial_again(worker, spare, waiting)
-            for stage in self._layers.holdings.stages_of(worker):
-                stage.check_can_be_held(worker)
+            self._check_can_hold(worker)
         except WorkerError as error:
+            raise WorkerUnreachable(str(error)) from error
+        self._tell_if_other_kind(worker.own_name, worker, before)
+
+    def _takes_over(self, spare: str, worker: Member) -> bool:
+        """Whether a spare takes the place of a lost worker."""
+        before, own_name = worker.equipment, worker.own_name
+        try:
+            self._connections.dial_again(worker, spare)
+            self._check_can_hold(worker)
+        except WorkerError as error:
+            worker.own_name = own_name
             rank_zero_info(f"{spare} cannot take the place of {worker.name}: {error}")
             return False
-        beside = " beside its own layers" if waiting else ""
-        rank_zero_info(
-            f"{spare} takes the place of {worker.name}{beside}, under its name in the plan"
-        )
+        rank_zero_info(f"{spare} takes the place of {worker.name}, under its name in the plan")
+        self._tell_if_other_kind(spare, worker, before)
+        return True
+
+    def _check_can_hold(self, worker: Member) -> None:
+        """Refuse a process that lacks what the lost worker's layers need.
+
+        Raises:
+            WorkerError: With what it lacks.
+        """
+        for stage in self._layers.holdings.stages_of(worker):
+            stage.check_can_be_held(worker)
+
+    def _tell_if_other_kind(self, own_name: str, worker: Member, before: m.Equipment) -> None:
         if kind_of(before) != kind_of(worker.equipment):
             rank_zero_info(
-                f"{spare} is another device than {worker.name} was, or has another torch: the last "
-                "bits of what it computes may differ"
+                f"{own_name} is another device than {worker.name} was, or has another torch: the "
+                "last bits of what it computes may differ"
             )
-        return True
 
     def _restore(self, lost: Collection[Member]) -> int:
         """Give new processes the state of lost workers, and all that was said to these since;

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from ..errors import WorkerUnreachable
 from ..protocol import messages as m
-from ..transport.address import Address
 from ..units import in_bytes
 from .connections import Connections
 from .member import Member
@@ -65,61 +63,52 @@ class Takeovers:
         self._connections = connections
         self._need_of = need_of
 
-    def opened(self, worker: Member, lost: Collection[Member]) -> Iterator[tuple[Member, str]]:
+    def opened(
+        self, worker: Member, lost: Collection[Member], reasons: list[str]
+    ) -> Iterator[tuple[Member, str]]:
         """Open sessions for a lost worker beside others, one by one, until one serves.
 
         Args:
             worker: The lost one.
             lost: All that are lost; those of them that another process has replaced already are
                 about to get their own layers.
+            reasons: Gets a sentence for each machine that cannot take the place.
 
         Yields:
             The worker on whose machine a second process waits, and the name of its session.
 
         Raises:
-            WorkerUnreachable: Behind the last one, with the reason of each machine.
             ChannelError: If another worker is lost meanwhile.
         """
         needed = self._need_of(worker)
-        reasons: dict[Address, str] = {}
         offers = [*self._offers(worker, lost, reasons)]
         for other, free_bytes in offers:
             if free_bytes < needed:
-                reasons[other.address] = (
-                    f"it has {in_bytes(free_bytes)} of memory left, and the layers take "
-                    f"{in_bytes(needed)} at least."
+                reasons.append(
+                    f"{other.address}: it has {in_bytes(free_bytes)} of memory left, and the "
+                    f"layers take {in_bytes(needed)} at least."
                 )
         for other, free_bytes in those_that_fit(offers, needed):
             session = self._connections.new_session_name()
             other.channel.send(m.OpenSession(session, free_bytes))
             answer = self._connections.await_from(other, m.SessionOpened)
             if answer.reason:
-                reasons[other.address] = answer.reason
+                reasons.append(f"{other.address}: {answer.reason}")
             else:
                 yield other, session
-        sentences = [f"{address}: {reason}" for address, reason in reasons.items()]
-        raise WorkerUnreachable(
-            " ".join(
-                ["No other machine of the run can take its layers beside its own.", *sentences]
-            )
-        )
 
     def _offers(
-        self, worker: Member, lost: Collection[Member], reasons: dict[Address, str]
+        self, worker: Member, lost: Collection[Member], reasons: list[str]
     ) -> Iterator[tuple[Member, int]]:
         """The free memory of each machine of the run; else its reason."""
-        found: set[Address] = set()
         for other in self._connections.members:
-            # One whose connection may come back is waited for, as the run needs it anyway.
-            is_asked = other is not worker and not other.channel.is_over and not other.is_paused
-            if not is_asked or other.address in found:
+            # A second process starts no other one. A connection that may come back is waited for,
+            # as the run needs it anyway.
+            if other is worker or other.is_beside or other.channel.is_over or other.is_paused:
                 continue
             other.channel.send(m.AskRoom())
             told = self._connections.await_from(other, m.RoomTold)
             if told.reason:
-                # A machine that serves two has one process that can start others.
-                reasons[other.address] = told.reason
-                continue
-            found.add(other.address)
-            reasons.pop(other.address, None)
-            yield other, told.free_bytes - (self._need_of(other) if other in lost else 0)
+                reasons.append(f"{other.address}: {told.reason}")
+            else:
+                yield other, told.free_bytes - (self._need_of(other) if other in lost else 0)

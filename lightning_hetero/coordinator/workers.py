@@ -31,8 +31,8 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import Token, find_token_file
-from .connections import Open
 from .session import Coordinator
+from .source import Listening, Source
 
 
 class Fleet:
@@ -113,7 +113,7 @@ class Fleet:
             TokenError: If the token cannot be used.
         """
         identity = Identity(equipment_here(device))
-        open_channel: Open | None = None
+        source: Source | None = None
         if isinstance(self._workers, int):
             if names and not self._local:
                 self._start(devices_beside(device, self._workers), imports)
@@ -124,16 +124,14 @@ class Fleet:
             seconds = max(deadlines.connect_seconds, START_SECONDS)
             deadlines = dataclasses.replace(deadlines, connect_seconds=seconds)
         elif self._door is not None:
-            addresses, open_channel = self._found, self._door.admit
-            # A second process of such a worker is dialled.
-            identity = dataclasses.replace(identity, credentials=self._door.credentials)
+            addresses, source = self._found, self._door
         else:
             named = self._workers if isinstance(self._workers, (list, tuple)) else ()
             addresses = self._found or {text: Address.parse(text) for text in named}
             identity = dataclasses.replace(identity, credentials=self._credentials())
         workers = [(name, addresses[name]) for name in names]
-        known = list(addresses.values())
-        return Coordinator(workers, deadlines, identity, device, open_channel, known)
+        source = source or Listening(addresses, deadlines, identity)
+        return Coordinator(workers, deadlines, identity, device, source)
 
     def end(self, deadlines: Deadlines) -> None:
         """End the processes that were started, and take no worker in any more.

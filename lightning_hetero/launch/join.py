@@ -48,12 +48,13 @@ from ..transport.handshake import (
     Identity,
     address_of,
     check_hello,
+    dial,
     listen,
     open_over,
     receive_opening,
 )
 from ..transport.lobby import SECONDS_OF_A_LINE, Lobby, RefusalLog
-from ..transport.tls import Credentials, secured
+from ..transport.tls import secured
 from .launcher import reachable
 
 logger = logging.getLogger(__name__)
@@ -181,11 +182,6 @@ class Door:
         listener.setblocking(False)
         self._thread = threading.Thread(target=self._take_connections, name="door", daemon=True)
 
-    @property
-    def credentials(self) -> Credentials | None:
-        """What this process and the workers prove to each other that they have the token with."""
-        return self._identity.credentials
-
     def open(self) -> None:
         """Begin to take connections."""
         self._thread.start()
@@ -247,18 +243,27 @@ class Door:
             taken = sorted([*first, *others[:count]], key=_in_order)
             self._wishes.members = taken
         for name in others[count:]:
-            guests[name].tell(self._note())
+            guests[name].tell(self._note(name))
             self._say(
                 f"{guests[name]} waits as a spare: the run takes {len(taken)} workers at most"
             )
         return {name: guests[name].address for name in taken}
 
-    def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome]:
+    def names(self) -> Sequence[str]:
+        """The names of the workers that wait."""
+        with self._changed:
+            self._forget_gone()
+            return list(self._guests)
+
+    def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
         """Open the conversation with a worker that waits.
 
         Args:
             name: The worker's name.
             session_name: The name of the conversation.
+
+        Returns:
+            The channel, which is not started yet; the worker's Welcome; where it listens.
 
         Raises:
             WorkerUnreachable: If it has left, or refuses.
@@ -267,13 +272,19 @@ class Door:
             guest = self._guests.pop(name, None)
         if guest is None:
             raise WorkerUnreachable(
-                f"The worker {name} has joined and left again; look at what it printed, and start "
-                "it again."
+                f"No worker named {name} waits at {self.address}, as it has left again; look at "
+                "what it printed, and start it again."
             )
         try:
-            return open_over(
-                guest.connection, guest.address, session_name, self._deadlines, self._identity
+            opened = open_over(
+                guest.connection,
+                guest.address,
+                session_name,
+                self._deadlines,
+                self._identity,
+                lambda: name in self.names(),
             )
+            return *opened, guest.address
         except (OSError, ChannelError, RemoteProtocolError) as error:
             guest.connection.close()
             raise WorkerUnreachable(
@@ -282,6 +293,14 @@ class Door:
         except BaseException:
             guest.connection.close()
             raise
+
+    def dial(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Open the conversation for which a second process of a worker waits at its address.
+
+        Raises:
+            WorkerUnreachable: If this process cannot reach it, or it refuses.
+        """
+        return dial(address, "coordinator", session_name, self._deadlines, self._identity)
 
     def _take_connections(self) -> None:
         with self._closed, selectors.DefaultSelector() as arrivals:
@@ -364,7 +383,7 @@ class Door:
             # Before the worker can act on its Welcome, nobody else can take its name.
             self._guests[guest.name] = guest
             self._say(self._line(guest))
-            note = self._note()
+            note = self._note(guest.name)
             welcome = m.Welcome(
                 m.PROTOCOL_VERSION, self._identity.equipment, time.time(), note=note
             )
@@ -412,9 +431,11 @@ class Door:
             self._forget_gone()
             return self._wishes.missing(list(self._guests))
 
-    def _note(self) -> str:
+    def _note(self, name: str) -> str:
         """What a worker that waits is told."""
         wishes = self._wishes
+        if name in wishes.members:
+            return "the run has a worker of this name, so it waits until that one is lost"
         if wishes.members:
             return f"the run has begun with {_listed(wishes.members)}, so it waits as a spare"
         missing = wishes.missing(list(self._guests))
@@ -422,6 +443,8 @@ class Door:
 
     def _line(self, guest: Guest) -> str:
         """The line of the log about a worker that has come."""
+        if guest.name in self._wishes.members:
+            return f"{guest} has joined, and takes the place of the lost worker of its name"
         if self._wishes.members:
             return (
                 f"{guest} has joined; the run goes on with {_listed(self._wishes.members)}, and "

@@ -228,7 +228,7 @@ class Watch:
         laps = self._recorder.take_laps()
         pieces = laps.counts["forward"]
         if pieces > 0:
-            through = (laps.seconds["forward"] + laps.seconds["backward"]) / pieces
+            through = (laps.seconds.total() - laps.seconds["loss"]) / pieces
             ends = laps.seconds["loss"] / pieces
             own = StageSeconds(through, ends)
             if not self._has_first_layers:

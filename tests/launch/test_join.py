@@ -62,9 +62,10 @@ def test_a_session_opens_over_the_connection_that_the_worker_has_dialled() -> No
                 joins.encode_frame(joins.Frame(m.Welcome(m.PROTOCOL_VERSION))),
                 PATIENCE_SECONDS,
             )
-            channel, _ = admitted.result(PATIENCE_SECONDS)
+            channel, _, where = admitted.result(PATIENCE_SECONDS)
         channel.close()
-        with pytest.raises(WorkerUnreachable, match="The worker a has joined and left again"):
+        assert where == LISTENER
+        with pytest.raises(WorkerUnreachable, match="No worker named a waits at .* left again"):
             opened.admit("a", "again")
 
 
