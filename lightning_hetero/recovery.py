@@ -26,8 +26,9 @@ class Recovery:
             beside its own layers.
         every_seconds: The seconds between two snapshots of the workers' state. A worker in the
             place of a lost one repeats at most what was done in that time.
-        log_gib: GiB of messages to the workers, at which a snapshot is taken earlier. Those since
-            the latest snapshot are kept, 256 MiB of them in memory and the others on disk.
+        log_gib: GiB of messages, kept by the coordinator and the workers together, at which a
+            snapshot is taken earlier. Those since the latest snapshot are kept, by each process
+            256 MiB of them in memory and the others on disk.
         folder: Where snapshots lie during the run; None takes ``recovery`` in the Trainer's
             ``default_root_dir``.
 

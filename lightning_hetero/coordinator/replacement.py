@@ -55,6 +55,7 @@ class _Snapshot:
     Attributes:
         number: From 1 on.
         step: The step behind which it is.
+        exchange: The latest exchange of replicas before it.
         missing: The workers whose parts are not whole yet.
         written: The pieces that are being written.
         num_bytes: The bytes that have come, by worker.
@@ -62,6 +63,7 @@ class _Snapshot:
 
     number: int
     step: int
+    exchange: int
     missing: set[Member]
     written: list[Future[None]] = field(default_factory=list)
     num_bytes: dict[Member, int] = field(default_factory=dict)
@@ -122,10 +124,15 @@ class Replacements:
         self._latest_seconds = time.monotonic()
         self._coming: _Snapshot | None = None
         self._losses: dict[Member, Loss] = {}
+        # What the last bits depended on when the layers were sent.
+        self._kinds: dict[Member, tuple[str, ...]] = {}
+        # What each worker keeps of its messages to others.
+        self._sent_bytes: dict[Member, int] = {}
         self._have_moved = False
         connections.replace = self.replace
         connections.asides[m.SnapshotBegun] = self._on_snapshot_begun
         connections.asides[m.CaughtUp] = self._on_caught_up
+        connections.asides[m.SentKept] = self._on_sent_kept
         connections.take_piece = self._take_piece
         layers.spool = self._files.spooled
         stages.before_step = self._before_step
@@ -139,6 +146,7 @@ class Replacements:
         """Keep from now on what is said: the workers have their layers, and no step has run."""
         self._connections.broadcast(m.KeepSent(MOST_IN_MEMORY_BYTES))
         for worker in self._connections.workers:
+            self._kinds[worker] = kind_of(worker.equipment)
             worker.journal = Journal(self._store, partial(self._stages.stamp, worker))
             worker.channel.keep = worker.journal.keep
 
@@ -154,7 +162,7 @@ class Replacements:
         """Take a snapshot before a step, if it is time."""
         self._use_if_whole()
         journals = [w.journal for w in self._connections.workers if w.journal is not None]
-        num_bytes = sum(journal.num_bytes for journal in journals)
+        num_bytes = sum(journal.num_bytes for journal in journals) + sum(self._sent_bytes.values())
         is_full = num_bytes > self._settings.log_gib * 2**30
         seconds = time.monotonic() - self._latest_seconds
         is_due = is_full or seconds >= self._settings.every_seconds
@@ -186,7 +194,10 @@ class Replacements:
             worker.forget_constants()
             if worker.journal is not None:
                 worker.journal.mark()
-        self._coming = _Snapshot(number, connections.step, set(workers))
+        self._coming = _Snapshot(number, connections.step, connections.num_exchanges, set(workers))
+
+    def _on_sent_kept(self, worker: Member, message: m.SentKept) -> None:
+        self._sent_bytes[worker] = message.num_bytes
 
     def _on_snapshot_begun(self, worker: Member, message: m.SnapshotBegun) -> None:
         if self._is_coming(message.number) and worker.journal is not None:
@@ -237,7 +248,7 @@ class Replacements:
             self._files.note_whole(worker.number, coming.number)
             if worker.journal is not None:
                 worker.journal.cut()
-        self._connections.broadcast(m.ForgetSent(coming.step))
+        self._connections.broadcast(m.ForgetSent(coming.step, coming.exchange))
 
     def _forget(self, coming: _Snapshot) -> None:
         for worker in self._connections.workers:
@@ -296,8 +307,7 @@ class Replacements:
             return "An optimizer's step has failed."
         if self._layers.is_between_plans:
             return "Layers were moving."
-        if self._layers.holdings.placement.has_replicas:
-            return "The plan has replicas, and what they exchange is not kept."
+
         if worker.cannot_reach:
             names = " and ".join(other.name for other in worker.cannot_reach)
             return f"The coordinator forwards what passes between it and {names}, and keeps none."
@@ -420,8 +430,16 @@ class Replacements:
         Raises:
             WorkerError: With what it lacks.
         """
-        for stage in self._layers.holdings.stages_of(worker):
+        holdings = self._layers.holdings
+        for stage in holdings.stages_of(worker):
             stage.check_can_be_held(worker)
+        has_other_kind = kind_of(worker.equipment) != self._kinds[worker]
+        if has_other_kind and any(holdings.steps_alike(number) for number in worker.stages):
+            raise WorkerError(
+                f"It is another device than {worker.name} was, or has another torch, so the "
+                "weights of the replicas would drift apart; let only owners step "
+                "(`optimizer: split`)."
+            )
 
     def _tell_if_other_kind(self, own_name: str, worker: Member, before: m.Equipment) -> None:
         if kind_of(before) != kind_of(worker.equipment):
@@ -446,6 +464,8 @@ class Replacements:
             connections.await_from(worker, m.Built)
             self._load(worker)
             worker.channel.send(m.KeepSent(MOST_IN_MEMORY_BYTES))
+            self._sent_bytes.pop(worker, None)
+            worker.channel.send(m.Replay(self._latest))
         for worker in lost:
             # It dials the workers behind it, and a new one has its layers by now.
             worker.channel.send(m.Launch())
@@ -460,9 +480,8 @@ class Replacements:
     def _repeat(self, worker: Member, journal: Journal) -> None:
         """Tell a new process what the lost worker was told since the snapshot."""
         channel = worker.channel
-        channel.send(m.Replay(self._latest))
-        for message, frame in journal.repeat():
-            channel.send_again(message, frame)
+        for message, read in journal.repeat():
+            channel.send_again(message, read)
         channel.keep = journal.keep
         channel.send(m.Wait(is_end=True, **self._stages.stamp(worker)))
 

@@ -63,6 +63,7 @@ from .snapshots import OpenSession as OpenSession
 from .snapshots import ReplaceNeighbor as ReplaceNeighbor
 from .snapshots import Replay as Replay
 from .snapshots import RoomTold as RoomTold
+from .snapshots import SentKept as SentKept
 from .snapshots import SessionOpened as SessionOpened
 from .snapshots import SnapshotBegun as SnapshotBegun
 from .snapshots import SnapshotPart as SnapshotPart

@@ -14,7 +14,7 @@ from .values import Value
 
 
 class KeepSent(LoadingRequest, frozen=True):
-    """Keep the activations and gradients that go to other workers; `ForgetSent` drops them.
+    """Keep what goes to other workers in a step; `ForgetSent` drops it.
 
     Beyond ``most_bytes`` of memory the worker keeps them in a temporary file.
     """
@@ -23,9 +23,17 @@ class KeepSent(LoadingRequest, frozen=True):
 
 
 class ForgetSent(ServingRequest, frozen=True):
-    """Drop what was kept of the steps up to this one: every worker's state behind it is safe."""
+    """Drop what was kept of the steps up to this one, and of the exchanges of replicas up to
+    ``round``: every worker's state behind them is safe."""
 
     behind: Count
+    round: Count = 0
+
+
+class SentKept(StageReport, frozen=True):
+    """So many bytes of what went to other workers are kept."""
+
+    num_bytes: Bytes
 
 
 class TakeSnapshot(StampedRequest, frozen=True):
@@ -65,6 +73,7 @@ class SnapshotTensor(Message, frozen=True):
         optimizers: Its state in each optimizer, by the optimizer's number.
         average: Its running average; None if it has none.
         gradient: Its gradient; None if it has none, or the next step drops it.
+        is_total: Whether the gradient is the sum of all replicas, and another one owns it.
     """
 
     said = by(Speaker.COORDINATOR, State.LOADING)
@@ -76,10 +85,12 @@ class SnapshotTensor(Message, frozen=True):
     optimizers: dict[Count, Value] = {}
     average: Value = None
     gradient: Value = None
+    is_total: bool = False
 
 
-class Replay(ServingRequest, frozen=True):
-    """The worker has the state behind a step of a lost one; what the lost one did since follows."""
+class Replay(LoadingRequest, frozen=True):
+    """The worker has the state behind a step of a lost one. After `Launch` follows what the lost
+    one has done since, and what others sent it."""
 
     resumes_step = True
     step: Count

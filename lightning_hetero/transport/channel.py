@@ -184,14 +184,14 @@ class Channel:
         logger.debug("> %s %s", self.peer, message)
         self._queue(message, self._kept(message, encode, is_ready=False))
 
-    def send_again(self, message: m.Message, frame: bytes) -> None:
-        """Queue a frame that was kept.
+    def send_again(self, message: m.Message, read: Callable[[], bytes]) -> None:
+        """Queue a frame that was kept; it is read when it is its turn to be sent.
 
         Raises:
             LocalProtocolError: If the rules forbid the message.
         """
         logger.debug("> %s again %s", self.peer, message)
-        self._queue(message, lambda: [memoryview(frame)])
+        self._queue(message, lambda: [memoryview(read())])
 
     def _kept(self, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
         return encode if self.keep is None else self.keep(message, encode, is_ready)

@@ -150,7 +150,7 @@ class StageSession:
             self._layers, self._copies, self._neighbors.pass_on, channel_to
         )
         self._training.is_owned = self._replicas.is_owned
-        self._snapshots = SnapshotSide(coordinator, self._layers, self._training)
+        self._snapshots = SnapshotSide(coordinator, self._layers, self._training, self._replicas)
         self._room = RoomSide(coordinator, host, self._budget)
         self._handlers = self._handler_of_each()
 
@@ -346,6 +346,8 @@ class StageSession:
 
     def _carry_out(self, handler: Handler, arrival: Arrival, frame: Frame) -> None:
         message = frame.message
+        if self._neighbors.is_former(arrival.channel):
+            return
         self._coordinator.activity = message.requested_activity or self._coordinator.activity
         try:
             if isinstance(message, (m.Activation, m.Gradient)):
@@ -471,9 +473,10 @@ class StageSession:
 
     def _on_keep_sent(self, message: m.KeepSent, _tensors: tuple[Tensor, ...]) -> None:
         self._neighbors.keep_sent(message.most_bytes)
+        self._replicas.expect_repeats()
 
     def _on_forget_sent(self, message: m.ForgetSent, _tensors: tuple[Tensor, ...]) -> None:
-        self._neighbors.forget_sent(message.behind)
+        self._neighbors.forget_sent(message.behind, message.round)
 
     def _on_replace_neighbor(
         self, message: m.ReplaceNeighbor, _tensors: tuple[Tensor, ...]
@@ -487,9 +490,11 @@ class StageSession:
 
     def _on_replay(self, message: m.Replay, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.step, self._runner.repeats = message.step, True
+        self._replicas.is_repeating = True
 
     def _on_wait(self, message: m.Wait, _tensors: tuple[Tensor, ...]) -> None:
         if message.is_end:
+            self._replicas.is_repeating = False
             self._coordinator.send(m.CaughtUp())
 
     def _connect(self, numbers: Iterable[int]) -> None:

@@ -101,9 +101,10 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     ),
     (workers_pair, State.LOADING): (
         "LoadTensor OfferTensor SendTensors MovedTensor FetchTensors FetchOptimizerState Launch "
-        "KeepSent SnapshotTensor ReplaceNeighbor AskRoom OpenSession",
+        "KeepSent SnapshotTensor ReplaceNeighbor AskRoom OpenSession Replay",
         "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
-        "TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway NeighborBack "
+        "SentKept TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway "
+        "NeighborBack "
         "Paused Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp RoomTold "
         "SessionOpened",
     ),
@@ -114,6 +115,7 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "FetchTensors FetchGradients FetchOptimizerState FetchFingerprints Deploy "
         "KeepSent ForgetSent TakeSnapshot Replay Wait ReplaceNeighbor AskRoom OpenSession",
         "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
+        "SentKept "
         "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable NeighborAway "
         "NeighborBack Paused Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp RoomTold "
         "SessionOpened",
