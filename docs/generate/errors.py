@@ -43,9 +43,14 @@ def entries(calls: Sequence[Call]) -> list[Entry]:
 
 
 def page() -> str:
-    """All sentences as Markdown."""
+    """All sentences of the package as Markdown."""
+    return page_of(entries([*package().calls()]))
+
+
+def page_of(found: Sequence[Entry]) -> str:
+    """Sentences as Markdown, with a section for each class."""
     by_kind: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in entries([*package().calls()]):
+    for entry in found:
         by_kind[entry.kind].append(entry)
     lines = []
     for kind in sorted(by_kind, key=lambda kind: (kind == GIVEN, kind)):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate.errors import entries, page
+from docs.generate.errors import entries, page_of
 from docs.generate.sentences import Call, Module, Package, package
 from lightning_hetero import errors
 
@@ -34,8 +34,8 @@ def calls() -> list[Call]:
 
 
 @pytest.fixture(scope="module")
-def text() -> str:
-    return page()
+def text(calls: list[Call]) -> str:
+    return page_of(entries(calls))
 
 
 def said_in_code() -> Iterator[tuple[str, str]]:
@@ -69,7 +69,7 @@ def test_every_sentence_of_the_code_is_an_entry(calls: list[Call]) -> None:
 
 def test_every_error_has_a_sentence_or_hands_one_on(calls: list[Call]) -> None:
     silent = {call.place.partition(":")[0] for call in calls if not call.texts}
-    assert silent == HANDED_ON, "Let the call name its sentence, or add its file to HANDED_ON."
+    assert silent <= HANDED_ON, "Let the call name its sentence, or add its file to HANDED_ON."
 
 
 def test_every_entry_has_one_anchor_on_the_page(calls: list[Call], text: str) -> None:

@@ -49,6 +49,7 @@ def test_a_second_machine(
     ]
     (strategy,) = blocks(TUTORIALS / "second-machine.md", "python")
     token = tmp_path / "token"
+    monkeypatch.setenv("COLUMNS", "200")
     command(monkeypatch, f"{made} {token}")
     assert started == "lightning-hetero worker --listen 0.0.0.0:9999"
     monkeypatch.setenv(FILE_VARIABLE, str(token))
