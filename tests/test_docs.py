@@ -44,12 +44,15 @@ PLAN_AND_PROFILE = (
     *(profile.Timing, profile.Link, profile.LinkSpeed),
 )
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+SYMPTOMS = ROOT / "docs" / "symptoms.md"
 
 
 def quotes() -> list[str]:
-    """The first cells of the tables of troubleshooting."""
+    """The first cells of the tables of troubleshooting, and what the symptoms quote."""
     rows = re.findall(r"^\| (`+)(.*?) ?\1 \| ", TROUBLESHOOTING.read_text("utf-8"), re.M)
-    return [quote for _, quote in rows]
+    symptoms = re.findall(r"^\*\*\d+\. (.*?)\*\* ", SYMPTOMS.read_text("utf-8"), re.M)
+    found = [quote for symptom in symptoms for quote in re.findall(r'"([^"]+)"', symptom)]
+    return [*(quote for _, quote in rows), *(quote.rstrip(" ….") for quote in found)]
 
 
 def anchors(page: Path) -> set[str]:
