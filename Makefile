@@ -40,7 +40,7 @@ faults: $(INSTALLED) ## Kill, freeze and cut off workers at every place of a run
 spot: $(INSTALLED) ## Train for ten minutes on workers that are killed and cut off now and then
 	$(BIN)/python -m tests.faults.spot $(ARGS)
 
-fuzz: $(INSTALLED) ## Tell the decoder and a worker what is almost right
+fuzz: $(INSTALLED) ## Tell the decoder, a worker and a door what is almost right
 	$(BIN)/python -m tests.fuzz.main $(ARGS)
 
 foreign: $(INSTALLED) ## Train other people's projects, on one device and over workers

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
-from benchmarks.overhead import microbatch
+from benchmarks.overhead import microbatch, parts
 from benchmarks.overhead.monitored import measure, report_turns
 from benchmarks.overhead.operators import OperatorClock, cpu_seconds, read_counted
 from benchmarks.processes import (
@@ -270,11 +270,18 @@ def show_microbatch(options: argparse.Namespace, console: Console) -> None:
     microbatch.report(costs, console)
 
 
+def show_parts(options: argparse.Namespace, console: Console) -> None:
+    """Microseconds of single actions, such as seeding."""
+    pin(two_cores()[0])
+    parts.report(parts.measure(options.rounds), console)
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "alone": show_alone,
     "monitor": show_monitor,
     "outside": show_outside,
     "microbatch": show_microbatch,
+    "parts": show_parts,
 }
 
 

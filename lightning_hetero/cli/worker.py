@@ -208,7 +208,10 @@ class _Saying:
 def _say_when_it_ends(has_run: bool) -> None:
     text = "ends now; no run was under way"
     if has_run:
-        text = "ends after the current run; a second SIGTERM, or Ctrl-C, ends the worker at once"
+        text = (
+            "ends after the current run, or when the run has given its layers to other workers; a "
+            "second SIGTERM, or Ctrl-C, ends the worker at once"
+        )
     Console(stderr=True, soft_wrap=True).print(text)
 
 

@@ -37,14 +37,11 @@ from ..protocol.tensors import BufferPool
 from ..transport.address import Address, advice
 from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, dial, differences
+from ..transport.handshake import Identity, differences
 from .member import Member
+from .source import Listening, Source
 
 Wanted = TypeVar("Wanted", bound=m.Message)
-
-# Opens the conversation with a worker: gets the worker's name and the session's, and returns the
-# channel, not started yet, and the worker's Welcome.
-Open = Callable[[str, str], tuple[Channel, m.Welcome]]
 
 # Takes a message that answers no request.
 Aside = Callable[[Member, Any], None]
@@ -73,7 +70,7 @@ class Connections:
         deadlines: How long each kind of waiting may take.
         identity: The equipment and credentials that this process shows to the workers.
         receive_pool: Makes the memory into which a channel reads tensors.
-        open_channel: Opens the conversation with a worker; None dials the worker's address.
+        source: Where the workers are found; None dials their addresses.
 
     Attributes:
         members: The connected workers, by their numbers; an idle one that is lost is left out.
@@ -102,7 +99,7 @@ class Connections:
         deadlines: Deadlines,
         identity: Identity,
         receive_pool: Callable[[], BufferPool],
-        open_channel: Open | None = None,
+        source: Source | None = None,
     ) -> None:
         self.equipment = identity.equipment
         self.deadlines = deadlines
@@ -114,6 +111,7 @@ class Connections:
         self.asides: dict[type, Aside] = {
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
+            m.Leaving: self._on_leaving,
             m.NeighborUnreachable: self._on_neighbor_unreachable,
             m.NeighborAway: self._on_neighbor_away,
             m.NeighborBack: self._on_neighbor_back,
@@ -128,17 +126,17 @@ class Connections:
         self._inbox: Inbox = SimpleQueue()
         # What has come while a certain answer was awaited; it comes before the inbox.
         self._put_aside: deque[Arrival] = deque()
-        self._identity, self._receive_pool = identity, receive_pool
+        self._receive_pool = receive_pool
+        self._source = source or Listening(dict(workers), deadlines, identity)
         self._run = secrets.token_hex(4)
         # Why the run is over, and which link between two workers is lost.
         self._end: WorkerError | None = None
         self._link_loss: LinkLost | None = None
-        self._open_channel = open_channel
         self._by_channel: dict[Channel, Member] = {}
         try:
-            for number, (name, address) in enumerate(workers, start=1):
-                channel, theirs, session = self._open(name, address)
-                worker = Member(number, name, address, channel, theirs, session)
+            for number, (name, _) in enumerate(workers, start=1):
+                channel, theirs, address, session = self._open(name)
+                worker = Member(number, name, address, channel, theirs, session, own_name=name)
                 self.members.append(worker)
                 self._note_lingering(worker)
                 if found := differences(identity.equipment, theirs):
@@ -149,20 +147,27 @@ class Connections:
         self.workers = list(self.members)
         self._by_channel = {worker.channel: worker for worker in self.members}
 
-    def _open(self, name: str, address: Address) -> tuple[Channel, m.Equipment, str]:
-        """Open a session with a worker; returns its channel, its equipment and its name."""
+    def _open(self, own_name: str) -> tuple[Channel, m.Equipment, Address, str]:
+        """Open a session with a worker; returns its channel, equipment, address and session."""
         # Each worker has a name of its own, so that a neighbor that reaches another worker than the
         # right one, or itself, is refused.
         session = self._run + secrets.token_hex(16)
-        if self._open_channel is None:
-            channel, welcome = dial(address, "coordinator", session, self.deadlines, self._identity)
-        else:
-            channel, welcome = self._open_channel(name, session)
+        channel, welcome, address = self._source.admit(own_name, session)
         channel.start(self._inbox, self._receive_pool())
-        return channel, welcome.equipment, session
+        return channel, welcome.equipment, address, session
 
-    def dial_again(self, worker: Member, address: Address) -> None:
+    @property
+    def spares(self) -> list[str]:
+        """The own names of workers that could be reached, and that are no members."""
+        taken = {member.own_name for member in self.members}
+        return [name for name in self._source.names() if name not in taken]
+
+    def dial_again(self, worker: Member, own_name: str) -> None:
         """Open a session with the process that takes the place of a lost worker.
+
+        Args:
+            worker: The lost one.
+            own_name: The name of the process: that of the lost one, or of a spare.
 
         Raises:
             WorkerUnreachable: If no worker answers there or it refuses.
@@ -170,11 +175,33 @@ class Connections:
         on_sent = worker.channel.on_sent
         self._by_channel.pop(worker.channel, None)
         worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
-        channel, worker.equipment, worker.session = self._open(worker.name, address)
+        channel, worker.equipment, worker.address, worker.session = self._open(own_name)
         channel.on_sent = on_sent
-        worker.channel, worker.address, worker.is_paused = channel, address, False
+        worker.channel, worker.own_name = channel, own_name
+        worker.is_paused = worker.is_leaving = False
         worker.is_apart_from.clear()
         self._by_channel[channel] = worker
+
+    def admit(self, own_name: str) -> Member:
+        """Open a session with a worker that joins during the run; it has no stage yet.
+
+        Raises:
+            WorkerUnreachable: If it does not answer or refuses.
+        """
+        channel, theirs, address, session = self._open(own_name)
+        # The number of a worker that has left may still stand in reports of others.
+        number = 1 + max((worker.number for worker in self._by_channel.values()), default=0)
+        worker = Member(number, own_name, address, channel, theirs, session, own_name=own_name)
+        self.members.append(worker)
+        self._by_channel[channel] = worker
+        self._note_lingering(worker)
+        return worker
+
+    def release(self, worker: Member) -> None:
+        """Say goodbye to a worker without layers."""
+        if worker in self.members:
+            self.members.remove(worker)
+        worker.channel.close(m.Goodbye())
 
     def forget_reports_of(self, workers: Collection[Member]) -> None:
         """Forget what others have reported of the lost workers in whose place these are."""
@@ -423,7 +450,7 @@ class Connections:
             self.lose(worker, cause)
             raise
 
-    def await_from(self, worker: Member, kind: type[Wanted]) -> Wanted:
+    def await_from(self, worker: Member, kind: type[Wanted] | tuple[type[Wanted], ...]) -> Wanted:
         """Wait for a message of one worker. What others say meanwhile is heard later.
 
         Raises:
@@ -709,6 +736,10 @@ class Connections:
     def _on_resumed(self, worker: Member, _message: m.Resumed) -> None:
         worker.is_paused = False
         rank_zero_info(f"{worker} goes on")
+
+    def _on_leaving(self, worker: Member, _message: m.Leaving) -> None:
+        worker.is_leaving = True
+        rank_zero_info(f"the owner of {worker.name} wants it to end")
 
     @property
     def _when(self) -> str:

@@ -19,6 +19,8 @@ class Member:
 
     Attributes:
         number: From 1 on; it stays when layers move.
+        name: Its name in plans.
+        address: Where it listens.
         session: The name of the conversation, by which a neighbor shows that it means this worker.
         stages: The numbers of the stages that it serves, or is about to; an idle one has none.
         loss: Why the worker is lost; None while it is not.
@@ -28,6 +30,8 @@ class Member:
         journal: What was said to it since its latest snapshot; None if nothing is kept.
         is_apart_from: The numbers of the workers to which its connection broke, and may come back.
         is_paused: Whether its owner keeps the device for another use at present.
+        is_leaving: Whether its owner wants it to end.
+        own_name: The name by which it is reached; that of a spare in the place of a lost worker.
     """
 
     number: int
@@ -46,6 +50,8 @@ class Member:
     journal: Journal | None = None
     is_apart_from: set[int] = field(default_factory=set)
     is_paused: bool = False
+    is_leaving: bool = False
+    own_name: str = ""
 
     def forget_constants(self) -> None:
         """Send every constant again: it is unknown which of them the worker has."""

@@ -1,7 +1,7 @@
 """What brings a lost worker back: another process gets its layers, its state and its messages.
 
     lost       its channel has ended for good
-    dialled    the same address, where another process may serve by now; else an idle worker
+    dialled    the same worker, of which another process may serve by now; else an idle worker
     restored   its layers as they were sent, then its part of the latest snapshot
     linked     its neighbors talk to it, and send again what they kept for the lost one
     repeated   it gets again what the lost one was told since the snapshot, in the same order
@@ -12,9 +12,10 @@ this happens in the thread that waits for the workers, inside its wait.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,10 +32,9 @@ from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..recovery import Recovery
-from ..transport.address import Address
 from .connections import Connections
 from .holdings import kind_of
-from .layers import RemoteLayers
+from .layers import Names, RemoteLayers
 from .losses import Loss
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
@@ -46,6 +46,7 @@ _MOST_UNDER_WAY = 2
 # A worker's part of a snapshot is at most so many times its tensors, and some more.
 _MOST_TIMES = 8
 _MOST_BESIDE_BYTES = 2**24
+_MOVED = "Layers have moved, and no snapshot has come to its end since."
 
 
 @dataclass
@@ -58,11 +59,13 @@ class _Snapshot:
         missing: The workers whose parts are not whole yet.
         written: The pieces that are being written.
         num_bytes: The bytes that have come, by worker.
+        told: The tensors that workers tell though they have not changed.
     """
 
     number: int
     step: int
     missing: set[Member]
+    told: Mapping[Member, Collection[str]]
     written: list[Future[None]] = field(default_factory=list)
     num_bytes: dict[Member, int] = field(default_factory=dict)
 
@@ -76,7 +79,6 @@ class Replacements:
         connections: The workers.
         layers: The layers that they hold.
         stages: Runs the steps.
-        addresses: Those of all workers that the user has named.
 
     Attributes:
         on_lost: Called with the name of a lost worker and the step.
@@ -96,7 +98,6 @@ class Replacements:
         connections: Connections,
         layers: RemoteLayers,
         stages: RemoteStages,
-        addresses: Sequence[Address] = (),
     ) -> None:
         self.on_lost: Callable[[str, int], None] = lambda _name, _step: None
         self.on_restored: Callable[[str, int, float], None] = lambda _name, _step, _seconds: None
@@ -107,18 +108,20 @@ class Replacements:
         self._connections = connections
         self._layers = layers
         self._stages = stages
-        self._addresses = addresses
         self._store = FrameStore()
         self._latest = self._num_snapshots = 0
         self._latest_seconds = time.monotonic()
         self._coming: _Snapshot | None = None
         self._open: dict[Member, Loss] = {}
-        self._have_moved = False
+        # Whether layers have moved behind the latest whole snapshot.
+        self._has_moved = False
         connections.replace = self.replace
         connections.asides[m.SnapshotBegun] = self._on_snapshot_begun
         connections.asides[m.CaughtUp] = self._on_caught_up
         connections.take_piece = self._take_piece
         layers.spool = self._files.spooled
+        layers.before_move = self._before_move
+        layers.after_move = self._after_move
         stages.before_step = self._before_step
 
     def close(self) -> None:
@@ -133,11 +136,31 @@ class Replacements:
             worker.journal = Journal(self._store, partial(self._stages.stamp, worker))
             worker.channel.keep = worker.journal.keep
 
-    def note_move(self) -> None:
-        """Note that layers have moved: what is kept is of the layers before."""
-        self._have_moved = True
+    # moves
+
+    def _before_move(self) -> None:
+        """Forget what was kept: it is of layers that are about to move.
+
+        A worker that still repeats what a lost one has done would do so in the middle of the move.
+        """
+        while self._losses:
+            self._connections.hear()
+        if self._coming is not None:
+            self._forget(self._coming)
+            self._coming = None
         for worker in self._connections.workers:
             worker.journal = worker.channel.keep = None
+        self._store.close()
+
+    def _after_move(self, kept: Names, got: Names) -> None:
+        """Begin anew behind a move; nobody can be replaced before the next snapshot is whole."""
+        self._has_moved, self._latest_seconds = True, -math.inf  # the next one is due at once
+        self._store = FrameStore()
+        self.begin()
+        for worker in self._connections.workers:
+            self._files.note_move(worker.number, kept.get(worker, ()), got.get(worker, ()))
+            if worker.journal is not None:
+                worker.journal.give_up(_MOVED)
 
     @property
     def kept_bytes(self) -> int:
@@ -174,14 +197,16 @@ class Replacements:
         connections = self._connections
         self._num_snapshots += 1
         number, workers = self._num_snapshots, list(connections.workers)
+        told = {worker: {*self._files.bases_of(worker.number).missing} for worker in workers}
         for worker in workers:
             stamp = self._stages.stamp(worker)
-            connections.send(worker, m.TakeSnapshot(number, with_gradients, **stamp))
+            also = sorted(told[worker])
+            connections.send(worker, m.TakeSnapshot(number, with_gradients, also, **stamp))
             # What the worker keeps is in no snapshot.
             worker.forget_constants()
             if worker.journal is not None:
                 worker.journal.mark()
-        self._coming = _Snapshot(number, connections.step, set(workers))
+        self._coming = _Snapshot(number, connections.step, set(workers), told)
 
     def _on_snapshot_begun(self, worker: Member, message: m.SnapshotBegun) -> None:
         if self._is_coming(message.number) and worker.journal is not None:
@@ -229,10 +254,13 @@ class Replacements:
             return
         self._latest = coming.step
         for worker in self._connections.workers:
-            self._files.note_whole(worker.number, coming.number)
+            self._files.note_whole(worker.number, coming.number, coming.told.get(worker, ()))
             if worker.journal is not None:
                 worker.journal.cut()
         self._connections.broadcast(m.ForgetSent(coming.step))
+        if self._has_moved:
+            self._has_moved = False
+            rank_zero_info("the state behind the move is safe, so lost workers are replaced again")
 
     def _forget(self, coming: _Snapshot) -> None:
         for worker in self._connections.workers:
@@ -291,14 +319,12 @@ class Replacements:
 
     def _obstacle(self, worker: Member) -> str | None:
         """Why a worker cannot be replaced at present, as a sentence; None if it can."""
-        if self._have_moved:
-            return "Layers have moved during the run, and what is kept is of those before."
+        if self._layers.is_between_plans:
+            return "Layers were moving."
         if worker.journal is None:
             return "It was lost before all layers were sent."
         if self._connections.has_torn_step:
             return "An optimizer's step has failed."
-        if self._layers.is_between_plans:
-            return "Layers were moving."
         if self._layers.holdings.placement.has_replicas:
             return "The plan has replicas, and what they exchange is not kept."
         if worker.cannot_reach:
@@ -339,36 +365,61 @@ class Replacements:
         return True
 
     def _dial(self, worker: Member, may_be_elsewhere: bool) -> None:
-        """Dial the process in the place of a lost worker: at its address, else an idle worker.
+        """Dial the process in the place of a lost worker: its own next one, else an idle worker.
 
         Raises:
             WorkerUnreachable: If there is none.
         """
         try:
-            self._connections.dial_again(worker, worker.address)
+            self._dial_own_next(worker)
         except WorkerUnreachable:
-            used = [member.address for member in self._connections.members]
-            spares = [address for address in self._addresses if address not in used]
-            if not may_be_elsewhere or not any(self._takes_over(each, worker) for each in spares):
+            spares = self._connections.spares if may_be_elsewhere else []
+            if not any(self._takes_over(each, worker) for each in spares):
                 raise
 
-    def _takes_over(self, spare: Address, worker: Member) -> bool:
-        """Whether the worker at an address takes the place of a lost one."""
+    def _dial_own_next(self, worker: Member) -> None:
+        """Dial the next process of a lost worker. One that has joined may be another machine now.
+
+        Raises:
+            WorkerUnreachable: If there is none, or it cannot hold the layers.
+        """
         before = worker.equipment
+        self._connections.dial_again(worker, worker.own_name)
+        try:
+            self._check_can_hold(worker)
+        except WorkerError as error:
+            raise WorkerUnreachable(str(error)) from error
+        self._tell_if_other_kind(worker.own_name, worker, before)
+
+    def _takes_over(self, spare: str, worker: Member) -> bool:
+        """Whether a spare takes the place of a lost worker."""
+        before, own_name = worker.equipment, worker.own_name
         try:
             self._connections.dial_again(worker, spare)
-            for stage in self._layers.holdings.stages_of(worker):
-                stage.check_can_be_held(worker)
+            self._check_can_hold(worker)
         except WorkerError as error:
+            worker.own_name = own_name
             rank_zero_info(f"{spare} cannot take the place of {worker.name}: {error}")
             return False
         rank_zero_info(f"{spare} takes the place of {worker.name}, under its name in the plan")
+        self._tell_if_other_kind(spare, worker, before)
+        return True
+
+    def _check_can_hold(self, worker: Member) -> None:
+        """Refuse a process that lacks what the lost worker's layers need.
+
+        Raises:
+            WorkerError: With what it lacks.
+        """
+        for stage in self._layers.holdings.stages_of(worker):
+            stage.check_can_be_held(worker)
+
+    def _tell_if_other_kind(self, own_name: str, worker: Member, before: m.Equipment) -> None:
         if kind_of(before) != kind_of(worker.equipment):
             rank_zero_info(
-                f"{spare} is another device than {worker.name} was, or has another torch: the last "
-                "bits of what it computes may differ"
+                f"{own_name} is another device than {worker.name} was, or has another torch: the "
+                "last bits of what it computes may differ"
             )
-        return True
 
     def _restore(self, lost: Collection[Member]) -> int:
         """Give new processes the state of lost workers, and all that was said to these since;

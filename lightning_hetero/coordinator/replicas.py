@@ -101,10 +101,12 @@ class HostedReplicas:
     def never_leaves(self, microbatch: int) -> bool:
         return not self.placement.route(microbatch)
 
-    def running(self, enter: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+    def running(
+        self, enter: Callable[[Tensor], Tensor], leave: Callable[[], None]
+    ) -> AbstractContextManager[None]:
         # Behind other stages, and before them, the graph is cut at the hand-over.
         is_only = len(self.placement.stages) == 1
-        return self._hollow.running_here(enter) if is_only else self._hollow.running_here()
+        return self._hollow.running_here(*((enter, leave) if is_only else ()))
 
     def note_present(self) -> None:
         """Note that the workers have what is here: the weights have moved to their device."""

@@ -23,10 +23,11 @@ from ..recovery import Recovery
 from ..transport.address import Address
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
-from .connections import Connections, Open
+from .connections import Connections
 from .layers import RemoteLayers
 from .optimizer_parts import OptimizerParts
 from .replacement import Replacements
+from .source import Source
 from .stages import RemoteStages
 from .telemetry import Telemetry
 
@@ -41,9 +42,8 @@ class Coordinator:
         deadlines: How long each kind of waiting may take.
         identity: The equipment and credentials that this process shows to the workers.
         device: The device that this process computes on.
-        open_channel: Opens the conversation with a worker; None dials the worker's address.
-        addresses: Those of all workers that the user has named. One that the plan leaves idle may
-            take a lost one's place.
+        source: Where these workers are found, and others, of which one that the plan leaves idle
+            may take a lost one's place; None dials the addresses.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -56,15 +56,11 @@ class Coordinator:
         deadlines: Deadlines,
         identity: Identity,
         device: torch.device = CPU,
-        open_channel: Open | None = None,
-        addresses: Sequence[Address] = (),
+        source: Source | None = None,
     ) -> None:
-        self._addresses = addresses
         check_has_backend(device)
         copies = device_for(device).copies()
-        self.connections = Connections(
-            workers, deadlines, identity, copies.receive_pool, open_channel
-        )
+        self.connections = Connections(workers, deadlines, identity, copies.receive_pool, source)
         self.telemetry = Telemetry(self.connections, device)
         self.replacements: Replacements | None = None
         self._has_served = False
@@ -100,7 +96,7 @@ class Coordinator:
             SaveError: If the folder cannot be written.
         """
         self.replacements = Replacements(
-            settings, folder, self.connections, self.layers, self.stages, self._addresses
+            settings, folder, self.connections, self.layers, self.stages
         )
         return self.replacements
 

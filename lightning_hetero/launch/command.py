@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +23,14 @@ logger = logging.getLogger(__name__)
 # For a command to end after its input has ended, and then after SIGTERM.
 STOP_SECONDS = 5.0
 _MOST_TOLD_BYTES = 1500
+# Lets the system end a process with its parent by SIGTERM (PR_SET_PDEATHSIG), then runs a program.
+# The parent may have ended before.
+_ENDING_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -83,20 +93,23 @@ class Command:
         self.printed.close()
 
 
-def start_command(name: str, words: Sequence[str]) -> Command:
+def start_command(name: str, words: Sequence[str], ends_with_us: bool = False) -> Command:
     """Start a command; Ctrl-C does not reach it.
 
     Args:
         name: Its name for people.
         words: The program and its arguments.
+        ends_with_us: Whether the end of this process, or of the calling thread, ends the command by
+            SIGTERM where the system can do that. A command that ends with its input needs it not.
 
     Raises:
         WorkerError: If the program cannot be started.
     """
+    guarded = _ending_with_us(words) if ends_with_us else words
     printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
     try:
         process = subprocess.Popen(  # noqa: S603 - the user's own words, without a shell
-            words,
+            guarded,
             stdin=subprocess.PIPE,
             stdout=printed,
             stderr=subprocess.STDOUT,
@@ -109,6 +122,14 @@ def start_command(name: str, words: Sequence[str]) -> Command:
             "path."
         ) from error
     return Command(name, words, process, printed)
+
+
+def _ending_with_us(words: Sequence[str]) -> Sequence[str]:
+    """A command line that runs these words in a process that ends with this one."""
+    if not sys.platform.startswith("linux") or shutil.which(words[0]) is None:
+        return words
+    python = [sys.executable, "-I", "-S", "-c", _ENDING_WITH_PARENT]
+    return [*python, str(os.getpid()), *words]
 
 
 def stop_commands(commands: Sequence[Command]) -> None:

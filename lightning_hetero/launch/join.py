@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -242,18 +242,42 @@ class Door:
             taken = sorted([*first, *others[:count]], key=_in_order)
             self._wishes.members = taken
         for name in others[count:]:
-            guests[name].tell(self._note())
+            guests[name].tell(self._note(name))
             self._say(
                 f"{guests[name]} waits as a spare: the run takes {len(taken)} workers at most"
             )
         return {name: guests[name].address for name in taken}
 
-    def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome]:
+    def names(self) -> Sequence[str]:
+        """The names of the workers that wait."""
+        with self._changed:
+            self._forget_gone()
+            return list(self._guests)
+
+    def spares(self, used: Collection[str], room: float) -> list[str]:
+        """The names of the workers that may join the run, in the order in which they came.
+
+        Args:
+            used: Names that the run has.
+            room: How many workers it still takes.
+        """
+        found = [name for name in self.names() if name not in used]
+        return [name for number, name in enumerate(found) if number < room]
+
+    def note_members(self, names: Collection[str]) -> None:
+        """Note which workers the run has."""
+        with self._changed:
+            self._wishes.members = sorted(names, key=_in_order)
+
+    def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
         """Open the conversation with a worker that waits.
 
         Args:
             name: The worker's name.
             session_name: The name of the conversation.
+
+        Returns:
+            The channel, which is not started yet; the worker's Welcome; where it listens.
 
         Raises:
             WorkerUnreachable: If it has left, or refuses.
@@ -262,13 +286,19 @@ class Door:
             guest = self._guests.pop(name, None)
         if guest is None:
             raise WorkerUnreachable(
-                f"The worker {name} has joined and left again; look at what it printed, and start "
-                "it again."
+                f"No worker named {name} waits at {self.address}, as it has left again; look at "
+                "what it printed, and start it again."
             )
         try:
-            return open_over(
-                guest.connection, guest.address, session_name, self._deadlines, self._identity
+            opened = open_over(
+                guest.connection,
+                guest.address,
+                session_name,
+                self._deadlines,
+                self._identity,
+                lambda: name in self.names(),
             )
+            return *opened, guest.address
         except (OSError, ChannelError, RemoteProtocolError) as error:
             guest.connection.close()
             raise WorkerUnreachable(
@@ -359,7 +389,7 @@ class Door:
             # Before the worker can act on its Welcome, nobody else can take its name.
             self._guests[guest.name] = guest
             self._say(self._line(guest))
-            note = self._note()
+            note = self._note(guest.name)
             welcome = m.Welcome(
                 m.PROTOCOL_VERSION, self._identity.equipment, time.time(), note=note
             )
@@ -407,9 +437,11 @@ class Door:
             self._forget_gone()
             return self._wishes.missing(list(self._guests))
 
-    def _note(self) -> str:
+    def _note(self, name: str) -> str:
         """What a worker that waits is told."""
         wishes = self._wishes
+        if name in wishes.members:
+            return "the run has a worker of this name, so it waits until that one is lost"
         if wishes.members:
             return f"the run has begun with {_listed(wishes.members)}, so it waits as a spare"
         missing = wishes.missing(list(self._guests))
@@ -417,6 +449,8 @@ class Door:
 
     def _line(self, guest: Guest) -> str:
         """The line of the log about a worker that has come."""
+        if guest.name in self._wishes.members:
+            return f"{guest} has joined, and takes the place of the lost worker of its name"
         if self._wishes.members:
             return (
                 f"{guest} has joined; the run goes on with {_listed(self._wishes.members)}, and "

@@ -1,4 +1,4 @@
-"""Workers that Ray places: a placement group, and in each of its bundles an actor that starts one.
+"""Workers that Ray places: placement groups, and in each of their bundles an actor that starts one.
 
     driver ── start ──▶ actor in bundle 0 ── stdin ──▶ lightning-hetero worker --join …
        │                actor in bundle 1 ── stdin ──▶ …
@@ -44,13 +44,14 @@ _ARGUMENTS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 @dataclass
 class RayWorkers:
-    """Starts a worker in each bundle of a Ray placement group, for one run, and ends them with it.
+    """Starts a worker in each bundle of resources that Ray places, and ends them with the run.
 
     Plans call the workers ``ray-0``, ``ray-1``, …, in the order of the bundles. The nodes need this
     package, in Ray's Python or in that of ``python``, and the token's file.
 
     Args:
-        bundles: The resources of each worker, such as ``[{"GPU": 1}] * 4``.
+        bundles: The resources of each worker, such as ``[{"GPU": 1}] * 4``. Ray places the first
+            ``least`` of them together, and each of the others as soon as it fits.
         address: The cluster as for ``ray.init``; ``"auto"`` is the one of this machine. A cluster
             that is not there is an error: none is started.
         python: The Python on the nodes that has this package; None takes Ray's own.
@@ -105,27 +106,13 @@ class RayWorkers:
         is_ours = not ray.is_initialized()
         if is_ours:
             self._connect(ray)
+        self._placed = _Placed(ray, is_ours)
         try:
             where = Address.parse(self.join) if self.join else _reachable_in(ray, join)
-            group = ray.util.placement_group(self.bundles, strategy="SPREAD")
+            self._start_actors(self._placed, where)
         except BaseException:
-            if is_ours:
-                ray.shutdown()
+            self.stop()
             raise
-        self._placed = _Placed(ray, is_ours, group, [])
-        node_class = ray.remote(_actor_class())
-        strategies = import_extra("ray.util.scheduling_strategies", "ray", "RayWorkers need it")
-        for number, bundle in enumerate(self.bundles):
-            in_bundle = strategies.PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=number
-            )
-            actor = node_class.options(
-                **_needs(bundle),
-                scheduling_strategy=in_bundle,
-                max_restarts=-1,
-                max_task_retries=0,
-            ).remote(self.python, self._words(where, f"ray-{number}"))
-            self._placed.actors.append(_Actor(f"ray-{number}", actor, actor.failure.remote()))
 
     def stop(self) -> None:
         """End the actors, and with them the workers. May be called twice."""
@@ -156,6 +143,28 @@ class RayWorkers:
                 "address of a cluster with `address=`."
             ) from error
 
+    def _start_actors(self, placed: _Placed, join: Address) -> None:
+        """Ask Ray for an actor in each bundle, which starts a worker there."""
+        ray = placed.ray
+        node_class = ray.remote(_actor_class())
+        strategies = import_extra("ray.util.scheduling_strategies", "ray", "RayWorkers need it")
+        together, others = self.bundles[: self.least], self.bundles[self.least :]
+        for bundles in (together, *([each] for each in others)):
+            group = ray.util.placement_group(bundles, strategy="SPREAD")
+            placed.groups.append(group)
+            for number, bundle in enumerate(bundles):
+                in_bundle = strategies.PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=number
+                )
+                name = f"ray-{len(placed.actors)}"
+                actor = node_class.options(
+                    **_needs(bundle),
+                    scheduling_strategy=in_bundle,
+                    max_restarts=-1,
+                    max_task_retries=0,
+                ).remote(self.python, self._words(join, name))
+                placed.actors.append(_Actor(name, actor, actor.failure.remote()))
+
     def _words(self, join: Address, name: str) -> list[str]:
         words = ["-m", "lightning_hetero", "worker", "--join", str(join), "--name", name]
         words += ["--stop-with-stdin", "--rejoin-seconds", str(_REJOIN_SECONDS)]
@@ -178,14 +187,14 @@ class _Placed:
     Args:
         ray: The library.
         is_ours: Whether this run has connected to the cluster, and so disconnects.
-        group: The placement group.
+        groups: The placement groups.
         actors: One for each bundle.
     """
 
     ray: Any
     is_ours: bool
-    group: Any
-    actors: list[_Actor]
+    groups: list[Any] = field(default_factory=list)
+    actors: list[_Actor] = field(default_factory=list)
 
     def ask(self, actor: _Actor) -> str:
         """Why an actor's worker has failed; empty while that is unknown."""
@@ -201,12 +210,14 @@ class _Placed:
         return why
 
     def without_node(self) -> list[str]:
-        """A sentence on the placement group if Ray has found no nodes for it."""
-        table = self.ray.util.placement_group_table(self.group)
-        if table["state"] == "CREATED":
+        """A sentence on the bundles for which Ray has found no nodes."""
+        tables = [self.ray.util.placement_group_table(group) for group in self.groups]
+        waiting = [table for table in tables if table["state"] != "CREATED"]
+        if not waiting:
             return []
+        bundles = [bundle for table in waiting for bundle in table["bundles"].values()]
         return [
-            f"Ray has not placed the bundles {list(table['bundles'].values())}: the cluster has "
+            f"Ray has not placed the bundles {bundles}: the cluster has "
             f"{self.ray.cluster_resources()}, of which {self.ray.available_resources()} are free. "
             "Add nodes with what is missing, or ask for less with `bundles`."
         ]
@@ -217,8 +228,9 @@ class _Placed:
             for actor in self.actors:
                 with contextlib.suppress(*_NO_ANSWER):
                     self.ray.kill(actor.handle, no_restart=True)
-            with contextlib.suppress(*_NO_ANSWER):
-                self.ray.util.remove_placement_group(self.group)
+            for group in self.groups:
+                with contextlib.suppress(*_NO_ANSWER):
+                    self.ray.util.remove_placement_group(group)
         finally:
             if self.is_ours:
                 self.ray.shutdown()

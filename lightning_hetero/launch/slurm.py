@@ -18,7 +18,7 @@ from ..transport.token import Token
 from .command import Command, start_command, stop_commands
 from .launcher import check_wishes, reachable
 
-# A worker whose coordinator is gone, and whose srun has not ended, ends by itself after this time.
+# A worker whose coordinator is gone, and whose srun goes on, ends by itself after this time.
 _REJOIN_SECONDS = 60
 # Counts the tasks of all components of a step from 0 on.
 _TASK = "$SLURM_PROCID"
@@ -78,7 +78,8 @@ class SlurmWorkers:
             WorkerError: If there is no srun here.
         """
         where = Address.parse(self.join) if self.join else reachable(join)
-        self._commands.append(start_command("srun", self._words(where)))
+        # srun goes on when its input ends, also in the queue.
+        self._commands.append(start_command("srun", self._words(where), ends_with_us=True))
 
     def stop(self) -> None:
         """End srun, and with it the workers. May be called twice."""

@@ -191,7 +191,7 @@ class SentLog:
         self._entries.setdefault(member, deque()).append(entry)
         return encode
 
-    def forget(self, step: int) -> None:
+    def forget(self, step: float) -> None:
         """Drop what belongs to steps up to this one."""
         for entries in self._entries.values():
             while entries and (entries[0].message.step or 0) <= step:

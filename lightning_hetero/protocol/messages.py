@@ -216,6 +216,12 @@ class Resumed(Message, frozen=True):
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
 
 
+class Leaving(Message, frozen=True):
+    """The worker's owner wants it to end. It serves on until the coordinator says goodbye."""
+
+    said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
+
+
 class Done(Message, frozen=True):
     """The worker has carried out the last request."""
 

@@ -42,6 +42,7 @@ from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four
 from ..plan import COORDINATOR, Plan
 from ..planner.feasibility import as_measured
 from ..planner.profile import EMBEDDING, HEAD, Profile
+from ..planner.replan import StageSeconds
 from ..profiler.kept import Measured
 from ..protocol.messages import Equipment
 from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
@@ -161,6 +162,26 @@ class TrainingRun(Run):
     def profile(self) -> Profile | None:
         """The measured times of the deployment; None if they are not known."""
         return self._watch.profile
+
+    @property
+    def present_seconds(self) -> dict[str, StageSeconds]:
+        """The seconds of each process in the latest steps; empty while these are too few."""
+        return self._watch.present_seconds
+
+    @property
+    def keeps_own_layers(self) -> bool:
+        """Whether the time of this process's own layers is not known, so that they stay here."""
+        return self._step.recorder is None
+
+    @contextmanager
+    def planning_with(self, profile: Profile | None) -> Iterator[None]:
+        """Inside, layers move to a plan that was made with this profile, which stays then."""
+        before, self._watch.profile = self._watch.profile, profile
+        try:
+            yield
+        except BaseException:
+            self._watch.profile = before
+            raise
 
     def training_step(self, step: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run the training step of a batch.

@@ -175,12 +175,21 @@ class _Opened:
 
 @dataclass(frozen=True)
 class _Call:
-    """What one end says to a worker to open a conversation, or to go on with it."""
+    """What one end says to a worker to open a conversation, or to go on with it.
+
+    Args:
+        address: Where the worker listens.
+        hello: What is said.
+        deadlines: How long each kind of waiting may take.
+        credentials: Prove that this process has the token; None without a token.
+        has_joined_again: Tells whether another process of the worker waits at the door by now.
+    """
 
     address: Address
     hello: m.Hello
     deadlines: Deadlines
     credentials: Credentials | None
+    has_joined_again: Callable[[], bool] = lambda: False
 
     def open(self) -> _Opened:
         """Open a conversation; dial once more while a process takes the place of another.
@@ -228,9 +237,12 @@ class _Call:
             The connection, and the number of frames that the worker has received.
 
         Raises:
-            PeerGone: If the worker's process has ended, or does not know the conversation.
+            PeerGone: If the worker's process has ended or has a successor at the door, or does not
+                know the conversation.
             WorkerUnreachable: If no worker answers, for example because the network is away.
         """
+        if self.has_joined_again():
+            raise PeerGone("Another process has joined since under its name.")
         hello = msgspec.structs.replace(
             self.hello, secret=secret, attempt=attempt, received=received
         )
@@ -267,6 +279,7 @@ def open_over(
     session_name: str,
     deadlines: Deadlines,
     identity: Identity,
+    has_joined_again: Callable[[], bool],
 ) -> tuple[Channel, m.Welcome]:
     """Open a conversation as the coordinator over a connection that the worker has dialled.
 
@@ -278,6 +291,8 @@ def open_over(
         session_name: The name of the conversation.
         deadlines: How long each kind of waiting may take; its ``linger_seconds`` are asked for.
         identity: What this process shows to the worker.
+        has_joined_again: Tells whether another process of the worker waits at the door by now. Then
+            the one whose connection is broken never comes back.
 
     Raises:
         WorkerUnreachable: If the worker refuses.
@@ -294,7 +309,7 @@ def open_over(
     there = f"the worker at {address}"
     welcome = _ask_to_talk(connection, session, hello, there, deadlines.connect_seconds)
     opened = _Opened(connection, session, welcome, time.monotonic() - began_seconds)
-    call = _Call(address, hello, deadlines, identity.credentials)
+    call = _Call(address, hello, deadlines, identity.credentials, has_joined_again)
     return call.channel(opened), welcome
 
 

@@ -51,7 +51,9 @@ class Neighbors:
 
     def keep_sent(self, most_bytes: int) -> None:
         """Keep what goes to other workers from now on, with so many bytes of it in memory."""
-        self._log = SentLog(FrameStore(most_bytes))
+        if self._log is None:
+            self._log = SentLog(FrameStore(most_bytes))
+        self._log.forget(math.inf)  # layers have moved
         for channel, number in self.numbers.items():
             self._keep_over(channel, number)
 

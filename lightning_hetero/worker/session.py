@@ -79,14 +79,21 @@ _MOST_OF_NAME = 8
 
 
 # A paused worker takes these messages at once; it holds all others until it is resumed.
-_NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed)
+_NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed, m.Leaving)
 
 
 _LAST_WORDS = (m.Failure, m.Goodbye)
 
 
 # Requests that wait for forwards and backwards wait for these.
-_NEVER_BEHIND = (m.Activation, m.Gradient, m.AbortStep, m.ReplicaTensors, m.ReplaceNeighbor)
+_NEVER_BEHIND = (
+    m.Activation,
+    m.Gradient,
+    m.AbortStep,
+    m.ReplicaTensors,
+    m.ReplaceNeighbor,
+    m.Leaving,
+)
 
 
 @dataclass(frozen=True)
@@ -178,6 +185,7 @@ class StageSession:
             m.Wait: self._on_wait,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
+            m.Leaving: self._on_leaving,
             m.Deploy: self._on_deploy,
             m.Launch: self._on_launch,
             m.BeginStep: self._on_begin_step,
@@ -208,8 +216,8 @@ class StageSession:
                 self._coordinator.send(m.Failure(str(error)))
             raise
 
-    def wish(self, message: m.Paused | m.Resumed) -> None:
-        """Tell the session that its owner pauses or resumes it, after the present micro-batch."""
+    def wish(self, message: m.Paused | m.Resumed | m.Leaving) -> None:
+        """Tell the session what its owner wants, after the present micro-batch."""
         self._inbox.put(Arrival(self._coordinator, Frame(message)))
 
     @property
@@ -430,6 +438,9 @@ class StageSession:
             self._coordinator.send(message)
             while held:
                 self._take(held.popleft())
+
+    def _on_leaving(self, message: m.Leaving, _tensors: tuple[Tensor, ...]) -> None:
+        self._coordinator.send(message)
 
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
         self._trials.forget()

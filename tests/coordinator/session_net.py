@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.coordinator import connections, replacement, snapshots
+from lightning_hetero.coordinator import connections, replacement, snapshots, source
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import ChannelError, WorkerUnreachable
 from lightning_hetero.model.allowed_imports import Allowed
@@ -309,10 +309,12 @@ class Net:
         thread = SimpleNamespace(
             Thread=lambda target, args, **_: _Later(self, target, args),
         )
-        clock = SimpleNamespace(monotonic=self.monotonic, sleep=lambda _seconds: None)
+        clock = SimpleNamespace(
+            monotonic=self.monotonic, perf_counter=self.monotonic, sleep=lambda _seconds: None
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(connections, "SimpleQueue", lambda: NetInbox(self))
-            patch.setattr(connections, "dial", self.dial)
+            patch.setattr(source, "dial", self.dial)
             patch.setattr(worker_session, "dial", None)
             patch.setattr(worker_snapshots, "threading", thread)
             patch.setattr(snapshots, "ThreadPoolExecutor", lambda *_: _AtOnce())

@@ -1,4 +1,4 @@
-"""Mutated frames against the decoder, mutated conversations against a live worker, and then a run.
+"""What is almost right, told to the decoder, a door and a live worker; and then a run.
 
 python -m tests.fuzz.main [FRAMES] [CONVERSATIONS] [SEED]
 """
@@ -15,13 +15,15 @@ import torch
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import RemoteProtocolError
+from lightning_hetero.transport.handshake import Identity
 
 from ..conftest import worker_process
 from ..faults.scene import be_quiet
+from ..launch.guests import knock
 from ..models import TinyModule, loader, trainer
 from .mutations import mutated, mutated_conversation
-from .recording import RecordedFrame, record
-from .targets import LiveWorker, decode
+from .recording import RecordedFrame, joiner_hello, record
+from .targets import LiveWorker, OpenDoor, decode, fuzzed_door
 
 # What this machine can spare: a worker that asked for more would be refused instead of killed.
 MOST_ADDRESSED_BYTES = 24 * 2**30
@@ -52,6 +54,18 @@ def fuzz_worker(frames: list[RecordedFrame], worker: LiveWorker, count: int, see
         worker.hear(mutated_conversation(Random(f"{seed} {number}"), frames))
 
 
+def fuzz_door(frames: list[RecordedFrame], door: OpenDoor, count: int, seed: int) -> None:
+    """Mostly Hellos that are almost right, and then the door lets an honest worker in."""
+    hello = joiner_hello()
+    for number in range(count):
+        random = Random(f"{seed} {number}")
+        frame = hello if random.random() < 0.8 else random.choice(frames)
+        door.hear(mutated(random, frame))
+    honest = knock(door.door, "honest", Identity())
+    assert door.door.names() == ["honest"]
+    honest.connection.close()
+
+
 def main(num_frames: int = 200_000, num_conversations: int = 2_000, seed: int = 0) -> None:
     be_quiet()
     torch.set_num_threads(1)
@@ -66,6 +80,12 @@ def main(num_frames: int = 200_000, num_conversations: int = 2_000, seed: int = 
         say(
             "its memory", f"{megabytes(before)} at most before, {megabytes(own_peak_bytes())} after"
         )
+        begin = time.monotonic()
+        with fuzzed_door() as door:
+            fuzz_door(frames, door, num_conversations, seed)
+        seconds = time.monotonic() - begin
+        say("door", f"{num_conversations:,} Hellos in {seconds:.0f} s: {door.answers}")
+        say("its memory", f"{megabytes(own_peak_bytes())} at most")
         worker = LiveWorker(process.address, process.process.pid)
         before, begin = worker.memory_bytes(), time.monotonic()
         fuzz_worker(frames, worker, num_conversations, seed)

@@ -9,10 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_hetero import HeteroPipelineStrategy
-from lightning_hetero.protocol.frames import _PREFIX
+from lightning_hetero.devices.description import equipment_here
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import _PREFIX, Frame, encode_frame
 from lightning_hetero.transport.connection import SocketConnection
 
 from ..models import TinyModule, loader, trainer
@@ -55,6 +58,19 @@ def record(worker: str) -> list[RecordedFrame]:
         run.fit(TinyModule(num_layers=2), loader(4, 4))
     [conversation] = said.values()
     return list(_frames_of(bytes(conversation)))
+
+
+def joiner_hello() -> RecordedFrame:
+    """What a worker says at the coordinator's door."""
+    hello = m.Hello(
+        m.PROTOCOL_VERSION,
+        "joiner",
+        equipment=equipment_here(torch.device("cpu")),
+        name="fast",
+        address="127.0.0.1:4321",
+    )
+    [frame] = _frames_of(b"".join(encode_frame(Frame(hello))))
+    return frame
 
 
 def _frames_of(data: bytes) -> list[RecordedFrame]:

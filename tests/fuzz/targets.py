@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from lightning_hetero.errors import HeteroError, RemoteProtocolError
+from lightning_hetero.launch import join
+from lightning_hetero.launch.join import Door, open_door
 from lightning_hetero.pipeline.codec import decode_activation, decode_arguments, decode_gradients
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, OpeningReader
 from lightning_hetero.protocol.session import Session, State, answering_session, opening_session
 from lightning_hetero.protocol.values import KeptConstants
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
 
 HANG_SECONDS = 60.0
 # For the worker to answer what it was asked, before the next thing is said.
@@ -108,8 +113,62 @@ class LiveWorker:
         return int(found) * 1024
 
 
+@dataclass(frozen=True)
+class OpenDoor:
+    """A coordinator's door that is told mutated Hellos.
+
+    Args:
+        door: The door, which waits for one worker more than there will ever be.
+        faults: What the door has logged as a fault of its own.
+        answers: How often each kind of word was its first answer.
+    """
+
+    door: Door
+    faults: list[str] = field(default_factory=list)
+    answers: dict[str, int] = field(default_factory=dict)
+
+    def hear(self, said: bytes) -> None:
+        """Say something, then end; the door must end its side too.
+
+        Raises:
+            TimeoutError: If it does not.
+            AssertionError: If it has logged a fault of its own.
+        """
+        where = (self.door.address.host, self.door.address.port)
+        with socket.create_connection(where, HANG_SECONDS) as connection:
+            connection.settimeout(HANG_SECONDS)
+            listener = _Listener(connection)
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(said)
+            with contextlib.suppress(OSError):  # it has ended it already
+                connection.shutdown(socket.SHUT_WR)
+            first = listener.first_word()
+            self.answers[first] = self.answers.get(first, 0) + 1
+            self.door.names()  # it takes leave of workers that were let in and have gone
+            listener.read_to_end()
+        assert not self.faults, self.faults
+
+
+@contextlib.contextmanager
+def fuzzed_door() -> Iterator[OpenDoor]:
+    """A door on a free loopback port, without a token, which nobody but `OpenDoor` watches."""
+    where, silent = Address("127.0.0.1", 0), lambda _line: None
+    opened = open_door(where, Identity(), Deadlines(), least=2**20, say=silent)
+    found = OpenDoor(opened)
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: found.faults.append(  # type: ignore[method-assign]
+        logging.Formatter().format(record)
+    )
+    join.logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        join.logger.removeHandler(handler)
+        opened.close()
+
+
 class _Listener:
-    """Hears what the worker answers."""
+    """Hears what the other end answers."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -125,6 +184,13 @@ class _Listener:
                 if self._hear() is kind:
                     break
         self._connection.settimeout(HANG_SECONDS)
+
+    def first_word(self) -> str:
+        """The kind of the first thing that is said; "nothing" if the conversation ends before."""
+        with contextlib.suppress(ConnectionError):
+            while self._last == "nothing" and self._hear() is not None:
+                pass
+        return self._last
 
     def read_to_end(self) -> str:
         """The kind of the last thing that the worker says."""

@@ -7,9 +7,9 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy
 
 from ..conftest import WorkerProcess
-from ..fuzz.main import fuzz_decoder, fuzz_worker
+from ..fuzz.main import fuzz_decoder, fuzz_door, fuzz_worker
 from ..fuzz.recording import RecordedFrame, record
-from ..fuzz.targets import LiveWorker
+from ..fuzz.targets import LiveWorker, fuzzed_door
 from ..models import TinyModule, loader, trainer
 
 _MOST_GROWTH_BYTES = 256 * 2**20
@@ -45,3 +45,11 @@ def test_a_worker_hears_mutated_conversations_and_then_serves(
         module, loader(12, 12)
     )
     assert len(module.losses) == 1
+
+
+def test_a_door_hears_mutated_hellos_and_lets_an_honest_worker_in(
+    frames: list[RecordedFrame],
+) -> None:
+    with fuzzed_door() as door:
+        fuzz_door(frames, door, 300, seed=1)
+    assert door.answers.keys() >= {"Welcome", "Failure", "nothing"}

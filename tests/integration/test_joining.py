@@ -72,9 +72,13 @@ def assert_same(found: TinyModule, expected: TinyModule) -> None:
 
 
 def strategy_of(
-    where: str, plan: str | Plan, token_file: Path, least: int = 2
+    where: str,
+    plan: str | Plan,
+    token_file: Path,
+    least: int = 2,
+    wait_seconds: float = PATIENCE_SECONDS,
 ) -> HeteroPipelineStrategy:
-    joining = Joining(where, least=least, wait_seconds=PATIENCE_SECONDS)
+    joining = Joining(where, least=least, wait_seconds=wait_seconds)
     return HeteroPipelineStrategy(joining, plan, micro_batches=4, token_file=token_file)
 
 
@@ -148,6 +152,27 @@ def test_one_that_is_lost_is_named_and_the_next_run_takes_the_other(
     assert len(fit(TinyModule(), strategy_of(where, "even", token_file)).losses) == 3
 
 
+OTHER_TRANSFORMERS = """
+from lightning_hetero.devices import description
+versions = description._versions
+description._versions = lambda: {**versions(), "transformers": "1.0.0"}
+"""
+
+
+def test_one_whose_version_does_not_fit_is_told_of_in_the_run_s_error(
+    where: str, token_file: Path
+) -> None:
+    options = ("--join", where, "--token-file", str(token_file), "--name", "old")
+    strategy = strategy_of(where, "even", token_file, least=3, wait_seconds=5.0)
+    with (
+        worker_process(*options, before=OTHER_TRANSFORMERS),
+        pytest.raises(
+            JoinError, match=r"The worker old was refused: .* has 1\.0\.0, .* same major"
+        ),
+    ):
+        fit(TinyModule(), strategy)
+
+
 def test_one_that_nobody_lets_in_ends_with_an_error(token_file: Path) -> None:
     options = ("--join", str(closed_address()), "--rejoin-seconds", "0")
     with worker_process(*options, "--token-file", str(token_file)) as worker:
@@ -162,7 +187,7 @@ def test_one_that_has_served_ends_in_good_order(token_file: Path) -> None:
         with worker_process(*options, "--token-file", str(token_file)) as worker:
             opened.wait(PATIENCE_SECONDS)
             [name] = opened.begin(None)
-            channel, _ = opened.admit(name, "session")
+            channel, *_ = opened.admit(name, "session")
             channel.start(SimpleQueue())
             opened.close()
             channel.close(m.Goodbye())

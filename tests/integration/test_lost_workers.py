@@ -242,14 +242,70 @@ def test_a_plan_with_replicas_refuses_to_replace_a_worker(tmp_path: Path) -> Non
             fit(TinyModule(), strategy, loader(36, 12), callbacks=callbacks)
 
 
-def test_layers_that_have_moved_are_not_recovered(tmp_path: Path) -> None:
+def moved_plan_over(names: Sequence[str]) -> Plan:
+    stages = [
+        StagePlan([names[1]], (0, 1)),
+        StagePlan([names[0]], (1, 3)),
+        StagePlan(["coordinator"], (3, 5)),
+    ]
+    return Plan(stages, micro_batches=3)
+
+
+def test_a_worker_that_is_killed_behind_a_move_comes_back(
+    undisturbed: Left, tmp_path: Path
+) -> None:
+    """The layers move twice, and the state behind each move is safe before the worker dies."""
     with worker_process() as first, worker_process() as second:
         names = [first.address, second.address]
-        before = Plan([StagePlan([names[0]], (0, 3)), StagePlan([names[1]], (3, 5))], 2)
-        after = Plan([StagePlan([names[0]], (0, 2)), StagePlan([names[1]], (2, 5))], 2)
+        plans = [moved_plan_over(names), plan_over(names)]
+        moving = MovingAndKilling(plans, [second, first])
+        checkpoints = ModelCheckpoint(tmp_path / "run", save_top_k=-1, filename="{epoch}")
+        callbacks = [checkpoints, moving]
+        found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
+    assert moving.killed == [second.address, first.address]
+    assert_same_run(found, undisturbed)
+
+
+class MovingAndKilling(RecoveryCallback):
+    """Moves layers to each plan, and kills a worker behind each move."""
+
+    def __init__(self, plans: Sequence[Plan], victims: Sequence[WorkerProcess]) -> None:
+        self.plans, self.victims = plans, victims
+        self.killed: list[str] = []
+        self.num_moved = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.num_moved == len(self.killed):
+            # A window of accumulation begins with every other batch.
+            if self.num_moved < len(self.plans) and batch_idx % 2 == 0:
+                trainer.strategy.move_layers(self.plans[self.num_moved])
+                self.num_moved += 1
+        elif is_safe(trainer):
+            victim = self.victims[len(self.killed)]
+            kill(victim)
+            self.killed.append(victim.address)
+
+
+def is_safe(trainer: Any) -> bool:
+    """Whether the snapshot behind the latest move is whole."""
+    return not trainer.strategy.deployment.coordinator.replacements._has_moved
+
+
+def test_a_worker_that_is_killed_right_behind_a_move_ends_the_run(tmp_path: Path) -> None:
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
         settings = Recovery(folder=tmp_path, every_seconds=ALWAYS)
-        strategy = HeteroPipelineStrategy(names, before, recovery=settings)
-        moving = {0: partial(kill, first), 1: lambda: strategy.move_layers(after)}
-        callbacks = [Observing({**moving, 2: partial(kill, second)})]
-        with pytest.raises(WorkerLost, match="cannot be replaced: Layers have moved"):
-            fit(TinyModule(), strategy, loader(48, 12), callbacks=callbacks)
+        strategy = HeteroPipelineStrategy(names, plan_over(names), recovery=settings)
+
+        def move_and_kill() -> None:
+            strategy.move_layers(moved_plan_over(names))
+            kill(second)
+
+        expected = "cannot be replaced: Layers have moved, and no snapshot"
+        with pytest.raises(WorkerLost, match=expected):
+            fit(
+                TinyModule(),
+                strategy,
+                loader(48, 12),
+                callbacks=[Observing({0: partial(kill, first), 2: move_and_kill})],
+            )

@@ -16,33 +16,16 @@ from lightning_hetero.transport.token import Token, write_token_file
 from ..equality import differing
 from ..models import TinyModule, fit
 from .configs import strategy_of_config
+from .srun import stand_in_srun
 from .sshd import COMMAND
-
-# Reads its words as srun does: options, a program with its words, and a colon before the next
-# component. Passes SIGTERM on to the tasks.
-SRUN = r"""
-import os, re, signal, subprocess, sys
-line, tasks = sys.argv[1:] + [":"], []
-while line:
-    end = line.index(":")
-    component, line = line[:end], line[end + 1 :]
-    program = component.index("sh")
-    count = int(re.search(r"-n *([0-9]+)", " ".join(component[:program]))[1])
-    for _ in range(count):
-        number = {"SLURM_PROCID": str(len(tasks))}
-        tasks.append(subprocess.Popen(component[program:], env={**os.environ, **number}))
-signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
-sys.exit(max(task.wait() for task in tasks))
-"""
 
 
 @pytest.fixture
 def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    program = tmp_path / "bin" / "srun"
-    program.parent.mkdir()
-    program.write_text(f"#!/usr/bin/env python3\n{SRUN}")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = stand_in_srun(folder)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
     return program
 
 
@@ -77,6 +60,16 @@ def test_the_command_line_is_one_srun_with_a_colon_between_components() -> None:
     assert words[6] == words[-1]
     assert words[-1].startswith("exec lightning-hetero worker --join 10.0.0.1:7070 ")
     assert words[-1].endswith('--name "slurm-$SLURM_PROCID"')
+
+
+@pytest.mark.usefixtures("srun")
+def test_a_node_without_the_token_is_told() -> None:
+    options = ["--token-file", "/nowhere/token"]
+    launcher = SlurmWorkers(["-n1"], COMMAND, options, listen="127.0.0.1:0")
+    told = r"srun ended with status 1\. It printed: .*There is no token file '/nowhere/token'"
+    with pytest.raises(JoinError, match=told):
+        fit(TinyModule(), HeteroPipelineStrategy(launcher, "even"))
+    assert not launcher._commands
 
 
 def test_an_srun_that_fails_is_told_with_what_it_printed(srun: Path) -> None:

@@ -96,14 +96,14 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.IDLE): (
         "Deploy DescribeDevice PrepareLayers MeasureLayer MeasureOptimizer MeasureLink Probe",
         "Done DeviceDescribed LayerMeasured OptimizerMeasured LinkMeasured ProbeAnswer NotMeasured "
-        "Paused Resumed",
+        "Paused Resumed Leaving",
     ),
     (workers_pair, State.LOADING): (
         "LoadTensor OfferTensor SendTensors MovedTensor FetchTensors FetchOptimizerState Launch "
         "KeepSent SnapshotTensor ReplaceNeighbor",
         "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
         "TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway NeighborBack "
-        "Paused Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
+        "Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
     ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
@@ -113,7 +113,7 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "KeepSent ForgetSent TakeSnapshot Replay Wait ReplaceNeighbor",
         "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
         "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable NeighborAway "
-        "NeighborBack Paused Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
+        "NeighborBack Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
