@@ -143,7 +143,7 @@ class Replacements:
 
         A worker that still repeats what a lost one has done would do so in the middle of the move.
         """
-        while self._losses:
+        while self._open:
             self._connections.hear()
         if self._coming is not None:
             self._forget(self._coming)
