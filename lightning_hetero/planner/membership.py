@@ -208,11 +208,8 @@ def too_few(names: Collection[str], least: int) -> str:
     """Why a run with these workers cannot go on, as a sentence; empty if it can."""
     if len(names) >= least:
         return ""
-    count = f"Only {len(names)} worker{'s are' if len(names) != 1 else ' is'} left"
-    return (
-        f"{count if names else 'No worker is left'}, and the run needs {least} "
-        "(`least_workers` of `Recovery`)."
-    )
+    count = "1 worker takes" if len(names) == 1 else f"{len(names)} workers take"
+    return f"Only {count} part, and the run needs {least} (`least_workers` of `Recovery`)."
 
 
 def _most_layers(plan: Plan) -> tuple[int, ...]:

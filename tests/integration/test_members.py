@@ -27,6 +27,7 @@ from lightning_hetero import (
 )
 from lightning_hetero.coordinator import lookout
 from lightning_hetero.devices.description import describe_device
+from lightning_hetero.errors import PlanError, WorkerLost
 from lightning_hetero.plan import COORDINATOR
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, LinkSpeed, Part, Profile
 from lightning_hetero.profiler.kept import Measured
@@ -254,7 +255,7 @@ def test_one_that_the_run_needs_stays(
             found = train(strategy, Events({4: ask_to_end(second)}))
         assert second.process.wait() == 0
     assert_same(found, undisturbed)
-    assert "Only 1 worker is left, and the run needs 2" in caplog.text
+    assert "Only 1 worker takes part, and the run needs 2" in caplog.text
 
 
 @pytest.mark.usefixtures("measured")
@@ -280,6 +281,38 @@ def test_the_machines_that_are_left_share_the_layers_of_one_that_is_lost_for_goo
     assert events.told == [("left", names[1])]
     assert sorted(events.plans[-1].workers) == sorted([names[0], names[2]])
     assert f"from step 5 on the run does without {names[1]}" in caplog.text
+
+
+def test_a_run_with_fewer_workers_than_it_needs_does_not_begin(
+    worker_processes: list[WorkerProcess], tmp_path: Path
+) -> None:
+    names = [worker.address for worker in worker_processes[:2]]
+    settings = Recovery(folder=tmp_path, least_workers=3)
+    strategy = HeteroPipelineStrategy(names, plan_over(names), recovery=settings)
+    with pytest.raises(PlanError, match="Only 2 workers take part, and the run needs 3"):
+        train(strategy)
+
+
+def test_a_run_ends_if_one_machine_serves_for_too_many(tmp_path: Path) -> None:
+    """As if a machine of the run took the place of the lost worker."""
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+
+        def kill(strategy: Any) -> None:
+            replacements = strategy.deployment.coordinator.replacements
+            connections, dial = replacements._connections, replacements._dial
+
+            def elsewhere(worker: Any, *args: Any, **options: Any) -> None:
+                dial(worker, *args, **options)
+                worker.address = connections.named(names[0]).address
+
+            replacements._dial = elsewhere
+            second.session.kill()
+
+        settings = Recovery(folder=tmp_path, least_workers=2)
+        strategy = HeteroPipelineStrategy(names, plan_over(names), recovery=settings)
+        with pytest.raises(WorkerLost, match="cannot be replaced: Only 1 worker takes part"):
+            train(strategy, Events({3: kill}))
 
 
 # joining

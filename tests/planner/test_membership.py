@@ -192,8 +192,8 @@ def test_a_lost_worker_is_at_the_home_of_another_one() -> None:
 
 def test_too_few_workers_are_told_with_both_numbers() -> None:
     assert too_few(["a", "b"], 2) == ""
-    assert "Only 1 worker is left, and the run needs 2" in too_few(["a"], 2)
-    assert "No worker is left" in too_few([], 1)
+    assert "Only 1 worker takes part, and the run needs 2" in too_few(["a"], 2)
+    assert "Only 0 workers take part, and the run needs 1" in too_few([], 1)
 
 
 def test_a_profile_follows_the_present_speeds() -> None:
