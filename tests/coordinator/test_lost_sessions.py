@@ -69,6 +69,15 @@ class MovingFrozen(Moving):
             parameter.requires_grad_(parameter.ndim == 1)
 
 
+class MovingLoaded(MovingFrozen):
+    """Replaces all weights before they move, also those that do not train."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.load_state_dict({name: 1.5 * t for name, t in self.state_dict().items()})
+        super().on_train_batch_start(batch, batch_idx)
+
+
 class ByHand(TinyModule):
     """Looks at norms, and adds up the gradients of two batches."""
 
@@ -124,6 +133,7 @@ MODULES: dict[str, type[TinyModule]] = {
     "by hand": ByHand,
     "moving": Moving,
     "moving frozen": MovingFrozen,
+    "moving loaded": MovingLoaded,
     "moving averaged": Moving,
     "frozen": Freezing,
     "generating": Generating,
@@ -216,7 +226,7 @@ REFUSED = r"Layers were moving|Layers have moved, and no snapshot"
 
 
 @pytest.mark.filterwarnings("ignore:.*It had no layers, so the run goes on without it")
-@pytest.mark.parametrize("options", ["moving", "moving frozen", "moving averaged"])
+@pytest.mark.parametrize("options", ["moving", "moving frozen", "moving loaded", "moving averaged"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_random_losses_change_no_bit_where_layers_move(
     plan: str, options: str, tmp_path: Path
