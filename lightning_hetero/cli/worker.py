@@ -124,7 +124,8 @@ def _worker(
         torch.set_num_threads(options.threads)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
     found = place.equipment
-    owner = Owner(options.memory, linger_seconds=options.linger_seconds)
+    memory_bytes = options.memory if place.second is None else place.second.limit(options.memory)
+    owner = Owner(memory_bytes, linger_seconds=options.linger_seconds)
     if options.listen_fd is None:
         owner = replace(owner, on_run_end=_show)
     return Worker(

@@ -268,7 +268,8 @@ def test_the_machines_that_are_left_share_the_layers_of_one_that_is_lost_for_goo
 
         def take_over(strategy: Any) -> None:
             connections = strategy.deployment.coordinator.connections
-            connections.named(names[1]).address = connections.named(names[0]).address
+            lost = connections.named(names[1])
+            lost.address, lost.is_beside = connections.named(names[0]).address, True
 
         events = Events({4: take_over})
         plan = Plan(
