@@ -260,28 +260,28 @@ def test_one_that_the_run_needs_stays(
 
 @pytest.mark.usefixtures("measured")
 def test_the_machines_that_are_left_share_the_layers_of_one_that_is_lost_for_good(
-    undisturbed: TinyModule, caplog: pytest.LogCaptureFixture
+    undisturbed: TinyModule, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As if the machine of the first worker served for the second one, which is lost."""
+    """Another machine takes its place first, beside its own layers."""
     with worker_process() as first, worker_process() as second, worker_process() as third:
         names = [first.address, second.address, third.address]
 
-        def take_over(strategy: Any) -> None:
-            connections = strategy.deployment.coordinator.connections
-            lost = connections.named(names[1])
-            lost.address, lost.is_beside = connections.named(names[0]).address, True
+        def end(_strategy: Any) -> None:
+            second.process.kill()
+            second.process.wait()
 
-        events = Events({4: take_over})
-        plan = Plan(
-            [StagePlan([name], layers) for name, layers in zip(names, THIRDS, strict=True)], 3
-        )
+        events = Events({4: end})
+        pairs = zip(names, THIRDS, strict=True)
+        plan = Plan([StagePlan([name], layers) for name, layers in pairs], 3)
         quick = PipelineProfiler(budget_seconds=0.5)
+        settings = Recovery(folder=tmp_path, wait_seconds=0.3)
+        strategy = HeteroPipelineStrategy(names, plan, recovery=settings)
         with caplog.at_level(logging.INFO):
-            found = train(HeteroPipelineStrategy(names, plan), events, quick)
+            found = train(strategy, events, quick)
     assert_same(found, undisturbed)
-    assert events.told == [("left", names[1])]
+    assert events.told == [("restored", names[1]), ("left", names[1])]
     assert sorted(events.plans[-1].workers) == sorted([names[0], names[2]])
-    assert f"from step 5 on the run does without {names[1]}" in caplog.text
+    assert f"the run does without {names[1]}: a step should take" in caplog.text
 
 
 def test_a_run_with_fewer_workers_than_it_needs_does_not_begin(
