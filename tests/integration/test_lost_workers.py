@@ -134,15 +134,6 @@ def test_a_worker_whose_place_nobody_can_take_in_time_ends_the_run(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plan_with_replicas_refuses_to_replace_a_worker(tmp_path: Path) -> None:
-    with worker_process() as first, worker_process() as second:
-        names = [first.address, second.address]
-        plan = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(names, (1, 5))], 2)
-        strategy = HeteroPipelineStrategy(names, plan, recovery=Recovery(folder=tmp_path))
-        callbacks = [Observing({1: partial(kill_session, second)})]
-        with pytest.raises(WorkerLost, match="cannot be replaced: The plan has replicas"):
-            fit(TinyModule(), strategy, loader(36, 12), callbacks=callbacks)
-
 
 def test_layers_that_have_moved_are_not_recovered(tmp_path: Path) -> None:
     with worker_process() as first, worker_process() as second:
