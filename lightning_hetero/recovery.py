@@ -31,6 +31,7 @@ class Recovery:
             256 MiB of them in memory and the others on disk.
         folder: Where snapshots lie during the run; None takes ``recovery`` in the Trainer's
             ``default_root_dir``.
+        least_workers: A run in which fewer machines than that are left ends; from 1 on.
 
     Raises:
         RecoveryError: If a value is out of its bounds.
@@ -41,6 +42,7 @@ class Recovery:
     every_seconds: float = 60.0
     log_gib: float = 4.0
     folder: str | Path | None = None
+    least_workers: int = 1
 
     def __post_init__(self) -> None:
         check_linger_seconds(self.linger_seconds, "`linger_seconds`")
@@ -48,6 +50,11 @@ class Recovery:
             value = getattr(self, name)
             if not (_is_number(value) and 0 <= value < math.inf):
                 raise RecoveryError(f"`{name}` is {value!r:.80}; it must be a number from 0 on.")
+        least = self.least_workers
+        if not isinstance(least, int) or isinstance(least, bool) or least < 1:
+            raise RecoveryError(
+                f"`least_workers` is {least!r:.80}; it must be a whole number from 1 on."
+            )
 
 
 def _is_number(value: Any) -> bool:

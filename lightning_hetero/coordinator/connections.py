@@ -111,6 +111,7 @@ class Connections:
         self.asides: dict[type, Aside] = {
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
+            m.Leaving: self._on_leaving,
             m.NeighborUnreachable: self._on_neighbor_unreachable,
             m.NeighborAway: self._on_neighbor_away,
             m.NeighborBack: self._on_neighbor_back,
@@ -200,9 +201,31 @@ class Connections:
         self._by_channel.pop(worker.channel, None)
         worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
         yield
-        worker.channel.on_sent, worker.is_paused = on_sent, False
+        worker.channel.on_sent = on_sent
+        worker.is_paused = worker.is_leaving = False
         worker.is_apart_from.clear()
         self._by_channel[worker.channel] = worker
+
+    def admit(self, own_name: str) -> Member:
+        """Open a session with a worker that joins during the run; it has no stage yet.
+
+        Raises:
+            WorkerUnreachable: If it does not answer or refuses.
+        """
+        channel, theirs, address, session = self._open(own_name)
+        # The number of a worker that has left may still stand in reports of others.
+        number = 1 + max((worker.number for worker in self._by_channel.values()), default=0)
+        worker = Member(number, own_name, address, channel, theirs, session, own_name=own_name)
+        self.members.append(worker)
+        self._by_channel[channel] = worker
+        self._note_lingering(worker)
+        return worker
+
+    def release(self, worker: Member) -> None:
+        """Say goodbye to a worker without layers."""
+        if worker in self.members:
+            self.members.remove(worker)
+        worker.channel.close(m.Goodbye())
 
     def forget_reports_of(self, workers: Collection[Member]) -> None:
         """Forget what others have reported of the lost workers in whose place these are."""
@@ -451,7 +474,7 @@ class Connections:
             self.lose(worker, cause)
             raise
 
-    def await_from(self, worker: Member, kind: type[Wanted]) -> Wanted:
+    def await_from(self, worker: Member, kind: type[Wanted] | tuple[type[Wanted], ...]) -> Wanted:
         """Wait for a message of one worker. What others say meanwhile is heard later.
 
         Raises:
@@ -737,6 +760,10 @@ class Connections:
     def _on_resumed(self, worker: Member, _message: m.Resumed) -> None:
         worker.is_paused = False
         rank_zero_info(f"{worker} goes on")
+
+    def _on_leaving(self, worker: Member, _message: m.Leaving) -> None:
+        worker.is_leaving = True
+        rank_zero_info(f"the owner of {worker.name} wants it to end")
 
     @property
     def _when(self) -> str:

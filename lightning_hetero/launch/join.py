@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -254,6 +254,21 @@ class Door:
         with self._changed:
             self._forget_gone()
             return list(self._guests)
+
+    def spares(self, used: Collection[str], room: float) -> list[str]:
+        """The names of the workers that may join the run, in the order in which they came.
+
+        Args:
+            used: Names that the run has.
+            room: How many workers it still takes.
+        """
+        found = [name for name in self.names() if name not in used]
+        return [name for number, name in enumerate(found) if number < room]
+
+    def note_members(self, names: Collection[str]) -> None:
+        """Note which workers the run has."""
+        with self._changed:
+            self._wishes.members = sorted(names, key=_in_order)
 
     def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
         """Open the conversation with a worker that waits.

@@ -170,11 +170,6 @@ class Entry:
         content = self.read()
         return lambda: [memoryview(content)]
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the frame, as far as they are known."""
-        return 0 if self._frame is None else self._frame.num_bytes
-
     def drop(self) -> None:
         """Give the memory of the frame back."""
         if self._frame is not None:
@@ -201,7 +196,7 @@ class SentLog:
         self._entries.setdefault(member, deque()).append(entry)
         return encode
 
-    def forget(self, step: int, exchange: int) -> None:
+    def forget(self, step: float, exchange: float) -> None:
         """Drop what belongs to steps, and to exchanges of replicas, up to these numbers."""
         for number, entries in self._entries.items():
             self._entries[number] = deque()
@@ -216,7 +211,7 @@ class SentLog:
         return list(self._entries.get(member, ()))
 
 
-def _is_behind(message: m.Message, step: int, exchange: int) -> bool:
+def _is_behind(message: m.Message, step: float, exchange: float) -> bool:
     """Whether a message belongs to a later step or exchange."""
     if isinstance(message, m.ReplicaTensors):
         return message.round > exchange
@@ -309,11 +304,6 @@ class Journal:
             if not entry.message.is_standing:
                 self._entries.pop(number).drop()
         self._open = [number for number in self._open if number in self._entries]
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the frames that are kept."""
-        return sum(entry.num_bytes for entry in self._entries.values())
 
     @property
     def has_caches(self) -> bool:

@@ -38,6 +38,7 @@ from .fields import (
 from .fields import Equipment as Equipment
 from .fields import LinkStatus as LinkStatus
 from .fields import Narrowed as Narrowed
+from .fields import Repetition as Repetition
 from .fields import Sample as Sample
 from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
@@ -216,6 +217,12 @@ class Paused(Message, frozen=True):
 
 class Resumed(Message, frozen=True):
     """The worker continues where it was paused."""
+
+    said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
+
+
+class Leaving(Message, frozen=True):
+    """The worker's owner wants it to end. It serves on until the coordinator says goodbye."""
 
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
 

@@ -40,13 +40,15 @@ class TakeSnapshot(StampedRequest, frozen=True):
     """Tell the present state of what may have changed since `Launch`.
 
     The worker answers `SnapshotBegun` at once, and sends the state in `SnapshotPart` beside its
-    other work. ``with_gradients`` adds the gradients that the next step adds to.
+    other work. ``with_gradients`` adds the gradients that the next step adds to. The tensors in
+    ``also`` are told though they have not changed.
     """
 
     is_exact = False
     requests = "taking a snapshot"
     number: Count
     with_gradients: bool
+    also: list[Name] = []
 
 
 class SnapshotBegun(StageReport, frozen=True):

@@ -235,6 +235,11 @@ class Watch:
                 own = StageSeconds(0, through + ends)
             self._note(self._deployment.coordinator.connections.step, COORDINATOR, own)
 
+    @property
+    def present_seconds(self) -> dict[str, StageSeconds]:
+        """The seconds of each process in the latest steps; empty while these are too few."""
+        return self._watcher.present() if self._watcher.is_steady else {}
+
     def next_plan(self) -> Plan | None:
         """The plan to move to before the next step; None to stay."""
         drifts = self._look()

@@ -58,7 +58,9 @@ class Neighbors:
 
     def keep_sent(self, most_bytes: int) -> None:
         """Keep what goes to other workers from now on, with so many bytes of it in memory."""
-        self._log = SentLog(FrameStore(most_bytes))
+        if self._log is None:
+            self._log = SentLog(FrameStore(most_bytes))
+        self._log.forget(math.inf, math.inf)  # layers have moved
         for channel, number in self.numbers.items():
             self._keep_over(channel, number)
 
@@ -86,8 +88,12 @@ class Neighbors:
 
     def is_new(self, message: m.Activation | m.Gradient, channel: Channel) -> bool:
         """Whether a message has not come before from a worker that is lost by now."""
+        if self._log is None:
+            return True
         number = self.numbers.get(channel)
-        if self._log is None or not number:
+        if number is None:
+            return False  # another worker has taken the place of the one that said it
+        if number == 0:
             return True
         return self._repeats.setdefault(number, Repeats()).takes(message)
 

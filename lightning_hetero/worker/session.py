@@ -18,13 +18,13 @@ Each part has a table `handlers`: the function that carries out each kind of its
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -81,7 +81,7 @@ _MOST_OF_NAME = 8
 
 
 # A paused worker takes these messages at once; it holds all others until it is resumed.
-_NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed)
+_NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed, m.Leaving)
 
 
 _LAST_WORDS = (m.Failure, m.Goodbye)
@@ -94,9 +94,26 @@ _NEVER_BEHIND = (
     m.AbortStep,
     m.ReplicaTensors,
     m.ReplaceNeighbor,
+    m.Leaving,
     m.AskRoom,
     m.OpenSession,
 )
+
+
+@dataclass(frozen=True)
+class _Repetition:
+    """From which step on a session repeats a lost worker's work, and from when until when."""
+
+    first_step: int
+    start_seconds: float
+    end_seconds: float | None = None
+
+    @property
+    def status(self) -> m.Repetition:
+        """For who looks at the worker."""
+        end_seconds = time.monotonic() if self.end_seconds is None else self.end_seconds
+        seconds = end_seconds - self.start_seconds
+        return m.Repetition(self.first_step, seconds, self.end_seconds is not None)
 
 
 class SessionOver(Exception):
@@ -130,6 +147,8 @@ class StageSession:
         self._awaiting: deque[tuple[Arrival, Frame]] = deque()
         self._began_seconds = time.monotonic()
         self._served, self._ended = "", "it failed"
+        # What it repeats in the place of a lost worker; any thread may read it.
+        self._repetition: _Repetition | None = None
         self._coordinator = coordinator
         coordinator.forward = self._let_neighbors_go
         self._neighbors = Neighbors(coordinator, self._dial_neighbor)
@@ -172,6 +191,7 @@ class StageSession:
             m.Wait: self._on_wait,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
+            m.Leaving: self._on_leaving,
             m.Deploy: self._on_deploy,
             m.Launch: self._on_launch,
             m.BeginStep: self._on_begin_step,
@@ -202,8 +222,8 @@ class StageSession:
                 self._coordinator.send(m.Failure(str(error)))
             raise
 
-    def wish(self, message: m.Paused | m.Resumed) -> None:
-        """Tell the session that its owner pauses or resumes it, after the present micro-batch."""
+    def wish(self, message: m.Paused | m.Resumed | m.Leaving) -> None:
+        """Tell the session what its owner wants, after the present micro-batch."""
         self._inbox.put(Arrival(self._coordinator, Frame(message)))
 
     @property
@@ -248,6 +268,7 @@ class StageSession:
             busy_seconds=self._recorder.busy_seconds,
             links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in traffic],
             is_measuring=self._trials.is_measuring,
+            repetition=None if self._repetition is None else self._repetition.status,
         )
 
     def run(self) -> None:
@@ -426,6 +447,9 @@ class StageSession:
             while held:
                 self._take(held.popleft())
 
+    def _on_leaving(self, message: m.Leaving, _tensors: tuple[Tensor, ...]) -> None:
+        self._coordinator.send(message)
+
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
         self._trials.forget()
         parameters = [each for stage in message.stages for each in stage.parameters]
@@ -490,10 +514,13 @@ class StageSession:
 
     def _on_replay(self, message: m.Replay, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.step, self._runner.repeats = message.step, True
+        self._repetition = _Repetition(message.step + 1, time.monotonic())
         self._replicas.is_repeating = True
 
     def _on_wait(self, message: m.Wait, _tensors: tuple[Tensor, ...]) -> None:
         if message.is_end:
+            if self._repetition is not None:
+                self._repetition = replace(self._repetition, end_seconds=time.monotonic())
             self._replicas.is_repeating = False
             self._coordinator.send(m.CaughtUp())
 
@@ -511,7 +538,7 @@ class StageSession:
     def _dial_neighbor(self, text: str, session: str, member: int) -> Channel:
         host, lingering = self._host, self._coordinator.line.lingering
         seconds = 0.0 if lingering is None else lingering.seconds
-        deadlines = dataclasses.replace(host.deadlines, linger_seconds=seconds)
+        deadlines = replace(host.deadlines, linger_seconds=seconds)
         address = Address.parse(text)
         channel, _ = dial(address, "neighbor", session, deadlines, host.identity, member)
         return channel

@@ -233,11 +233,16 @@ class Worker:
             return self._session is not None
 
     def drain(self) -> None:
-        """Finish the present run, take no other one, and `stop`."""
+        """Finish the present run, take no other one, and `stop`.
+
+        The coordinator is told, and may let the worker go before the run ends.
+        """
         with self._session_changed:
             self._is_draining = True
             if self._session is None:
                 self.stop()
+            else:
+                self._session.wish(m.Leaving())
 
     def _wish(self, message: m.Paused | m.Resumed) -> None:
         with self._session_changed:

@@ -393,7 +393,9 @@ class Net:
         thread = SimpleNamespace(
             Thread=lambda target, args, **_: _Later(self, target, args),
         )
-        clock = SimpleNamespace(monotonic=self.monotonic, sleep=lambda _seconds: None)
+        clock = SimpleNamespace(
+            monotonic=self.monotonic, perf_counter=self.monotonic, sleep=lambda _seconds: None
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(connections, "SimpleQueue", lambda: NetInbox(self))
             patch.setattr(source, "dial", self.dial)

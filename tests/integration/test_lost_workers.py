@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, RecoveryCallback, StagePlan
 from lightning_hetero.errors import WorkerLost
 
-from ..conftest import worker_process
+from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit, loader
 from .dying_worker import dying
 from .lost_runs import (
@@ -134,15 +135,68 @@ def test_a_worker_whose_place_nobody_can_take_in_time_ends_the_run(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+def moved_plan_over(names: Sequence[str]) -> Plan:
+    stages = [
+        StagePlan([names[1]], (0, 1)),
+        StagePlan([names[0]], (1, 3)),
+        StagePlan(["coordinator"], (3, 5)),
+    ]
+    return Plan(stages, micro_batches=3)
 
-def test_layers_that_have_moved_are_not_recovered(tmp_path: Path) -> None:
+
+def test_a_worker_that_is_killed_behind_a_move_comes_back(
+    undisturbed: Left, tmp_path: Path
+) -> None:
+    """The layers move twice, and the state behind each move is safe before the worker dies."""
     with worker_process() as first, worker_process() as second:
         names = [first.address, second.address]
-        before = Plan([StagePlan([names[0]], (0, 3)), StagePlan([names[1]], (3, 5))], 2)
-        after = Plan([StagePlan([names[0]], (0, 2)), StagePlan([names[1]], (2, 5))], 2)
+        plans = [moved_plan_over(names), turn_by_turn(names)]
+        moving = MovingAndKilling(plans, [second, first])
+        found = run(names, tmp_path / "run", NEVER, callbacks=[moving])
+    assert moving.killed == [second.address, first.address]
+    assert_same_run(found, undisturbed)
+
+
+class MovingAndKilling(RecoveryCallback):
+    """Moves layers to each plan, and kills a worker behind each move."""
+
+    def __init__(self, plans: Sequence[Plan], victims: Sequence[WorkerProcess]) -> None:
+        self.plans, self.victims = plans, victims
+        self.killed: list[str] = []
+        self.num_moved = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.num_moved == len(self.killed):
+            # A window of accumulation begins with every other batch.
+            if self.num_moved < len(self.plans) and batch_idx % 2 == 0:
+                trainer.strategy.move_layers(self.plans[self.num_moved])
+                self.num_moved += 1
+        elif is_safe(trainer):
+            victim = self.victims[len(self.killed)]
+            kill_session(victim)
+            self.killed.append(victim.address)
+
+
+def is_safe(trainer: Any) -> bool:
+    """Whether the snapshot behind the latest move is whole."""
+    return not trainer.strategy.deployment.coordinator.replacements._has_moved
+
+
+def test_a_worker_that_is_killed_right_behind_a_move_ends_the_run(tmp_path: Path) -> None:
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
         settings = Recovery(folder=tmp_path, every_seconds=ALWAYS)
-        strategy = HeteroPipelineStrategy(names, before, recovery=settings)
-        moving = {0: partial(kill_session, first), 1: lambda: strategy.move_layers(after)}
-        callbacks = [Observing({**moving, 2: partial(kill_session, second)})]
-        with pytest.raises(WorkerLost, match="cannot be replaced: Layers have moved"):
-            fit(TinyModule(), strategy, loader(48, 12), callbacks=callbacks)
+        strategy = HeteroPipelineStrategy(names, turn_by_turn(names), recovery=settings)
+
+        def move_and_kill() -> None:
+            strategy.move_layers(moved_plan_over(names))
+            kill_session(second)
+
+        expected = "cannot be replaced: Layers have moved, and no snapshot"
+        with pytest.raises(WorkerLost, match=expected):
+            fit(
+                TinyModule(),
+                strategy,
+                loader(48, 12),
+                callbacks=[Observing({0: partial(kill_session, first), 2: move_and_kill})],
+            )

@@ -97,7 +97,7 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "Deploy DescribeDevice PrepareLayers MeasureLayer MeasureOptimizer MeasureLink Probe "
         "AskRoom OpenSession",
         "Done DeviceDescribed LayerMeasured OptimizerMeasured LinkMeasured ProbeAnswer NotMeasured "
-        "Paused Resumed RoomTold SessionOpened",
+        "Paused Resumed Leaving RoomTold SessionOpened",
     ),
     (workers_pair, State.LOADING): (
         "LoadTensor OfferTensor SendTensors MovedTensor FetchTensors FetchOptimizerState Launch "
@@ -105,8 +105,8 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
         "SentKept TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway "
         "NeighborBack "
-        "Paused Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp RoomTold "
-        "SessionOpened",
+        "Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced "
+        "CaughtUp RoomTold SessionOpened",
     ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
@@ -117,8 +117,8 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
         "SentKept "
         "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable NeighborAway "
-        "NeighborBack Paused Resumed SnapshotBegun SnapshotPart NeighborReplaced CaughtUp RoomTold "
-        "SessionOpened",
+        "NeighborBack Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced "
+        "CaughtUp RoomTold SessionOpened",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
