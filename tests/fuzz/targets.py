@@ -107,6 +107,8 @@ class LiveWorker:
         """VmRSS is what the newest process of the worker has now, and VmHWM the most that it ever
         had."""
         children = psutil.Process(self.pid).children()
+        # One that has just ended tells nothing any more.
+        children = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
         newest = max(children, key=lambda child: float(child.create_time()))
         lines = Path(f"/proc/{newest.pid}/status").read_text().splitlines()
         [found] = [line.split()[1] for line in lines if line.startswith(what + ":")]
