@@ -22,13 +22,16 @@ class Recovery:
             the connection comes back; 0 gives a peer up at once. A worker may allow less; see
             ``lightning-hetero worker --linger-seconds``.
         wait_seconds: How long the run waits for another process at a lost worker's address. Then a
-            worker that the plan leaves idle takes the place.
+            worker that the plan leaves idle takes the place, else another machine of the run
+            beside its own layers.
         every_seconds: The seconds between two snapshots of the workers' state. A worker in the
             place of a lost one repeats at most what was done in that time.
-        log_gib: GiB of messages to the workers, at which a snapshot is taken earlier. Those since
-            the latest snapshot are kept, 256 MiB of them in memory and the others on disk.
+        log_gib: GiB of messages, kept by the coordinator and the workers together, at which a
+            snapshot is taken earlier. Those since the latest snapshot are kept, by each process
+            256 MiB of them in memory and the others on disk.
         folder: Where snapshots lie during the run; None takes ``recovery`` in the Trainer's
             ``default_root_dir``.
+        least_workers: A run in which fewer machines than that are left ends; from 1 on.
 
     Raises:
         RecoveryError: If a value is out of its bounds.
@@ -39,6 +42,7 @@ class Recovery:
     every_seconds: float = 60.0
     log_gib: float = 4.0
     folder: str | Path | None = None
+    least_workers: int = 1
 
     def __post_init__(self) -> None:
         check_linger_seconds(self.linger_seconds, "`linger_seconds`")
@@ -46,6 +50,11 @@ class Recovery:
             value = getattr(self, name)
             if not (_is_number(value) and 0 <= value < math.inf):
                 raise RecoveryError(f"`{name}` is {value!r:.80}; it must be a number from 0 on.")
+        least = self.least_workers
+        if not isinstance(least, int) or isinstance(least, bool) or least < 1:
+            raise RecoveryError(
+                f"`least_workers` is {least!r:.80}; it must be a whole number from 1 on."
+            )
 
 
 def _is_number(value: Any) -> bool:

@@ -53,7 +53,8 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "update_starting_at_epoch=None"
     ),
     lightning_hetero.Recovery: (
-        "linger_seconds=120.0 wait_seconds=30.0 every_seconds=60.0 log_gib=4.0 folder=None"
+        "linger_seconds=120.0 wait_seconds=30.0 every_seconds=60.0 log_gib=4.0 folder=None "
+        "least_workers=1"
     ),
     from_pretrained: (
         "source quantization_config=None peft_config=None dtype=None attn_implementation=None "
@@ -114,6 +115,7 @@ COMMANDS = {
         "--batch-size --exclude --given --memory --micro-batches --no-replicas --output --pin "
         "--what-if -o profile"
     ),
+    "schema": "--output -o kind",
     "diagram": "--output --profile --title -o plan",
     "verify": "--data --model --plan config",
     "check": "--device --output -o",

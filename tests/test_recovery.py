@@ -32,6 +32,12 @@ def test_other_values_out_of_bounds_are_refused_too(name: str, value: Any) -> No
     assert repr(value) in str(refused.value)
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.0, "1", True, None])
+def test_a_number_of_workers_is_whole_and_from_one_on(value: Any) -> None:
+    with pytest.raises(RecoveryError, match="^`least_workers` is .*whole number from 1 on.$"):
+        Recovery(least_workers=value)
+
+
 def test_true_takes_the_defaults() -> None:
     assert recovery_of(True) == Recovery()
     assert recovery_of(False) is None

@@ -1,10 +1,10 @@
 """What the strategy itself costs.
 
 First, the strategy with every layer on the coordinator against plain Lightning, interleaved. Then
-what StageMonitor adds to a step over one worker, and what recovery does. Then, with layers on a
-worker, the CPU time that each of the two processes spends outside torch's operators: all of it,
-less that of the operators, less what counting these took. Plain Lightning is measured so too, since
-Python and autograd take their time there as well.
+what StageMonitor adds to a step over one worker. Then, with layers on a worker, the CPU time that
+each of the two processes spends outside torch's operators: all of it, less that of the operators,
+less what counting these took. Plain Lightning is measured so too, since Python and autograd take
+their time there as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
-from benchmarks.overhead import microbatch, recovery
+from benchmarks.overhead import microbatch, parts
 from benchmarks.overhead.monitored import measure, report_turns
 from benchmarks.overhead.operators import OperatorClock, cpu_seconds, read_counted
 from benchmarks.processes import (
@@ -217,7 +217,6 @@ def main() -> None:
     parser.add_argument("--monitor-rounds", type=int, default=5, help="of looking on")
     parser.add_argument("--monitor-steps", type=int, default=50, help="of each turn of a round")
     parser.add_argument("--monitor-sequence-length", type=int, default=32)
-    parser.add_argument("--recovery-rounds", type=int, default=8, help="of recovery")
     parser.add_argument("--microbatch-rounds", type=int, default=5, help="of one more micro-batch")
     parser.add_argument("--microbatch-steps", type=int, default=20, help="of each of its runs")
     only = parser.add_mutually_exclusive_group()
@@ -258,15 +257,6 @@ def show_monitor(options: argparse.Namespace, console: Console) -> None:
     report_turns(turns, num_steps, console)
 
 
-def show_recovery(options: argparse.Namespace, console: Console) -> None:
-    """What recovery adds to a step over one worker in which nothing breaks."""
-    shape = Shape(options.hidden_size, options.monitor_sequence_length)
-    rounds = recovery.measure(
-        shape.config, shape.sequence_length, options.recovery_rounds, options.monitor_steps
-    )
-    recovery.report(rounds, console)
-
-
 def show_outside(options: argparse.Namespace, console: Console) -> None:
     """CPU time outside operators, with layers on a worker."""
     shape = Shape(512, options.cpu_sequence_length)
@@ -280,12 +270,18 @@ def show_microbatch(options: argparse.Namespace, console: Console) -> None:
     microbatch.report(costs, console)
 
 
+def show_parts(options: argparse.Namespace, console: Console) -> None:
+    """Microseconds of single actions, such as seeding."""
+    pin(two_cores()[0])
+    parts.report(parts.measure(options.rounds), console)
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "alone": show_alone,
     "monitor": show_monitor,
-    "recovery": show_recovery,
     "outside": show_outside,
     "microbatch": show_microbatch,
+    "parts": show_parts,
 }
 
 

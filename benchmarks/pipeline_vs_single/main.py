@@ -2,12 +2,14 @@
 
 Runs are interleaved: every round times one core, then each number of micro-batches. The medians of
 the rounds' ratios are printed, and how much of the bound is reached: the bound is the sum of the
-two cores' own measured speeds on the same training.
+two cores' own measured speeds on the same training. With `--halves` every round times two plans of
+halves of layers instead, on a smaller model.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -36,6 +38,15 @@ CONFIG = LlamaConfig(
     vocab_size=10_000,
     use_cache=False,
 )
+SMALL_CONFIG = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    # The head is to a layer as it is in the larger model.
+    vocab_size=5_000,
+    use_cache=False,
+)
 CORE_A, CORE_B = "core A", "core B"
 TLS = ", TLS"
 LINE, ENDS = ", halves in a line", ", halves at both ends"
@@ -44,10 +55,12 @@ BATCH_SIZE = 16
 TOKENS_PER_STEP = SEQUENCE_LENGTH * BATCH_SIZE
 
 
-def train(strategy: pl.strategies.Strategy | str, num_steps: int) -> float:
+def train(
+    strategy: pl.strategies.Strategy | str, num_steps: int, config: LlamaConfig = CONFIG
+) -> float:
     """Train for some steps without anything else; tokens per second over the median step."""
-    module = Decoder(CONFIG)
-    tokens = random_tokens(num_steps * BATCH_SIZE, SEQUENCE_LENGTH, CONFIG.vocab_size)
+    module = Decoder(config)
+    tokens = random_tokens(num_steps * BATCH_SIZE, SEQUENCE_LENGTH, config.vocab_size)
     fit(module, DataLoader(Sequences(tokens), batch_size=BATCH_SIZE), strategy)
     return TOKENS_PER_STEP / statistics.median(module.step_seconds)
 
@@ -85,6 +98,10 @@ def main() -> None:
     first_core, second_core = two_cores()
     speeds: dict[str, list[float]] = {}
     with ExitStack() as stack:
+        if options.halves:
+            pin(first_core)
+            contest_of_halves(halves(stack, second_core, options), options)
+            return
         runs = pipelines(stack, second_core, options)
         for round_number in range(options.rounds):
             for name, core in ((CORE_A, first_core), (CORE_B, second_core)):
@@ -97,8 +114,26 @@ def main() -> None:
     report(speeds)
     if options.tls:
         report_tls(speeds, options.micro_batches)
-    if options.halves:
-        report_ends(speeds, options.micro_batches)
+
+
+def contest_of_halves(
+    runs: dict[str, Callable[[], HeteroPipelineStrategy]], options: argparse.Namespace
+) -> None:
+    """Time the line and both ends in turns, and print the ratio of each round as it comes."""
+    speeds: dict[str, list[float]] = {}
+    console, counts = Console(), options.micro_batches
+    try:
+        for round_number in range(options.rounds):
+            for name, strategy in runs.items():
+                speed = train(strategy(), options.steps, SMALL_CONFIG)
+                speeds.setdefault(name, []).append(speed)
+            for count in counts:
+                line, ends = (speeds[run_name(count, each)][-1] for each in (LINE, ENDS))
+                console.print(f"round {round_number + 1}, {count} micro-batches: {ends / line:.3f}")
+    finally:
+        console.print(machine())
+        for count in counts if speeds else ():
+            report_ends(speeds, count)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -108,7 +143,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--split", type=int, default=3, help="layers on the coordinator")
     parser.add_argument("--in-flight", type=int)
     parser.add_argument("--micro-batches", type=int, nargs="*", default=[1, 8, 16])
-    parser.add_argument("--halves", action="store_true", help="also a line and both ends of halves")
+    parser.add_argument("--halves", action="store_true", help="a line and both ends of halves only")
     parser.add_argument("--held", type=int, default=9, help="halves on the worker")
     parser.add_argument("--first", type=int, default=2, help="halves in front of the worker's")
     parser.add_argument("--tls", action="store_true", help="each also under mutual TLS")
@@ -128,20 +163,27 @@ def pipelines(
     for ending, token_file in token_files.items():
         worker = stack.enter_context(worker_process(on_core(core), token_file=token_file))
         for count in options.micro_batches:
-            plans = {"": plan_for(worker.address, options.split, count, options.in_flight)}
-            if options.halves:
-                for name, first in ((LINE, 0), (ENDS, options.first)):
-                    plans[name] = plan_of_halves(
-                        worker.address, first, options.held, count, options.in_flight
-                    )
-            for name, plan in plans.items():
-                made[run_name(count, name + ending)] = partial(
-                    HeteroPipelineStrategy,
-                    workers=[worker.address],
-                    plan=plan,
-                    cut_layers=bool(name),
-                    token_file=token_file,
-                )
+            made[run_name(count, ending)] = partial(
+                HeteroPipelineStrategy,
+                workers=[worker.address],
+                plan=plan_for(worker.address, options.split, count, options.in_flight),
+                token_file=token_file,
+            )
+    return made
+
+
+def halves(
+    stack: ExitStack, core: int, options: argparse.Namespace
+) -> dict[str, Callable[[], HeteroPipelineStrategy]]:
+    """As `pipelines`, for the two plans of halves of layers."""
+    address = stack.enter_context(worker_process(on_core(core))).address
+    made: dict[str, Callable[[], HeteroPipelineStrategy]] = {}
+    firsts = ((LINE, 0), (ENDS, options.first))
+    for count, (name, first) in itertools.product(options.micro_batches, firsts):
+        plan = plan_of_halves(address, first, options.held, count, options.in_flight)
+        made[run_name(count, name)] = partial(
+            HeteroPipelineStrategy, workers=[address], plan=plan, cut_layers=True
+        )
     return made
 
 
@@ -169,20 +211,22 @@ def report(speeds: dict[str, list[float]]) -> None:
 def report_tls(speeds: dict[str, list[float]], counts: list[int]) -> None:
     """Print what TLS leaves of the throughput."""
     for count in counts:
-        left = ratio_of(speeds, run_name(count, TLS), run_name(count, ""))
+        left = statistics.median(ratios_of(speeds, run_name(count, TLS), run_name(count, "")))
         Console().print(f"{count} micro-batches: TLS leaves {left:.1%} of the throughput")
 
 
-def report_ends(speeds: dict[str, list[float]], counts: list[int]) -> None:
+def report_ends(speeds: dict[str, list[float]], count: int) -> None:
     """Print what the coordinator at both ends gains over a line of the same halves."""
-    for count in counts:
-        gain = ratio_of(speeds, run_name(count, ENDS), run_name(count, LINE))
-        Console().print(f"{count} micro-batches: both ends are {gain:.3f} × the line")
+    gains = ratios_of(speeds, run_name(count, ENDS), run_name(count, LINE))
+    Console().print(
+        f"{count} micro-batches: both ends are {statistics.median(gains):.3f} × the line, "
+        f"{min(gains):.3f} to {max(gains):.3f} in {len(gains)} rounds"
+    )
 
 
-def ratio_of(speeds: dict[str, list[float]], run: str, other: str) -> float:
-    """The median over the rounds of one run's speed as a part of another's."""
-    return statistics.median(a / b for a, b in zip(speeds[run], speeds[other], strict=True))
+def ratios_of(speeds: dict[str, list[float]], run: str, other: str) -> list[float]:
+    """The speed of a run as a part of another's, in each round that both have run."""
+    return [a / b for a, b in zip(speeds[run], speeds[other], strict=False)]
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--in-flight", type=int, help="of the strategy (default: its own)")
     parser.add_argument("--throttle", choices=["auto", "cgroup", "signals"], default="auto")
     parser.add_argument(
-        "--milliseconds", type=float, default=20, help="a sleeping layer's forward at speed 1"
+        "--milliseconds", type=float, default=100, help="a sleeping layer's forward at speed 1"
     )
     parser.add_argument(
         "--slowed-to", type=float, default=0.5, help="the worker's share of its core in mid-run"

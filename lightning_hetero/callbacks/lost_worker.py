@@ -1,4 +1,4 @@
-"""RecoveryCallback: what a user's callback is told when a worker is lost and comes back."""
+"""RecoveryCallback: what a user's callback is told of workers that come and go."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from lightning.pytorch.callbacks import Callback
 
 
 class RecoveryCallback(Callback):
-    """Base of callbacks that want to know of lost workers; override either method.
+    """Base of callbacks that want to know which workers come and go; override any method.
 
-    Both are called in the middle of a step, while the run waits for a worker. So they must not use
-    the model, and should be quick. An exception in one of them ends the run. They are called only
-    with ``HeteroPipelineStrategy(recovery=...)``.
+    `on_worker_lost` and `on_worker_restored` are called in the middle of a step, while the run
+    waits for a worker. So they must not use the model, and should be quick. An exception in any
+    method ends the run. Workers come back and leave only with
+    ``HeteroPipelineStrategy(recovery=...)``.
     """
 
     def on_worker_lost(self, trainer: pl.Trainer, name: str, step: int) -> None:
@@ -32,4 +33,22 @@ class RecoveryCallback(Callback):
             name: The worker's name in the plan.
             step: The step in which it was lost.
             seconds: The time since the loss was noticed.
+        """
+
+    def on_worker_joined(self, trainer: pl.Trainer, name: str, step: int) -> None:
+        """A worker has got layers between two steps.
+
+        Args:
+            trainer: The Trainer.
+            name: The worker's name in plans.
+            step: The first step in which it takes part.
+        """
+
+    def on_worker_left(self, trainer: pl.Trainer, name: str, step: int) -> None:
+        """A worker has given its layers to others between two steps, as its owner wanted, and ends.
+
+        Args:
+            trainer: The Trainer.
+            name: The worker's name in plans.
+            step: The first step in which it takes no part.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
+from ..coordinator.losses import Loss, lost_between, seconds_of
 from ..pipeline.optimizer import gradient_norms, total_norm
 from ..pipeline.placement import Placement
 from ..plan import COORDINATOR
@@ -71,13 +72,21 @@ class _Asked:
     Args:
         number: The number of the question.
         names: The names of the processes that were asked, by their numbers.
+        began_seconds: When the time begins that the question is about.
+        asked_seconds: When the question was asked.
     """
 
     number: int
     names: Mapping[int, str]
     step: int
-    wall_seconds: float
+    began_seconds: float
+    asked_seconds: float
     norms: Mapping[str, float]
+
+    @property
+    def wall_seconds(self) -> float:
+        """The time that the question is about."""
+        return self.asked_seconds - self.began_seconds
 
 
 class StageMonitor(pl.Callback):
@@ -113,6 +122,10 @@ class StageMonitor(pl.Callback):
       steps), ``bubble_share``; ``bottleneck_stage``: the N of the process that computes longest.
     - ``pipeline/bound_share``: the seconds of a step at the sum of the devices' measured speeds,
       divided by the seconds that the step took.
+    - ``recovery/losses``: how many workers were lost since the last values; ``recovery/seconds``:
+      how long a worker was away or repeated the work of a lost one. Both only with
+      ``HeteroPipelineStrategy(recovery=...)``; they are sums and no means. A worker that was lost
+      has no other values then, as the process in its place knows a part of the time only.
     - ``pipeline/model_flops_utilization``: model FLOPs per second over the sum of the peaks, as
       Chowdhery et al. (2022), "PaLM", appendix B, define it, with the FLOPs of
       `flops_per_token`: 6 N per token if all N values train.
@@ -197,7 +210,7 @@ class StageMonitor(pl.Callback):
             number = deployment.coordinator.telemetry.ask_records(with_spans=False)
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             names = process_names(deployment)
-            self._asked = _Asked(number, names, step, now - self._since_seconds, self._norms)
+            self._asked = _Asked(number, names, step, self._since_seconds, now, self._norms)
             self._since_seconds, self._last_step = now, trainer.global_step
 
     @override
@@ -219,8 +232,16 @@ class StageMonitor(pl.Callback):
             return
         records = deployment.coordinator.telemetry.records(asked.number)
         totals = {number: record.totals for number, record in records.items()}
+        losses = _losses_of(deployment)
+        # Also one that was lost before it had answered.
+        lost = lost_between(losses or (), asked.began_seconds, math.inf)
+        replaced = {loss.worker.number for loss in lost}
         window = Window(
-            {n: difference(t, self._before.get(n, Totals())) for n, t in totals.items()},
+            {
+                n: difference(t, self._before.get(n, Totals()))
+                for n, t in totals.items()
+                if n not in replaced
+            },
             asked.wall_seconds,
         )
         # A worker that has no layers at present may get some again.
@@ -228,9 +249,11 @@ class StageMonitor(pl.Callback):
         if window.is_empty:
             return
         found = {**asked.norms}
-        for number, record in records.items():
-            metrics = process_metrics(window, number) | record.health
+        for number in window.totals:
+            metrics = process_metrics(window, number) | records[number].health
             found |= _named(f"stage/{number}", metrics)
+        if losses is not None:
+            found |= _named("recovery", _recovered(losses, asked))
         found |= _named("pipeline", pipeline_metrics(window))
         found |= _named("pipeline", self._compared(trainer, deployment, window, asked.names))
         for logger in trainer.loggers:
@@ -263,6 +286,20 @@ class StageMonitor(pl.Callback):
         if isinstance(peaks, Mapping):
             return sum(peaks[name] for name in names) if set(names) <= set(peaks) else None
         return None if peaks is None else peaks * len(names)
+
+
+def _losses_of(deployment: Deployment) -> list[Loss] | None:
+    """The workers that the run has lost; None without recovery."""
+    replacements = deployment.coordinator.replacements
+    return None if replacements is None else replacements.losses
+
+
+def _recovered(losses: Sequence[Loss], asked: _Asked) -> dict[str, float]:
+    between = asked.began_seconds, asked.asked_seconds
+    return {
+        "losses": float(len(lost_between(losses, *between))),
+        "seconds": seconds_of(losses, *between),
+    }
 
 
 def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

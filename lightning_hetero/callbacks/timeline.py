@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -17,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from ..coordinator.losses import Loss
 from ..coordinator.telemetry import Telemetry
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..pipeline.recorder import EXCHANGED
@@ -25,6 +27,7 @@ from ..protocol.fields import ACTIONS, Span
 from ..report.charts import chart_of
 from ..telemetry.ranges import Range, stages_as_text
 from ..telemetry.step import (
+    Absence,
     Prediction,
     ProcessSpans,
     RecordedStep,
@@ -43,7 +46,9 @@ FORMAT = "lightning-hetero timeline 2"
 PREDICTED = 1000
 """Add this to the number of a process to get the process id that shows its predicted actions."""
 
+# The processes that a worker sends to have the tracks from the last number on.
 _COMPUTES, _HANDLES, _SENDS = 1, 2, 3
+_LOST = 0
 _TRACKS = {_COMPUTES: "computes", _HANDLES: "waits, takes, packs"}
 
 Event = dict[str, Any]
@@ -124,6 +129,8 @@ class PipelineTimeline(pl.Callback):
         opened, self._open = self._open, None
         telemetry, names = deployment.coordinator.telemetry, process_names(deployment)
         recorded = _gather(telemetry, deployment.plan, names, *opened)
+        if (replacements := deployment.coordinator.replacements) is not None:
+            recorded = recorded.with_absences(map(_absence, replacements.losses))
         telemetry.stop_recording(_WHO)
         prediction = prediction_of(recorded, deployment.plan, profile_of(trainer))
         self._recorded.append((recorded, prediction))
@@ -151,6 +158,14 @@ def _gather(
     spans = {number: record.spans for number, record in records.items()}
     dropped = sum(record.num_dropped for record in records.values())
     return recorded_step(step, start_seconds, plan, names, spans, clocks, dropped)
+
+
+def _absence(loss: Loss) -> Absence:
+    end = math.inf if loss.end_seconds is None else loss.end_seconds
+    restored = end if loss.restored_seconds is None else loss.restored_seconds
+    return Absence(
+        loss.worker.number, loss.began_seconds, restored, end, loss.reason, loss.repeated
+    )
 
 
 def trace_of(steps: Sequence[StepAndPrediction]) -> dict[str, Any]:
@@ -185,6 +200,8 @@ class _Writer:
         for process in step.processes:
             for span in process.spans:
                 yield from self._flow(step, process, span)
+        for absence in step.absences:
+            yield from self._absence(step, absence)
 
     def predicted(self, step: RecordedStep, prediction: Prediction) -> Iterator[Event]:
         start = step.first_action_seconds
@@ -242,6 +259,24 @@ class _Writer:
             "args": args,
         }
 
+    def _absence(self, step: RecordedStep, away: Absence) -> Iterator[Event]:
+        """Until another process had the layers, and while it repeated what the lost one did."""
+        parts = [
+            ("lost", away.start_seconds, away.restored_seconds),
+            (f"repeats {away.repeated}", away.restored_seconds, away.end_seconds),
+        ]
+        for name, start, end in parts:
+            yield {
+                "ph": "X",
+                "cat": "recovery",
+                "name": name,
+                "pid": away.number,
+                "tid": _LOST,
+                "ts": self._micro(start),
+                "dur": 1e6 * (end - start),
+                "args": {"step": step.step, "why": away.reason},
+            }
+
     def _flow(self, step: RecordedStep, process: ProcessSpans, span: Span) -> Iterator[Event]:
         """An arrow from a sent tensor to the action that used it."""
         action = _receiving_action(step, span)
@@ -297,6 +332,7 @@ def _names(steps: Sequence[StepAndPrediction]) -> Iterator[Event]:
     """Names of the processes and of their tracks, as of each process's last recorded step."""
     processes = {each.number: each for step, _ in steps for each in step.processes}
     is_predicted = any(prediction is not None for _, prediction in steps)
+    lost = {away.number for step, _ in steps for away in step.absences}
     for process in processes.values():
         shown = [(process.number, f"{process.name} ({stages_as_text(process.ranges)})")]
         if is_predicted:
@@ -306,7 +342,8 @@ def _names(steps: Sequence[StepAndPrediction]) -> Iterator[Event]:
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
         peers = (other for other in processes.values() if other.number != process.number)
         sends = {_SENDS + peer.number: f"sends to {peer.name}" for peer in peers}
-        for tid, name in {**_TRACKS, **sends}.items():
+        recovery = {_LOST: "recovery"} if process.number in lost else {}
+        for tid, name in {**recovery, **_TRACKS, **sends}.items():
             args, pid = {"name": name}, process.number
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": args}
 

@@ -24,7 +24,7 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
 from ..transport.token import find_token_file
-from ..units import in_bytes
+from ..units import in_bytes, in_duration
 
 # The name of each column, and its least width, so that columns stay in place from look to look.
 COLUMNS = {
@@ -41,10 +41,12 @@ COLUMNS = {
 _COLOURS = {
     "training": "green",
     "measuring": "magenta",
+    "replaying": "magenta",
     "in a run": "yellow",
     "idle": "yellow",
     "free": "cyan",
     "gone": "red",
+    "lost": "red",
 }
 _BAR_CELLS = 4
 _MOST_OF_DEVICE = 16
@@ -84,11 +86,13 @@ class Sighting:
     def state(self) -> str:
         """The worker's state in a word."""
         if self.problem:
-            return "gone" if self.seen is not None else "not there"
+            return "not there" if self.seen is None else "gone" if self.stage is None else "lost"
         if self.stage is None:
             return "free"
         if self.stage.is_measuring:
             return "measuring"
+        if self.stage.repetition is not None and not self.stage.repetition.is_over:
+            return "replaying"
         if not self.stage.step:
             return "in a run"
         return "training" if self.stage.stages else "idle"
@@ -179,7 +183,8 @@ def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerSt
 
 
 def table(sightings: Sequence[Sighting]) -> RenderableType:
-    """The table of all workers, a row for each, and below it why workers do not answer."""
+    """The table of all workers, a row for each. Below it is why workers do not answer, and which of
+    them have a lost one's place."""
     shown = Table(
         *(Column(n, min_width=w, no_wrap=n != "device") for n, w in COLUMNS.items()),
         box=box.SIMPLE_HEAD,
@@ -188,12 +193,22 @@ def table(sightings: Sequence[Sighting]) -> RenderableType:
     )
     for each in sightings:
         shown.add_row(*_cells(each), style="dim" if each.problem else None)
-    return Group(shown, *(_problem(each) for each in sightings if each.problem))
+    notes = (_problem(each) if each.problem else _repetition(each) for each in sightings)
+    return Group(shown, *(note for note in notes if note is not None))
 
 
 def _problem(each: Sighting) -> Text:
     looks = "1 look" if each.num_missed == 1 else f"{each.num_missed} looks"
     return Text.assemble((each.name, "bold"), f" ({looks} without an answer): {each.problem}")
+
+
+def _repetition(each: Sighting) -> Text | None:
+    repetition = None if each.stage is None else each.stage.repetition
+    if repetition is None:
+        return None
+    has = "has repeated" if repetition.is_over else "repeats"
+    said = f"{has} the steps from {repetition.first_step} on, for {in_duration(repetition.seconds)}"
+    return Text.assemble((each.name, "bold"), f" has the place of a lost worker: it {said}")
 
 
 def _cells(each: Sighting) -> list[Text]:
@@ -204,7 +219,8 @@ def _cells(each: Sighting) -> list[Text]:
     device = short_device(seen.equipment.device_name, _is_short)
     first = [Text(each.name), Text(device), Text(each.state, style=_COLOURS[each.state])]
     if each.problem:
-        return [*first, *blank * (len(COLUMNS) - len(first))]
+        of_run = _cells_of_run(each)
+        return [*first, *of_run, *blank * (len(COLUMNS) - len(first) - len(of_run))]
     memory = in_bytes(seen.status.used_bytes)
     if seen.equipment.memory_bytes:
         memory += f"\nof {in_bytes(seen.equipment.memory_bytes)}"

@@ -125,7 +125,8 @@ def _worker(
         torch.set_num_threads(options.threads)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
     found = place.equipment
-    owner = Owner(options.memory, linger_seconds=options.linger_seconds)
+    memory_bytes = options.memory if place.second is None else place.second.limit(options.memory)
+    owner = Owner(memory_bytes, linger_seconds=options.linger_seconds)
     if options.listen_fd is None:
         owner = replace(owner, on_run_end=_show)
     return Worker(
@@ -209,7 +210,10 @@ class _Saying:
 def _say_when_it_ends(has_run: bool) -> None:
     text = "ends now; no run was under way"
     if has_run:
-        text = "ends after the current run; a second SIGTERM, or Ctrl-C, ends the worker at once"
+        text = (
+            "ends after the current run, or when the run has given its layers to other workers; a "
+            "second SIGTERM, or Ctrl-C, ends the worker at once"
+        )
     Console(stderr=True, soft_wrap=True).print(text)
 
 

@@ -111,6 +111,7 @@ class Connections:
         self.asides: dict[type, Aside] = {
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
+            m.Leaving: self._on_leaving,
             m.NeighborUnreachable: self._on_neighbor_unreachable,
             m.NeighborAway: self._on_neighbor_away,
             m.NeighborBack: self._on_neighbor_back,
@@ -146,11 +147,15 @@ class Connections:
         self.workers = list(self.members)
         self._by_channel = {worker.channel: worker for worker in self.members}
 
+    def new_session_name(self) -> str:
+        """A name for a session of this run, which nobody can guess."""
+        return self._run + secrets.token_hex(16)
+
     def _open(self, own_name: str) -> tuple[Channel, m.Equipment, Address, str]:
         """Open a session with a worker; returns its channel, equipment, address and session."""
         # Each worker has a name of its own, so that a neighbor that reaches another worker than the
         # right one, or itself, is refused.
-        session = self._run + secrets.token_hex(16)
+        session = self.new_session_name()
         channel, welcome, address = self._source.admit(own_name, session)
         channel.start(self._inbox, self._receive_pool())
         return channel, welcome.equipment, address, session
@@ -171,14 +176,56 @@ class Connections:
         Raises:
             WorkerUnreachable: If no worker answers there or it refuses.
         """
+        with self._another_channel(worker):
+            opened = self._open(own_name)
+            worker.channel, worker.equipment, worker.address, worker.session = opened
+            worker.own_name, worker.is_beside = own_name, False
+
+    def dial_beside(self, worker: Member, other: Member, session: str) -> None:
+        """Open the session for which a second process waits on the machine of another worker.
+
+        Raises:
+            WorkerUnreachable: If it does not answer or refuses.
+        """
+        with self._another_channel(worker):
+            channel, welcome = self._source.dial(other.address, session)
+            channel.start(self._inbox, self._receive_pool())
+            worker.channel, worker.equipment = channel, welcome.equipment
+            worker.address, worker.session = other.address, session
+            worker.is_beside = True
+
+    @contextmanager
+    def _another_channel(self, worker: Member) -> Iterator[None]:
+        """Inside, a lost worker gets the channel to the process in its place."""
         on_sent = worker.channel.on_sent
         self._by_channel.pop(worker.channel, None)
         worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
-        channel, worker.equipment, worker.address, worker.session = self._open(own_name)
-        channel.on_sent = on_sent
-        worker.channel, worker.own_name, worker.is_paused = channel, own_name, False
+        yield
+        worker.channel.on_sent = on_sent
+        worker.is_paused = worker.is_leaving = False
         worker.is_apart_from.clear()
+        self._by_channel[worker.channel] = worker
+
+    def admit(self, own_name: str) -> Member:
+        """Open a session with a worker that joins during the run; it has no stage yet.
+
+        Raises:
+            WorkerUnreachable: If it does not answer or refuses.
+        """
+        channel, theirs, address, session = self._open(own_name)
+        # The number of a worker that has left may still stand in reports of others.
+        number = 1 + max((worker.number for worker in self._by_channel.values()), default=0)
+        worker = Member(number, own_name, address, channel, theirs, session, own_name=own_name)
+        self.members.append(worker)
         self._by_channel[channel] = worker
+        self._note_lingering(worker)
+        return worker
+
+    def release(self, worker: Member) -> None:
+        """Say goodbye to a worker without layers."""
+        if worker in self.members:
+            self.members.remove(worker)
+        worker.channel.close(m.Goodbye())
 
     def forget_reports_of(self, workers: Collection[Member]) -> None:
         """Forget what others have reported of the lost workers in whose place these are."""
@@ -427,7 +474,7 @@ class Connections:
             self.lose(worker, cause)
             raise
 
-    def await_from(self, worker: Member, kind: type[Wanted]) -> Wanted:
+    def await_from(self, worker: Member, kind: type[Wanted] | tuple[type[Wanted], ...]) -> Wanted:
         """Wait for a message of one worker. What others say meanwhile is heard later.
 
         Raises:
@@ -713,6 +760,10 @@ class Connections:
     def _on_resumed(self, worker: Member, _message: m.Resumed) -> None:
         worker.is_paused = False
         rank_zero_info(f"{worker} goes on")
+
+    def _on_leaving(self, worker: Member, _message: m.Leaving) -> None:
+        worker.is_leaving = True
+        rank_zero_info(f"the owner of {worker.name} wants it to end")
 
     @property
     def _when(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -61,6 +61,10 @@ Spool = Callable[
 ]
 
 
+# Names of tensors, by the worker that holds them.
+Names = Mapping[Member, Collection[str]]
+
+
 class RemoteLayers:
     """Sends layers to the workers and fetches their tensors.
 
@@ -73,9 +77,12 @@ class RemoteLayers:
         is_between_plans: Whether layers are about to move, or a move of theirs has failed: then
             the stages run no step, and all tensors are where ``holdings`` has them.
         progress: Shows how far tensors have come.
-        deployed: What each worker was asked to build at first.
+        deployed: What each worker would be asked to build if it had nothing.
         spool: Keeps what a worker gets for one that takes its place, as far as it is wanted; None
             keeps nothing.
+        before_move: Called before layers move.
+        after_move: Called when layers have moved, with the tensors that each worker has kept, and
+            those that it has got and that are in no checkpoint.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -85,6 +92,8 @@ class RemoteLayers:
         self.progress: ProgressOfBytes = ProgressInLines
         self.deployed: dict[Member, m.Deploy] = {}
         self.spool: Spool | None = None
+        self.before_move: Callable[[], None] = lambda: None
+        self.after_move: Callable[[Names, Names], None] = lambda _kept, _got: None
         self._buffer_updates: list[m.BuffersUpdated] = []
         connections.asides[m.BuffersUpdated] = self._on_buffers_updated
 

@@ -30,7 +30,10 @@ class Member:
         journal: What was said to it since its latest snapshot; None if nothing is kept.
         is_apart_from: The numbers of the workers to which its connection broke, and may come back.
         is_paused: Whether its owner keeps the device for another use at present.
+        is_leaving: Whether its owner wants it to end.
         own_name: The name by which it is reached; that of a spare in the place of a lost worker.
+        is_beside: Whether it is a second process on the machine of another worker, in the place of
+            the one that is reached by its own name.
     """
 
     number: int
@@ -49,7 +52,9 @@ class Member:
     journal: Journal | None = None
     is_apart_from: set[int] = field(default_factory=set)
     is_paused: bool = False
+    is_leaving: bool = False
     own_name: str = ""
+    is_beside: bool = False
 
     def forget_constants(self) -> None:
         """Send every constant again: it is unknown which of them the worker has."""

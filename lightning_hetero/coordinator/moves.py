@@ -22,7 +22,7 @@ from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from .answers import held_tensors
 from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
-from .layers import RemoteLayers
+from .layers import Names, RemoteLayers
 from .loads import Load, PassedOn, send_all
 from .member import Member
 
@@ -62,6 +62,7 @@ class LayerMove:
             for worker in self._after.holders(number):
                 stage.check_can_be_held(worker)
         self._sources = _sources(self._before, self._after, is_on_disk)
+        self._is_on_disk = is_on_disk
         # The workers that still get a tensor from another one.
         self._num_left = Counter(
             name for (name, target), source in self._sources.items() if source not in (None, target)
@@ -90,6 +91,7 @@ class LayerMove:
         workers = {*before.workers, *self._after.workers}
         involved = [worker for worker in connections.members if worker in workers]
         tensors, owner_of = self._meanwhile
+        remote.before_move()
         remote.is_between_plans = True
         remote.holdings = Holdings(
             before.stages, before.members, tensors, owner_of, before.placement
@@ -107,6 +109,25 @@ class LayerMove:
         connections.finish(involved)
         connections.assign(self._after.placement)
         remote.holdings, remote.is_between_plans = self._after, False
+        for worker in self._after.workers:
+            remote.deployed[worker] = self._after.deploy_message(worker, self._seed)
+        remote.after_move(*self._kept_and_got())
+
+    def _kept_and_got(self) -> tuple[Names, Names]:
+        """The tensors that are with their workers as before, and those that are in no file."""
+        kept: dict[Member, set[str]] = {}
+        got: dict[Member, set[str]] = {}
+        for (name, target), source in self._sources.items():
+            if source is target and not self._is_converted(name):
+                kept.setdefault(target, set()).add(name)
+            elif not self._is_on_disk(name):
+                got.setdefault(target, set()).add(name)
+        return kept, got
+
+    def _is_converted(self, name: str) -> bool:
+        """Whether a tensor has another dtype on its worker than before."""
+        before, after = self._before.tensors[name], self._after.tensors[name]
+        return before.spec.dtype != after.spec.dtype
 
     def _deploy_message(self, worker: Member) -> m.Deploy:
         kept = [n for (n, target), source in self._sources.items() if target is source is worker]

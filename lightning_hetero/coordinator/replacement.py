@@ -1,7 +1,8 @@
 """What brings a lost worker back: another process gets its layers, its state and its messages.
 
     lost       its channel has ended for good
-    dialled    the same worker, of which another process may serve by now; else an idle worker
+    dialled    the same worker, of which another process may serve by now; else an idle worker; else
+               a second process on a machine of the run
     restored   its layers as they were sent, then its part of the latest snapshot
     linked     its neighbors talk to it, and send again what they kept for the lost one
     repeated   it gets again what the lost one was told since the snapshot, in the same order
@@ -12,6 +13,7 @@ this happens in the thread that waits for the workers, inside its wait.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -33,10 +35,12 @@ from ..protocol.frames import Frame
 from ..recovery import Recovery
 from .connections import Connections
 from .holdings import kind_of
-from .layers import RemoteLayers
+from .layers import Names, RemoteLayers
+from .losses import Loss
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
 from .stages import RemoteStages
+from .takeover import Takeovers, needed_bytes
 
 # Between two attempts to reach a worker that is about to start again.
 _BETWEEN_DIALS_SECONDS = 0.1
@@ -44,6 +48,7 @@ _MOST_UNDER_WAY = 2
 # A worker's part of a snapshot is at most so many times its tensors, and some more.
 _MOST_TIMES = 8
 _MOST_BESIDE_BYTES = 2**24
+_MOVED = "Layers have moved, and no snapshot has come to its end since."
 
 
 @dataclass
@@ -53,31 +58,20 @@ class _Snapshot:
     Attributes:
         number: From 1 on.
         step: The step behind which it is.
+        exchange: The latest exchange of replicas before it.
         missing: The workers whose parts are not whole yet.
         written: The pieces that are being written.
         num_bytes: The bytes that have come, by worker.
+        told: The tensors that workers tell though they have not changed.
     """
 
     number: int
     step: int
+    exchange: int
     missing: set[Member]
+    told: Mapping[Member, Collection[str]]
     written: list[Future[None]] = field(default_factory=list)
     num_bytes: dict[Member, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A worker that was lost, and how far it was replaced.
-
-    Args:
-        worker: The worker.
-        step: The step in which it was lost.
-        began_seconds: When, by the monotonic clock.
-    """
-
-    worker: Member
-    step: int
-    began_seconds: float
 
 
 class Replacements:
@@ -94,6 +88,8 @@ class Replacements:
         on_lost: Called with the name of a lost worker and the step.
         on_restored: Called with the name of a worker, the step in which the one before it was lost,
             and the seconds since, when it has repeated all of that.
+        on_change: Called when a loss is noted, or a process in a lost one's place has come further.
+        losses: All of the run, in their order.
 
     Raises:
         SaveError: If the folder cannot be written.
@@ -109,22 +105,33 @@ class Replacements:
     ) -> None:
         self.on_lost: Callable[[str, int], None] = lambda _name, _step: None
         self.on_restored: Callable[[str, int, float], None] = lambda _name, _step, _seconds: None
+        self.on_change: Callable[[], None] = lambda: None
+        self.losses: list[Loss] = []
         self._settings = settings
         self._files = SnapshotFiles(folder / f"run-{secrets.token_hex(4)}")
         self._connections = connections
         self._layers = layers
         self._stages = stages
+        self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
         self._latest = self._num_snapshots = 0
         self._latest_seconds = time.monotonic()
         self._coming: _Snapshot | None = None
-        self._losses: dict[Member, Loss] = {}
-        self._have_moved = False
+        self._open: dict[Member, Loss] = {}
+        # Whether layers have moved behind the latest whole snapshot.
+        self._has_moved = False
+        # What the last bits depended on when the layers were sent.
+        self._kinds: dict[Member, tuple[str, ...]] = {}
+        # What each worker keeps of its messages to others.
+        self._sent_bytes: dict[Member, int] = {}
         connections.replace = self.replace
         connections.asides[m.SnapshotBegun] = self._on_snapshot_begun
         connections.asides[m.CaughtUp] = self._on_caught_up
+        connections.asides[m.SentKept] = self._on_sent_kept
         connections.take_piece = self._take_piece
         layers.spool = self._files.spooled
+        layers.before_move = self._before_move
+        layers.after_move = self._after_move
         stages.before_step = self._before_step
 
     def close(self) -> None:
@@ -136,14 +143,42 @@ class Replacements:
         """Keep from now on what is said: the workers have their layers, and no step has run."""
         self._connections.broadcast(m.KeepSent(MOST_IN_MEMORY_BYTES))
         for worker in self._connections.workers:
+            self._kinds[worker] = kind_of(worker.equipment)
             worker.journal = Journal(self._store, partial(self._stages.stamp, worker))
             worker.channel.keep = worker.journal.keep
 
-    def note_move(self) -> None:
-        """Note that layers have moved: what is kept is of the layers before."""
-        self._have_moved = True
+    # moves
+
+    def _before_move(self) -> None:
+        """Forget what was kept: it is of layers that are about to move.
+
+        A worker that still repeats what a lost one has done would do so in the middle of the move.
+        """
+        while self._open:
+            self._connections.hear()
+        if self._coming is not None:
+            self._forget(self._coming)
+            self._coming = None
         for worker in self._connections.workers:
             worker.journal = worker.channel.keep = None
+        self._store.close()
+        self._sent_bytes.clear()
+
+    def _after_move(self, kept: Names, got: Names) -> None:
+        """Begin anew behind a move; nobody can be replaced before the next snapshot is whole."""
+        self._has_moved, self._latest_seconds = True, -math.inf  # the next one is due at once
+        self._store = FrameStore()
+        self.begin()
+        for worker in self._connections.workers:
+            self._files.note_move(worker.number, kept.get(worker, ()), got.get(worker, ()))
+            if worker.journal is not None:
+                worker.journal.give_up(_MOVED)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of the messages to the workers, and of theirs to others, since the latest
+        snapshot."""
+        return self._store.num_bytes + sum(self._sent_bytes.values())
 
     # snapshots
 
@@ -151,8 +186,7 @@ class Replacements:
         """Take a snapshot before a step, if it is time."""
         self._use_if_whole()
         journals = [w.journal for w in self._connections.workers if w.journal is not None]
-        num_bytes = sum(journal.num_bytes for journal in journals)
-        is_full = num_bytes > self._settings.log_gib * 2**30
+        is_full = self.kept_bytes > self._settings.log_gib * 2**30
         seconds = time.monotonic() - self._latest_seconds
         is_due = is_full or seconds >= self._settings.every_seconds
         if not journals or self._coming is not None or not is_due:
@@ -176,14 +210,21 @@ class Replacements:
         connections = self._connections
         self._num_snapshots += 1
         number, workers = self._num_snapshots, list(connections.workers)
+        told = {worker: {*self._files.bases_of(worker.number).missing} for worker in workers}
         for worker in workers:
             stamp = self._stages.stamp(worker)
-            connections.send(worker, m.TakeSnapshot(number, with_gradients, **stamp))
+            also = sorted(told[worker])
+            connections.send(worker, m.TakeSnapshot(number, with_gradients, also, **stamp))
             # What the worker keeps is in no snapshot.
             worker.forget_constants()
             if worker.journal is not None:
                 worker.journal.mark()
-        self._coming = _Snapshot(number, connections.step, set(workers))
+        self._coming = _Snapshot(
+            number, connections.step, connections.num_exchanges, set(workers), told
+        )
+
+    def _on_sent_kept(self, worker: Member, message: m.SentKept) -> None:
+        self._sent_bytes[worker] = message.num_bytes
 
     def _on_snapshot_begun(self, worker: Member, message: m.SnapshotBegun) -> None:
         if self._is_coming(message.number) and worker.journal is not None:
@@ -231,10 +272,13 @@ class Replacements:
             return
         self._latest = coming.step
         for worker in self._connections.workers:
-            self._files.note_whole(worker.number, coming.number)
+            self._files.note_whole(worker.number, coming.number, coming.told.get(worker, ()))
             if worker.journal is not None:
                 worker.journal.cut()
-        self._connections.broadcast(m.ForgetSent(coming.step))
+        self._connections.broadcast(m.ForgetSent(coming.step, coming.exchange))
+        if self._has_moved:
+            self._has_moved = False
+            rank_zero_info("the state behind the move is safe, so lost workers are replaced again")
 
     def _forget(self, coming: _Snapshot) -> None:
         for worker in self._connections.workers:
@@ -260,13 +304,13 @@ class Replacements:
                 time.sleep(_BETWEEN_DIALS_SECONDS)
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
-        self._losses |= lost
+        self._open |= lost
         return None
 
     def _is_late(self, lost: Mapping[Member, Loss]) -> bool:
         """Whether the time is over in which the latest of these workers may come back."""
         latest_seconds = max(loss.began_seconds for loss in lost.values())
-        return time.monotonic() >= latest_seconds + self._settings.wait_seconds
+        return time.perf_counter() >= latest_seconds + self._settings.wait_seconds
 
     def _note_lost(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
         """Note that a worker is to be replaced.
@@ -276,25 +320,29 @@ class Replacements:
         """
         if (obstacle := self._obstacle(worker)) is not None:
             raise WorkerError(obstacle)
-        lost[worker] = Loss(worker, self._connections.step, time.monotonic())
+        self._begin_loss(worker, cause, lost)
         rank_zero_info(
             f"{worker} was lost in step {self._connections.step}, and the run waits up to "
             f"{self._settings.wait_seconds:g} s for it to come back. {cause}"
         )
         self.on_lost(worker.name, self._connections.step)
 
+    def _begin_loss(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
+        now = time.perf_counter()
+        if (former := self._open.pop(worker, None)) is not None:
+            former.note_end(now, has_caught_up=False)
+        lost[worker] = Loss(worker, self._connections.step, str(cause), now)
+        self.losses.append(lost[worker])
+        self.on_change()
+
     def _obstacle(self, worker: Member) -> str | None:
         """Why a worker cannot be replaced at present, as a sentence; None if it can."""
-        if self._have_moved:
-            return "Layers have moved during the run, and what is kept is of those before."
+        if self._layers.is_between_plans:
+            return "Layers were moving."
         if worker.journal is None:
             return "It was lost before all layers were sent."
         if self._connections.has_torn_step:
             return "An optimizer's step has failed."
-        if self._layers.is_between_plans:
-            return "Layers were moving."
-        if self._layers.holdings.placement.has_replicas:
-            return "The plan has replicas, and what they exchange is not kept."
         if worker.cannot_reach:
             names = " and ".join(other.name for other in worker.cannot_reach)
             return f"The coordinator forwards what passes between it and {names}, and keeps none."
@@ -307,10 +355,11 @@ class Replacements:
             WorkerError: If a worker cannot be replaced, or the last try has failed.
             ChannelError: If a new process was lost in the last try.
         """
-        began_seconds, connections = time.monotonic(), self._connections
+        began_seconds, connections = time.perf_counter(), self._connections
         try:
             for worker in lost:
-                self._dial(worker, may_be_elsewhere=is_last_try)
+                # Nobody starts a second process again but this run.
+                self._dial(worker, lost, is_last_try or worker.is_beside)
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
             num_lost = len(lost)
@@ -320,28 +369,69 @@ class Replacements:
             if connections.is_ending() or (is_last_try and len(lost) == num_lost):
                 raise
             return False
-        now_seconds = time.monotonic()
+        now_seconds = time.perf_counter()
         for worker, loss in lost.items():
+            loss.note_restored(began_seconds, now_seconds, self._latest, num_bytes)
             rank_zero_info(
                 f"{worker} has its layers again {now_seconds - loss.began_seconds:.2f} s after the "
                 f"loss: {began_seconds - loss.began_seconds:.2f} s until a process served, and "
                 f"{now_seconds - began_seconds:.2f} s for {num_bytes / 2**20:.1f} MiB; it repeats "
                 f"steps {self._latest + 1} to {loss.step}"
             )
+        self.on_change()
         return True
 
-    def _dial(self, worker: Member, may_be_elsewhere: bool) -> None:
-        """Dial the process in the place of a lost worker: its own next one, else an idle worker.
+    def _dial(self, worker: Member, lost: Collection[Member], may_be_elsewhere: bool) -> None:
+        """Dial the process in the place of a lost worker: its own next one, else an idle worker,
+        else a second process on a machine of the run.
 
         Raises:
             WorkerUnreachable: If there is none.
+            ChannelError: If another worker is lost meanwhile.
         """
         try:
             self._dial_own_next(worker)
-        except WorkerUnreachable:
-            spares = self._connections.spares if may_be_elsewhere else []
-            if not any(self._takes_over(each, worker) for each in spares):
+        except WorkerUnreachable as error:
+            if not may_be_elsewhere:
                 raise
+            if any(self._takes_over(each, worker) for each in self._connections.spares):
+                return
+            try:
+                self._dial_beside(worker, lost)
+            except WorkerUnreachable as why_not:
+                raise WorkerUnreachable(f"{error} {why_not}") from error
+
+    def _dial_beside(self, worker: Member, lost: Collection[Member]) -> None:
+        """Dial a second process on a machine of the run in the place of a lost worker.
+
+        Raises:
+            WorkerUnreachable: If no machine can start one, or has the memory.
+            ChannelError: If another worker is lost meanwhile.
+        """
+        before = worker.equipment
+        reasons: list[str] = []
+        for other, session in self._takeovers.opened(worker, lost, reasons):
+            try:
+                self._connections.dial_beside(worker, other, session)
+                self._check_can_hold(worker)
+            except WorkerError as error:
+                reasons.append(f"{other.address}: {error}")
+                continue
+            rank_zero_info(
+                f"{other.address} takes the place of {worker.name} beside its own layers, under "
+                "its name in the plan"
+            )
+            self._tell_if_other_kind(str(other.address), worker, before)
+            return
+        raise WorkerUnreachable(
+            " ".join(["No other machine of the run can take its layers beside its own.", *reasons])
+        )
+
+    def _need_of(self, worker: Member) -> int:
+        """The least bytes that a worker's layers take."""
+        stages = self._layers.holdings.stages_of(worker)
+        parameters = chain.from_iterable(stage.spec(0).parameters for stage in stages)
+        return needed_bytes(parameters, self._files.num_bytes(worker.number))
 
     def _dial_own_next(self, worker: Member) -> None:
         """Dial the next process of a lost worker. One that has joined may be another machine now.
@@ -377,8 +467,16 @@ class Replacements:
         Raises:
             WorkerError: With what it lacks.
         """
-        for stage in self._layers.holdings.stages_of(worker):
+        holdings = self._layers.holdings
+        for stage in holdings.stages_of(worker):
             stage.check_can_be_held(worker)
+        has_other_kind = kind_of(worker.equipment) != self._kinds[worker]
+        if has_other_kind and any(holdings.steps_alike(number) for number in worker.stages):
+            raise WorkerError(
+                f"It is another device than {worker.name} was, or has another torch, so the "
+                "weights of the replicas would drift apart; let only owners step "
+                "(`optimizer: split`)."
+            )
 
     def _tell_if_other_kind(self, own_name: str, worker: Member, before: m.Equipment) -> None:
         if kind_of(before) != kind_of(worker.equipment):
@@ -403,6 +501,8 @@ class Replacements:
             connections.await_from(worker, m.Built)
             self._load(worker)
             worker.channel.send(m.KeepSent(MOST_IN_MEMORY_BYTES))
+            self._sent_bytes.pop(worker, None)
+            worker.channel.send(m.Replay(self._latest))
         for worker in lost:
             # It dials the workers behind it, and a new one has its layers by now.
             worker.channel.send(m.Launch())
@@ -417,9 +517,8 @@ class Replacements:
     def _repeat(self, worker: Member, journal: Journal) -> None:
         """Tell a new process what the lost worker was told since the snapshot."""
         channel = worker.channel
-        channel.send(m.Replay(self._latest))
-        for message, frame in journal.repeat():
-            channel.send_again(message, frame)
+        for message, read in journal.repeat():
+            channel.send_again(message, read)
         channel.keep = journal.keep
         channel.send(m.Wait(is_end=True, **self._stages.stamp(worker)))
 
@@ -475,8 +574,11 @@ class Replacements:
                     raise WorkerUnreachable(f"{other} cannot reach {worker}. {answer.reason}")
 
     def _on_caught_up(self, worker: Member, _message: m.CaughtUp) -> None:
-        loss = self._losses.pop(worker, None)
+        loss = self._open.pop(worker, None)
         if loss is not None:
-            seconds = time.monotonic() - loss.began_seconds
+            now = time.perf_counter()
+            loss.note_end(now, has_caught_up=True)
+            self.on_change()
+            seconds = now - loss.began_seconds
             rank_zero_info(f"{worker} has caught up {seconds:.2f} s after the loss")
             self.on_restored(worker.name, loss.step, seconds)

@@ -101,10 +101,12 @@ class HostedReplicas:
     def never_leaves(self, microbatch: int) -> bool:
         return not self.placement.route(microbatch)
 
-    def running(self, enter: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+    def running(
+        self, enter: Callable[[Tensor], Tensor], leave: Callable[[], None]
+    ) -> AbstractContextManager[None]:
         # Behind other stages, and before them, the graph is cut at the hand-over.
         is_only = len(self.placement.stages) == 1
-        return self._hollow.running_here(enter) if is_only else self._hollow.running_here()
+        return self._hollow.running_here(*((enter, leave) if is_only else ()))
 
     def note_present(self) -> None:
         """Note that the workers have what is here: the weights have moved to their device."""
@@ -265,6 +267,8 @@ class _WorkerSums:
         # By exchange and worker, and those that are whole.
         self._parts: dict[tuple[int, Member], dict[str, Tensor]] = {}
         self._whole: set[tuple[int, Member]] = set()
+        # The latest exchange whose sums were used.
+        self._latest = 0
         remote.connections.take_sums = self._take_recorded
 
     def detach(self) -> None:
@@ -286,6 +290,7 @@ class _WorkerSums:
         # What an aborted step has left goes too.
         self._whole.clear()
         self._parts.clear()
+        self._latest = max(numbers, default=self._latest)
         return found
 
     def _take_recorded(
@@ -303,6 +308,9 @@ class _WorkerSums:
         """
         held = self._remote.holdings.tensors
         part = message.round, worker
+        is_known = message.round <= self._latest or part in self._whole
+        if worker.journal is not None and is_known:
+            return  # the lost worker in whose place it is has sent so too
         is_due = message.round <= self._remote.connections.num_exchanges
         if message.content != "sums" or not is_due or part in self._whole:
             raise RemoteProtocolError(f"It sent {message.content} of exchange {message.round}.")

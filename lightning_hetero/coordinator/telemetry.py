@@ -59,6 +59,12 @@ class Telemetry:
         self._connections.broadcast(m.FetchRecord(number, with_spans))
         return number
 
+    def say_again(self) -> None:
+        """Tell all workers with layers once more whether to record, for those that have come later,
+        and for what is kept of what was said."""
+        if self._wishes:
+            self._wish(self._wishes)
+
     def records(self, number: int) -> dict[int, m.StageRecord]:
         """The records by the process's number, 0 for this one; waits for those still to come."""
         asked, found = self._asked.pop(number), self._records[number]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import Token, find_token_file
+from .lookout import Lookout
 from .session import Coordinator
 from .source import Listening, Source
 
@@ -59,6 +61,7 @@ class Fleet:
         self._token_file = token_file
         self._local: list[LocalWorker] = []
         self._door: Door | None = None
+        self._lookout: Lookout | None = None
         self._threads_before: int | None = None
 
     @property
@@ -129,9 +132,28 @@ class Fleet:
             named = self._workers if isinstance(self._workers, (list, tuple)) else ()
             addresses = self._found or {text: Address.parse(text) for text in named}
             identity = dataclasses.replace(identity, credentials=self._credentials())
+        if self._door is None:
+            self._lookout = Lookout(addresses, deadlines, identity)
         workers = [(name, addresses[name]) for name in names]
         source = source or Listening(addresses, deadlines, identity)
         return Coordinator(workers, deadlines, identity, device, source)
+
+    def waiting(self, used: Collection[str], num_members: int) -> list[str]:
+        """The names of the workers that could join the run now.
+
+        Args:
+            used: The names that the run has.
+            num_members: How many workers it has.
+        """
+        if self._door is not None and isinstance(self._workers, Launcher):
+            most = self._workers.most
+            return self._door.spares(used, math.inf if most is None else most - num_members)
+        return [] if self._lookout is None else self._lookout.free(used)
+
+    def note_members(self, names: Collection[str]) -> None:
+        """Note which workers the run has, for what others are told that come."""
+        if self._door is not None:
+            self._door.note_members(names)
 
     def end(self, deadlines: Deadlines) -> None:
         """End the processes that were started, and take no worker in any more.
@@ -141,6 +163,9 @@ class Fleet:
         door, self._door = self._door, None
         if door is not None:
             door.close()
+        lookout, self._lookout = self._lookout, None
+        if lookout is not None:
+            lookout.close()
         if isinstance(self._workers, Launcher):
             self._workers.stop()
         local, self._local = self._local, []

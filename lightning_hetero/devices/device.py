@@ -121,6 +121,10 @@ class Device:
         """Bytes of the device's memory that this process takes."""
         return resident_bytes()
 
+    def untaken_bytes(self) -> int:
+        """Bytes of the device's memory that no process takes."""
+        return free_main_memory()
+
     def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
         """Bytes that training could take, and bytes that this process takes besides.
 
@@ -318,14 +322,17 @@ class Accelerator(Device):
     def used_bytes(self) -> int:
         return int(self._ask("memory_reserved"))
 
-    def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
-        # Reserved memory includes ``kept_bytes``. The driver's own share is not in ``free_bytes``.
+    def untaken_bytes(self) -> int:
         has_own = hasattr(self._library, "mem_get_info")
         free_bytes, _ = self._ask("mem_get_info" if has_own else "get_memory_info")
         if self.is_integrated:
             # The driver tells what it may take, and not what other processes have left.
             free_bytes = min(free_bytes, free_main_memory())
-        return free_bytes + self.used_bytes(), 0
+        return int(free_bytes)
+
+    def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
+        # Reserved memory includes ``kept_bytes``. The driver's own share is not in ``free_bytes``.
+        return self.untaken_bytes() + self.used_bytes(), 0
 
     def metering(self) -> AbstractContextManager[MemoryMeter]:
         """Inside, ask the allocator for the memory that is taken."""

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,6 +48,7 @@ from ..transport.handshake import (
     Identity,
     address_of,
     check_hello,
+    dial,
     listen,
     open_over,
     receive_opening,
@@ -254,6 +255,21 @@ class Door:
             self._forget_gone()
             return list(self._guests)
 
+    def spares(self, used: Collection[str], room: float) -> list[str]:
+        """The names of the workers that may join the run, in the order in which they came.
+
+        Args:
+            used: Names that the run has.
+            room: How many workers it still takes.
+        """
+        found = [name for name in self.names() if name not in used]
+        return [name for number, name in enumerate(found) if number < room]
+
+    def note_members(self, names: Collection[str]) -> None:
+        """Note which workers the run has."""
+        with self._changed:
+            self._wishes.members = sorted(names, key=_in_order)
+
     def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
         """Open the conversation with a worker that waits.
 
@@ -292,6 +308,14 @@ class Door:
         except BaseException:
             guest.connection.close()
             raise
+
+    def dial(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Open the conversation for which a second process of a worker waits at its address.
+
+        Raises:
+            WorkerUnreachable: If this process cannot reach it, or it refuses.
+        """
+        return dial(address, "coordinator", session_name, self._deadlines, self._identity)
 
     def _take_connections(self) -> None:
         with self._closed, selectors.DefaultSelector() as arrivals:

@@ -282,9 +282,10 @@ class HollowLayers:
         self._emptied = {n: layer for n, layer in self._modules.items() if n not in kept}
         self._follow = follow
         self._whole, self._rest = _Span.of(self._modules), _Span.of(self._emptied)
-        # What is hollow at present, whether kept layers run here, and what they begin with then.
+        # What is hollow at present, whether kept layers run here, and what is called around them.
         self._span, self._is_here = self._whole, False
-        self._enter: Callable[[Tensor], Tensor] = _as_it_is
+        self._on_enter: Callable[[Tensor], Tensor] = _as_it_is
+        self._on_leave: Callable[[], None] = lambda: None
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._emptied, remote)
         self._held: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
@@ -319,18 +320,23 @@ class HollowLayers:
         self._undo.callback(self.state_dicts.detach)
 
     @contextmanager
-    def running_here(self, enter: Callable[[Tensor], Tensor] = _as_it_is) -> Iterator[None]:
+    def running_here(
+        self,
+        enter: Callable[[Tensor], Tensor] = _as_it_is,
+        leave: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
         """Inside, kept layers run as ordinary ones, whichever thread calls them.
 
         Args:
             enter: Called with the hidden states that the first kept layer gets; it gets the result.
+            leave: Called when the last kept layer has run.
         """
-        before = self._span, self._is_here, self._enter
-        self._span, self._is_here, self._enter = self._rest, True, enter
+        before = self._span, self._is_here, self._on_enter, self._on_leave
+        self._span, self._is_here, self._on_enter, self._on_leave = self._rest, True, enter, leave
         try:
             yield
         finally:
-            self._span, self._is_here, self._enter = before
+            self._span, self._is_here, self._on_enter, self._on_leave = before
 
     def runs_here(self, number: int) -> bool:
         """Whether a layer runs as an ordinary one at present."""
@@ -351,10 +357,15 @@ class HollowLayers:
         self.check_finished()
         self._follow()
         hidden, rest, others = take_hidden(number, args, kwargs)
-        entered = self._enter(hidden)
+        entered = self._on_enter(hidden)
         if "hidden_states" in kwargs:
             return rest, {**others, "hidden_states": entered}
         return (entered, *rest), others
+
+    def leave(self, number: int) -> None:
+        """Note that a kept layer has run here."""
+        if number == max(self._kept):
+            self._on_leave()
 
     def check(self) -> None:
         """Refuse layers that cannot be hollow. Nothing has changed then.
@@ -586,7 +597,9 @@ class _HollowForward(ForwardOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> LayerResult:
         if self.run.runs_here(self._number):
             args, kwargs = self.run.enter(self._number, args, kwargs)
-            return self.below(*args, **kwargs)  # type: ignore[no-any-return]
+            result: LayerResult = self.below(*args, **kwargs)
+            self.run.leave(self._number)
+            return result
         try:
             return self.run.call(self._number, args, kwargs)
         except BaseException:

@@ -10,9 +10,13 @@ waits inside the autograd engine:
 Lightning's order is forward, `zero_grad`, backward. The driver runs backwards inside that forward,
 so `StepGradients` hides their gradients from `zero_grad` until Lightning's own backward.
 
-Where the coordinator is a replica of the only stage, some micro-batches never leave it. The graph
-of such a micro-batch is cut before the stage's layers all the same: other micro-batches come back
-later and end before it does, and what is before the layers adds up in the order of micro-batches.
+The user's code runs in the order of the micro-batches, whichever comes back first: what it counts,
+collects in a list or adds up in a metric has one order under every timing.
+
+Where the coordinator is a replica of the only stage, some micro-batches never leave it. Such a
+micro-batch stops before the stage's layers and behind them all the same, so that the layers run
+when no stage waits for anything else, and the user's code keeps its order. Its graph is cut before
+the layers: what is before them adds up in the order of micro-batches.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from .draws import Draws, MicrobatchDraws
 from .handover import Request, Returned, Stages
 from .placement import COORDINATOR_STAGE
 from .recorder import ActionKind, Recorder
-from .rule import Action, GradientOrder, Key, choose, startable
+from .rule import Action, GradientOrder, Key, choose
 from .turns import Finished, HandedOver, Turn, TurnThreads
 
 
@@ -63,12 +67,15 @@ class HostedLayers(Protocol):
     def never_leaves(self, microbatch: int) -> bool:
         """Whether it runs all layers for a micro-batch."""
 
-    def running(self, enter: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+    def running(
+        self, enter: Callable[[Tensor], Tensor], leave: Callable[[], None]
+    ) -> AbstractContextManager[None]:
         """Inside, the layers run here.
 
         Args:
             enter: Called with the hidden states before the layers if a micro-batch never leaves;
                 its result goes into them.
+            leave: Called behind the layers then.
         """
 
     def note_tokens(self, hidden: Tensor) -> None:
@@ -137,6 +144,13 @@ class Driver:
                 self.gradients.finish()
 
 
+@dataclass(frozen=True)
+class _Stop:
+    """The request of a micro-batch that stops here, before layers that run here or behind them."""
+
+    is_behind: bool
+
+
 @dataclass
 class _Visit:
     """One hand-over of a micro-batch: where its graph ends, and the leaves where it goes on.
@@ -152,12 +166,17 @@ class _Visit:
 
 @dataclass
 class _Microbatch:
-    """A micro-batch in flight."""
+    """A micro-batch in flight.
+
+    With ``stop`` it waits here. ``num_behind`` counts how often its code went on behind layers.
+    """
 
     turn: Turn
     loss_factor: Callable[[], float]
     draws: MicrobatchDraws
     visits: list[_Visit] = field(default_factory=list)
+    stop: _Stop | None = None
+    num_behind: int = 0
     visits_several_times: bool = False
     is_counted: bool = False
 
@@ -178,7 +197,7 @@ class _RunningStep:
         self._gradients: dict[Key, Gradients] = {}
         # The visits whose gradients are away, in the order in which they were sent.
         self._sent_back: deque[Key] = deque()
-        self._not_started = set(range(len(self.work)))
+        self._num_started = 0
         self._losses_have_graphs: list[bool] = []
         self._threads = TurnThreads()
         # The losses of micro-batches whose forward has ended, until their backward runs.
@@ -186,7 +205,7 @@ class _RunningStep:
         self._order = GradientOrder(len(self.work), max(1, self.max_started // 2))
 
     def run(self) -> list[Any]:
-        while self._not_started or self._in_flight:
+        while self._num_started < len(self.work) or self._in_flight:
             # The rule prefers a returned micro-batch to a new one, so look for returned ones first.
             for returned in self.driver.stages.take_arrived():
                 self._take(returned)
@@ -201,7 +220,7 @@ class _RunningStep:
             if action is None:
                 self._take(self.driver.stages.receive())
                 continue
-            num_ready = len(ready) + max(0, len(self._not_started) - 1)
+            num_ready = len(ready) + max(0, len(self.work) - self._num_started - 1)
             run = self._forward if action.kind == "F" else self._backward
             self._land(action)
             with self.driver.recorder.action(self._kind_of(action), action.key, num_ready):
@@ -220,9 +239,7 @@ class _RunningStep:
         self._threads.close()
 
     def _ready(self) -> list[Action]:
-        # Of the micro-batches that have not started, the rule only ever takes the first of a kind.
-        ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in self._startable()]
-        ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]
+        ready = [Action(COORDINATOR_STAGE, "F", key) for key in self._ready_forwards()]
         # In the order in which they were sent, so that sums have one order.
         if self._sent_back and self._sent_back[0] in self._gradients:
             ready.append(Action(COORDINATOR_STAGE, "B", self._sent_back[0]))
@@ -232,11 +249,22 @@ class _RunningStep:
             ready.append(Action(COORDINATOR_STAGE, "B", key))
         return ready
 
-    def _startable(self) -> list[int]:
-        if self.driver.hosted is None:
-            return [min(self._not_started)] if self._not_started else []
-        in_flight, window = len(self._in_flight), self._order.window
-        return startable(self._not_started, self._stays, in_flight, self.max_started, window)
+    def _ready_forwards(self) -> Iterator[Key]:
+        if self._num_started < len(self.work):
+            yield Key(self._num_started)
+        for key in self._activations:
+            if self._may_go_on(key.microbatch):
+                yield key
+        for index, microbatch in self._in_flight.items():
+            stop = microbatch.stop
+            if stop is not None and (not stop.is_behind or self._may_go_on(index)):
+                yield Key(index, len(microbatch.visits))
+
+    def _may_go_on(self, index: int) -> bool:
+        """Whether all earlier micro-batches are as far as this one will be behind its layers."""
+        num_behind = self._in_flight[index].num_behind
+        earlier = (self._in_flight.get(i) for i in range(index) if i not in self._results)
+        return all(each is not None and each.num_behind > num_behind for each in earlier)
 
     def _stays(self, index: int) -> bool:
         """Whether a micro-batch never leaves this process."""
@@ -246,15 +274,23 @@ class _RunningStep:
     def _runs_layers(self, action: Action) -> bool:
         """Whether an action runs all layers of a micro-batch, forward or backward."""
         index = action.key.microbatch
-        if not self._stays(index):
-            return False
-        return index in (self._not_started if action.kind == "F" else self._losses)
+        if action.kind == "B":
+            return index in self._losses and self._stays(index)
+        stop = self._stop_of(index)
+        return stop is not None and not stop.is_behind
+
+    def _stop_of(self, index: int) -> _Stop | None:
+        microbatch = self._in_flight.get(index)
+        return None if microbatch is None else microbatch.stop
 
     def _kind_of(self, action: Action) -> ActionKind:
-        """A forward that goes on behind the stages computes the head and the loss."""
+        """A forward that goes on behind the layers computes the head and the loss."""
         if action.kind == "B":
             return "backward"
-        return "loss" if action.key in self._activations else "forward"
+        stop = self._stop_of(action.key.microbatch)
+        if stop is None:
+            return "loss" if action.key in self._activations else "forward"
+        return "loss" if stop.is_behind else "layers"
 
     def _land(self, action: Action) -> None:
         """Let the device wait for what an action computes with, before its time is taken."""
@@ -271,32 +307,46 @@ class _RunningStep:
             self._gradients[returned.key] = returned.content
 
     def _forward(self, key: Key) -> None:
-        """Run a micro-batch's `training_step` up to its next hand-over or its end."""
+        """Run a micro-batch's `training_step` up to its next hand-over or stop, or its end."""
         index = key.microbatch
-        if index in self._not_started:
-            self._not_started.remove(index)
-            work = self.work[index]
-            turn = Turn(work.run, f"micro-batch {index}", self._threads)
-            draws = self.driver.draws.microbatch(self.dropout_step, index)
-            self._in_flight[index] = _Microbatch(turn, work.loss_factor, draws)
-            self._go_on(index, turn.start)
+        if index == self._num_started:
+            self._start(index)
             return
-        visit = self._in_flight[index].visits[key.visit]
+        microbatch = self._in_flight[index]
+        stop, microbatch.stop = microbatch.stop, None
+        if stop is not None:
+            microbatch.num_behind += stop.is_behind
+            # The stop restores the random numbers.
+            self._go_on(index, partial(microbatch.turn.resume, None))
+            return
+        microbatch.num_behind += 1
+        visit = microbatch.visits[key.visit]
         arrived = self._activations.pop(key)
         arrived.land()
         activation = arrived.map(partial(_leaf_on, visit.out.device))
         visit.leaves = activation.tensors
-        self._go_on(index, partial(self._in_flight[index].turn.resume, activation))
+        self._go_on(index, partial(microbatch.turn.resume, activation))
+
+    def _start(self, index: int) -> None:
+        self._num_started += 1
+        work = self.work[index]
+        turn = Turn(work.run, f"micro-batch {index}", self._threads)
+        draws = self.driver.draws.microbatch(self.dropout_step, index)
+        self._in_flight[index] = _Microbatch(turn, work.loss_factor, draws)
+        self._go_on(index, turn.start)
 
     def _go_on(self, index: int, run: Callable[[], HandedOver | Finished]) -> None:
         microbatch = self._in_flight[index]
-        where = self._where(index, partial(self._enter, index))
+        where = self._where(index, partial(self._enter, index), partial(self._stop, index, True))
         with where, self.driver.draws.of(microbatch.draws):
             microbatch.draws.go_on()
             report = run()
         self.driver.check_piece(index)
         if isinstance(report, Finished):
             self._finish_forward(index, report.result)
+            return
+        if isinstance(report.request, _Stop):
+            microbatch.stop = report.request
             return
         request: Request = report.request
         key = Key(index, len(microbatch.visits))
@@ -305,23 +355,36 @@ class _RunningStep:
         self.driver.stages.send_forward(key, request.hidden, request.surroundings)
 
     def _where(
-        self, index: int, enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
+        self,
+        index: int,
+        enter: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+        leave: Callable[[], None] = lambda: None,
     ) -> AbstractContextManager[None]:
         """Inside, hosted layers are where a micro-batch needs them: here, or away."""
         hosted = self.driver.hosted
-        return nullcontext() if hosted is None or not hosted.stays(index) else hosted.running(enter)
+        if hosted is None or not hosted.stays(index):
+            return nullcontext()
+        return hosted.running(enter, leave)
 
     def _enter(self, index: int, hidden: Tensor) -> Tensor:
-        """Cut the graph of a micro-batch before layers that run here."""
+        """Cut the graph of a micro-batch before layers that run here, and stop it there."""
         microbatch = self._in_flight[index]
         if self.driver.hosted is not None and not microbatch.is_counted:
             self.driver.hosted.note_tokens(hidden)
             microbatch.is_counted = True
-        if not (torch.is_grad_enabled() and hidden.requires_grad):
-            return hidden  # nothing before the layers trains
-        leaf, visits = _leaf_on(hidden.device, hidden), microbatch.visits
-        visits.append(_Visit(Key(index, len(visits)), hidden, (leaf,), is_here=True))
-        return leaf
+        # Without a gradient nothing before the layers trains.
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            out, hidden = hidden, _leaf_on(hidden.device, hidden)
+            visits = microbatch.visits
+            visits.append(_Visit(Key(index, len(visits)), out, (hidden,), is_here=True))
+        self._stop(index, is_behind=False)
+        return hidden
+
+    def _stop(self, index: int, is_behind: bool) -> None:
+        """Let other micro-batches run, in the thread of this one."""
+        # Others draw meanwhile.
+        with forked_generators():
+            self._in_flight[index].turn.hand_over(_Stop(is_behind))
 
     def _finish_forward(self, index: int, result: Any) -> None:
         """Note the loss of a micro-batch, and start its backward when it is its turn."""

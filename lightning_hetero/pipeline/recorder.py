@@ -38,7 +38,9 @@ MOST_SPANS = 2**15
 # Spans that are noted before they are added up in the middle of a step.
 _MOST_OPEN = 2**12
 
-ActionKind = Literal["forward", "backward", "loss"]
+ActionKind = Literal["forward", "backward", "loss", "layers"]
+"""With ``layers`` the coordinator runs the layers of a micro-batch as a replica, between the
+forward before them and the loss."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ class Recorder:
         if self._step is not None:
             self._step.num_ready += num_ready
             self._step.num_choices += 1
-        return self._open(Span(kind, 0.0, 0.0, *key, stage=stage), kind)
+        shown: SpanKind = "forward" if kind == "layers" else kind
+        return self._open(Span(shown, 0.0, 0.0, *key, stage=stage), kind)
 
     def take_laps(self) -> Laps:
         """The sums over the actions since the last call; waits for the end of the last action."""

@@ -12,7 +12,7 @@ and loss):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,36 +99,6 @@ def choose(
         return rank(action), action.key.microbatch, visit
 
     return min(may_run, key=urgency)
-
-
-def startable(
-    not_started: Collection[int],
-    stays: Callable[[int], bool],
-    num_in_flight: int,
-    max_started: int,
-    window: int,
-) -> list[int]:
-    """The micro-batches that the coordinator may start: the first of each kind that may.
-
-    There are two kinds: a micro-batch of which the coordinator runs all layers stays here, and the
-    others feed the workers. One kind may overtake the other, but losses go backward in the order of
-    the micro-batches. So a micro-batch leaves room for those before it that have not started;
-    otherwise all of those in flight could wait for the loss of one that cannot start.
-
-    Args:
-        not_started: The micro-batches that have not started.
-        stays: Whether a micro-batch stays here.
-        num_in_flight: How many have started and not ended.
-        max_started: The most micro-batches in flight.
-        window: For how many micro-batches there must be room; that of `GradientOrder`, since so
-            many losses may be needed before the first of these micro-batches ends.
-    """
-    found: dict[bool, int] = {}
-    for num_before, microbatch in enumerate(sorted(not_started)):
-        if len(found) > 1 or num_in_flight + min(num_before, window) >= max_started:
-            break
-        found.setdefault(stays(microbatch), microbatch)
-    return [*found.values()]
 
 
 @dataclass

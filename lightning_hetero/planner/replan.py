@@ -290,7 +290,7 @@ def replan(
     if profile is not None:
         expected = expected_seconds(plan, profile)
         if expected is not None:
-            profile = _scaled(profile, expected, seconds)
+            profile = scaled(profile, expected, seconds)
             found = _shares_by_profile(plan, profile) if plan.has_replicas else None
             if found is not None and found.is_worth_it:
                 return found
@@ -355,22 +355,36 @@ def _finer(plan: Plan, total: int) -> int:
 def _by_profile(
     plan: Plan, profile: Profile, seconds: Mapping[str, StageSeconds]
 ) -> Replanned | None:
+    before = candidate_of(plan, profile)
+    best = best_split(before, keeps_own=COORDINATOR not in seconds)
+    if best is None:
+        return None
+    gain = 1 - best.step_seconds / before.step_seconds
+    return Replanned(with_ranges(plan, best.ranges_of_teams), gain, profile)
+
+
+def best_split(before: Candidate, keeps_own: bool = False) -> Candidate | None:
     """The candidate with the shortest simulated step among splits of the same seats.
 
     The first ones are exact: those with the fastest slowest stage for each number of the
     coordinator's layers in front. Then layers move between seats while the step gets shorter.
+
+    Args:
+        before: The seats, with any layers.
+        keeps_own: Whether the coordinator keeps its layers.
+
+    Returns:
+        None if the layers fit no split.
     """
-    before = candidate_of(plan, profile)
-    tried = [*_splits(before, keeps_own=COORDINATOR not in seconds)]
+    tried = [*_splits(before, keeps_own)]
     if not shortages(before):
         tried.insert(0, before)
     if not tried:
         return None
     best = min(sorted(tried, key=_least)[:MOST_NEAR_PLAYED], key=_step)
     if len(best.workers) <= EXCHANGES_UP_TO:
-        best = _descended(best, keeps_own=COORDINATOR not in seconds)
-    gain = 1 - best.step_seconds / before.step_seconds
-    return Replanned(_with_ranges(plan, best.ranges_of_teams), gain, profile)
+        best = _descended(best, keeps_own)
+    return best
 
 
 def _descended(best: Candidate, keeps_own: bool) -> Candidate:
@@ -439,12 +453,12 @@ def _with_layers(before: Candidate, ranges: Sequence[tuple[int, int]]) -> Candid
 
 def _by_seconds(plan: Plan, seconds: Mapping[str, StageSeconds]) -> Replanned | None:
     """The split with the fastest slowest process, where all layers of a process count as equal."""
-    stages = _with_both_ends(plan)
+    stages = with_both_ends(plan)
     load = Load.of(stages, seconds)
     before = [stage.layers for stage in stages]
     after = load.climbed(before)
     gain = 1 - load.of_processes(after)[0] / load.of_processes(before)[0]
-    return Replanned(_with_ranges(plan, after), gain, None)
+    return Replanned(with_ranges(plan, after), gain, None)
 
 
 @dataclass(frozen=True)
@@ -512,7 +526,7 @@ def _moved(
             yield spans_of(counts)
 
 
-def _with_both_ends(plan: Plan) -> list[StagePlan]:
+def with_both_ends(plan: Plan) -> list[StagePlan]:
     """The stages with those of the coordinator at both ends, which may be without layers."""
     num_layers = max((stage.layers[1] for stage in plan.stages), default=0)
     own = next((stage for stage in plan.stages if stage.is_local), StagePlan([COORDINATOR], (0, 0)))
@@ -525,11 +539,24 @@ def _with_both_ends(plan: Plan) -> list[StagePlan]:
     return stages
 
 
-def _scaled(
-    profile: Profile, expected: Mapping[str, float], seconds: Mapping[str, StageSeconds]
+def scaled(
+    profile: Profile,
+    expected: Mapping[str, float],
+    seconds: Mapping[str, StageSeconds],
+    factor_of_others: float = 1.0,
 ) -> Profile:
+    """The profile with the times of each device as they are at present.
+
+    Args:
+        profile: The measurements.
+        expected: Their seconds of each process for a micro-batch.
+        seconds: The present ones.
+        factor_of_others: The factor for devices without present seconds.
+    """
     factors = {name: stage.total / expected[name] for name, stage in seconds.items()}
-    devices = [_slowed(device, factors.get(device.name, 1.0)) for device in profile.devices]
+    devices = [
+        _slowed(device, factors.get(device.name, factor_of_others)) for device in profile.devices
+    ]
     return replace(profile, devices=devices)
 
 
@@ -546,13 +573,13 @@ def _slowed(device: DeviceProfile, factor: float) -> DeviceProfile:
     return replace(device, timings=timings, optimizer_seconds=steps)
 
 
-def _with_ranges(plan: Plan, ranges: Sequence[tuple[int, int]]) -> Plan:
+def with_ranges(plan: Plan, ranges: Sequence[tuple[int, int]]) -> Plan:
     """The plan with the layers of each stage; ``ranges`` has the coordinator's at both ends."""
     own = [bool(plan.stages) and plan.stages[index].is_local for index in (0, -1)]
     was_there = [own[0], *(True for _ in plan.remote_stages), own[1] and len(plan.stages) > 1]
     stages = [
         dataclasses.replace(stage, layers=layers)
-        for stage, layers, is_old in zip(_with_both_ends(plan), ranges, was_there, strict=True)
+        for stage, layers, is_old in zip(with_both_ends(plan), ranges, was_there, strict=True)
         if is_old or layers[0] < layers[1]
     ]
     return dataclasses.replace(plan, stages=stages)

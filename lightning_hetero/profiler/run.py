@@ -50,6 +50,7 @@ from .measure import (
     usable_memory,
 )
 from .model_view import Cutting, sight
+from .newcomer import NewcomerTrials
 from .sample_layers import fingerprint
 from .trials import job_of, seconds_of
 
@@ -261,11 +262,13 @@ class ProfilingRun:
         measured = [] if known is None else [device.name for device in known.devices]
         missing = [name for name in names if name not in measured]
         pairs = pairs_without_link(names, [] if known is None else known.links)
+        later: NewcomerTrials | None = None
         if known is None or missing or pairs:
             with _ends_here(self.module, self.layers):
                 measuring = self._measuring(sample, optimizer, described, identity)
                 found = measuring.measure(missing, pairs)
                 known = merged(found if kept is None else compared(found, kept), known)
+                later = NewcomerTrials.of(measuring.sighting.subject)
             write_known(path, known)
         else:
             rank_zero_info(
@@ -273,7 +276,7 @@ class ProfilingRun:
                 f"{_TO_MEASURE_AGAIN}"
             )
         present = with_present_memory(restricted(known, names), described, held_bytes)
-        return Measured(present, path)
+        return Measured(present, path, later)
 
     def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Identity:
         could_leave = embedding_to_leave(self.module, self.layers) is not None

@@ -233,6 +233,20 @@ class StageRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end_layer: Count
 
 
+class Repetition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker in the place of a lost one repeats, or has repeated.
+
+    Args:
+        first_step: The first step that it repeats.
+        seconds: For how long; from the beginning until now, or until it had caught up.
+        is_over: Whether it has caught up.
+    """
+
+    first_step: Count
+    seconds: LongSeconds
+    is_over: bool
+
+
 class StageStatus(Words, frozen=True, forbid_unknown_fields=True):
     """What a worker serves and does in a run.
 
@@ -245,6 +259,7 @@ class StageStatus(Words, frozen=True, forbid_unknown_fields=True):
         busy_seconds: How much of that time the worker computed.
         links: The links to the coordinator and to its neighbors.
         is_measuring: Whether the coordinator measures here, before there is a stage.
+        repetition: What the worker repeats of a lost one; None if it has no lost one's place.
     """
 
     run: Name
@@ -255,3 +270,4 @@ class StageStatus(Words, frozen=True, forbid_unknown_fields=True):
     busy_seconds: LongSeconds
     links: Annotated[list[LinkStatus], FEW]
     is_measuring: bool = False
+    repetition: Repetition | None = None

@@ -38,6 +38,7 @@ from .fields import (
 from .fields import Equipment as Equipment
 from .fields import LinkStatus as LinkStatus
 from .fields import Narrowed as Narrowed
+from .fields import Repetition as Repetition
 from .fields import Sample as Sample
 from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
@@ -54,12 +55,17 @@ from .measurements import Probe as Probe
 from .measurements import ProbeAnswer as ProbeAnswer
 from .session import Message as Message
 from .session import Speaker, State, by, by_anyone, kinds_below
+from .snapshots import AskRoom as AskRoom
 from .snapshots import CaughtUp as CaughtUp
 from .snapshots import ForgetSent as ForgetSent
 from .snapshots import KeepSent as KeepSent
 from .snapshots import NeighborReplaced as NeighborReplaced
+from .snapshots import OpenSession as OpenSession
 from .snapshots import ReplaceNeighbor as ReplaceNeighbor
 from .snapshots import Replay as Replay
+from .snapshots import RoomTold as RoomTold
+from .snapshots import SentKept as SentKept
+from .snapshots import SessionOpened as SessionOpened
 from .snapshots import SnapshotBegun as SnapshotBegun
 from .snapshots import SnapshotPart as SnapshotPart
 from .snapshots import SnapshotTensor as SnapshotTensor
@@ -74,7 +80,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 # What replicas send each other.
 ReplicaContent = Literal["sums", "totals", "weights"]
@@ -211,6 +217,12 @@ class Paused(Message, frozen=True):
 
 class Resumed(Message, frozen=True):
     """The worker continues where it was paused."""
+
+    said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
+
+
+class Leaving(Message, frozen=True):
+    """The worker's owner wants it to end. It serves on until the coordinator says goodbye."""
 
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
 

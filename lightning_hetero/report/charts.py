@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..protocol.fields import Span
 from ..telemetry.ranges import stages_as_text
-from ..telemetry.step import Prediction, ProcessSpans, RecordedStep, name_of
+from ..telemetry.step import Absence, Prediction, ProcessSpans, RecordedStep, name_of
 from ..units import in_duration, in_percent, time_unit
 from .svg import (
     HUES,
@@ -237,6 +237,7 @@ _ACTIONS: dict[str, str] = {
     "optimizer": "optimizer",
     "bubble": "bubble",
 }
+_ABSENCES: dict[str, str] = {"lost": "lost", "repeats": "repeats"}
 _HATCH = (
     '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><path d="M0 0V6" class="hatch"/></pattern></defs>'
@@ -254,6 +255,7 @@ class _Panel:
         start_seconds: When the first action starts, on the clock of the actions.
         row_seconds: The time from there to the end of a row.
         step_seconds: The duration of the step, of which the busy shares are parts.
+        absences: When processes were lost and replaced.
     """
 
     title: str
@@ -261,6 +263,7 @@ class _Panel:
     start_seconds: float
     row_seconds: float
     step_seconds: float
+    absences: Sequence[Absence] = ()
 
     @property
     def height(self) -> float:
@@ -289,7 +292,8 @@ def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
         parts.append(moved(0, top, *_drawn(panel, left, scale)))
         top += panel.height
     parts.append(moved(left, top, *_seconds_axis(longest, scale)))
-    parts.append(moved(left, top + _AXIS + 4, _legend(_ACTIONS)))
+    shown = _ACTIONS | (_ABSENCES if step.absences else {})
+    parts.append(moved(left, top + _AXIS + 4, _legend(shown)))
     height = top + _AXIS + _LEGEND + _MARGIN
     return picture_file(_STEP_WIDTH, height, f"Step {step.step}", _HATCH, *parts) + "\n"
 
@@ -298,7 +302,8 @@ def _measured(step: RecordedStep) -> _Panel:
     lasted, bubble = in_duration(step.seconds), in_percent(step.bubble)
     title = f"Step {step.step} as recorded: {lasted}, bubble {bubble}"
     start = step.first_action_seconds
-    return _Panel(title, step.processes, start, step.end_seconds - start, step.seconds)
+    lasted_seconds = step.end_seconds - start
+    return _Panel(title, step.processes, start, lasted_seconds, step.seconds, step.absences)
 
 
 def _predicted(prediction: Prediction) -> _Panel:
@@ -319,6 +324,9 @@ def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
         y = _TITLE + index * panel.row_height
         yield _label(process, y)
         yield rectangle(left, y, panel.row_seconds * scale, _BAR, "bubble")
+        for away in panel.absences:
+            if away.number == process.number:
+                yield from _absence(away, panel.start_seconds, left, y, scale)
         # All actions of the coordinator have the number 0.
         has_stages = process.number > 0 and len({each.stage for each in process.ranges}) > 1
         for span in process.actions:
@@ -326,6 +334,21 @@ def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
             yield from _action(span, has_stages, x, y, scale)
         share = process.computing_seconds / panel.step_seconds if panel.step_seconds > 0 else 0.0
         yield text(_STEP_WIDTH - _MARGIN, y + 16, f"{in_percent(share)} busy", "normal ink", "end")
+
+
+def _absence(
+    away: Absence, start_seconds: float, left: float, y: float, scale: float
+) -> Iterator[str]:
+    """Two bars: until another process had the layers, and while it repeated what was lost."""
+    parts = {
+        "lost": (f"lost: {away.reason}", away.start_seconds, away.restored_seconds),
+        "repeats": (f"repeats {away.repeated}", away.restored_seconds, away.end_seconds),
+    }
+    for kind, (said, start, end) in parts.items():
+        first = max(start, start_seconds)
+        width = max(0.4, (end - first) * scale)
+        bar = rectangle(left + (first - start_seconds) * scale, y, width, _BAR, kind)
+        yield titled(f"{said}: {in_duration(end - start)}", bar)
 
 
 def _label(process: ProcessSpans, y: float) -> str:

@@ -17,7 +17,7 @@ from ..telemetry.ranges import Range
 from ..units import in_bytes, in_duration, in_micro_batches, in_percent
 from .charts import line_chart, shares_chart
 from .diagram import diagram
-from .run_record import RunRecord, findings
+from .run_record import LostWorker, RunRecord, findings
 from .svg import FONTS, printable, style_sheet
 from .topology import topology_of
 
@@ -31,6 +31,7 @@ _PIPELINE_NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
 _MOST_LOSSES = 8
 _MOST_IN_A_ROW = 6
 _MOST_COMPARED = 10
+_MOST_LOST = 20
 
 
 def report(record: RunRecord) -> str:
@@ -53,6 +54,8 @@ def report(record: RunRecord) -> str:
         loss=_loss(record),
         shares=_shares(record),
         speed=_speed(record),
+        losses=_losses_of_workers(record),
+        reasons=_reasons(record),
         compared=_compared(record),
         figures=[_row(record, number) for number in record.process_numbers],
         fonts=FONTS,
@@ -195,6 +198,38 @@ def _shares(record: RunRecord) -> str:
 def _speed(record: RunRecord) -> str:
     curve = record.metrics.get("pipeline/tokens_per_second", ())
     return line_chart({"tokens per second": curve}, "Speed over steps", 190, from_zero=True)
+
+
+def _losses_of_workers(record: RunRecord) -> list[list[str]]:
+    """A row for each time that a worker was lost."""
+    return [
+        [
+            lost.name,
+            str(lost.step),
+            _duration(lost.serving_seconds),
+            _duration(lost.restoring_seconds),
+            _duration(lost.repeating_seconds),
+            lost.repeated or "–",
+        ]
+        for lost in _lost(record)
+    ]
+
+
+def _reasons(record: RunRecord) -> list[str]:
+    """Why workers were lost; equal reasons once, with their workers."""
+    found: dict[str, list[str]] = {}
+    for lost in _lost(record):
+        found.setdefault(lost.reason, []).append(f"{lost.name} in step {lost.step}")
+    return [f"{', '.join(places)}: {reason}" for reason, places in found.items()]
+
+
+def _lost(record: RunRecord) -> list[LostWorker]:
+    """The latest of the workers that were lost."""
+    return [] if record.facts is None else record.facts.losses[-_MOST_LOST:]
+
+
+def _duration(seconds: float | None) -> str:
+    return "–" if seconds is None else in_duration(seconds)
 
 
 def _compared(record: RunRecord) -> list[list[str]]:

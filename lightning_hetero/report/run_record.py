@@ -87,6 +87,35 @@ class Process(msgspec.Struct, frozen=True):
     versions: dict[str, str] = {}
 
 
+class LostWorker(msgspec.Struct, frozen=True):
+    """A worker that was lost during the run, and how long another process took to take its place.
+
+    Args:
+        name: The name in the plan.
+        step: The step in which it was lost, as the log counts steps.
+        reason: What ended its conversation.
+        serving_seconds: From the loss until another process served; None if none did.
+        restoring_seconds: From there until that process had the layers and their latest snapshot.
+        repeating_seconds: From there until it had caught up.
+        repeated: What it repeated, in words.
+    """
+
+    name: str
+    step: int
+    reason: str = ""
+    serving_seconds: float | None = None
+    restoring_seconds: float | None = None
+    repeating_seconds: float | None = None
+    repeated: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """From the loss until the process had caught up; None if it did not."""
+        parts = self.serving_seconds, self.restoring_seconds, self.repeating_seconds
+        found = [part for part in parts if part is not None]
+        return sum(found) if len(found) == len(parts) else None
+
+
 class RunFacts(msgspec.Struct, frozen=True):
     """What the strategy writes about a run beside the logs.
 
@@ -96,6 +125,7 @@ class RunFacts(msgspec.Struct, frozen=True):
         processes: The coordinator and the workers.
         ended_at: When the run ended; empty while it is under way, and after a kill.
         error: The text of the error that ended the run; empty without one.
+        losses: The workers that were lost during the run, in their order.
     """
 
     model: str
@@ -103,6 +133,7 @@ class RunFacts(msgspec.Struct, frozen=True):
     processes: list[Process] = []
     ended_at: str = ""
     error: str = ""
+    losses: list[LostWorker] = []
 
 
 class _Timeline(msgspec.Struct, frozen=True):
@@ -344,12 +375,14 @@ _FASTER_LINKS = (
 
 
 _MOST_OF_ERROR = 2000
+_MOST_NAMES = 4
 
 
 def findings(record: RunRecord) -> list[str]:
     """Sentences on what stands out in a run, the error that ended it first."""
     found = [
         *_of_end(record),
+        *_of_losses(record),
         *_of_loss(record),
         *_of_bound(record),
         *_of_balance(record),
@@ -370,6 +403,23 @@ def _of_end(record: RunRecord) -> Iterator[str]:
         yield f"The run ended by an error. {facts.error[:_MOST_OF_ERROR]}"
     elif not facts.ended_at:
         yield "The end of the run is not recorded: it is still under way, or it was killed."
+
+
+def _of_losses(record: RunRecord) -> Iterator[str]:
+    losses = [] if record.facts is None else record.facts.losses
+    seconds = [each.seconds for each in losses if each.seconds is not None]
+    if not losses:
+        return
+    names = list(dict.fromkeys(each.name for each in losses))
+    shown = ", ".join(names[:_MOST_NAMES]) + (" and others" if len(names) > _MOST_NAMES else "")
+    times = "Once a worker was" if len(losses) == 1 else f"{len(losses)} times a worker was"
+    yield (
+        f"{times} lost and replaced ({shown}); no step was lost by that. Until the process in its "
+        f"place had caught up, it took {in_duration(sum(seconds))} in all."
+        if len(seconds) == len(losses)
+        else f"{times} lost ({shown}), and {len(losses) - len(seconds)} of these times no process "
+        "had taken its place to the end."
+    )
 
 
 def _of_bound(record: RunRecord) -> Iterator[str]:

@@ -274,6 +274,8 @@ _RULES = {
     "backward": "fill:#d9822b",
     "loss": "fill:#8b5fbf",
     "optimizer": "fill:#3a9d6e",
+    "lost": "fill:#c0392b",
+    "repeats": "fill:#c0392b;opacity:0.35",
 }
 
 

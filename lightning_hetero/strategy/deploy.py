@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from ..planner.verdict import judge, render
 from ..profiler.dry_run import NoSample
 from ..profiler.kept import Measured
 from ..profiler.measure import ProfilingOptions
+from ..profiler.newcomer import NewcomerTrials
 from ..profiler.run import ProfilingRun
 from ..recovery import Recovery
 from ..telemetry.ranges import share_as_text
@@ -65,11 +67,13 @@ class PlanChoice:
     Attributes:
         plan: As the user gave it.
         measured: The latest profile that was measured or read; None before there is one.
+        trials: What measures a worker that joins the present run; None if nothing can.
     """
 
     def __init__(self, plan: str | Path | Plan, micro_batches: int | None) -> None:
         self.plan = plan
         self.measured: Measured | None = None
+        self.trials: NewcomerTrials | None = None
         self._micro_batches = micro_batches
         self._solved: dict[tuple[int, tuple[str, ...]], Plan] = {}
 
@@ -78,13 +82,17 @@ class PlanChoice:
         """The latest profile that was measured or read; None before there is one."""
         return None if self.measured is None else self.measured.profile
 
+    @property
+    def is_of_strategy(self) -> bool:
+        """Whether the strategy makes the plan by what it measures."""
+        return self.plan in ("auto", "replicated")
+
     def profiling_options(self, trainer: pl.Trainer) -> ProfilingOptions | None:
         """How this run measures its devices before it deploys; None if it does not measure."""
         if trainer.state.fn != TrainerFn.FITTING:
             return None
         chosen = chosen_profiling(trainer)
-        needs_profile = self.plan in ("auto", "replicated")
-        return ProfilingOptions() if chosen is None and needs_profile else chosen
+        return ProfilingOptions() if chosen is None and self.is_of_strategy else chosen
 
     def given(self, num_layers: int, workers: Sequence[str]) -> Plan | None:
         """The user's own plan; None under ``"auto"``.
@@ -282,8 +290,7 @@ class Site:
         )
         if before is not None:  # a plan that is refused changes nothing
             coordinator.serve(plan.workers, plan.narrowings)
-            if coordinator.replacements is not None:
-                coordinator.replacements.note_move()
+            coordinator.telemetry.say_again()
         elif coordinator.replacements is not None:
             coordinator.replacements.begin()
         self._announce_layers(layers)
@@ -346,17 +353,18 @@ class Site:
         coordinator, run = self._connected(layers, workers, options)
         with _closing_on_error(coordinator):
             try:
-                choice.measured = run.measured()
+                measured = run.measured()
             except NoSample as reason:
                 plan = given or choice.even(len(layers), workers, str(reason))
             else:
-                profile = choice.measured.profile
+                choice.measured, profile = measured._replace(trials=None), measured.profile
                 if given is None or choice.plan == "replicated":
                     # The coordinator is no replica where a batch's step runs whole.
                     plan = choice.solve(profile, workers, replicas=self._cuts_step)
                 else:
                     _warn_of_faults(given, profile)
                     plan = _shared_by_speed(given, profile)
+                choice.trials = _trials_for(plan, measured)
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
             rank_zero_info("no worker would make it faster, so the model runs here alone")
@@ -438,6 +446,12 @@ def _shared_by_speed(plan: Plan, profile: Profile) -> Plan:
     except PlanError:
         return plan  # `_warn_of_faults` has said why
     return dataclasses.replace(found, micro_batches=plan.micro_batches)
+
+
+def _trials_for(plan: Plan, measured: Measured) -> NewcomerTrials | None:
+    """What measures a worker that joins later, with the micro-batches of a plan."""
+    size = math.ceil((measured.profile.batch_size or 1) / plan.micro_batches)
+    return None if measured.trials is None else measured.trials.at_size(size)
 
 
 def _warn_of_faults(plan: Plan, profile: Profile) -> None:

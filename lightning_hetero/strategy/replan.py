@@ -228,12 +228,17 @@ class Watch:
         laps = self._recorder.take_laps()
         pieces = laps.counts["forward"]
         if pieces > 0:
-            through = (laps.seconds["forward"] + laps.seconds["backward"]) / pieces
+            through = (laps.seconds.total() - laps.seconds["loss"]) / pieces
             ends = laps.seconds["loss"] / pieces
             own = StageSeconds(through, ends)
             if not self._has_first_layers:
                 own = StageSeconds(0, through + ends)
             self._note(self._deployment.coordinator.connections.step, COORDINATOR, own)
+
+    @property
+    def present_seconds(self) -> dict[str, StageSeconds]:
+        """The seconds of each process in the latest steps; empty while these are too few."""
+        return self._watcher.present() if self._watcher.is_steady else {}
 
     def next_plan(self) -> Plan | None:
         """The plan to move to before the next step; None to stay."""

@@ -42,6 +42,7 @@ from ..transport.deadlines import Deadlines
 from .arguments import StepOptions, check_arguments, warn_of_batch_statistics, warn_of_idle_devices
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanChoice, Site
+from .membership import Membership, Terms
 from .optimizers import clip_by_global_norm, norms_by_name
 from .replan import check_move, moves_layers, moving_averages
 from .training_run import Run, RunNotes, TrainingRun, leave_pictures
@@ -146,6 +147,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._replan = replan
         self._recovery = recovery_of(recovery)
         self._run: Run | None = None
+        self._membership: Membership | None = None
         self._notes: RunNotes | None = None
         self._instead: Callable[[Site, list[DecoderLayer]], None] | None = None
 
@@ -265,6 +267,15 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 self.plan_choice.measured,
                 moves=self._replan and moves_layers(self._module()),
             )
+            self._membership = self._membership_of(self._run)
+
+    def _membership_of(self, run: TrainingRun) -> Membership:
+        """What lets workers join and leave a training."""
+        module, choice = self._module(), self.plan_choice
+        is_free = self._replan or choice.is_of_strategy
+        joins = is_free and module.automatic_optimization
+        terms = Terms(joins, self._recovery, choice.measured, choice.trials)
+        return Membership(module.trainer, self._fleet, terms, run, self.move_layers)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,9 +312,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        plan = self._run.next_plan() if isinstance(self._run, TrainingRun) else None
+        run = self._run
+        if not isinstance(run, TrainingRun) or run.is_inside_window:
+            return
+        plan = run.next_plan()
         if plan is not None:
             self.move_layers(plan)
+        if self._membership is not None:
+            self._membership.act()
 
     @override
     def backward(
@@ -394,6 +410,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @override
     def teardown(self) -> None:
         run, self._run = self._run, None
+        self._membership = self.plan_choice.trials = None
         notes, self._notes = self._notes, None
         try:
             loss = None if run is None else run.end(self._remedy())

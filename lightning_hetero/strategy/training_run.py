@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
+from ..coordinator.losses import Loss
 from ..coordinator.optimizer_parts import remote_optimizers
 from ..coordinator.progress import TrainingFigures
 from ..devices.description import equipment_here
@@ -41,10 +42,11 @@ from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four
 from ..plan import COORDINATOR, Plan
 from ..planner.feasibility import as_measured
 from ..planner.profile import EMBEDDING, HEAD, Profile
+from ..planner.replan import StageSeconds
 from ..profiler.kept import Measured
 from ..protocol.messages import Equipment
 from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
-from ..report.run_record import FACTS, Process, RunFacts
+from ..report.run_record import FACTS, LostWorker, Process, RunFacts
 from ..report.topology import Memory, Place, Topology, marks_of, topology_of, with_profile
 from .arguments import StepOptions, check_precision
 from .first_batch import first_batch_check
@@ -160,6 +162,26 @@ class TrainingRun(Run):
     def profile(self) -> Profile | None:
         """The measured times of the deployment; None if they are not known."""
         return self._watch.profile
+
+    @property
+    def present_seconds(self) -> dict[str, StageSeconds]:
+        """The seconds of each process in the latest steps; empty while these are too few."""
+        return self._watch.present_seconds
+
+    @property
+    def keeps_own_layers(self) -> bool:
+        """Whether the time of this process's own layers is not known, so that they stay here."""
+        return self._step.recorder is None
+
+    @contextmanager
+    def planning_with(self, profile: Profile | None) -> Iterator[None]:
+        """Inside, layers move to a plan that was made with this profile, which stays then."""
+        before, self._watch.profile = self._watch.profile, profile
+        try:
+            yield
+        except BaseException:
+            self._watch.profile = before
+            raise
 
     def training_step(self, step: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run the training step of a batch.
@@ -370,7 +392,15 @@ class RunNotes:
             Process(name, each.host, each.device_name, each.versions)
             for name, each in named.items()
         ]
-        return cls(folder, RunFacts(_title(module), _now(), processes))
+        notes = cls(folder, RunFacts(_title(module), _now(), processes))
+        if (replacements := deployment.coordinator.replacements) is not None:
+            replacements.on_change = lambda: notes.note_losses(replacements.losses)
+        return notes
+
+    def note_losses(self, losses: Iterable[Loss]) -> None:
+        """Note the workers that the run has lost so far."""
+        self._facts = structs.replace(self._facts, losses=[_lost_worker(each) for each in losses])
+        self._write()
 
     def note_error(self, error: BaseException) -> None:
         """Note the error that ends the run; of several, the first one."""
@@ -393,6 +423,20 @@ class RunNotes:
             files.pipe_file(os.path.join(self._folder, FACTS), json.encode(self._facts))
         except (OSError, ValueError) as error:
             logger.warning("%s is not written: %s", os.path.join(self._folder, FACTS), error)
+
+
+def _lost_worker(loss: Loss) -> LostWorker:
+    came, restored = loss.served_seconds, loss.restored_seconds
+    end = loss.end_seconds if loss.has_caught_up else None
+    return LostWorker(
+        loss.worker.name,
+        loss.step,
+        loss.reason,
+        None if came is None else came - loss.began_seconds,
+        None if came is None or restored is None else restored - came,
+        None if restored is None or end is None else end - restored,
+        "" if restored is None else loss.repeated,
+    )
 
 
 def _now() -> str:

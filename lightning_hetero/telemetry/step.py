@@ -180,6 +180,28 @@ class StageSpans(Spans):
 
 
 @dataclass(frozen=True)
+class Absence:
+    """The time from the loss of a worker until another process had caught up in its place.
+
+    Args:
+        number: The number of the worker.
+        start_seconds: When the loss was noted.
+        restored_seconds: When another process had the layers and began to repeat; the end, if none
+            did.
+        end_seconds: When that process had caught up, or was lost too.
+        reason: Why the worker was lost.
+        repeated: What was repeated, in words.
+    """
+
+    number: int
+    start_seconds: float
+    restored_seconds: float
+    end_seconds: float
+    reason: str
+    repeated: str
+
+
+@dataclass(frozen=True)
 class RecordedStep:
     """A recorded step.
 
@@ -188,12 +210,14 @@ class RecordedStep:
         start_seconds: When Lightning started its first batch.
         processes: The coordinator, then the workers that have layers.
         num_dropped: How many spans the recorders dropped because their memory was full.
+        absences: When workers were lost in the step, and replaced.
     """
 
     step: int
     start_seconds: float
     processes: Sequence[ProcessSpans]
     num_dropped: int = 0
+    absences: Sequence[Absence] = ()
 
     @property
     def first_action_seconds(self) -> float:
@@ -206,6 +230,36 @@ class RecordedStep:
         """When the last action of any process ended."""
         ends = [span.end_seconds for each in self.processes for span in each.actions]
         return max(ends, default=self.start_seconds)
+
+    def with_absences(self, absences: Iterable[Absence]) -> RecordedStep:
+        """The step with these, cut to the step; those outside are dropped.
+
+        What a process has repeated is no work of the step, so its spans until then are dropped too.
+        """
+        start, end = self.start_seconds, self.end_seconds
+        cut = [
+            dataclasses.replace(
+                each,
+                start_seconds=max(each.start_seconds, start),
+                restored_seconds=min(max(each.restored_seconds, start), end),
+                end_seconds=min(each.end_seconds, end),
+            )
+            for each in absences
+            if each.end_seconds > start and each.start_seconds < end
+        ]
+        back_at = {each.number: each.end_seconds for each in cut}
+        processes = [
+            dataclasses.replace(
+                process,
+                spans=[
+                    span
+                    for span in process.spans
+                    if span.start_seconds >= back_at.get(process.number, start)
+                ],
+            )
+            for process in self.processes
+        ]
+        return dataclasses.replace(self, processes=processes, absences=cut)
 
     @property
     def seconds(self) -> float:

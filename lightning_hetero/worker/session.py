@@ -8,6 +8,7 @@
     moves       passes tensors on to other workers as layers move, and takes theirs
     replicas    adds up gradients with the workers that hold the same stages
     snapshots   tells the state for a worker that takes this one's place, or takes it
+    room        makes room for a second session beside this one
     telemetry   times and records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
@@ -17,13 +18,13 @@ Each part has a table `handlers`: the function that carries out each kind of its
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -66,6 +67,7 @@ from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
 from .replicas import ReplicaSide
+from .room import RoomSide
 from .snapshots import SnapshotSide
 from .telemetry import RecordedSide
 from .trials import MeasuredSide, answer_probe
@@ -79,14 +81,39 @@ _MOST_OF_NAME = 8
 
 
 # A paused worker takes these messages at once; it holds all others until it is resumed.
-_NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed)
+_NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed, m.Leaving)
 
 
 _LAST_WORDS = (m.Failure, m.Goodbye)
 
 
 # Requests that wait for forwards and backwards wait for these.
-_NEVER_BEHIND = (m.Activation, m.Gradient, m.AbortStep, m.ReplicaTensors, m.ReplaceNeighbor)
+_NEVER_BEHIND = (
+    m.Activation,
+    m.Gradient,
+    m.AbortStep,
+    m.ReplicaTensors,
+    m.ReplaceNeighbor,
+    m.Leaving,
+    m.AskRoom,
+    m.OpenSession,
+)
+
+
+@dataclass(frozen=True)
+class _Repetition:
+    """From which step on a session repeats a lost worker's work, and from when until when."""
+
+    first_step: int
+    start_seconds: float
+    end_seconds: float | None = None
+
+    @property
+    def status(self) -> m.Repetition:
+        """For who looks at the worker."""
+        end_seconds = time.monotonic() if self.end_seconds is None else self.end_seconds
+        seconds = end_seconds - self.start_seconds
+        return m.Repetition(self.first_step, seconds, self.end_seconds is not None)
 
 
 class SessionOver(Exception):
@@ -120,6 +147,8 @@ class StageSession:
         self._awaiting: deque[tuple[Arrival, Frame]] = deque()
         self._began_seconds = time.monotonic()
         self._served, self._ended = "", "it failed"
+        # What it repeats in the place of a lost worker; any thread may read it.
+        self._repetition: _Repetition | None = None
         self._coordinator = coordinator
         coordinator.forward = self._let_neighbors_go
         self._neighbors = Neighbors(coordinator, self._dial_neighbor)
@@ -140,7 +169,8 @@ class StageSession:
             self._layers, self._copies, self._neighbors.pass_on, channel_to
         )
         self._training.is_owned = self._replicas.is_owned
-        self._snapshots = SnapshotSide(coordinator, self._layers, self._training)
+        self._snapshots = SnapshotSide(coordinator, self._layers, self._training, self._replicas)
+        self._room = RoomSide(coordinator, host, self._budget)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -153,6 +183,7 @@ class StageSession:
             **self._moves.handlers,
             **self._replicas.handlers,
             **self._snapshots.handlers,
+            **self._room.handlers,
             m.KeepSent: self._on_keep_sent,
             m.ForgetSent: self._on_forget_sent,
             m.ReplaceNeighbor: self._on_replace_neighbor,
@@ -160,6 +191,7 @@ class StageSession:
             m.Wait: self._on_wait,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
+            m.Leaving: self._on_leaving,
             m.Deploy: self._on_deploy,
             m.Launch: self._on_launch,
             m.BeginStep: self._on_begin_step,
@@ -190,8 +222,8 @@ class StageSession:
                 self._coordinator.send(m.Failure(str(error)))
             raise
 
-    def wish(self, message: m.Paused | m.Resumed) -> None:
-        """Tell the session that its owner pauses or resumes it, after the present micro-batch."""
+    def wish(self, message: m.Paused | m.Resumed | m.Leaving) -> None:
+        """Tell the session what its owner wants, after the present micro-batch."""
         self._inbox.put(Arrival(self._coordinator, Frame(message)))
 
     @property
@@ -236,6 +268,7 @@ class StageSession:
             busy_seconds=self._recorder.busy_seconds,
             links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in traffic],
             is_measuring=self._trials.is_measuring,
+            repetition=None if self._repetition is None else self._repetition.status,
         )
 
     def run(self) -> None:
@@ -334,6 +367,8 @@ class StageSession:
 
     def _carry_out(self, handler: Handler, arrival: Arrival, frame: Frame) -> None:
         message = frame.message
+        if self._neighbors.is_former(arrival.channel):
+            return
         self._coordinator.activity = message.requested_activity or self._coordinator.activity
         try:
             if isinstance(message, (m.Activation, m.Gradient)):
@@ -412,6 +447,9 @@ class StageSession:
             while held:
                 self._take(held.popleft())
 
+    def _on_leaving(self, message: m.Leaving, _tensors: tuple[Tensor, ...]) -> None:
+        self._coordinator.send(message)
+
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
         self._trials.forget()
         parameters = [each for stage in message.stages for each in stage.parameters]
@@ -459,9 +497,10 @@ class StageSession:
 
     def _on_keep_sent(self, message: m.KeepSent, _tensors: tuple[Tensor, ...]) -> None:
         self._neighbors.keep_sent(message.most_bytes)
+        self._replicas.expect_repeats()
 
     def _on_forget_sent(self, message: m.ForgetSent, _tensors: tuple[Tensor, ...]) -> None:
-        self._neighbors.forget_sent(message.behind)
+        self._neighbors.forget_sent(message.behind, message.round)
 
     def _on_replace_neighbor(
         self, message: m.ReplaceNeighbor, _tensors: tuple[Tensor, ...]
@@ -475,9 +514,14 @@ class StageSession:
 
     def _on_replay(self, message: m.Replay, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.step, self._runner.repeats = message.step, True
+        self._repetition = _Repetition(message.step + 1, time.monotonic())
+        self._replicas.is_repeating = True
 
     def _on_wait(self, message: m.Wait, _tensors: tuple[Tensor, ...]) -> None:
         if message.is_end:
+            if self._repetition is not None:
+                self._repetition = replace(self._repetition, end_seconds=time.monotonic())
+            self._replicas.is_repeating = False
             self._coordinator.send(m.CaughtUp())
 
     def _connect(self, numbers: Iterable[int]) -> None:
@@ -494,7 +538,7 @@ class StageSession:
     def _dial_neighbor(self, text: str, session: str, member: int) -> Channel:
         host, lingering = self._host, self._coordinator.line.lingering
         seconds = 0.0 if lingering is None else lingering.seconds
-        deadlines = dataclasses.replace(host.deadlines, linger_seconds=seconds)
+        deadlines = replace(host.deadlines, linger_seconds=seconds)
         address = Address.parse(text)
         channel, _ = dial(address, "neighbor", session, deadlines, host.identity, member)
         return channel

@@ -7,13 +7,13 @@ nothing else waits to be sent, so that no activation waits for more than one pie
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import LocalProtocolError, RemoteProtocolError
+from ..errors import LocalProtocolError, ModelError, RemoteProtocolError
 from ..model.tensors import Content, locate, named_tensors
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
@@ -22,6 +22,7 @@ from ..transport.channel import Channel, Handler
 from .layers import StageLayers
 from .moves import check_state
 from .optimizer_parts import Belongings, TrainedSide
+from .replicas import ReplicaSide
 
 _PIECE_BYTES = 2**20
 
@@ -36,12 +37,19 @@ class SnapshotSide:
         coordinator: The channel to the coordinator.
         layers: The layers of the session.
         training: Has what belongs to their tensors.
+        replicas: Knows which gradients are sums of all replicas.
 
     Attributes:
         handlers: What carries out each kind of message.
     """
 
-    def __init__(self, coordinator: Channel, layers: StageLayers, training: TrainedSide) -> None:
+    def __init__(
+        self,
+        coordinator: Channel,
+        layers: StageLayers,
+        training: TrainedSide,
+        replicas: ReplicaSide,
+    ) -> None:
         self.handlers: dict[type, Handler] = {
             m.TakeSnapshot: self._on_take_snapshot,
             m.SnapshotTensor: self._on_snapshot_tensor,
@@ -49,6 +57,7 @@ class SnapshotSide:
         self._coordinator = coordinator
         self._layers = layers
         self._training = training
+        self._replicas = replicas
         # As the layers were launched, and the tensors that a lost worker had changed.
         self._launched: dict[str, _State] = {}
         self._changed: set[str] = set()
@@ -68,23 +77,29 @@ class SnapshotSide:
     def _on_take_snapshot(self, message: m.TakeSnapshot, _tensors: tuple[Tensor, ...]) -> None:
         if self._sending is not None:
             self._sending.join()
-        frames = [*self._frames(message.with_gradients)]
+        frames = [*self._frames(message.with_gradients, {*message.also})]
         self._coordinator.send(m.SnapshotBegun(message.number))
         self._sending = threading.Thread(
             target=self._send, args=(message.number, frames), name="snapshot", daemon=True
         )
         self._sending.start()
 
-    def _frames(self, with_gradients: bool) -> Iterator[bytes]:
-        """The present state of each tensor that may have changed, copied."""
+    def _frames(self, with_gradients: bool, also: Collection[str]) -> Iterator[bytes]:
+        """The present state of each tensor that may have changed or is asked for, copied.
+
+        Raises:
+            ModelError: If a tensor is asked for that is not here.
+        """
         belongings = self._training.present
+        if unknown := sorted({*also} - {name for name, _ in self._states()}):
+            raise ModelError(f"This worker has no tensors {unknown[:5]}.")
         for name, state in self._states():
             _, _, tensor = locate(self._layers.numbered, name)
             # Some optimizers change parameters behind torch's back.
             is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
             if state != self._launched.get(name) or not is_frozen:
                 self._changed.add(name)
-            if name in self._changed:
+            if name in self._changed or name in also:
                 gradient = tensor.grad if with_gradients else None
                 yield self._frame(name, belongings, gradient)
 
@@ -98,17 +113,16 @@ class SnapshotSide:
             {number: packer.pack(s, where) for number, s in belongings.state_of(name).items()},
             packer.pack(belongings.averages.get(name)),
             packer.pack(gradient),
+            gradient is not None and self._replicas.is_total(name),
         )
         return b"".join(encode_frame(Frame(message, tuple(packer.tensors))))
 
     def _send(self, number: int, frames: list[bytes]) -> None:
         """Send the pieces, each when the channel has nothing else to send."""
-        pieces = [*_pieces(frames)]
         with suppress(LocalProtocolError):  # the conversation has ended
-            for index, piece in enumerate(pieces):
+            for piece in _pieces(frames):
                 self._coordinator.wait_until_sent(0)
-                is_last = index == len(pieces) - 1
-                self._coordinator.send(m.SnapshotPart(number, is_last), piece)
+                self._coordinator.send(m.SnapshotPart(number, is_last=not frames), piece)
 
     def _on_snapshot_tensor(self, message: m.SnapshotTensor, tensors: tuple[Tensor, ...]) -> None:
         def tensor(value: Value) -> Tensor:
@@ -128,13 +142,27 @@ class SnapshotSide:
         if message.gradient is not None:
             _, _, placed = locate(self._layers.numbered, name)
             placed.grad = tensor(message.gradient).to(placed.device)
+            if message.is_total:
+                self._replicas.note_totals()
         self._changed.add(name)
         self._coordinator.send(m.Loaded(name))
 
 
 def _pieces(frames: list[bytes]) -> Iterator[Tensor]:
-    """All frames behind each other, in pieces; at least one, which may be empty."""
-    left = bytearray().join(frames)
-    for start in range(0, max(len(left), 1), _PIECE_BYTES):
-        piece = left[start : start + _PIECE_BYTES]
-        yield torch.frombuffer(piece, dtype=torch.uint8) if piece else torch.empty(0).byte()
+    """All frames behind each other, in pieces; at least one, which may be empty.
+
+    A frame is freed when it is used up, and with the last piece there is none any more.
+    """
+    frames.reverse()
+    piece = bytearray()
+    while frames:
+        left = memoryview(frames[-1])
+        while left:
+            room = _PIECE_BYTES - len(piece)
+            piece += left[:room]
+            left = left[room:]
+            if len(piece) == _PIECE_BYTES and (left or len(frames) > 1):
+                yield torch.frombuffer(piece, dtype=torch.uint8)
+                piece = bytearray()
+        frames.pop()
+    yield torch.frombuffer(piece, dtype=torch.uint8) if piece else torch.empty(0).byte()

@@ -12,7 +12,7 @@ import pytest
 from lightning_hetero.callbacks.timeline import PREDICTED, trace_of
 from lightning_hetero.telemetry.step import prediction_of
 
-from ..telemetry.made_up import PLAN, made_up_step, turn_by_turn
+from ..telemetry.made_up import PLAN, made_up_step, turn_by_turn, with_loss
 from .trace_faults import faults_of
 
 
@@ -103,6 +103,21 @@ def test_the_prediction_is_in_the_trace(trace: dict[str, Any]) -> None:
     assert summary["predicted"]["source"] == "this step's own times"
     assert summary["processes"][1]["waiting_us"] == 14e6
     assert summary["end_us"] == 21e6
+
+
+def test_a_loss_is_an_interval_on_a_track_of_its_worker() -> None:
+    events = trace_of([(with_loss(), None)])["traceEvents"]
+    lost, repeats = (e for e in events if e.get("cat") == "recovery")
+    assert (lost["name"], lost["pid"], lost["ts"], lost["dur"]) == ("lost", 1, 7e6, 3e6)
+    assert (repeats["name"], repeats["ts"], repeats["dur"]) == ("repeats steps 2 to 4", 1e7, 2.5e6)
+    assert lost["args"] == {"step": 4, "why": "It was cut <off>."}
+    tracks = {e["pid"]: e["args"]["name"] for e in events if e.get("tid") == 0 and e["ph"] == "M"}
+    assert tracks == {1: "recovery"}
+    # What was done twice is no work of the step.
+    assert [e["name"] for e in events if e["pid"] == 1 and e.get("cat") == "action"] == [
+        "1B0",
+        "ApplyOptimizer",
+    ]
 
 
 def test_no_steps_are_an_empty_trace() -> None:

@@ -13,6 +13,7 @@ from lightning_hetero import HeteroPipelineStrategy, cli
 from lightning_hetero.cli.top import Sighting, seen_again, table
 from lightning_hetero.discovery.find import WorkerStatus
 from lightning_hetero.errors import WorkerUnreachable
+from lightning_hetero.protocol import messages as m
 
 from ..conftest import worker_process
 from ..integration.moves import Moves
@@ -136,13 +137,38 @@ def test_another_run_begins_anew() -> None:
     assert second.traffic == []
 
 
-def test_a_worker_that_vanishes_is_gone_and_comes_back() -> None:
+def test_a_worker_that_vanishes_from_a_run_is_lost_and_comes_back() -> None:
     seen = seen_again(Sighting("w"), answer(10.0, 1.0, 2.0))
-    gone = seen_again(seen_again(seen, "No worker answers."), "No worker answers.")
-    assert (gone.state, gone.num_missed, gone.traffic) == ("gone", 2, [])
-    back = seen_again(gone, answer(1.0, 0.5, 1.0, run="b"))
+    lost = seen_again(seen_again(seen, "No worker answers."), "No worker answers.")
+    assert (lost.state, lost.num_missed, lost.traffic) == ("lost", 2, [])
+    *rows, why = drawn(lost)
+    assert any("1: 0 to 1" in row for row in rows)
+    assert why == "w (2 looks without an answer): No worker answers."
+    back = seen_again(lost, answer(1.0, 0.5, 1.0, run="b"))
     assert (back.state, back.problem, back.busy_share) == ("training", "", 0.5)
     assert Sighting("w", before=back.seen).stage is None
+
+
+def test_a_free_worker_that_vanishes_is_gone() -> None:
+    free = WorkerStatus(m.Equipment(), m.Status(1.0, 2**20, None))
+    gone = seen_again(seen_again(Sighting("w"), free), "No worker answers.")
+    assert gone.state == "gone"
+
+
+@pytest.mark.parametrize(
+    ("is_over", "state", "said"),
+    [
+        (False, "replaying", "it repeats the steps from 801 on, for 2.5 s"),
+        (True, "training", "it has repeated the steps from 801 on, for 2.5 s"),
+    ],
+)
+def test_a_worker_in_the_place_of_a_lost_one_shows_what_it_repeats(
+    is_over: bool, state: str, said: str
+) -> None:
+    sighting = of_device("", repetition=m.Repetition(801, 2.5, is_over))
+    assert sighting.state == state
+    *_, note = drawn(sighting)
+    assert note == f"{sighting.name} has the place of a lost worker: {said}"
 
 
 def test_a_worker_that_never_answered_is_not_there() -> None:
@@ -212,7 +238,7 @@ def test_columns_stay_in_place_from_look_to_look() -> None:
         headings.add(next(line for line in lines if "layers" in line))
         states.append(sighting.state)
     assert len(headings) == 1
-    assert "gone" in states
+    assert "lost" in states
 
 
 def test_an_error_stands_below_the_table_in_whole_lines() -> None:
@@ -264,7 +290,7 @@ def test_top_looks_again_until_it_is_interrupted(
 
     monkeypatch.setattr("lightning_hetero.cli.top.table", noted)
     assert run(monkeypatch, "top", workers[0]) == 130
-    assert states == ["training", "gone", "training"]
+    assert states == ["training", "lost", "training"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["nowhere"], ["a:1", "--interval", "0"]])

@@ -31,18 +31,20 @@ PLACES = {
 }
 
 
-def dying(place: str, call: int, died: Path) -> str:
+def dying(place: str, call: int, died: Path, is_whole: bool = False) -> str:
     """Code for a worker that dies at the call of that number, before what is called there.
 
     Args:
         place: One of `PLACES`.
         call: From 1 on, counted in each process.
         died: The file that tells of the death.
+        is_whole: Whether the whole worker dies, and not the process of its session alone.
     """
-    return f"from {__name__} import prepare; prepare({place!r}, {call}, {str(died)!r})"
+    words = f"{place!r}, {call}, {str(died)!r}, {is_whole}"
+    return f"from {__name__} import prepare; prepare({words})"
 
 
-def prepare(place: str, call: int, died: str) -> None:
+def prepare(place: str, call: int, died: str, is_whole: bool) -> None:
     """Let this process die at a call; see `dying`."""
     module, owner, name = PLACES[place]
     kind = getattr(import_module(f"lightning_hetero.{module}"), owner)
@@ -54,6 +56,8 @@ def prepare(place: str, call: int, died: str) -> None:
         num_calls += place != "evaluation" or not args[3].grad_enabled
         if num_calls >= call and not os.path.exists(died):
             Path(died).touch()
+            if is_whole:
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         return called(*args, **kwargs)
 

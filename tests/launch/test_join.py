@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import resource
 import socket
@@ -92,6 +93,20 @@ def test_those_beyond_most_wait_as_spares_and_so_do_late_ones(
     )
     late = "d (cpu, from 127.0.0.1) has joined; the run goes on with b and c, and the new one waits"
     assert late in caplog.text
+
+
+def test_spares_may_join_up_to_the_most_in_the_order_in_which_they_came() -> None:
+    with door() as opened:
+        for name in ("c", "a", "b"):
+            knock(opened, name)
+        opened.wait(PATIENCE_SECONDS)
+        assert opened.spares(["x"], math.inf) == ["c", "a", "b"]
+        assert opened.spares(["x"], 2) == ["c", "a"]
+        assert opened.spares(["x"], -1) == []
+        assert opened.spares(["a"], math.inf) == ["c", "b"]
+        opened.note_members(["x10", "x2"])
+        spare = "the run has begun with x2 and x10, so it waits as a spare"
+        assert knock(opened, "d").note == spare
 
 
 def test_a_plan_s_workers_are_waited_for_and_come_before_others() -> None:

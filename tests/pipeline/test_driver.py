@@ -664,7 +664,7 @@ class Replica:
 
     layers: Layers
     staying: frozenset[int]
-    enter: Through | None = None
+    around: tuple[Through, Callable[[], None]] | None = None
     num_tokens: int = 0
 
     def stays(self, microbatch: int) -> bool:
@@ -676,17 +676,22 @@ class Replica:
         self.num_tokens += hidden.shape[:-1].numel()
 
     @contextmanager
-    def running(self, enter: Through) -> Iterator[None]:
-        assert self.enter is None
-        self.enter = enter
+    def running(self, enter: Through, leave: Callable[[], None]) -> Iterator[None]:
+        assert self.around is None
+        self.around = enter, leave
         try:
             yield
         finally:
-            self.enter = None
+            self.around = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def through(self, away: Through, hidden: Tensor) -> Tensor:
+        if self.around is None:
+            return away(hidden)
+        enter, leave = self.around
+        hidden = enter(hidden)
         for layer in self.layers.values():
             hidden = layer(hidden)
+        leave()
         return hidden
 
 
@@ -699,12 +704,7 @@ def run_with_replica(
     local = [*pipeline.model.parameters(), *here]
     shared = [pipeline.model.embedding.weight] if pipeline.tied else []
     pipeline.driver.gradients = StepGradients(local, shared)
-    away, step = pipeline.hand_over, pipeline.training_step
-
-    def through(hidden: Tensor) -> Tensor:
-        enter = replica.enter
-        return away(hidden) if enter is None else replica.forward(enter(hidden))
-
+    step, through = pipeline.training_step, partial(replica.through, pipeline.hand_over)
     pipeline.training_step = lambda model, _, tokens: step(model, through, tokens)
     pipeline.run(microbatches(count), limit)
     pipeline.training_step = step
@@ -768,16 +768,49 @@ def test_with_several_visits_too_timing_changes_nothing(
     torch.testing.assert_close(found, exactly, rtol=0, atol=0)
 
 
-def test_micro_batches_that_feed_the_stages_start_before_those_that_stay() -> None:
-    started = []
+@settings(max_examples=40)
+@given(
+    st.sets(st.integers(0, 7)), st.integers(1, 8), st.integers(1, 6), st.integers(0, 10**6),
+    st.integers(1, 2),
+)  # fmt: skip
+def test_code_of_the_user_runs_in_the_order_of_the_micro_batches(
+    staying: set[int], count: int, limit: int, timing: int, num_visits: int
+) -> None:
+    """Before the layers and behind each visit, wherever these are and whatever comes first."""
+    ran: list[list[int]] = [[] for _ in range(num_visits + 1)]
+    inputs = microbatches(count)
 
     def step(model: Model, through: Through, tokens: Tensor) -> Tensor:
-        started.append(numbers[tokens])
+        [number] = [i for i, each in enumerate(inputs) if each.equal(tokens)]
+        hidden = model.embed(tokens)
+        ran[0].append(number)
+        for behind in ran[1:]:
+            hidden = through(hidden) * 0.5
+            behind.append(number)
+        return model.loss(hidden)
+
+    run_with_replica(Pipeline(2, timing, step), staying, count, limit)
+    assert ran == [[*range(count)]] * (num_visits + 1)
+
+
+def test_layers_here_run_when_the_stages_have_their_micro_batches() -> None:
+    ran: list[str] = []
+
+    class Layer(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            ran.append("layers here")
+            return hidden
+
+    def step(model: Model, through: Through, tokens: Tensor) -> Tensor:
+        ran.append("start")
         return model(tokens, through)
 
-    pipeline, inputs = Pipeline(num_stages=1, training_step=step), microbatches(6)
-    numbers = {tokens: number for number, tokens in enumerate(inputs)}
-    pipeline.driver.hosted = Replica(pipeline.layers, frozenset())
-    pipeline.driver.hosted.never_leaves = {0, 2, 4}.__contains__  # type: ignore[method-assign]
-    pipeline.run(inputs, limit=4)
-    assert started[:4] == [1, 3, 0, 2]
+    pipeline = Pipeline(num_stages=1, training_step=step)
+    replica = Replica({0: Layer()}, frozenset({0, 2, 4}))  # type: ignore[dict-item]
+    pipeline.driver.hosted = replica
+    away = pipeline.hand_over
+    pipeline.training_step = lambda model, _, tokens: step(
+        model, partial(replica.through, away), tokens
+    )
+    pipeline.run(microbatches(6), limit=4)
+    assert ran[:5] == ["start"] * 4 + ["layers here"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -37,9 +38,15 @@ class Model(nn.Module):
 
 
 def step(
-    seed: int | None, stages: Sequence[tuple[list[str], tuple[int, int], list[int]]], visits: int
+    seed: int | None,
+    stages: Sequence[tuple[list[str], tuple[int, int], list[int]]],
+    visits: int,
+    ran: Mapping[int, list[int]] | None = None,
 ) -> dict[str, Tensor]:
-    """All gradients after one step, by the process that has them, and their parameters."""
+    """All gradients after one step, by the process that has them, and their parameters.
+
+    ``ran`` gets, for each visit, the micro-batches in the order in which their code ran behind it.
+    """
     torch.manual_seed(0)
     model, layers = Model(), {n: nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for n in range(4)}
     plan = Plan([StagePlan(names, span, shares=shares) for names, span, shares in stages])
@@ -50,11 +57,13 @@ def step(
 
     def training_step(number: int, tokens: Tensor) -> Tensor:
         hidden: Tensor = model.embedding(tokens)
-        for _ in range(visits if number % 3 == 0 else 1):
+        for visit in range(visits if number % 3 == 0 else 1):
             turn = current_turn()
             assert turn is not None
             returned: Activation = turn.hand_over(request_for(hidden, layers))
             hidden = returned.hidden
+            if ran is not None:
+                ran[visit].append(number)
         loss: Tensor = model.head(hidden).logsumexp(-1).square().mean()
         return loss
 
@@ -79,6 +88,18 @@ def test_every_timing_gives_the_same_bits(name: str, visits: int) -> None:
         found = step(seed, PLANS[name], visits)
         assert found.keys() == expected.keys()
         assert [n for n, each in expected.items() if not torch.equal(found[n], each)] == []
+
+
+@pytest.mark.parametrize("visits", [1, 2])
+@pytest.mark.parametrize("name", PLANS)
+def test_code_behind_the_layers_runs_in_the_order_of_the_micro_batches(
+    name: str, visits: int
+) -> None:
+    for seed in range(5):
+        ran = defaultdict[int, list[int]](list)
+        step(seed, PLANS[name], visits, ran)
+        in_order = {0: [*range(NUM_MICROBATCHES)], 1: [*range(0, NUM_MICROBATCHES, 3)]}
+        assert ran == {visit: in_order[visit] for visit in range(visits)}
 
 
 def test_a_worker_adds_up_its_own_micro_batches_alone() -> None:

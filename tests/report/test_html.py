@@ -17,6 +17,7 @@ from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.report.diagram import diagram
 from lightning_hetero.report.html import _columns, report
 from lightning_hetero.report.run_record import (
+    LostWorker,
     PredictedStep,
     Process,
     Recorded,
@@ -198,6 +199,22 @@ def test_an_error_that_ended_the_run_is_said_first(run: Path) -> None:
     assert first.startswith("The run ended by an error. WorkerLost: stage 2 was lost.")
     assert "Start it again." in first
     assert headings(report(read_run(run)))[0] == "What stands out"
+
+
+LOST = LostWorker("bob:9999", 812, "It was <cut>.", 0.5, 0.25, 2.0, "steps 801 to 812")
+
+
+def test_lost_workers_are_told_with_their_times_and_reasons(run: Path) -> None:
+    ended = LostWorker("bob:9999", 900, "It was <cut>.")
+    one = with_facts(run, msgspec.structs.replace(FACTS, losses=[LOST]))
+    assert {"812", "500 ms", "250 ms", "2 s", "steps 801 to 812"} <= set(one.words)
+    assert "bob:9999 in step 812: It was <cut>." in one.words
+    said = "Once a worker was lost and replaced (bob:9999); no step was lost by that."
+    assert any(sentence.startswith(said) for sentence in findings(read_run(run)))
+    two = with_facts(run, msgspec.structs.replace(FACTS, losses=[LOST, ended]))
+    assert "bob:9999 in step 812, bob:9999 in step 900: It was <cut>." in two.words
+    assert "2 times a worker was lost (bob:9999), and 1 of these" in findings(read_run(run))[0]
+    assert "Lost workers" not in with_facts(run, FACTS).words
 
 
 def test_a_run_without_an_end_is_said_first(run: Path) -> None:

@@ -13,7 +13,7 @@ from lightning_hetero.report.charts import chart_of
 from lightning_hetero.telemetry.ranges import Range
 from lightning_hetero.telemetry.step import ProcessSpans, RecordedStep, prediction_of
 
-from ..telemetry.made_up import PLAN, made_up_step, staggered_step, turn_by_turn
+from ..telemetry.made_up import PLAN, made_up_step, staggered_step, turn_by_turn, with_loss
 from .chromium import FAULTS, evaluate, needs_chromium, page
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,6 +65,22 @@ def test_bars_stand_where_the_axis_says() -> None:
     left = float(hatched[0].get("x", ""))
     assert abs(float(first.get("x", "")) - left) < 0.01
     assert abs(float(last.get("x", "")) - left - 12 * scale) < 0.1
+
+
+def test_a_loss_is_drawn_in_the_row_of_its_worker() -> None:
+    chart = chart_of(with_loss(), None)
+    assert titles(chart)[5:] == [
+        "a: stage 1: layers 1–2",
+        "lost: It was cut <off>.: 3 s",
+        "repeats steps 2 to 4: 2.5 s",
+        "1B0: 3 s",
+        "ApplyOptimizer: 1 s",
+    ]
+    root = ElementTree.fromstring(chart)
+    (row,) = {r.get("y") for r in root.iter(f"{SVG}rect") if r.get("class") == "lost"} - {"5"}
+    assert row in {r.get("y") for r in root.iter(f"{SVG}rect") if r.get("class") == "backward"}
+    assert {"lost", "repeats"} <= set(texts(chart))
+    assert "lost" not in texts(chart_of(made_up_step(), None))
 
 
 def test_names_are_cut_and_escaped() -> None:

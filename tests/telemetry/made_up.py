@@ -9,6 +9,7 @@ from lightning_hetero.protocol.fields import Span, SpanKind
 from lightning_hetero.telemetry.ranges import Range
 from lightning_hetero.telemetry.step import (
     SAME_CLOCK,
+    Absence,
     ClockMap,
     ProcessSpans,
     RecordedStep,
@@ -148,3 +149,13 @@ def staggered_step(num_stages: int, num_microbatches: int, seconds: float) -> Re
         ranges = [Range(stage, (stage, stage + 1))]
         processes.append(ProcessSpans(stage, name, ranges, spans))
     return RecordedStep(1234567, 0.0, processes)
+
+
+def with_loss() -> RecordedStep:
+    """The made-up step, in which `a` was lost after its forward and came back before its backward.
+
+    What it repeats hides its forward.
+    """
+    lost = Absence(1, 7.0, 10.0, 12.5, "It was cut <off>.", "steps 2 to 4")
+    before = Absence(1, -9.0, -8.0, -7.0, "It was cut.", "step 1")
+    return made_up_step().with_absences([before, lost])

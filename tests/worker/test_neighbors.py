@@ -196,6 +196,24 @@ def test_what_comes_from_another_process_than_the_arguments_say_is_refused(
                     call()
 
 
+def test_the_late_word_of_a_worker_whose_place_another_one_has_is_dropped() -> None:
+    """It was read before its channel was closed, and is taken from the queue behind that."""
+    with (
+        channel_pair() as (_, coordinator),
+        channel_pair() as (_, frozen),
+        channel_pair() as (_, replacing),
+    ):
+        neighbors = Neighbors(coordinator.channel, nobody)
+        neighbors.keep_sent(2**20)
+        neighbors.attach(frozen.channel, 2)
+        neighbors.attach(replacing.channel, 2)
+        neighbors.replace(m.ReplaceNeighbor(2, "2:1", "session 3"), lambda _channel: None)
+        assert not neighbors.is_new(saying(ACTIVATION, 1), frozen.channel)
+        assert neighbors.is_new(saying(ACTIVATION, 1), replacing.channel)
+        assert neighbors.is_new(saying(ACTIVATION, 1), coordinator.channel)
+        neighbors.close(m.Goodbye())
+
+
 def test_a_neighbor_that_said_goodbye_is_told_nothing_more() -> None:
     with channel_pair() as (downstream, below):
         neighbors = Neighbors(downstream.channel, nobody)

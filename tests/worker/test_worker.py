@@ -14,12 +14,14 @@ import pytest
 from lightning_hetero.errors import WorkerError, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.connection import Connection, send_buffers
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity, address_of, dial, listen
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
+from lightning_hetero.worker import worker as worker_module
 
-from ..transport.pairs import PATIENCE_SECONDS, QUICK, worker_thread
+from ..transport.pairs import PATIENCE_SECONDS, QUICK, serving_worker, worker_thread
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -102,6 +104,29 @@ def test_silent_strangers_do_not_keep_others_out(
         channel, _ = dial(address, "coordinator", "a", six_seconds, identity)
         channel.start(SimpleQueue())
         channel.close(m.Goodbye())
+
+
+def test_a_session_knows_its_neighbor_before_the_neighbor_may_speak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator may tell the session of the neighbor as soon as that one has its Welcome."""
+    known: list[int] = []
+
+    def noting(connection: Connection, buffers: list[memoryview], seconds: float) -> None:
+        session = worker._session
+        known.append(0 if session is None else len(session._neighbors.upstream))
+        send_buffers(connection, buffers, seconds)
+
+    with serving_worker(deadlines=QUICK) as (worker, address):
+        monkeypatch.setattr(worker_module, "send_buffers", noting)
+        coordinator, _ = dial(address, "coordinator", "a", QUICK, Identity())
+        coordinator.start(SimpleQueue())
+        upstream, _ = dial(address, "neighbor", "a", QUICK, Identity(), member=2)
+        upstream.start(SimpleQueue())
+        # What each Welcome found: the coordinator's, and that of the neighbor.
+        assert known == [0, 1]
+        upstream.close(m.Goodbye())
+        coordinator.close(m.Goodbye())
 
 
 def test_a_worker_may_listen_beyond_loopback_with_a_token() -> None:

@@ -1,0 +1,305 @@
+"""Who takes part in a run: the plan with one more worker, or with one less. Pure functions.
+
+    joined     a new worker gets a stage between the others, if the step gets shorter by 5 %
+    left       the others get the layers of a worker that leaves, whatever the step is then
+    in_place   another worker gets all layers of one
+    gathered   the plan without lost workers whose layers other machines hold beside their own
+
+The other workers keep their order and the options of their stages, so that few layers move. The
+number of micro-batches stays, and with it the order of all sums.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import PlanError
+from ..plan import COORDINATOR, Plan, StagePlan
+from .candidates import Candidate
+from .feasibility import candidate_of, shortages
+from .profile import Profile
+from .replan import (
+    LEAST_GAIN,
+    StageSeconds,
+    best_split,
+    expected_seconds,
+    scaled,
+    with_both_ends,
+    with_ranges,
+)
+
+# More micro-batches are in flight for each further process, as in `Plan.max_in_flight`.
+_IN_FLIGHT_EACH = 2
+
+
+@dataclass(frozen=True)
+class Change:
+    """A plan for other workers.
+
+    Args:
+        plan: The plan.
+        before_seconds: The step at present, by the profile.
+        after_seconds: The step under the plan, by the profile.
+    """
+
+    plan: Plan
+    before_seconds: float
+    after_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """The share of the step that the plan saves; negative if the step gets longer."""
+        return 1 - self.after_seconds / self.before_seconds
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether the plan saves enough to move layers."""
+        return self.gain >= LEAST_GAIN
+
+
+def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Change | None:
+    """The fastest plan in which a further worker has a stage too.
+
+    Args:
+        plan: The present plan, in which the worker has none.
+        profile: Measurements of all workers of the plan, and of the new one.
+        name: The new worker.
+        keeps_own: Whether the coordinator keeps its layers.
+
+    Returns:
+        None if the worker fits nowhere, or the plan has replicas.
+
+    Raises:
+        PlanError: If the profile is not for the plan.
+    """
+    if plan.has_replicas:
+        return None
+    before = candidate_of(plan, profile)
+    for recompute in (False, True):
+        starts = [*_inserted(plan, StagePlan([name], (0, 0), recompute=recompute))]
+        found = _fastest(starts, profile, keeps_own)
+        if found is not None:
+            return Change(found[0], before.step_seconds, found[1])
+    return None
+
+
+def left(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Change | None:
+    """The fastest plan in which a worker has no stage any more.
+
+    Args:
+        plan: The present plan.
+        profile: Measurements of its workers.
+        name: The worker that leaves.
+        keeps_own: Whether the coordinator keeps its layers.
+
+    Returns:
+        None if the others have not the memory, if there is no other worker, or if the plan has
+        replicas.
+
+    Raises:
+        PlanError: If the profile is not for the plan.
+    """
+    if plan.has_replicas or not {*plan.workers} - {name}:
+        return None
+    before = candidate_of(plan, profile)
+    starts = [*_without(plan, name, keeps_own)]
+    if before.has_lone_seats:
+        starts = starts[:1]  # the exact splits follow from the seats alone
+    found = _fastest(starts, profile, keeps_own)
+    return None if found is None else Change(found[0], before.step_seconds, found[1])
+
+
+def in_place(plan: Plan, name: str, other: str) -> Plan:
+    """The plan in which another worker has all stages of one."""
+    stages = [
+        replace(stage, workers=[other if worker == name else worker for worker in stage.workers])
+        for stage in plan.stages
+    ]
+    return replace(plan, stages=stages)
+
+
+def fits(plan: Plan, profile: Profile) -> bool:
+    """Whether all processes of a plan have the memory for their layers, as far as is measured."""
+    try:
+        return not shortages(candidate_of(plan, profile))
+    except PlanError:
+        return False
+
+
+def gathered(
+    plan: Plan, profile: Profile, hosts: Mapping[str, str], keeps_own: bool = False
+) -> Change | None:
+    """The fastest plan over the machines that are left.
+
+    Args:
+        plan: The present plan.
+        profile: Measurements of its workers, also of the lost ones.
+        hosts: For each lost worker, the worker on whose machine its layers are at present.
+        keeps_own: Whether the coordinator keeps its layers.
+
+    Returns:
+        None if the machines that are left hold the layers in no other way.
+
+    Raises:
+        PlanError: If the profile is not for the plan.
+    """
+    present = plan
+    for name, host in hosts.items():
+        present = in_place(present, name, host)
+    before_seconds = candidate_of(present, profile).step_seconds
+    found: Plan = plan
+    for name in hosts:
+        change = left(found, profile, name, keeps_own)
+        if change is None:
+            return None
+        found = change.plan
+    return Change(found, before_seconds, candidate_of(found, profile).step_seconds)
+
+
+def hosts_of(homes: Mapping[str, str], addresses: Mapping[str, str]) -> dict[str, str]:
+    """The lost workers that another worker's machine serves for, each with that worker.
+
+    Args:
+        homes: Where each worker was at first.
+        addresses: Where each of them is now. A lost one is at the home of another one.
+    """
+    at_home = {where: name for name, where in homes.items() if addresses.get(name) == where}
+    return {
+        name: at_home[where]
+        for name, where in addresses.items()
+        if where != homes.get(name) and where in at_home
+    }
+
+
+def left_by_bytes(
+    plan: Plan, name: str, layer_bytes: Sequence[int], room_bytes: Mapping[str, float]
+) -> Plan | None:
+    """The plan without a worker where nothing is measured: the neighbors of each of its stages get
+    its layers, in shares as even as their memory allows.
+
+    Args:
+        plan: The present plan.
+        name: The worker that leaves.
+        layer_bytes: What each layer takes.
+        room_bytes: What each worker may take; the coordinator, which is missing there, gets layers
+            only where it has some already.
+
+    Returns:
+        None if they have not the memory, or there is no other worker.
+    """
+    if plan.has_replicas or not {*plan.workers} - {name}:
+        return None
+    num_own = sum(stage.is_local for stage in plan.stages)
+    for found in sorted(_without(plan, name, keeps_own=False), key=_most_layers):
+        if sum(stage.is_local for stage in found.stages) > num_own:
+            continue
+        taken: dict[str, int] = {}
+        for stage in found.remote_stages:
+            own = sum(layer_bytes[number] for number in stage.layer_indices)
+            taken[stage.worker] = taken.get(stage.worker, 0) + own
+        if all(own <= room_bytes.get(worker, 0) for worker, own in taken.items()):
+            return found
+    return None
+
+
+def too_few(names: Collection[str], least: int) -> str:
+    """Why a run with these workers cannot go on, as a sentence; empty if it can."""
+    if len(names) >= least:
+        return ""
+    count = f"Only {len(names)} worker{'s are' if len(names) != 1 else ' is'} left"
+    return (
+        f"{count if names else 'No worker is left'}, and the run needs {least} "
+        "(`least_workers` of `Recovery`)."
+    )
+
+
+def _most_layers(plan: Plan) -> tuple[int, ...]:
+    return tuple(sorted((len(stage.layer_indices) for stage in plan.stages), reverse=True))
+
+
+def _fastest(
+    starts: Sequence[Plan], profile: Profile, keeps_own: bool
+) -> tuple[Plan, float] | None:
+    """The fastest plan with the seats of one of these, and its step's seconds."""
+    found: list[tuple[Plan, Candidate]] = []
+    for start in starts:
+        best = best_split(candidate_of(start, profile), keeps_own)
+        if best is not None:
+            found.append((with_ranges(start, best.ranges_of_teams), best))
+    if not found:
+        return None
+    plan, best = min(found, key=lambda pair: pair[1].step_seconds)
+    return plan, best.step_seconds
+
+
+def _inserted(plan: Plan, new: StagePlan) -> Iterator[Plan]:
+    """The plan with a further stage of one layer, at each place where a neighbor can give one."""
+    stages = with_both_ends(plan)
+    for place in range(1, len(stages)):
+        before, behind = stages[place - 1], stages[place]
+        if behind.embedding:
+            continue  # the embedding stays where it is
+        (start, cut), (_, end) = before.layers, behind.layers
+        if cut - start > _least_of(before):
+            given = [replace(before, layers=(start, cut - 1)), _of(new, cut - 1), behind]
+        elif end - cut > _least_of(behind):
+            given = [before, _of(new, cut), replace(behind, layers=(cut + 1, end))]
+        else:
+            continue
+        yield _with_stages(plan, [*stages[: place - 1], *given, *stages[place + 1 :]], 1)
+
+
+def _of(new: StagePlan, layer: int) -> StagePlan:
+    return replace(new, layers=(layer, layer + 1))
+
+
+def _least_of(stage: StagePlan) -> int:
+    return 0 if stage.is_local else 1
+
+
+def _without(plan: Plan, name: str, keeps_own: bool) -> Iterator[Plan]:
+    """The plan without a worker's stages, whose neighbors share the layers in each possible way."""
+    stages = with_both_ends(plan)
+    place = next((p for p, s in enumerate(stages) if s.workers == [name]), None)
+    if place is None:
+        yield plan
+        return
+    before, gone, behind = stages[place - 1 : place + 2]
+    start, end = gone.layers
+    middle = (start + end) // 2
+    for cut in sorted(range(start, end + 1), key=lambda each: abs(each - middle)):
+        gives_home = (before.is_local and cut > start) or (behind.is_local and cut < end)
+        if gives_home and keeps_own:
+            continue
+        has_embedding = gone.embedding and cut == 0 and not behind.is_local and not behind.dtype
+        given = [
+            replace(before, layers=(before.layers[0], cut)),
+            replace(behind, layers=(cut, behind.layers[1]), embedding=has_embedding),
+        ]
+        others = [*stages[: place - 1], *given, *stages[place + 2 :]]
+        yield from _without(_with_stages(plan, others, 0), name, keeps_own)
+
+
+def _with_stages(plan: Plan, stages: Sequence[StagePlan], num_more: int) -> Plan:
+    """The plan with these stages, and so many processes more; the coordinator's are left out where
+    they have no layers."""
+    in_flight = plan.in_flight
+    if in_flight is not None:
+        in_flight += num_more * _IN_FLIGHT_EACH
+    held = [stage for stage in stages if stage.workers != [COORDINATOR] or stage.layer_indices]
+    return replace(plan, stages=held, in_flight=in_flight)
+
+
+def at_present(plan: Plan, profile: Profile, seconds: Mapping[str, StageSeconds]) -> Profile:
+    """The profile with the present speeds of the plan's processes.
+
+    Devices that the plan does not use have changed as its workers have, in the median: batches may
+    be longer than the measured one.
+    """
+    expected = expected_seconds(plan, profile)
+    if expected is None or not seconds:
+        return profile
+    factors = [s.total / expected[name] for name, s in seconds.items() if name != COORDINATOR]
+    return scaled(profile, expected, seconds, statistics.median(factors) if factors else 1.0)

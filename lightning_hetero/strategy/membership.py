@@ -1,0 +1,442 @@
+"""Workers join a training between two steps, and leave it.
+
+    waits at the door, or is free ─▶ admitted ─▶ known or measured ─▶ gets layers: a member
+                                                     └ the step does not get 5 % shorter: a spare
+    its owner sends SIGTERM ─▶ others get its layers ─▶ goodbye
+    lost, and another machine serves for it too ─▶ all that are left share its layers
+
+Which plan follows is decided by `planner.membership`. Layers move as for `replan=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from ..callbacks.lost_worker import RecoveryCallback
+from ..coordinator.member import Member
+from ..coordinator.workers import Fleet
+from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
+from ..model.tensors import named_tensors
+from ..plan import Plan
+from ..planner.membership import (
+    Change,
+    at_present,
+    fits,
+    gathered,
+    hosts_of,
+    in_place,
+    joined,
+    left,
+    left_by_bytes,
+    too_few,
+)
+from ..planner.profile import DeviceProfile, Profile
+from ..planner.replan import LEAST_GAIN
+from ..profiler.kept import Measured
+from ..profiler.newcomer import (
+    NewcomerTrials,
+    describe,
+    known_device,
+    links_with,
+    with_newcomer,
+)
+from ..protocol import messages as m
+from ..recovery import Recovery
+from ..units import in_bytes
+from .training_run import TrainingRun
+
+# The part of a machine's memory that layers may take where nothing is measured.
+_SHARE_OF_MEMORY = 0.8
+# A parameter that trains comes with its gradient, and mostly with two tensors of the optimizer.
+_TIMES_TRAINED = 4
+
+Move = Callable[[Plan], None]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms on which workers join and leave.
+
+    Args:
+        joins: Whether workers join: the plan is the strategy's own, or may change.
+        recovery: How the run gets over lost workers; None if it does not.
+        measured: The profile of the run, and its file; None if nothing is measured.
+        trials: What measures a worker; None if nothing can.
+    """
+
+    joins: bool
+    recovery: Recovery | None
+    measured: Measured | None
+    trials: NewcomerTrials | None
+
+
+@dataclass
+class Membership:
+    """Lets workers join a training, and leave it.
+
+    Args:
+        trainer: Its callbacks are told.
+        fleet: The workers.
+        terms: Who may join and leave.
+        run: The training.
+        move: Moves layers to where a plan has them.
+    """
+
+    trainer: pl.Trainer
+    fleet: Fleet
+    terms: Terms
+    run: TrainingRun
+    move: Move
+    # What is known of workers that have come.
+    _devices: dict[str, DeviceProfile] = field(default_factory=dict)
+    # The workers that were looked at under the present plan.
+    _looked_at: set[str] = field(default_factory=set)
+    _plan: Plan | None = None
+    # The workers that leave with the end of the run.
+    _staying: set[Member] = field(default_factory=set)
+    # Where each worker was when the run met it, and the lost ones that were looked at.
+    _homes: dict[str, str] = field(default_factory=dict)
+    _served_for: dict[str, str] = field(default_factory=dict)
+
+    def act(self) -> None:
+        """Between two steps, let workers go whose owners want that, and take in others.
+
+        Raises:
+            WorkerError: If a worker that the run needs is lost.
+        """
+        if self.run.deployment.coordinator.connections.is_ending():
+            return
+        for worker in self._leaving:
+            self._let_go(worker)
+        self._gather()
+        if not self.terms.joins:
+            return
+        if self.run.deployment.plan is not self._plan:
+            self._plan = self.run.deployment.plan
+            self._looked_at.clear()
+        for name in self._waiting():
+            if name not in self._looked_at:
+                self._looked_at.add(name)
+                self._look_at(name)
+
+    @property
+    def _leaving(self) -> list[Member]:
+        """The workers that are to leave before the next step."""
+        members = self.run.deployment.coordinator.connections.members
+        return [each for each in members if each.is_leaving and each not in self._staying]
+
+    def _waiting(self) -> list[str]:
+        """The workers that could get layers: members without any, and others that are free."""
+        members = self.run.deployment.coordinator.connections.members
+        staying = [worker for worker in members if not worker.is_leaving]
+        idle = [worker.name for worker in staying if not worker.stages]
+        used = {name for worker in members for name in (worker.name, worker.own_name)}
+        return [*idle, *self.fleet.waiting(used, len(staying))]
+
+    # joining
+
+    def _look_at(self, name: str) -> None:
+        """Take a worker in if the step gets shorter by that."""
+        if self.run.profile is None:
+            rank_zero_info(
+                f"{name} stays a spare: nothing was measured, so nobody knows what it would save; "
+                "measure with plan='auto', or with the callback `PipelineProfiler`"
+            )
+            return
+        worker = self._admit(name)
+        if worker is None:
+            return
+        with self._trying(worker):
+            profile = self._profile_with(worker, self.run.profile)
+            if profile is None:
+                rank_zero_info(
+                    f"{name} stays a spare: nothing is known of its speed, and the profile of this "
+                    "run was read from a file; the next start measures it"
+                )
+                return
+            plan, keeps_own = self.run.deployment.plan, self.run.keeps_own_layers
+            profile = at_present(plan, profile, self.run.present_seconds)
+            change = joined(plan, profile, name, keeps_own)
+            if change is None or not change.is_worth_it:
+                rank_zero_info(f"{name} stays a spare: {_why_not(plan, change)}")
+                return
+            rank_zero_info(
+                f"{name} joins the run from step {self._next_step} on: a step should take "
+                f"{change.after_seconds:.3g} s instead of {change.before_seconds:.3g} s"
+            )
+            self._begin_with(worker, change.plan, profile)
+
+    def _admit(self, name: str) -> Member | None:
+        """The worker of a name, connected; None if it does not answer any more."""
+        connections = self.run.deployment.coordinator.connections
+        known = next((each for each in connections.members if each.name == name), None)
+        try:
+            return known or connections.admit(name)
+        except WorkerUnreachable as error:
+            rank_zero_info(f"{name} stays a spare: {error}")
+            return None
+
+    @contextmanager
+    def _trying(self, worker: Member) -> Iterator[None]:
+        """Inside, a worker may get layers; behind, it is let go if it has just come in vain.
+
+        An error that concerns this worker alone ends here.
+        """
+        coordinator = self.run.deployment.coordinator
+        try:
+            yield
+        except HeteroError as error:
+            if coordinator.connections.lost is not None or coordinator.layers.is_between_plans:
+                raise
+            rank_zero_info(f"{worker.name} stays a spare: {error}")
+        finally:
+            if worker not in coordinator.layers.deployed:
+                coordinator.connections.release(worker)
+
+    def _profile_with(self, worker: Member, profile: Profile) -> Profile | None:
+        """The profile with a worker; None if its speed is not known."""
+        name, coordinator = worker.name, self.run.deployment.coordinator
+        if worker in coordinator.layers.deployed:
+            # It can be measured before it gets any layers only.
+            return profile if name in profile.workers else None
+        kept = _read(self.terms.measured)
+        described = describe(coordinator.connections, worker)
+        of_its_name = [
+            device
+            for known in (profile, kept)
+            for device in (() if known is None else known.devices)
+            if device.name == name
+        ]
+        device = known_device(name, described, [*of_its_name, *self._measured_as(name)])
+        if device is None and self.terms.trials is not None:
+            device = self.terms.trials.measure(coordinator.connections, worker, described)
+        device = device or known_device(name, described, profile.devices)
+        if device is None:
+            return None
+        self._devices[name] = device
+        known = [*profile.links, *([] if kept is None else kept.links)]
+        others = [each for each in profile.workers if each != name]
+        links = links_with(coordinator.connections, worker, others, known)
+        return with_newcomer(profile, device, links)
+
+    def _measured_as(self, name: str) -> list[DeviceProfile]:
+        """What was measured on a worker of that name in this run."""
+        return [self._devices[name]] if name in self._devices else []
+
+    def _begin_with(self, worker: Member, plan: Plan, profile: Profile | None) -> None:
+        """Move layers to a worker, so that it is a member from the next step on."""
+        connections = self.run.deployment.coordinator.connections
+        is_new = worker not in self.run.deployment.coordinator.layers.deployed
+        with self.run.planning_with(profile):
+            self.move(plan)
+        if is_new and connections.step:
+            connections.send(worker, m.Replay(connections.step))
+        self._note_members()
+        for callback in self._told:
+            callback.on_worker_joined(self.trainer, worker.name, self._next_step)
+
+    # leaving
+
+    def _let_go(self, worker: Member) -> None:
+        """Let others take the layers of a worker whose owner wants it to end, and say goodbye."""
+        reason = self._why_to_stay()
+        if not reason and worker.stages:
+            reason = self._hand_over(worker)
+        if reason:
+            self._staying.add(worker)
+            rank_zero_info(f"{worker.name} ends after the run: {reason}")
+            return
+        rank_zero_info(f"{worker.name} has left the run before step {self._next_step}")
+        self._say_goodbye(worker)
+
+    def _say_goodbye(self, worker: Member) -> None:
+        """Let a worker go that has no layers."""
+        self.run.deployment.coordinator.connections.release(worker)
+        self._homes.pop(worker.name, None)
+        self._note_members()
+        for callback in self._told:
+            callback.on_worker_left(self.trainer, worker.name, self._next_step)
+
+    def _why_to_stay(self) -> str:
+        """Why no worker can leave before the end of the run; empty if one can."""
+        if self.terms.recovery is None:
+            return "layers are handed over with `recovery=True` only"
+        if not self.trainer.lightning_module.automatic_optimization:
+            return "layers do not move under manual optimization"
+        if self.run.deployment.plan.has_replicas:
+            return "the plan has replicas"
+        return ""
+
+    def _hand_over(self, worker: Member) -> str:
+        """Move the layers of a worker to others; returns why nobody takes them."""
+        for name in self._waiting():
+            if self._replace(worker, name):
+                return ""
+        found = self._plan_without(self.run.deployment.plan, worker)
+        if isinstance(found, str):
+            return found
+        for other in self._leaving:  # so that it does not get layers in order to give them away
+            further = self._plan_without(found, other)
+            found = found if isinstance(further, str) else further
+        self.move(found)
+        return ""
+
+    def _plan_without(self, plan: Plan, worker: Member) -> Plan | str:
+        """A plan without a worker, or why there is none."""
+        run, recovery, name = self.run, self.terms.recovery, worker.name
+        others = {*plan.workers} - {name}
+        if recovery is not None and (missing := too_few(others, recovery.least_workers)):
+            return missing
+        if run.profile is None:
+            found = left_by_bytes(plan, name, _layer_bytes(run), _room_bytes(run))
+        else:
+            try:
+                profile = at_present(run.deployment.plan, run.profile, run.present_seconds)
+                change = left(plan, profile, name, run.keeps_own_layers)
+            except PlanError as error:
+                return str(error)
+            found = None if change is None else change.plan
+        return found or "no other worker has the memory for its layers"
+
+    def _replace(self, worker: Member, name: str) -> bool:
+        """Give all layers of a worker to an idle one; returns whether that was possible."""
+        plan = in_place(self.run.deployment.plan, worker.name, name)
+        other = self._admit(name)
+        if other is None:
+            return False
+        with self._trying(other):
+            profile = None
+            if self.run.profile is not None:
+                profile = self._profile_with(other, self.run.profile)
+            lack = self._lack_of(other, worker, plan, profile)
+            if lack:
+                rank_zero_info(f"{name} cannot take the layers of {worker.name}: {lack}")
+            else:
+                rank_zero_info(f"{name} gets the layers of {worker.name}")
+                self._begin_with(other, plan, profile or self.run.profile)
+                return True
+        return False
+
+    def _lack_of(self, other: Member, worker: Member, plan: Plan, profile: Profile | None) -> str:
+        """What memory an idle worker lacks for the layers of another one; empty if it has it."""
+        if profile is not None:
+            return "" if fits(plan, profile) else "by what was measured, they do not fit there"
+        needed, each = 0, _layer_bytes(self.run)
+        for stage in self.run.deployment.plan.remote_stages:
+            if stage.worker == worker.name:
+                needed += sum(each[number] for number in stage.layer_indices)
+        coordinator = self.run.deployment.coordinator
+        free = _SHARE_OF_MEMORY * other.equipment.memory_bytes
+        if other not in coordinator.layers.deployed:
+            free = describe(coordinator.connections, other).free_bytes
+        if needed <= free:
+            return ""
+        return f"they need about {in_bytes(needed)}, and it has {in_bytes(free)}"
+
+    # fewer machines
+
+    def _gather(self) -> None:
+        """Share the layers of lost workers, which other machines serve beside their own ones, over
+        all that are left, if that shortens the step."""
+        connections = self.run.deployment.coordinator.connections
+        addresses = {worker.name: str(worker.address) for worker in connections.members}
+        self._homes = {name: self._homes.get(name, where) for name, where in addresses.items()}
+        hosts = hosts_of(self._homes, addresses)
+        if hosts == self._served_for:
+            return
+        self._served_for = hosts
+        plan = self.run.deployment.plan
+        hosts = {name: host for name, host in hosts.items() if name in plan.workers}
+        if not hosts or not self.trainer.lightning_module.automatic_optimization:
+            return
+        lost = " and ".join(hosts)
+        try:
+            change = self._gathered(hosts)
+        except PlanError as error:
+            rank_zero_info(f"the layers of {lost} stay where they are: {error}")
+            return
+        if change is None or not change.is_worth_it:
+            rank_zero_info(
+                f"the layers of {lost} stay with {' and '.join(hosts.values())}: no plan over the "
+                f"machines that are left shortens the step by {LEAST_GAIN:.0%}"
+            )
+            return
+        rank_zero_info(
+            f"from step {self._next_step} on the run does without {lost}: a step should take "
+            f"{change.after_seconds:.3g} s instead of {change.before_seconds:.3g} s"
+        )
+        self.move(change.plan)
+        for worker in [each for each in connections.members if each.name in hosts]:
+            self._say_goodbye(worker)
+
+    def _gathered(self, hosts: Mapping[str, str]) -> Change | None:
+        """The plan over the machines that are left.
+
+        Raises:
+            PlanError: If nothing is measured, or the profile is not for the plan.
+        """
+        plan, run = self.run.deployment.plan, self.run
+        if run.profile is None:
+            raise PlanError("nothing was measured, so nobody knows what another plan would save")
+        # The present seconds are of two processes on one machine, so they tell nothing of each.
+        return gathered(plan, run.profile, hosts, run.keeps_own_layers)
+
+    @property
+    def _next_step(self) -> int:
+        return self.run.deployment.coordinator.connections.step + 1
+
+    def _note_members(self) -> None:
+        members = self.run.deployment.coordinator.connections.members
+        self.fleet.note_members([worker.name for worker in members])
+
+    @property
+    def _told(self) -> list[RecoveryCallback]:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [each for each in callbacks if isinstance(each, RecoveryCallback)]
+
+
+def _layer_bytes(run: TrainingRun) -> list[int]:
+    """About what each layer of the model takes where it trains: weights, gradients, state."""
+    found = []
+    for layer in run.deployment.layers:
+        tensors = [tensor for _, tensor in named_tensors({0: layer.module})]
+        found.append(sum(t.nbytes * (_TIMES_TRAINED if t.requires_grad else 1) for t in tensors))
+    return found
+
+
+def _room_bytes(run: TrainingRun) -> Mapping[str, float]:
+    """What each worker may take, where nothing is measured; workers of one machine share it."""
+    workers = run.deployment.coordinator.connections.workers
+    machines = [worker.equipment.machine for worker in workers]
+    return {
+        worker.name: _SHARE_OF_MEMORY
+        * worker.equipment.memory_bytes
+        / machines.count(worker.equipment.machine)
+        for worker in workers
+    }
+
+
+def _why_not(plan: Plan, change: Change | None) -> str:
+    if plan.has_replicas:
+        return "the plan has replicas, which no worker joins during a run"
+    if change is None:
+        return "no plan gives it layers that fit"
+    return (
+        f"with it a step should take {change.after_seconds:.3g} s instead of "
+        f"{change.before_seconds:.3g} s, and layers move for {LEAST_GAIN:.0%} of it or more"
+    )
+
+
+def _read(measured: Measured | None) -> Profile | None:
+    """The file of a profile; None if there is none."""
+    if measured is None or measured.path is None:
+        return None
+    try:
+        return Profile.from_yaml(measured.path)
+    except ProfileError:
+        return None

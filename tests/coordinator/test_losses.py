@@ -1,0 +1,49 @@
+"""What is told of lost workers: which time they take, and what is repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_hetero.coordinator.losses import Loss, lost_between, seconds_of
+
+
+def lost(began: float, end: float | None) -> Loss:
+    worker: Any = None
+    return Loss(worker, 7, "It was cut.", began, end_seconds=end)
+
+
+@pytest.mark.parametrize(
+    ("losses", "seconds"),
+    [
+        ([], 0.0),
+        ([(1.0, 3.0)], 2.0),
+        ([(1.0, 3.0), (2.0, 5.0)], 4.0),  # at the same time
+        ([(4.0, 5.0), (1.0, 2.0)], 2.0),
+        ([(-3.0, 2.0), (9.0, None)], 3.0),  # from before, and until after
+        ([(-3.0, -1.0), (11.0, 12.0)], 0.0),
+        ([(1.0, 8.0), (2.0, 3.0)], 7.0),  # one inside the other
+    ],
+)
+def test_time_in_which_several_are_lost_counts_once(
+    losses: list[tuple[float, float | None]], seconds: float
+) -> None:
+    assert seconds_of([lost(*each) for each in losses], 0.0, 10.0) == seconds
+
+
+def test_a_loss_belongs_to_the_time_in_which_it_was_noted() -> None:
+    early, late = lost(1.0, None), lost(2.0, 3.0)
+    assert lost_between([early, late], 0.0, 2.0) == [early]
+    assert lost_between([early, late], 2.0, 9.0) == [late]
+
+
+@pytest.mark.parametrize(
+    ("behind", "said"), [(4, "steps 5 to 7"), (6, "step 7"), (7, "nothing"), (8, "nothing")]
+)
+def test_what_is_repeated_lies_behind_the_snapshot(behind: int, said: str) -> None:
+    loss = lost(1.0, None)
+    loss.note_restored(1.5, 2.0, behind, 100)
+    assert (loss.repeated, loss.served_seconds, loss.restored_seconds) == (said, 1.5, 2.0)
+    loss.note_end(2.5, has_caught_up=True)
+    assert (loss.end_seconds, loss.has_caught_up) == (2.5, True)

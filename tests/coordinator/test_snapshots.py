@@ -1,0 +1,124 @@
+"""Which files have the state of a worker when layers have moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetero.coordinator.snapshots import Bases, SnapshotFiles
+from lightning_hetero.errors import RemoteProtocolError
+from lightning_hetero.model.four_bit import State
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, encode_frame
+from lightning_hetero.protocol.values import Packer
+
+
+def test_what_came_by_a_move_is_missing_until_a_snapshot_tells_it() -> None:
+    bases = Bases()
+    assert bases.note_move({"a", "b"}, {"c"}) == []
+    assert bases.missing == {"c"}
+    assert bases.newest_first() == [(0, {"a", "b"})]
+    bases.note_whole(3, {"c"})
+    assert bases.missing == set()
+    assert bases.newest_first() == [(3, {"c"}), (0, {"a", "b"})]
+
+
+def test_a_second_move_before_the_snapshot_misses_both() -> None:
+    bases = Bases()
+    bases.note_move({"a"}, {"b", "c"})
+    bases.note_move({"a", "b"}, {"d"})
+    assert bases.missing == {"b", "d"}
+
+
+def test_a_file_goes_with_the_last_tensor_that_it_is_good_for() -> None:
+    bases = Bases()
+    bases.note_move({"a"}, {"b"})
+    bases.note_whole(1, {"b"})
+    assert bases.note_move({"b"}, {"a"}) == [0]
+    bases.note_whole(2, {"a"})
+    assert bases.newest_first() == [(2, {"a"}), (1, {"b"})]
+    assert bases.note_move(set(), {"b"}) == [1, 2]
+    assert 0 not in bases
+
+
+def test_a_snapshot_without_other_tensors_is_no_base() -> None:
+    bases = Bases()
+    bases.note_whole(1, ())
+    assert 1 not in bases
+
+
+def part(**tensors: float) -> Tensor:
+    """The piece of a snapshot with tensors of one number."""
+    frames = []
+    for name, value in tensors.items():
+        packer = Packer()
+        message = m.SnapshotTensor(name, packer.pack(torch.tensor([value])))
+        frames.append(b"".join(encode_frame(Frame(message, tuple(packer.tensors)))))
+    return torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
+
+
+def sent(**tensors: float) -> Iterator[tuple[str, Tensor, State]]:
+    for name, value in tensors.items():
+        yield name, torch.tensor([value]), {}
+
+
+def found(files: SnapshotFiles) -> dict[str, float]:
+    """The content of each tensor of worker 1; the first one counts."""
+    values: dict[str, float] = {}
+    for frame in files.base_frames(1):
+        assert isinstance(frame.message, m.LoadTensor)
+        values.setdefault(frame.message.name, float(frame.tensors[0]))
+    return values
+
+
+def names_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_latest_content_of_each_tensor_comes_from_the_files(tmp_path: Path) -> None:
+    files = SnapshotFiles(tmp_path / "run")
+    assert len([*files.spooled(1, sent(a=1, b=2), lambda _name: True)]) == 2
+    assert found(files) == {"a": 1, "b": 2}
+    files.add(1, 1, part(t=0)).result()
+    files.note_whole(1, 1)
+    files.note_move(1, kept={"a"}, got={"c"})
+    files.add(1, 2, part(c=3, b=9)).result()
+    files.note_whole(1, 2, {"c"})
+    # It has got b back since, with other content than it had at first.
+    files.note_move(1, kept={"a", "c"}, got={"b"})
+    files.add(1, 3, part(b=4)).result()
+    files.note_whole(1, 3, {"b"})
+    files.add(1, 4, part(t=5)).result()
+    files.note_whole(1, 4)
+    assert found(files) == {"a": 1, "b": 4, "c": 3}
+    files.add(1, 5, part(t=6)).result()
+    files.note_whole(1, 5)
+    files.add(1, 6, part(t=7)).result()  # behind it, nothing is under way
+    assert names_of(tmp_path / "run") == ["1-2", "1-3", "1-5", "1-6", "1-base"]
+    files.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_worker_without_a_base_has_what_it_told(tmp_path: Path) -> None:
+    """It has joined the run, so nothing was sent to it at the start."""
+    files = SnapshotFiles(tmp_path / "run")
+    files.note_move(4, kept=(), got={"a"})
+    files.add(4, 1, part(a=1)).result()
+    files.note_whole(4, 1, {"a"})
+    assert [frame.message.name for frame in files.base_frames(4)] == ["a"]  # type: ignore[attr-defined]
+    files.close()
+
+
+def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    files = SnapshotFiles(tmp_path / "run")
+    files.note_move(1, kept=(), got={"a"})
+    frame = b"".join(encode_frame(Frame(m.FetchTensors(["a"]))))
+    files.add(1, 1, torch.frombuffer(bytearray(frame), dtype=torch.uint8)).result()
+    files.note_whole(1, 1, {"a"})
+    with pytest.raises(RemoteProtocolError, match="which is no part of it"):
+        [*files.base_frames(1)]
+    files.close()

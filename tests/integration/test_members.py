@@ -1,0 +1,445 @@
+"""Workers join a run between two steps and leave it, and no number is another one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from lightning_hetero import (
+    HeteroPipelineStrategy,
+    Joining,
+    PipelineProfiler,
+    Plan,
+    Recovery,
+    RecoveryCallback,
+    StagePlan,
+)
+from lightning_hetero.coordinator import lookout
+from lightning_hetero.devices.description import describe_device
+from lightning_hetero.plan import COORDINATOR
+from lightning_hetero.planner.profile import EMBEDDING, HEAD, LinkSpeed, Part, Profile
+from lightning_hetero.profiler.kept import Measured
+from lightning_hetero.profiler.run import ProfilingRun
+from lightning_hetero.transport.token import Token, write_token_file
+
+from ..conftest import WorkerProcess, worker_process
+from ..equality import differing
+from ..models import TinyModule, fit, loader
+from ..planner.profiles import coordinator, device, ends, profile, timing
+from ..transport.pairs import PATIENCE_SECONDS
+
+NUM_LAYERS, NUM_STEPS = 5, 12
+THIRDS = (0, 1), (1, 3), (3, 5)
+
+
+def made_up(workers: Sequence[str], **seconds: float) -> Profile:
+    """A profile of this machine in which each process takes a second for a layer, or so many."""
+    here = describe_device(torch.device("cpu"))
+    own = coordinator([timing("layer", 1, 2), *ends(0.25, 0.25)], versions=here.versions)
+    found = [
+        device(name, seconds.get(name, 1), 2 * seconds.get(name, 1), versions=here.versions)
+        for name in workers
+    ]
+    # So large that no plan with replicas is the fastest.
+    parts = [Part(name, 0, gradient_bytes=10**8) for name in ("layer", EMBEDDING, HEAD)]
+    known = profile(
+        NUM_LAYERS,
+        found,
+        own,
+        batch_size=6,
+        model_options={"parts": parts},
+        default_link=LinkSpeed(0, 1e7),
+    )
+    devices = [msgspec.structs.replace(each, device=here.device) for each in known.devices]
+    return msgspec.structs.replace(known, devices=devices)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs find all workers equal, whatever they are."""
+    monkeypatch.setattr(
+        ProfilingRun, "measured", lambda self: Measured(made_up(self.workers), None)
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(worker_processes: list[WorkerProcess]) -> TinyModule:
+    """The run in which nobody comes and goes; it has the bits of one device."""
+    names = [worker.address for worker in worker_processes[:2]]
+    return train(HeteroPipelineStrategy(names, plan_over(names)))
+
+
+def plan_over(names: Sequence[str]) -> Plan:
+    stages = [
+        StagePlan([COORDINATOR], (0, 1)),
+        StagePlan([names[0]], (1, 3)),
+        StagePlan([names[1]], (3, 5)),
+    ]
+    return Plan(stages, micro_batches=3)
+
+
+def train(strategy: HeteroPipelineStrategy, *callbacks: Any, **options: Any) -> TinyModule:
+    settings: dict[str, Any] = {"gradient_clip_val": 0.05, "callbacks": [*callbacks], **options}
+    return fit(TinyModule(), strategy, loader(6 * NUM_STEPS, 6, padded=True), **settings)
+
+
+def assert_same(found: TinyModule, expected: TinyModule) -> None:
+    assert found.losses == expected.losses
+    assert differing(found, expected) == []
+
+
+class Events(RecoveryCallback):
+    """Calls functions before batches of these numbers, and notes who comes and goes."""
+
+    def __init__(self, before: dict[int, Callable[[Any], None]]) -> None:
+        self.before = before
+        self.told: list[tuple[str, str]] = []
+        self.plans: list[Plan] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in self.before:
+            self.before[batch_idx](trainer.strategy)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.plans.append(trainer.strategy.deployment.plan)
+
+    def on_worker_joined(self, trainer: Any, name: str, step: int) -> None:
+        assert step == trainer.strategy.deployment.coordinator.connections.step + 1
+        self.told.append(("joined", name))
+
+    def on_worker_left(self, trainer: Any, name: str, step: int) -> None:
+        self.told.append(("left", name))
+
+    def on_worker_restored(self, trainer: Any, name: str, step: int, seconds: float) -> None:
+        self.told.append(("restored", name))
+
+
+def until(is_so: Callable[[], Any]) -> None:
+    """Look again and again, for a while."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not is_so():
+        assert time.monotonic() < end, "It did not come in time."
+
+
+def ask_to_end(worker: WorkerProcess) -> Callable[[Any], None]:
+    """Sends SIGTERM to a worker, and waits until the run knows of it."""
+
+    def ask(strategy: Any) -> None:
+        connections = strategy.deployment.coordinator.connections
+        [member] = [m for m in connections.members if str(m.address) == worker.address]
+        os.kill(worker.process.pid, signal.SIGTERM)
+        while not member.is_leaving:
+            connections.hear()
+
+    return ask
+
+
+# A layer takes 4 ms at least on this worker and, from the twelfth step on, four times as long.
+SLOWING = (
+    "import time; from lightning_hetero.pipeline.runner import Runner as R; run = R.run; "
+    "R.run = lambda self, action: (time.sleep((0.004 if self.step < 12 else 0.016) * "
+    "sum(len(stage.layers) for stage in self.stages)), run(self, action))[1]"
+)
+
+
+def test_a_worker_that_dies_behind_a_move_of_replan_comes_back(
+    worker_processes: list[WorkerProcess], tmp_path: Path
+) -> None:
+    num_steps = 36
+
+    def run(names: Sequence[str], *callbacks: Any, **options: Any) -> TinyModule:
+        pairs = zip(names, ((0, 2), (2, 5)), strict=True)
+        plan = Plan([StagePlan([name], layers) for name, layers in pairs], 2)
+        strategy = HeteroPipelineStrategy(list(names), plan, **options)
+        data = loader(4 * num_steps, 4)
+        return fit(TinyModule(), strategy, data, callbacks=[*callbacks])
+
+    with worker_process(before=SLOWING) as slow, worker_process() as other:
+        killed = []
+
+        class Killing(RecoveryCallback):
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                deployment = trainer.strategy.deployment
+                has_moved = deployment.plan.stages[-1].layers != (2, 5)
+                if has_moved and not killed and not deployment.coordinator.replacements._has_moved:
+                    killed.append(deployment.plan)
+                    slow.session.kill()
+
+        recovery = Recovery(folder=tmp_path)
+        names = [other.address, slow.address]
+        found = run(names, Killing(), replan=True, recovery=recovery)
+    assert killed
+    assert_same(found, run([worker.address for worker in worker_processes[:2]]))
+
+
+# draining
+
+
+def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
+    undisturbed: TinyModule, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        events = Events({4: ask_to_end(second)})
+        strategy = HeteroPipelineStrategy(
+            names, plan_over(names), recovery=Recovery(folder=tmp_path)
+        )
+        with caplog.at_level(logging.INFO):
+            found = train(strategy, events)
+        assert second.process.wait() == 0
+        assert first.process.poll() is None
+    assert_same(found, undisturbed)
+    assert events.told == [("left", names[1])]
+    assert events.plans[3].workers == names
+    assert events.plans[4].workers == names[:1]
+    assert f"{names[1]} has left the run before step 5" in caplog.text
+
+
+def test_an_idle_worker_gets_the_layers_of_one_that_is_to_end(
+    undisturbed: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookout, "LOOK_SECONDS", 0.05)
+    with worker_process() as first, worker_process() as second, worker_process() as spare:
+        names = [first.address, second.address]
+
+        def ask(strategy: Any) -> None:
+            until(lambda: strategy._fleet.waiting(names, 2))
+            ask_to_end(second)(strategy)
+
+        events = Events({4: ask})
+        strategy = HeteroPipelineStrategy(
+            [*names, spare.address], plan_over(names), recovery=Recovery(folder=tmp_path)
+        )
+        found = train(strategy, events)
+        assert second.process.wait() == 0
+    assert_same(found, undisturbed)
+    assert events.told == [("joined", spare.address), ("left", names[1])]
+    assert events.plans[-1].workers == [names[0], spare.address]
+
+
+def test_without_recovery_a_worker_that_is_to_end_stays_for_the_run(
+    undisturbed: TinyModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        events = Events({4: ask_to_end(second)})
+        with caplog.at_level(logging.INFO):
+            found = train(HeteroPipelineStrategy(names, plan_over(names)), events)
+        assert second.process.wait() == 0
+    assert_same(found, undisturbed)
+    assert events.told == []
+    assert {tuple(plan.workers) for plan in events.plans} == {tuple(names)}
+    assert f"{names[1]} ends after the run: layers are handed over with `recovery" in caplog.text
+
+
+def test_one_that_the_run_needs_stays(
+    undisturbed: TinyModule, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        settings = Recovery(folder=tmp_path, least_workers=2)
+        strategy = HeteroPipelineStrategy(names, plan_over(names), recovery=settings)
+        with caplog.at_level(logging.INFO):
+            found = train(strategy, Events({4: ask_to_end(second)}))
+        assert second.process.wait() == 0
+    assert_same(found, undisturbed)
+    assert "Only 1 worker is left, and the run needs 2" in caplog.text
+
+
+@pytest.mark.usefixtures("measured")
+def test_the_machines_that_are_left_share_the_layers_of_one_that_is_lost_for_good(
+    undisturbed: TinyModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if the machine of the first worker served for the second one, which is lost."""
+    with worker_process() as first, worker_process() as second, worker_process() as third:
+        names = [first.address, second.address, third.address]
+
+        def take_over(strategy: Any) -> None:
+            connections = strategy.deployment.coordinator.connections
+            connections.named(names[1]).address = connections.named(names[0]).address
+
+        events = Events({4: take_over})
+        plan = Plan(
+            [StagePlan([name], layers) for name, layers in zip(names, THIRDS, strict=True)], 3
+        )
+        quick = PipelineProfiler(budget_seconds=0.5)
+        with caplog.at_level(logging.INFO):
+            found = train(HeteroPipelineStrategy(names, plan), events, quick)
+    assert_same(found, undisturbed)
+    assert events.told == [("left", names[1])]
+    assert sorted(events.plans[-1].workers) == sorted([names[0], names[2]])
+    assert f"from step 5 on the run does without {names[1]}" in caplog.text
+
+
+# joining
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    write_token_file(path, Token.new())
+    return path
+
+
+@pytest.fixture
+def where() -> str:
+    """An address that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+class Door:
+    """Workers that join a run, each when it is started."""
+
+    def __init__(self, stack: ExitStack, where: str, token_file: Path) -> None:
+        self.stack, self.where, self.token_file = stack, where, token_file
+
+    def start(self, name: str, **options: Any) -> WorkerProcess:
+        given = ("--join", self.where, "--token-file", str(self.token_file), "--name", name)
+        return self.stack.enter_context(worker_process(*given, **options))
+
+    def late(self, name: str) -> Callable[[Any], None]:
+        """Starts a worker, and waits until it is at the door."""
+
+        def come(strategy: Any) -> None:
+            self.start(name)
+            members = strategy.deployment.coordinator.connections.members
+            present = [worker.name for worker in members]
+            until(lambda: name in strategy._fleet.waiting(present, 0))
+
+        return come
+
+    def strategy(self, plan: str | Plan, **options: Any) -> HeteroPipelineStrategy:
+        joining = Joining(self.where, most=options.pop("most", None), wait_seconds=PATIENCE_SECONDS)
+        return HeteroPipelineStrategy(
+            joining, plan, micro_batches=3, token_file=self.token_file, **options
+        )
+
+
+@pytest.mark.usefixtures("measured")
+def test_one_that_comes_late_gets_layers(
+    undisturbed: TinyModule, where: str, token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        door = Door(stack, where, token_file)
+        door.start("left")
+        events = Events({3: door.late("right")})
+        with caplog.at_level(logging.INFO):
+            found = train(door.strategy("auto"), events)
+    assert_same(found, undisturbed)
+    assert events.told == [("joined", "right")]
+    assert events.plans[2].workers == ["left"]
+    assert sorted(events.plans[3].workers) == ["left", "right"]
+    assert "right joins the run from step 4 on: a step should take" in caplog.text
+
+
+@pytest.mark.usefixtures("measured")
+def test_no_more_than_the_most_join(undisturbed: TinyModule, where: str, token_file: Path) -> None:
+    with ExitStack() as stack:
+        door = Door(stack, where, token_file)
+        door.start("left")
+        events = Events({3: door.late("right")})
+        found = train(door.strategy("auto", most=1), events)
+    assert_same(found, undisturbed)
+    assert events.told == []
+
+
+@pytest.mark.usefixtures("measured")
+def test_one_that_has_joined_is_recovered_and_leaves_and_comes_back(
+    undisturbed: TinyModule, where: str, token_file: Path, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        door = Door(stack, where, token_file)
+        door.start("left")
+        found_at: dict[str, WorkerProcess] = {}
+
+        def come(strategy: Any) -> None:
+            found_at["right"] = door.start("right")
+            until(lambda: strategy._fleet.waiting(["left"], 1))
+
+        def kill(strategy: Any) -> None:
+            assert not strategy.deployment.coordinator.replacements._has_moved
+            session = found_at["right"].session
+            session.kill()
+            session.wait(20)
+
+        def drain(strategy: Any) -> None:
+            ask_to_end(found_at["right"])(strategy)
+
+        events = Events({1: come, 5: kill, 8: drain, 10: door.late("right")})
+        settings = Recovery(folder=tmp_path / "recovery", every_seconds=0)
+        found = train(door.strategy("auto", recovery=settings), events)
+        assert found_at["right"].process.wait() == 0
+    assert_same(found, undisturbed)
+    assert events.told == [
+        ("joined", "right"),
+        ("restored", "right"),
+        ("left", "right"),
+        ("joined", "right"),
+    ]
+
+
+@pytest.mark.usefixtures("measured")
+def test_under_a_plan_of_the_user_nobody_joins(
+    undisturbed: TinyModule, where: str, token_file: Path
+) -> None:
+    plan = Plan([StagePlan([COORDINATOR], (0, 1)), StagePlan(["left"], (1, NUM_LAYERS))], 3)
+    for replan in (False, True):
+        with ExitStack() as stack:
+            door = Door(stack, where, token_file)
+            door.start("left")
+            events = Events({3: door.late("right")})
+            quick = PipelineProfiler(budget_seconds=0.5)
+            found = train(door.strategy(plan, replan=replan), events, quick)
+        assert_same(found, undisturbed)
+        assert events.told == ([("joined", "right")] if replan else [])
+
+
+def test_one_that_is_not_known_is_measured(
+    where: str, token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = Plan([StagePlan([COORDINATOR], (0, 1)), StagePlan(["left"], (1, NUM_LAYERS))], 3)
+    with ExitStack() as stack:
+        door = Door(stack, where, token_file)
+        door.start("left")
+        events = Events({3: door.late("right")})
+        quick = PipelineProfiler(budget_seconds=0.5, force=True)
+        with caplog.at_level(logging.INFO):
+            found = train(door.strategy(plan, replan=True), events, quick)
+    assert len(found.losses) == NUM_STEPS
+    assert "right joins the run" in caplog.text or "right stays a spare: with it" in caplog.text
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_worker_of_the_list_that_comes_back_joins(
+    undisturbed: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookout, "LOOK_SECONDS", 0.05)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(worker_process()) for _ in range(2))
+        names = [first.address, second.address]
+
+        def start(strategy: Any) -> None:
+            assert second.process.wait() == 0
+            stack.enter_context(worker_process("--listen", second.address))
+            until(lambda: strategy._fleet.waiting(names[:1], 1))
+
+        events = Events({3: ask_to_end(second), 6: start})
+        strategy = HeteroPipelineStrategy(
+            names, "auto", micro_batches=3, recovery=Recovery(folder=tmp_path)
+        )
+        found = train(strategy, events)
+    assert_same(found, undisturbed)
+    assert events.told == [("left", names[1]), ("joined", names[1])]
+    assert [len(plan.workers) for plan in events.plans[2:8]] == [2, 1, 1, 1, 2, 2]

@@ -1,0 +1,216 @@
+"""Who takes part: the plan with one more worker, and with one less."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
+from lightning_hetero.planner.feasibility import candidate_of, shortages
+from lightning_hetero.planner.membership import (
+    Change,
+    at_present,
+    fits,
+    gathered,
+    hosts_of,
+    in_place,
+    joined,
+    left,
+    left_by_bytes,
+    too_few,
+)
+from lightning_hetero.planner.profile import Profile
+from lightning_hetero.planner.replan import StageSeconds, expected_seconds
+
+from .profiles import coordinator, device, ends, profile, timing
+
+NUM_LAYERS = 10
+
+
+def plan_of(*held: tuple[str, int], in_flight: int | None = 3) -> Plan:
+    stages, first = [], 0
+    for name, count in held:
+        stages.append(StagePlan([name], (first, first + count)))
+        first += count
+    return Plan(stages, micro_batches=4, in_flight=in_flight)
+
+
+def cluster(*names: str, seconds: float = 1.0, **memory: int) -> Profile:
+    """Workers that take a second forward and two backward, and a coordinator that is as fast."""
+    own = coordinator([timing("layer", 1, 2), *ends(0.25, 0.25)])
+    workers = [device(name, seconds, 2 * seconds, **memory) for name in names]
+    return profile(NUM_LAYERS, workers, own, batch_size=4)
+
+
+def check(change: Change | None, *names: str) -> Change:
+    assert change is not None
+    change.plan.check(NUM_LAYERS, names)
+    return change
+
+
+def counts(plan: Plan) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for stage in plan.stages:
+        found[stage.worker] = found.get(stage.worker, 0) + len(stage.layer_indices)
+    return found
+
+
+PLANS = {
+    "a line": plan_of((COORDINATOR, 2), ("a", 4), ("b", 4)),
+    "workers alone": plan_of(("a", 5), ("b", 5)),
+    "the coordinator last": plan_of(("a", 4), ("b", 4), (COORDINATOR, 2)),
+    "turn by turn": plan_of(("a", 3), ("b", 3), ("a", 2), ("b", 2)),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_one_that_is_as_fast_as_the_others_joins(plan: Plan) -> None:
+    change = check(joined(plan, cluster("a", "b", "c"), "c"), "a", "b", "c")
+    assert change.is_worth_it
+    assert change.plan.workers.count("c") == 1
+    assert change.after_seconds == pytest.approx(
+        candidate_of(change.plan, cluster("a", "b", "c")).step_seconds
+    )
+    assert change.plan.micro_batches == plan.micro_batches
+    assert change.plan.in_flight == 5
+
+
+def test_the_others_keep_their_order_and_options() -> None:
+    stages = [
+        StagePlan(["b"], (0, 5), embedding=True),
+        StagePlan(["a"], (5, 10), recompute=True, activation_dtype="float16"),
+    ]
+    change = check(joined(Plan(stages, 4), cluster("a", "b", "c"), "c"), "a", "b", "c")
+    first, *others = change.plan.remote_stages
+    assert first.worker == "b"
+    assert first.embedding
+    own = next(stage for stage in others if stage.worker == "a")
+    assert (own.recompute, own.activation_dtype) == (True, "float16")
+    assert change.plan.in_flight is None
+
+
+def test_a_slow_one_is_not_worth_a_move() -> None:
+    measured = profile(
+        NUM_LAYERS,
+        [device("a", 1, 2), device("b", 1, 2), device("c", 60, 120)],
+        coordinator([timing("layer", 1, 2), *ends(0.25, 0.25)]),
+        batch_size=4,
+    )
+    change = check(joined(PLANS["a line"], measured, "c"), "a", "b", "c")
+    assert not change.is_worth_it
+
+
+def test_one_without_memory_joins_nothing() -> None:
+    devices = [device("a", 1, 2), device("b", 1, 2), device("c", 1, 2, memory_bytes=1)]
+    own = coordinator([timing("layer", 1, 2), *ends(0.25, 0.25)])
+    measured = profile(NUM_LAYERS, devices, own, batch_size=4)
+    assert joined(PLANS["a line"], measured, "c") is None
+
+
+def test_nobody_joins_a_plan_with_replicas_or_without_a_layer_to_give() -> None:
+    replicas = Plan([StagePlan(["a", "b"], (0, NUM_LAYERS))], 4)
+    assert joined(replicas, cluster("a", "b", "c"), "c") is None
+    own = coordinator([timing("layer", 1, 2), *ends(0.25, 0.25)])
+    single = profile(1, [device("a", 1, 2), device("c", 1, 2)], own, batch_size=4)
+    assert joined(Plan([StagePlan(["a"], (0, 1))], 4), single, "c") is None
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_the_others_get_all_layers_of_one_that_leaves(plan: Plan, name: str) -> None:
+    change = check(left(plan, cluster("a", "b"), name), "a", "b")
+    assert change.plan.workers == [other for other in ("a", "b") if other != name]
+    assert not shortages(candidate_of(change.plan, cluster("a", "b")))
+
+
+def test_the_coordinator_keeps_its_layers_where_their_time_is_not_known() -> None:
+    change = check(left(PLANS["a line"], cluster("a", "b"), "a", keeps_own=True), "a", "b")
+    assert counts(change.plan) == {COORDINATOR: 2, "b": 8}
+
+
+def test_one_stays_if_the_others_have_not_the_memory() -> None:
+    plan = PLANS["workers alone"]
+    assert left(plan, cluster("a", "b", memory_bytes=16), "a", keeps_own=True) is None
+    assert left(plan_of((COORDINATOR, 5), ("a", 5)), cluster("a"), "a") is None
+
+
+def test_the_embedding_goes_to_the_next_worker_or_comes_home() -> None:
+    stages = [StagePlan(["a"], (0, 5), embedding=True), StagePlan(["b"], (5, 10))]
+    change = check(left(Plan(stages, 4), cluster("a", "b"), "a", keeps_own=True), "a", "b")
+    assert [(s.worker, s.layers, s.embedding) for s in change.plan.stages] == [("b", (0, 10), True)]
+
+
+def test_one_takes_the_place_of_another_in_all_its_stages() -> None:
+    plan = in_place(PLANS["turn by turn"], "a", "c")
+    assert [stage.worker for stage in plan.stages] == ["c", "b", "c", "b"]
+    assert fits(plan, cluster("b", "c"))
+    assert not fits(plan, cluster("b", "c", memory_bytes=3))
+    assert not fits(plan, cluster("a", "b"))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_without_a_measurement_bytes_decide(plan: Plan) -> None:
+    room = {"a": 100.0, "b": 100.0}
+    found = left_by_bytes(plan, "a", [10] * NUM_LAYERS, room)
+    assert found is not None
+    found.check(NUM_LAYERS, ["b"])
+    assert found.workers == ["b"]
+    assert left_by_bytes(plan, "a", [100] * NUM_LAYERS, room) is None
+
+
+def test_layers_are_spread_evenly_where_nothing_is_measured() -> None:
+    plan = plan_of(("a", 3), ("b", 4), ("c", 3))
+    found = left_by_bytes(plan, "b", [1] * NUM_LAYERS, {"a": 9.0, "c": 9.0})
+    assert found is not None
+    assert counts(found) == {"a": 5, "c": 5}
+    found = left_by_bytes(plan, "b", [1] * NUM_LAYERS, {"a": 4.0, "c": 9.0})
+    assert found is not None
+    assert counts(found) == {"a": 4, "c": 6}
+
+
+def test_a_machine_that_serves_for_two_gives_layers_away() -> None:
+    measured, plan = cluster("a", "b", "c"), plan_of(("a", 3), ("b", 4), ("c", 3))
+    change = check(gathered(plan, measured, {"b": "a"}), "a", "c")
+    assert change.before_seconds == pytest.approx(
+        candidate_of(in_place(plan, "b", "a"), measured).step_seconds
+    )
+    assert change.is_worth_it
+    assert "b" not in change.plan.workers
+
+
+def test_a_lost_worker_is_at_the_home_of_another_one() -> None:
+    homes = {"a": "here", "b": "there", "c": "beyond"}
+    assert hosts_of(homes, homes) == {}
+    assert hosts_of(homes, {**homes, "b": "here"}) == {"b": "a"}
+    assert hosts_of(homes, {**homes, "b": "here", "c": "here"}) == {"b": "a", "c": "a"}
+    # A spare has taken its place, or its own next process, at another address.
+    assert hosts_of(homes, {**homes, "b": "elsewhere"}) == {}
+    # Its host is lost too, and both are elsewhere.
+    assert hosts_of(homes, {"a": "beyond", "b": "beyond", "c": "beyond"}) == {"a": "c", "b": "c"}
+
+
+def test_too_few_workers_are_told_with_both_numbers() -> None:
+    assert too_few(["a", "b"], 2) == ""
+    assert "Only 1 worker is left, and the run needs 2" in too_few(["a"], 2)
+    assert "No worker is left" in too_few([], 1)
+
+
+def test_a_profile_follows_the_present_speeds() -> None:
+    plan, measured = PLANS["a line"], cluster("a", "b", "c")
+    expected = expected_seconds(plan, measured)
+    assert expected is not None
+    now = {name: StageSeconds(2 * seconds) for name, seconds in expected.items()}
+    slow = at_present(plan, measured, now)
+    for name in ("a", "b", "c"):
+        pairs = zip(measured.device(name).timings, slow.device(name).timings, strict=True)
+        assert all(new.forward_seconds == 2 * old.forward_seconds for old, new in pairs)
+    assert at_present(plan, measured, {}) is measured
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_ranges_follow_each_other(plan: Plan) -> None:
+    measured = cluster("a", "b", "c")
+    for change in (joined(plan, measured, "c"), left(plan, measured, "b")):
+        stages = check(change, "a", "b", "c").plan.stages
+        assert all(one.layers[1] == other.layers[0] for one, other in pairwise(stages))
