@@ -54,5 +54,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "lightning-hetero needs Python 3.10 or newer; '$(PYTHON)' was not found." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("lightning-hetero needs Python 3.10 or newer; $(PYTHON) is %d.%d. Name another with PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-input -c constraints.txt -e '.[dev,examples]'
+	$(BIN)/python -m pip install --no-input -c constraints.txt -e '.[dev,examples,fine-tune]'
 	@touch $@
