@@ -37,11 +37,13 @@ class Call:
         kind: The name of the exception's class, or `GIVEN`.
         texts: The sentences that can be found; none where the text comes from elsewhere.
         place: File and line.
+        argument: The code of the first argument.
     """
 
     kind: str
     texts: tuple[str, ...]
     place: str
+    argument: str
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ class Package:
                 if kind is not None and call.args:
                     texts = self.texts(Source(module, call.args[0], scope))
                     said = dict.fromkeys(filter(_has_words, texts))
-                    yield Call(kind, tuple(said), f"{module.name}:{call.lineno}")
+                    place = f"{module.name}:{call.lineno}"
+                    yield Call(kind, tuple(said), place, ast.unparse(call.args[0]))
 
     def public(self, kind: str) -> str:
         """The class that users know: the nearest one that is not the code's own."""
