@@ -22,11 +22,13 @@ class Recovery:
             the connection comes back; 0 gives a peer up at once. A worker may allow less; see
             ``lightning-hetero worker --linger-seconds``.
         wait_seconds: How long the run waits for another process at a lost worker's address. Then a
-            worker that the plan leaves idle takes the place.
+            worker that the plan leaves idle takes the place, else another machine of the run
+            beside its own layers.
         every_seconds: The seconds between two snapshots of the workers' state. A worker in the
             place of a lost one repeats at most what was done in that time.
-        log_gib: GiB of messages to the workers, at which a snapshot is taken earlier. Those since
-            the latest snapshot are kept, 256 MiB of them in memory and the others on disk.
+        log_gib: GiB of messages, kept by the coordinator and the workers together, at which a
+            snapshot is taken earlier. Those since the latest snapshot are kept, by each process
+            256 MiB of them in memory and the others on disk.
         folder: Where snapshots lie during the run; None takes ``recovery`` in the Trainer's
             ``default_root_dir``.
         least_workers: A run in which fewer machines than that are left ends; from 1 on.

@@ -147,11 +147,15 @@ class Connections:
         self.workers = list(self.members)
         self._by_channel = {worker.channel: worker for worker in self.members}
 
+    def new_session_name(self) -> str:
+        """A name for a session of this run, which nobody can guess."""
+        return self._run + secrets.token_hex(16)
+
     def _open(self, own_name: str) -> tuple[Channel, m.Equipment, Address, str]:
         """Open a session with a worker; returns its channel, equipment, address and session."""
         # Each worker has a name of its own, so that a neighbor that reaches another worker than the
         # right one, or itself, is refused.
-        session = self._run + secrets.token_hex(16)
+        session = self.new_session_name()
         channel, welcome, address = self._source.admit(own_name, session)
         channel.start(self._inbox, self._receive_pool())
         return channel, welcome.equipment, address, session
@@ -172,15 +176,35 @@ class Connections:
         Raises:
             WorkerUnreachable: If no worker answers there or it refuses.
         """
+        with self._another_channel(worker):
+            opened = self._open(own_name)
+            worker.channel, worker.equipment, worker.address, worker.session = opened
+            worker.own_name, worker.is_beside = own_name, False
+
+    def dial_beside(self, worker: Member, other: Member, session: str) -> None:
+        """Open the session for which a second process waits on the machine of another worker.
+
+        Raises:
+            WorkerUnreachable: If it does not answer or refuses.
+        """
+        with self._another_channel(worker):
+            channel, welcome = self._source.dial(other.address, session)
+            channel.start(self._inbox, self._receive_pool())
+            worker.channel, worker.equipment = channel, welcome.equipment
+            worker.address, worker.session = other.address, session
+            worker.is_beside = True
+
+    @contextmanager
+    def _another_channel(self, worker: Member) -> Iterator[None]:
+        """Inside, a lost worker gets the channel to the process in its place."""
         on_sent = worker.channel.on_sent
         self._by_channel.pop(worker.channel, None)
         worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
-        channel, worker.equipment, worker.address, worker.session = self._open(own_name)
-        channel.on_sent = on_sent
-        worker.channel, worker.own_name = channel, own_name
+        yield
+        worker.channel.on_sent = on_sent
         worker.is_paused = worker.is_leaving = False
         worker.is_apart_from.clear()
-        self._by_channel[channel] = worker
+        self._by_channel[worker.channel] = worker
 
     def admit(self, own_name: str) -> Member:
         """Open a session with a worker that joins during the run; it has no stage yet.

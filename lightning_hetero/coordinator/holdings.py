@@ -247,6 +247,11 @@ class Holdings:
         route = self.placement.route(microbatch, is_whole)
         return {number: self.members[name] for number, name in route}
 
+    def steps_alike(self, number: int) -> bool:
+        """Whether several workers hold a stage, and each of them steps all of its parameters."""
+        placed = self.placement.stage(number)
+        return len(placed.workers) > 1 and not (placed.is_hosted or self.stages[number].is_split)
+
     def stages_of(self, worker: Member) -> list[RemoteStage]:
         """The stages of one worker, in the order of their numbers."""
         return [self.stages[number] for number in self.placement.stages_of(worker.name)]

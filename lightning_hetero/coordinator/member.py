@@ -32,6 +32,8 @@ class Member:
         is_paused: Whether its owner keeps the device for another use at present.
         is_leaving: Whether its owner wants it to end.
         own_name: The name by which it is reached; that of a spare in the place of a lost worker.
+        is_beside: Whether it is a second process on the machine of another worker, in the place of
+            the one that is reached by its own name.
     """
 
     number: int
@@ -52,6 +54,7 @@ class Member:
     is_paused: bool = False
     is_leaving: bool = False
     own_name: str = ""
+    is_beside: bool = False
 
     def forget_constants(self) -> None:
         """Send every constant again: it is unknown which of them the worker has."""

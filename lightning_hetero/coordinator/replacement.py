@@ -1,7 +1,8 @@
 """What brings a lost worker back: another process gets its layers, its state and its messages.
 
     lost       its channel has ended for good
-    dialled    the same worker, of which another process may serve by now; else an idle worker
+    dialled    the same worker, of which another process may serve by now; else an idle worker; else
+               a second process on a machine of the run
     restored   its layers as they were sent, then its part of the latest snapshot
     linked     its neighbors talk to it, and send again what they kept for the lost one
     repeated   it gets again what the lost one was told since the snapshot, in the same order
@@ -29,6 +30,7 @@ from torch import Tensor
 from ..errors import ChannelError, HeteroError, RemoteProtocolError, WorkerError, WorkerUnreachable
 from ..model.tensors import named_tensors
 from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
+from ..planner.membership import too_few
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..recovery import Recovery
@@ -39,6 +41,7 @@ from .losses import Loss
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
 from .stages import RemoteStages
+from .takeover import Takeovers, needed_bytes
 
 # Between two attempts to reach a worker that is about to start again.
 _BETWEEN_DIALS_SECONDS = 0.1
@@ -56,6 +59,7 @@ class _Snapshot:
     Attributes:
         number: From 1 on.
         step: The step behind which it is.
+        exchange: The latest exchange of replicas before it.
         missing: The workers whose parts are not whole yet.
         written: The pieces that are being written.
         num_bytes: The bytes that have come, by worker.
@@ -64,6 +68,7 @@ class _Snapshot:
 
     number: int
     step: int
+    exchange: int
     missing: set[Member]
     told: Mapping[Member, Collection[str]]
     written: list[Future[None]] = field(default_factory=list)
@@ -108,6 +113,7 @@ class Replacements:
         self._connections = connections
         self._layers = layers
         self._stages = stages
+        self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
         self._latest = self._num_snapshots = 0
         self._latest_seconds = time.monotonic()
@@ -115,9 +121,14 @@ class Replacements:
         self._open: dict[Member, Loss] = {}
         # Whether layers have moved behind the latest whole snapshot.
         self._has_moved = False
+        # What the last bits depended on when the layers were sent.
+        self._kinds: dict[Member, tuple[str, ...]] = {}
+        # What each worker keeps of its messages to others.
+        self._sent_bytes: dict[Member, int] = {}
         connections.replace = self.replace
         connections.asides[m.SnapshotBegun] = self._on_snapshot_begun
         connections.asides[m.CaughtUp] = self._on_caught_up
+        connections.asides[m.SentKept] = self._on_sent_kept
         connections.take_piece = self._take_piece
         layers.spool = self._files.spooled
         layers.before_move = self._before_move
@@ -133,6 +144,7 @@ class Replacements:
         """Keep from now on what is said: the workers have their layers, and no step has run."""
         self._connections.broadcast(m.KeepSent(MOST_IN_MEMORY_BYTES))
         for worker in self._connections.workers:
+            self._kinds[worker] = kind_of(worker.equipment)
             worker.journal = Journal(self._store, partial(self._stages.stamp, worker))
             worker.channel.keep = worker.journal.keep
 
@@ -151,6 +163,7 @@ class Replacements:
         for worker in self._connections.workers:
             worker.journal = worker.channel.keep = None
         self._store.close()
+        self._sent_bytes.clear()
 
     def _after_move(self, kept: Names, got: Names) -> None:
         """Begin anew behind a move; nobody can be replaced before the next snapshot is whole."""
@@ -164,8 +177,9 @@ class Replacements:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of the messages to the workers since the latest snapshot."""
-        return self._store.num_bytes
+        """The bytes of the messages to the workers, and of theirs to others, since the latest
+        snapshot."""
+        return self._store.num_bytes + sum(self._sent_bytes.values())
 
     # snapshots
 
@@ -206,7 +220,12 @@ class Replacements:
             worker.forget_constants()
             if worker.journal is not None:
                 worker.journal.mark()
-        self._coming = _Snapshot(number, connections.step, set(workers), told)
+        self._coming = _Snapshot(
+            number, connections.step, connections.num_exchanges, set(workers), told
+        )
+
+    def _on_sent_kept(self, worker: Member, message: m.SentKept) -> None:
+        self._sent_bytes[worker] = message.num_bytes
 
     def _on_snapshot_begun(self, worker: Member, message: m.SnapshotBegun) -> None:
         if self._is_coming(message.number) and worker.journal is not None:
@@ -257,7 +276,7 @@ class Replacements:
             self._files.note_whole(worker.number, coming.number, coming.told.get(worker, ()))
             if worker.journal is not None:
                 worker.journal.cut()
-        self._connections.broadcast(m.ForgetSent(coming.step))
+        self._connections.broadcast(m.ForgetSent(coming.step, coming.exchange))
         if self._has_moved:
             self._has_moved = False
             rank_zero_info("the state behind the move is safe, so lost workers are replaced again")
@@ -325,8 +344,6 @@ class Replacements:
             return "It was lost before all layers were sent."
         if self._connections.has_torn_step:
             return "An optimizer's step has failed."
-        if self._layers.holdings.placement.has_replicas:
-            return "The plan has replicas, and what they exchange is not kept."
         if worker.cannot_reach:
             names = " and ".join(other.name for other in worker.cannot_reach)
             return f"The coordinator forwards what passes between it and {names}, and keeps none."
@@ -342,7 +359,9 @@ class Replacements:
         began_seconds, connections = time.perf_counter(), self._connections
         try:
             for worker in lost:
-                self._dial(worker, may_be_elsewhere=is_last_try)
+                # Nobody starts a second process again but this run.
+                self._dial(worker, lost, is_last_try or worker.is_beside)
+            self._check_enough()
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
             num_lost = len(lost)
@@ -364,18 +383,57 @@ class Replacements:
         self.on_change()
         return True
 
-    def _dial(self, worker: Member, may_be_elsewhere: bool) -> None:
-        """Dial the process in the place of a lost worker: its own next one, else an idle worker.
+    def _dial(self, worker: Member, lost: Collection[Member], may_be_elsewhere: bool) -> None:
+        """Dial the process in the place of a lost worker: its own next one, else an idle worker,
+        else a second process on a machine of the run.
 
         Raises:
             WorkerUnreachable: If there is none.
+            ChannelError: If another worker is lost meanwhile.
         """
         try:
             self._dial_own_next(worker)
-        except WorkerUnreachable:
-            spares = self._connections.spares if may_be_elsewhere else []
-            if not any(self._takes_over(each, worker) for each in spares):
+        except WorkerUnreachable as error:
+            if not may_be_elsewhere:
                 raise
+            if any(self._takes_over(each, worker) for each in self._connections.spares):
+                return
+            try:
+                self._dial_beside(worker, lost)
+            except WorkerUnreachable as why_not:
+                raise WorkerUnreachable(f"{error} {why_not}") from error
+
+    def _dial_beside(self, worker: Member, lost: Collection[Member]) -> None:
+        """Dial a second process on a machine of the run in the place of a lost worker.
+
+        Raises:
+            WorkerUnreachable: If no machine can start one, or has the memory.
+            ChannelError: If another worker is lost meanwhile.
+        """
+        before = worker.equipment
+        reasons: list[str] = []
+        for other, session in self._takeovers.opened(worker, lost, reasons):
+            try:
+                self._connections.dial_beside(worker, other, session)
+                self._check_can_hold(worker)
+            except WorkerError as error:
+                reasons.append(f"{other.address}: {error}")
+                continue
+            rank_zero_info(
+                f"{other.address} takes the place of {worker.name} beside its own layers, under "
+                "its name in the plan"
+            )
+            self._tell_if_other_kind(str(other.address), worker, before)
+            return
+        raise WorkerUnreachable(
+            " ".join(["No other machine of the run can take its layers beside its own.", *reasons])
+        )
+
+    def _need_of(self, worker: Member) -> int:
+        """The least bytes that a worker's layers take."""
+        stages = self._layers.holdings.stages_of(worker)
+        parameters = chain.from_iterable(stage.spec(0).parameters for stage in stages)
+        return needed_bytes(parameters, self._files.num_bytes(worker.number))
 
     def _dial_own_next(self, worker: Member) -> None:
         """Dial the next process of a lost worker. One that has joined may be another machine now.
@@ -411,8 +469,16 @@ class Replacements:
         Raises:
             WorkerError: With what it lacks.
         """
-        for stage in self._layers.holdings.stages_of(worker):
+        holdings = self._layers.holdings
+        for stage in holdings.stages_of(worker):
             stage.check_can_be_held(worker)
+        has_other_kind = kind_of(worker.equipment) != self._kinds[worker]
+        if has_other_kind and any(holdings.steps_alike(number) for number in worker.stages):
+            raise WorkerError(
+                f"It is another device than {worker.name} was, or has another torch, so the "
+                "weights of the replicas would drift apart; let only owners step "
+                "(`optimizer: split`)."
+            )
 
     def _tell_if_other_kind(self, own_name: str, worker: Member, before: m.Equipment) -> None:
         if kind_of(before) != kind_of(worker.equipment):
@@ -420,6 +486,16 @@ class Replacements:
                 f"{own_name} is another device than {worker.name} was, or has another torch: the "
                 "last bits of what it computes may differ"
             )
+
+    def _check_enough(self) -> None:
+        """Refuse to go on with too few machines; one may serve for a lost worker beside its own.
+
+        Raises:
+            WorkerError: If there are fewer than the user wants.
+        """
+        machines = {str(worker.address) for worker in self._connections.workers}
+        if reason := too_few(machines, self._settings.least_workers):
+            raise WorkerError(reason)
 
     def _restore(self, lost: Collection[Member]) -> int:
         """Give new processes the state of lost workers, and all that was said to these since;
@@ -437,6 +513,8 @@ class Replacements:
             connections.await_from(worker, m.Built)
             self._load(worker)
             worker.channel.send(m.KeepSent(MOST_IN_MEMORY_BYTES))
+            self._sent_bytes.pop(worker, None)
+            worker.channel.send(m.Replay(self._latest))
         for worker in lost:
             # It dials the workers behind it, and a new one has its layers by now.
             worker.channel.send(m.Launch())
@@ -451,9 +529,8 @@ class Replacements:
     def _repeat(self, worker: Member, journal: Journal) -> None:
         """Tell a new process what the lost worker was told since the snapshot."""
         channel = worker.channel
-        channel.send(m.Replay(self._latest))
-        for message, frame in journal.repeat():
-            channel.send_again(message, frame)
+        for message, read in journal.repeat():
+            channel.send_again(message, read)
         channel.keep = journal.keep
         channel.send(m.Wait(is_end=True, **self._stages.stamp(worker)))
 

@@ -267,6 +267,8 @@ class _WorkerSums:
         # By exchange and worker, and those that are whole.
         self._parts: dict[tuple[int, Member], dict[str, Tensor]] = {}
         self._whole: set[tuple[int, Member]] = set()
+        # The latest exchange whose sums were used.
+        self._latest = 0
         remote.connections.take_sums = self._take_recorded
 
     def detach(self) -> None:
@@ -288,6 +290,7 @@ class _WorkerSums:
         # What an aborted step has left goes too.
         self._whole.clear()
         self._parts.clear()
+        self._latest = max(numbers, default=self._latest)
         return found
 
     def _take_recorded(
@@ -305,6 +308,9 @@ class _WorkerSums:
         """
         held = self._remote.holdings.tensors
         part = message.round, worker
+        is_known = message.round <= self._latest or part in self._whole
+        if worker.journal is not None and is_known:
+            return  # the lost worker in whose place it is has sent so too
         is_due = message.round <= self._remote.connections.num_exchanges
         if message.content != "sums" or not is_due or part in self._whole:
             raise RemoteProtocolError(f"It sent {message.content} of exchange {message.round}.")

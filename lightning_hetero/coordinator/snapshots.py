@@ -168,6 +168,11 @@ class SnapshotFiles:
         """Remove a worker's part of a snapshot."""
         self._writer.submit(self.part(worker, number).unlink, missing_ok=True)
 
+    def num_bytes(self, worker: int) -> int:
+        """The size of a worker's latest snapshot; 0 if there is none yet."""
+        number = self._latest.get(worker)
+        return 0 if number is None else self.part(worker, number).stat().st_size
+
     def latest(self, worker: int) -> Iterator[Frame]:
         """The frames of a worker's latest snapshot; none if there is no snapshot yet."""
         number = self._latest.get(worker)

@@ -37,6 +37,13 @@ class Source(Protocol):
             WorkerUnreachable: If it does not answer or refuses.
         """
 
+    def dial(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Open the conversation for which a second process waits at a worker's address.
+
+        Raises:
+            WorkerUnreachable: If it does not answer or refuses.
+        """
+
 
 @dataclass(frozen=True)
 class Listening:
@@ -59,5 +66,8 @@ class Listening:
     def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
         """Dial a worker's address; see `Source`."""
         address = self.addresses[name]
-        opened = dial(address, "coordinator", session_name, self.deadlines, self.identity)
-        return *opened, address
+        return *self.dial(address, session_name), address
+
+    def dial(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Dial a second process; see `Source`."""
+        return dial(address, "coordinator", session_name, self.deadlines, self.identity)

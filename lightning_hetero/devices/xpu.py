@@ -17,11 +17,11 @@ class Xpu(Accelerator, device_type="xpu"):
 
     out_of_memory_texts = ("out of memory", "OUT_OF_DEVICE_MEMORY")
 
-    def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
+    def untaken_bytes(self) -> int:
         # Some drivers do not tell what other processes take.
         with contextlib.suppress(RuntimeError):
-            return super().free_and_base_bytes(kept_bytes)
-        return self.total_bytes(), 0
+            return super().untaken_bytes()
+        return self.total_bytes() - self.used_bytes()
 
     def sensor_functions(self) -> dict[str, Callable[[], float]]:
         # To read the power would take 100 ms.

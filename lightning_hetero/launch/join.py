@@ -48,6 +48,7 @@ from ..transport.handshake import (
     Identity,
     address_of,
     check_hello,
+    dial,
     listen,
     open_over,
     receive_opening,
@@ -307,6 +308,14 @@ class Door:
         except BaseException:
             guest.connection.close()
             raise
+
+    def dial(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Open the conversation for which a second process of a worker waits at its address.
+
+        Raises:
+            WorkerUnreachable: If this process cannot reach it, or it refuses.
+        """
+        return dial(address, "coordinator", session_name, self._deadlines, self._identity)
 
     def _take_connections(self) -> None:
         with self._closed, selectors.DefaultSelector() as arrivals:

@@ -1,7 +1,7 @@
 """Journals: what a process keeps of its messages, so that another worker can repeat a lost one.
 
     coordinator ──▶ worker    Journal    all that was said since the latest snapshot
-    worker ──▶ worker         SentLog    activations and gradients since that snapshot
+    worker ──▶ worker         SentLog    activations, gradients, what replicas exchange, since then
     receiver                  Repeats    what the lost worker had answered: each is dropped once
 
 A worker is a function of its snapshot and of what came behind it. So the one in its place gets the
@@ -16,6 +16,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,6 +37,9 @@ MOST_IN_MEMORY_BYTES = 256 * 2**20
 # Answers of several messages, which end with ``Done``.
 _PIECES = (m.TensorContent, m.OptimizerState)
 
+# What workers send each other in a step.
+_SENT = (m.Activation, m.Gradient, m.ReplicaTensors)
+
 # What concerns the conversation itself, or the journal.
 _NEVER_KEPT = (
     InstantMessage,
@@ -47,6 +51,8 @@ _NEVER_KEPT = (
     m.TakeSnapshot,
     m.Replay,
     m.Wait,
+    m.AskRoom,
+    m.OpenSession,
 )
 
 
@@ -63,32 +69,31 @@ class FrameStore:
 
     Args:
         most_bytes: The most bytes in memory.
+
+    Attributes:
+        num_bytes: The bytes of all frames, in memory and in the file.
     """
 
     def __init__(self, most_bytes: int = MOST_IN_MEMORY_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._memory_bytes = self._file_bytes = 0
+        self.num_bytes = 0
+        self._memory_bytes = 0
         self._num_in_file = 0
         # It has no name, so that it vanishes with this process.
         self._file = tempfile.TemporaryFile(prefix="lightning-hetero-")  # noqa: SIM115
         # Threads that write to channels put what a device had to copy first.
         self._changing = threading.Lock()
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all frames that are kept."""
-        return self._memory_bytes + self._file_bytes
-
     def put(self, frame: bytes) -> KeptFrame:
         """Keep a frame until it is dropped."""
         with self._changing:
+            self.num_bytes += len(frame)
             if self._memory_bytes + len(frame) <= self._most_bytes:
                 self._memory_bytes += len(frame)
                 return KeptFrame(self, len(frame), frame)
             position = self._file.seek(0, 2)
             self._file.write(frame)
             self._num_in_file += 1
-            self._file_bytes += len(frame)
             return KeptFrame(self, len(frame), None, position)
 
     def read(self, position: int, num_bytes: int) -> bytes:
@@ -100,11 +105,11 @@ class FrameStore:
     def drop(self, frame: KeptFrame) -> None:
         """Forget a frame; the file becomes empty with its last one."""
         with self._changing:
+            self.num_bytes -= frame.num_bytes
             if frame.content is not None:
                 self._memory_bytes -= frame.num_bytes
                 return
             self._num_in_file -= 1
-            self._file_bytes -= frame.num_bytes
             if self._num_in_file == 0:
                 self._file.truncate(0)
 
@@ -172,7 +177,7 @@ class Entry:
 
 
 class SentLog:
-    """The activations and gradients that a worker has sent to other workers.
+    """The activations, gradients and sums of gradients that a worker has sent to other workers.
 
     Args:
         store: Keeps the frames.
@@ -184,22 +189,33 @@ class SentLog:
 
     def keep(self, member: int, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
         """Keep a message to the worker of a number; returns what encodes its frame."""
-        if not isinstance(message, (m.Activation, m.Gradient)):
+        if not isinstance(message, _SENT):
             return encode
         entry = Entry(message, encode, self.store)
         encode = entry.encoding(is_ready)
         self._entries.setdefault(member, deque()).append(entry)
         return encode
 
-    def forget(self, step: float) -> None:
-        """Drop what belongs to steps up to this one."""
-        for entries in self._entries.values():
-            while entries and (entries[0].message.step or 0) <= step:
-                entries.popleft().drop()
+    def forget(self, step: float, exchange: float) -> None:
+        """Drop what belongs to steps, and to exchanges of replicas, up to these numbers."""
+        for number, entries in self._entries.items():
+            self._entries[number] = deque()
+            for entry in entries:
+                if _is_behind(entry.message, step, exchange):
+                    self._entries[number].append(entry)
+                else:
+                    entry.drop()
 
     def sent_to(self, member: int) -> list[Entry]:
         """What is kept for the worker of a number, in its order."""
         return list(self._entries.get(member, ()))
+
+
+def _is_behind(message: m.Message, step: float, exchange: float) -> bool:
+    """Whether a message belongs to a later step or exchange."""
+    if isinstance(message, m.ReplicaTensors):
+        return message.round > exchange
+    return message.step is not None and message.step > step
 
 
 class Repeats:
@@ -366,8 +382,9 @@ class Journal:
         said = m.AverageWeights("go on", 0, None)
         return Entry(said, lambda: encode_frame(Frame(said)), self._store)
 
-    def repeat(self) -> Iterator[tuple[m.Message, bytes]]:
-        """All that another worker in this one's place has to be told, in its order.
+    def repeat(self) -> Iterator[tuple[m.Message, Callable[[], bytes]]]:
+        """All that another worker in this one's place has to be told, in its order, and what reads
+        its frame.
 
         Answers that have come already are dropped from now on.
         """
@@ -380,13 +397,18 @@ class Journal:
         for entry in list(self._entries.values()):
             if entry.stamp:
                 wait = m.Wait(forwards=entry.stamp["forwards"], backwards=entry.stamp["backwards"])
-                yield wait, b"".join(encode_frame(Frame(wait)))
-            yield entry.message, entry.read()
+                yield wait, partial(_frame_of, wait)
+            yield entry.message, entry.read
 
 
-def _unstamped(entry: Entry) -> tuple[m.Message, bytes]:
+def _unstamped(entry: Entry) -> tuple[m.Message, Callable[[], bytes]]:
     """A standing message without its place in a step that is over."""
     if not isinstance(entry.message, m.StampedRequest):
-        return entry.message, entry.read()
+        return entry.message, entry.read
     message = msgspec.structs.replace(entry.message, forwards=0, backwards=0)
-    return message, b"".join(encode_frame(Frame(message)))
+    return message, partial(_frame_of, message)
+
+
+def _frame_of(message: m.Message) -> bytes:
+    """The frame of a message without tensors."""
+    return b"".join(encode_frame(Frame(message)))

@@ -55,12 +55,17 @@ from .measurements import Probe as Probe
 from .measurements import ProbeAnswer as ProbeAnswer
 from .session import Message as Message
 from .session import Speaker, State, by, by_anyone, kinds_below
+from .snapshots import AskRoom as AskRoom
 from .snapshots import CaughtUp as CaughtUp
 from .snapshots import ForgetSent as ForgetSent
 from .snapshots import KeepSent as KeepSent
 from .snapshots import NeighborReplaced as NeighborReplaced
+from .snapshots import OpenSession as OpenSession
 from .snapshots import ReplaceNeighbor as ReplaceNeighbor
 from .snapshots import Replay as Replay
+from .snapshots import RoomTold as RoomTold
+from .snapshots import SentKept as SentKept
+from .snapshots import SessionOpened as SessionOpened
 from .snapshots import SnapshotBegun as SnapshotBegun
 from .snapshots import SnapshotPart as SnapshotPart
 from .snapshots import SnapshotTensor as SnapshotTensor

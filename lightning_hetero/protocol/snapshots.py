@@ -2,18 +2,19 @@
 
 A worker tells its state now and then, and workers keep what they send each other. When one is lost,
 another one gets its layers, the latest snapshot, and all that was sent to the lost one behind it.
+If no other machine is left, one that has layers already starts a second process for them.
 """
 
 from __future__ import annotations
 
 from .bases import LoadingRequest, ServingRequest, StageReport, StampedRequest
-from .fields import Count, Name, Text, Words
+from .fields import Bytes, Count, Name, Text, Words
 from .session import Message, Speaker, State, by
 from .values import Value
 
 
 class KeepSent(LoadingRequest, frozen=True):
-    """Keep the activations and gradients that go to other workers; `ForgetSent` drops them.
+    """Keep what goes to other workers in a step; `ForgetSent` drops it.
 
     Beyond ``most_bytes`` of memory the worker keeps them in a temporary file.
     """
@@ -22,9 +23,17 @@ class KeepSent(LoadingRequest, frozen=True):
 
 
 class ForgetSent(ServingRequest, frozen=True):
-    """Drop what was kept of the steps up to this one: every worker's state behind it is safe."""
+    """Drop what was kept of the steps up to this one, and of the exchanges of replicas up to
+    ``round``: every worker's state behind them is safe."""
 
     behind: Count
+    round: Count = 0
+
+
+class SentKept(StageReport, frozen=True):
+    """So many bytes of what went to other workers are kept."""
+
+    num_bytes: Bytes
 
 
 class TakeSnapshot(StampedRequest, frozen=True):
@@ -66,6 +75,7 @@ class SnapshotTensor(Message, frozen=True):
         optimizers: Its state in each optimizer, by the optimizer's number.
         average: Its running average; None if it has none.
         gradient: Its gradient; None if it has none, or the next step drops it.
+        is_total: Whether the gradient is the sum of all replicas, and another one owns it.
     """
 
     said = by(Speaker.COORDINATOR, State.LOADING)
@@ -77,10 +87,12 @@ class SnapshotTensor(Message, frozen=True):
     optimizers: dict[Count, Value] = {}
     average: Value = None
     gradient: Value = None
+    is_total: bool = False
 
 
-class Replay(ServingRequest, frozen=True):
-    """The worker has the state behind a step of a lost one; what the lost one did since follows."""
+class Replay(LoadingRequest, frozen=True):
+    """The worker has the state behind a step of a lost one. After `Launch` follows what the lost
+    one has done since, and what others sent it."""
 
     resumes_step = True
     step: Count
@@ -117,4 +129,41 @@ class NeighborReplaced(StageReport, Words, frozen=True):
     that worker cannot be reached, and is empty if it can."""
 
     member: Count
+    reason: Text = ""
+
+
+class AskRoom(Message, frozen=True):
+    """Asks how much memory a second session of this run could take on the worker's machine, for the
+    layers of a lost worker; the worker answers `RoomTold`."""
+
+    said = by(Speaker.COORDINATOR, State.IDLE, State.LOADING, State.SERVING)
+
+
+class RoomTold(Message, Words, frozen=True):
+    """A second session of the run could take so many ``free_bytes`` of the device's memory beside
+    this one; ``reason`` tells why there is no room at all, and is empty if there is."""
+
+    said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
+    free_bytes: Bytes
+    reason: Text = ""
+
+
+class OpenSession(Message, frozen=True):
+    """Start a second process that takes the session of this name, and no other one.
+
+    It may take ``most_bytes`` of what the owner allows, and the session that runs takes no more
+    than it has had. The answer is `SessionOpened`.
+    """
+
+    said = by(Speaker.COORDINATOR, State.IDLE, State.LOADING, State.SERVING)
+    name: Name
+    most_bytes: Bytes
+
+
+class SessionOpened(Message, Words, frozen=True):
+    """Another process waits for the session of this name at the worker's address; ``reason`` tells
+    why none could be started, and is empty if one could."""
+
+    said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
+    name: Name
     reason: Text = ""

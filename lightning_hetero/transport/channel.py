@@ -184,14 +184,14 @@ class Channel:
         logger.debug("> %s %s", self.peer, message)
         self._queue(message, self._kept(message, encode, is_ready=False))
 
-    def send_again(self, message: m.Message, frame: bytes) -> None:
-        """Queue a frame that was kept.
+    def send_again(self, message: m.Message, read: Callable[[], bytes]) -> None:
+        """Queue a frame that was kept; it is read when it is its turn to be sent.
 
         Raises:
             LocalProtocolError: If the rules forbid the message.
         """
         logger.debug("> %s again %s", self.peer, message)
-        self._queue(message, lambda: [memoryview(frame)])
+        self._queue(message, lambda: [memoryview(read())])
 
     def _kept(self, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
         return encode if self.keep is None else self.keep(message, encode, is_ready)
@@ -254,6 +254,11 @@ class Channel:
     def is_away(self) -> bool:
         """Whether the connection is broken, and may come back."""
         return self.line.is_away and not self._is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can be sent or received any more."""
+        return self._is_over
 
     @property
     def has_ended(self) -> bool:

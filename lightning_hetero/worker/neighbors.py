@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from weakref import WeakSet
 
 from ..devices.copies import Copies
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError, WorkerUnreachable
@@ -18,6 +19,9 @@ from ..transport.connection import Traffic
 
 # A step, a stage and a key: one forward in one stage.
 Place = tuple[int, int, Key]
+
+# The coordinator learns of each change of what is kept that is larger.
+_TOLD_BYTES = 2**24
 
 
 class Neighbors:
@@ -47,20 +51,36 @@ class Neighbors:
         self._came_by: dict[Place, Channel] = {}
         # What goes to other workers and has come from them, where a lost one is to be replaced.
         self._log: SentLog | None = None
+        self._told_bytes = 0
         self._repeats: dict[int, Repeats] = {}
+        # The channels to lost workers in whose place there are others.
+        self._former: WeakSet[Channel] = WeakSet()
 
     def keep_sent(self, most_bytes: int) -> None:
         """Keep what goes to other workers from now on, with so many bytes of it in memory."""
         if self._log is None:
             self._log = SentLog(FrameStore(most_bytes))
-        self._log.forget(math.inf)  # layers have moved
+        self._log.forget(math.inf, math.inf)  # layers have moved
         for channel, number in self.numbers.items():
             self._keep_over(channel, number)
 
-    def forget_sent(self, step: int) -> None:
-        """Drop what was kept of the steps up to this one."""
+    def forget_sent(self, step: int, exchange: int) -> None:
+        """Drop what was kept of the steps, and of the exchanges, up to these."""
         if self._log is not None:
-            self._log.forget(step)
+            self._log.forget(step, exchange)
+            self._tell_kept()
+
+    def _tell_kept(self) -> None:
+        """Tell the coordinator how much is kept, if that has changed much."""
+        num_bytes = 0 if self._log is None else self._log.store.num_bytes
+        if abs(num_bytes - self._told_bytes) > _TOLD_BYTES:
+            self._told_bytes = num_bytes
+            self._tell(m.SentKept(num_bytes))
+
+    def is_former(self, channel: Channel) -> bool:
+        """Whether a channel led to a lost worker in whose place there is another one: it repeats
+        what has not come before."""
+        return channel in self._former
 
     def _keep_over(self, channel: Channel, number: int) -> None:
         if self._log is not None and channel is not self._coordinator:
@@ -92,6 +112,7 @@ class Neighbors:
         if number in self._downstream:
             self._peers[number] = peer
             if (before := self._downstream[number]) is not self._coordinator:
+                self._former.add(before)
                 before.close()
             # If it does not answer, the coordinator asks again with a later one.
             channel = self._dial(peer.address, peer.session, self._number)
@@ -104,16 +125,17 @@ class Neighbors:
         former, latest = channels[:-1], channels[-1] if channels else None
         for each in former:
             del self._upstream[each]
+            self._former.add(each)
             each.close()
         if latest is not None:
             by = self._came_by.items()
             self._came_by = {p: latest if c in former else c for p, c in by}
         self._repeats.setdefault(number, Repeats()).begin()
         for entry in () if self._log is None else self._log.sent_to(number):
-            is_activation = isinstance(entry.message, m.Activation)
-            target = self._downstream.get(number) if is_activation else latest
+            goes_up = isinstance(entry.message, m.Gradient)
+            target = latest if goes_up else self._downstream.get(number)
             if target is not None:
-                target.send_again(entry.message, entry.read())
+                target.send_again(entry.message, entry.read)
 
     def expect(self, message: m.Deploy) -> None:
         """Note who this worker is, and whom `connect` may dial."""
@@ -292,6 +314,7 @@ class Neighbors:
         except LocalProtocolError:
             if not channel.has_ended:
                 raise
+        self._tell_kept()
 
     @property
     def numbers(self) -> dict[Channel, int]:

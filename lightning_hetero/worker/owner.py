@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from ..protocol.tensors import Buffer
 from ..recovery import LINGER_SECONDS
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
+from .beside import Beside
 from .shelf import KeptTensors
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,11 @@ class Budget:
         self._changing = threading.RLock()
         self._taken_bytes = self._reserved_bytes = 0
 
+    def set_most(self, most_bytes: int) -> None:
+        """Change the most that the session may take; what it has already stays."""
+        with self._changing:
+            self._most_bytes = most_bytes
+
     def reserve(self, parameters: Iterable[m.ParameterSpec]) -> None:
         """Set memory apart for the gradients of a stage; its weights come in frames."""
         gradients = (spec.tensor.num_bytes for spec in parameters if spec.requires_grad)
@@ -161,6 +167,7 @@ class Host:
         identity: The equipment and credentials that other workers are shown.
         owner: The owner's wishes.
         kept: Tensors that the worker keeps from one session to the next.
+        beside: The sessions of the same run in other processes of the worker.
     """
 
     device: torch.device
@@ -169,6 +176,7 @@ class Host:
     identity: Identity
     owner: Owner
     kept: KeptTensors
+    beside: Beside = field(default_factory=Beside)
 
 
 def _sized(amount: int) -> str:

@@ -83,6 +83,8 @@ class ReplicaSide:
 
     Attributes:
         handlers: What carries out each kind of message.
+        is_repeating: Whether this worker repeats what a lost one has done, so that parts of many
+            exchanges come at once.
     """
 
     def __init__(
@@ -99,6 +101,9 @@ class ReplicaSide:
         self._copies = copies
         self._pass_on = pass_on
         self._channel_to = channel_to
+        self.is_repeating = False
+        # Whether a worker in the place of a lost one may send again what has come.
+        self._expects_repeats = False
         self._number = 0
         self._shared: list[_Shared] = []
         self._owner_of: dict[str, int] = {}
@@ -130,6 +135,18 @@ class ReplicaSide:
     def is_waiting(self) -> bool:
         """Whether an exchange is on its way; requests wait for its end."""
         return self._waits_for is not None
+
+    def expect_repeats(self) -> None:
+        """Drop from now on what a replica sends that has come before."""
+        self._expects_repeats = True
+
+    def is_total(self, name: str) -> bool:
+        """Whether a gradient here is the sum of all replicas, and another one owns it."""
+        return self._is_reduced and not self.is_owned(name)
+
+    def note_totals(self) -> None:
+        """The gradients here that other workers own are totals."""
+        self._is_reduced = True
 
     def is_owned(self, name: str) -> bool:
         """Whether this worker answers for a parameter."""
@@ -199,12 +216,13 @@ class ReplicaSide:
 
     def _on_replica_tensors(self, message: m.ReplicaTensors, tensors: tuple[Tensor, ...]) -> None:
         part = message.round, message.content, message.source
-        if message.round < self._round:
+        if message.round < self._round or (self._expects_repeats and part in self._whole):
             return
         if len(tensors) != len(message.names):
             raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
         ahead = {number for number, *_ in (*self._parts, part) if number > self._round}
-        if len(ahead) > _MOST_AHEAD or part in self._whole:
+        is_too_far = len(ahead) > _MOST_AHEAD and not self.is_repeating
+        if is_too_far or part in self._whole:
             raise RemoteProtocolError(
                 f"Worker {message.source} sent {message.content} of exchange {message.round}, and "
                 f"exchange {self._round} is the last one here."
@@ -218,7 +236,8 @@ class ReplicaSide:
                     f"Worker {message.source} sent {TensorSpec.of(tensor)} as {message.content} of "
                     f"{name!r}, which is {TensorSpec.of(parameter)} here."
                 )
-            found[name] = tensor.to(parameter.device)
+            # The parts of many exchanges wait in main memory.
+            found[name] = tensor if self.is_repeating else tensor.to(parameter.device)
         if message.is_last:
             self._whole.add(part)
         self._go_on()
@@ -276,6 +295,7 @@ class ReplicaSide:
                 for holder in shared.holders:
                     part = self._parts.get((self._round, "sums", holder), {})
                     found = parameter.grad if holder == self._number else part.get(name)
+                    found = None if found is None else found.to(parameter.device)
                     total = found if total is None else total if found is None else total + found
                 parameter.grad = total
 
@@ -284,7 +304,8 @@ class ReplicaSide:
         self._is_reduced = True
         for name, parameter in self._parameters(lambda _, owner: owner != self._number):
             owner = self._owner_of[name]
-            parameter.grad = self._parts.get((self._round, "totals", owner), {}).get(name)
+            total = self._parts.get((self._round, "totals", owner), {}).get(name)
+            parameter.grad = None if total is None else total.to(parameter.device)
 
     def _take_weights(self) -> None:
         for (number, content, _), tensors in self._parts.items():

@@ -8,6 +8,7 @@
     moves       passes tensors on to other workers as layers move, and takes theirs
     replicas    adds up gradients with the workers that hold the same stages
     snapshots   tells the state for a worker that takes this one's place, or takes it
+    room        makes room for a second session beside this one
     telemetry   times and records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
@@ -66,6 +67,7 @@ from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
 from .replicas import ReplicaSide
+from .room import RoomSide
 from .snapshots import SnapshotSide
 from .telemetry import RecordedSide
 from .trials import MeasuredSide, answer_probe
@@ -93,6 +95,8 @@ _NEVER_BEHIND = (
     m.ReplicaTensors,
     m.ReplaceNeighbor,
     m.Leaving,
+    m.AskRoom,
+    m.OpenSession,
 )
 
 
@@ -165,7 +169,8 @@ class StageSession:
             self._layers, self._copies, self._neighbors.pass_on, channel_to
         )
         self._training.is_owned = self._replicas.is_owned
-        self._snapshots = SnapshotSide(coordinator, self._layers, self._training)
+        self._snapshots = SnapshotSide(coordinator, self._layers, self._training, self._replicas)
+        self._room = RoomSide(coordinator, host, self._budget)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -178,6 +183,7 @@ class StageSession:
             **self._moves.handlers,
             **self._replicas.handlers,
             **self._snapshots.handlers,
+            **self._room.handlers,
             m.KeepSent: self._on_keep_sent,
             m.ForgetSent: self._on_forget_sent,
             m.ReplaceNeighbor: self._on_replace_neighbor,
@@ -361,6 +367,8 @@ class StageSession:
 
     def _carry_out(self, handler: Handler, arrival: Arrival, frame: Frame) -> None:
         message = frame.message
+        if self._neighbors.is_former(arrival.channel):
+            return
         self._coordinator.activity = message.requested_activity or self._coordinator.activity
         try:
             if isinstance(message, (m.Activation, m.Gradient)):
@@ -448,6 +456,7 @@ class StageSession:
         self._host.owner.check_stage(parameters)
         if self._budget is not None:
             self._budget.reserve(parameters)
+        self._snapshots.note_changes()
         built, held = self._layers.build(message)
         self._neighbors.expect(message)
         self._replicas.expect(message)
@@ -489,9 +498,10 @@ class StageSession:
 
     def _on_keep_sent(self, message: m.KeepSent, _tensors: tuple[Tensor, ...]) -> None:
         self._neighbors.keep_sent(message.most_bytes)
+        self._replicas.expect_repeats()
 
     def _on_forget_sent(self, message: m.ForgetSent, _tensors: tuple[Tensor, ...]) -> None:
-        self._neighbors.forget_sent(message.behind)
+        self._neighbors.forget_sent(message.behind, message.round)
 
     def _on_replace_neighbor(
         self, message: m.ReplaceNeighbor, _tensors: tuple[Tensor, ...]
@@ -506,11 +516,13 @@ class StageSession:
     def _on_replay(self, message: m.Replay, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.step, self._runner.repeats = message.step, True
         self._repetition = _Repetition(message.step + 1, time.monotonic())
+        self._replicas.is_repeating = True
 
     def _on_wait(self, message: m.Wait, _tensors: tuple[Tensor, ...]) -> None:
         if message.is_end:
             if self._repetition is not None:
                 self._repetition = replace(self._repetition, end_seconds=time.monotonic())
+            self._replicas.is_repeating = False
             self._coordinator.send(m.CaughtUp())
 
     def _connect(self, numbers: Iterable[int]) -> None:

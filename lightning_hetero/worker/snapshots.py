@@ -22,6 +22,7 @@ from ..transport.channel import Channel, Handler
 from .layers import StageLayers
 from .moves import check_state
 from .optimizer_parts import Belongings, TrainedSide
+from .replicas import ReplicaSide
 
 _PIECE_BYTES = 2**20
 
@@ -36,12 +37,19 @@ class SnapshotSide:
         coordinator: The channel to the coordinator.
         layers: The layers of the session.
         training: Has what belongs to their tensors.
+        replicas: Knows which gradients are sums of all replicas.
 
     Attributes:
         handlers: What carries out each kind of message.
     """
 
-    def __init__(self, coordinator: Channel, layers: StageLayers, training: TrainedSide) -> None:
+    def __init__(
+        self,
+        coordinator: Channel,
+        layers: StageLayers,
+        training: TrainedSide,
+        replicas: ReplicaSide,
+    ) -> None:
         self.handlers: dict[type, Handler] = {
             m.TakeSnapshot: self._on_take_snapshot,
             m.SnapshotTensor: self._on_snapshot_tensor,
@@ -49,6 +57,7 @@ class SnapshotSide:
         self._coordinator = coordinator
         self._layers = layers
         self._training = training
+        self._replicas = replicas
         # As the layers were launched, and the tensors that a lost worker had changed.
         self._launched: dict[str, _State] = {}
         self._changed: set[str] = set()
@@ -59,6 +68,15 @@ class SnapshotSide:
         self._launched = dict(self._states())
         trained = (name for name, p in self._layers.parameters().items() if p.requires_grad)
         self._changed.update(trained)
+
+    def note_changes(self) -> None:
+        """Note which tensors may have changed; call it also before the layers are built anew."""
+        for name, state in self._states():
+            _, _, tensor = locate(self._layers.numbered, name)
+            # Some optimizers change parameters behind torch's back.
+            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            if state != self._launched.get(name) or not is_frozen:
+                self._changed.add(name)
 
     def _states(self) -> Iterator[tuple[str, _State]]:
         for name, tensor in named_tensors(self._layers.numbered):
@@ -84,13 +102,10 @@ class SnapshotSide:
         belongings = self._training.present
         if unknown := sorted({*also} - {name for name, _ in self._states()}):
             raise ModelError(f"This worker has no tensors {unknown[:5]}.")
-        for name, state in self._states():
-            _, _, tensor = locate(self._layers.numbered, name)
-            # Some optimizers change parameters behind torch's back.
-            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            if state != self._launched.get(name) or not is_frozen:
-                self._changed.add(name)
+        self.note_changes()
+        for name, _ in self._states():
             if name in self._changed or name in also:
+                _, _, tensor = locate(self._layers.numbered, name)
                 gradient = tensor.grad if with_gradients else None
                 yield self._frame(name, belongings, gradient)
 
@@ -104,6 +119,7 @@ class SnapshotSide:
             {number: packer.pack(s, where) for number, s in belongings.state_of(name).items()},
             packer.pack(belongings.averages.get(name)),
             packer.pack(gradient),
+            gradient is not None and self._replicas.is_total(name),
         )
         return b"".join(encode_frame(Frame(message, tuple(packer.tensors))))
 
@@ -132,6 +148,8 @@ class SnapshotSide:
         if message.gradient is not None:
             _, _, placed = locate(self._layers.numbered, name)
             placed.grad = tensor(message.gradient).to(placed.device)
+            if message.is_total:
+                self._replicas.note_totals()
         self._changed.add(name)
         self._coordinator.send(m.Loaded(name))
 

@@ -13,9 +13,19 @@ starts one turn early, and waits: the worker takes the memory of one more proces
 
 The two processes talk through a pipe, in words:
 
-    warm process   "go SECRET EQUIPMENT" (to a process that was not forked), pause, resume, drain
+    warm process   "go SECRET SECOND EQUIPMENT" (to a process that was not forked), pause, resume,
+                   drain
     session        "ready DEVICE EQUIPMENT", "failed REASON", "over",
                    "alone REASON" (nobody lets it join)
+
+A run may need a second session here, in the place of a worker that it has lost; see `beside.py`.
+Then there is a first process, which says "over" before another one follows it, and second ones,
+each for one session of a NAME:
+
+    first session  "beside NAME:BYTES" asks for a second process
+    second one     "does NAME STATUS" now and then
+    warm process   "begun NAME", "refused NAME REASON", "gone NAME", "does NAME STATUS" to the
+                   first; "first" to a second one that answers everybody, as no first one is left
 
 The first process of a session looks what its device is and can. Later ones have it from there, so
 that they answer at once: a GPU takes seconds to begin, and memory as long as a process uses it.
@@ -46,6 +56,7 @@ import msgspec
 from ..devices.device import is_any_in_use
 from ..errors import HeteroError, WorkerError
 from ..protocol.fields import Equipment
+from .beside import Second, SecondStatus
 from .join import Joiner
 from .shelf import KeptTensors, SharedShelf, open_shelf
 from .worker import Worker
@@ -56,6 +67,8 @@ logger = logging.getLogger(__name__)
 _ENDING_SECONDS = 120.0
 # Between two looks at processes that should have ended.
 _LOOKING_SECONDS = 5.0
+# Between two words of a second process on what it does.
+_TELLING_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 OWNERS_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
@@ -70,6 +83,7 @@ class Place:
         shelf: Tensors that the process before has left; None where nothing can be left.
         began_seconds: When the worker began, by the monotonic clock.
         equipment: What an earlier process has found on the device; None in the first one.
+        second: What a second process is for; None in a first one.
     """
 
     listener: socket.socket
@@ -77,6 +91,7 @@ class Place:
     shelf: SharedShelf | None
     began_seconds: float
     equipment: Equipment | None = None
+    second: Second | None = None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -103,16 +118,22 @@ class Place:
 class _Member:
     """A session's process, as the warm process sees it."""
 
-    def __init__(self, pid: int, pipe: Connection) -> None:
+    def __init__(self, pid: int, pipe: Connection, second: Second | None = None) -> None:
         self.pid = pid
         self.pipe = pipe
         self.is_ready = False
+        # What a second process is for.
+        self.second = second
         # The moment by which it has to be gone; None until its session is over.
         self.end_seconds: float | None = None
 
     def tell(self, wish: str) -> None:
         with contextlib.suppress(OSError):  # it has ended
             self.pipe.send_bytes(wish.encode())
+
+    def note_over(self) -> None:
+        """Its session is over, so it has to end."""
+        self.end_seconds = time.monotonic() + _ENDING_SECONDS
 
 
 class Supervisor:
@@ -221,19 +242,41 @@ class Supervisor:
         except (EOFError, OSError):
             self._hang_up(member)
             return
-        if word == "ready":
+        if word == "beside":
+            self._start_second(Second.parse(rest))
+        elif word == "does":
+            self._tell_first(f"does {rest}")
+        elif member.second is not None:
+            self._hear_second(member, member.second.session, word, rest)
+        elif word == "ready":
             member.is_ready = True
             device, _, self._equipment = rest.partition(" ")
             on_ready(device)
         elif word == "over":
-            member.end_seconds = time.monotonic() + _ENDING_SECONDS
+            member.note_over()
             self._has_served = self._has_served or not self._is_draining
-            self._start()
+            self._follow_first()
         elif word == "alone":
             logger.warning(rest)
             self._alone, self._is_draining = rest, True
         else:
             raise HeteroError(rest)
+
+    def _hear_second(self, member: _Member, session: str, word: str, rest: str) -> None:
+        """Take the next words of a second process; none of them ends the worker."""
+        if word == "ready":
+            member.is_ready = True
+            self._tell_first(f"begun {session}")
+        elif word == "over":
+            member.note_over()
+        else:
+            self._tell_first(f"refused {session} {rest}")
+
+    def _tell_first(self, words: str) -> None:
+        """Tell the process that takes the next session, or serves the first one of a run."""
+        for member in self._members:
+            if member.second is None and member.end_seconds is None:
+                member.tell(words)
 
     def _bury(self) -> None:
         """Take leave of processes that have ended, and end those that are late."""
@@ -251,6 +294,9 @@ class Supervisor:
     def _note_end(self, member: _Member, code: int) -> None:
         self._hang_up(member)
         how = f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+        if member.second is not None:
+            self._tell_first(f"gone {member.second.session}")
+            return
         if not member.is_ready and not self._is_draining:
             raise WorkerError(
                 f"The process of a session ended {how} before it could serve; start the worker "
@@ -258,27 +304,56 @@ class Supervisor:
             )
         if member.end_seconds is None:
             logger.warning("the process that serves sessions ended %s; another one serves", how)
-            self._start()
+            self._follow_first()
+
+    def _follow_first(self) -> None:
+        """Start another first process; second ones serve until their runs end, or end now."""
+        self._start()
+        for member in self._members:
+            if member.second is not None:
+                member.tell("drain")
+                if self._is_draining:
+                    member.tell("first")
 
     def _start(self) -> None:
         """Start the process of the next session, unless the owner drains the worker."""
         if self._is_draining:
             return
+        member = self._process(None)
+        for other in self._members:
+            if other.second is not None and other.is_ready:
+                member.tell(f"begun {other.second.session}")
+        self._admit(member)
+
+    def _start_second(self, second: Second) -> None:
+        """Start a second process, unless the owner drains the worker."""
+        if self._is_draining:
+            reason = "This worker ends with its present run, as its owner wants."
+            self._tell_first(f"refused {second.session} {reason}")
+        else:
+            self._admit(self._process(second))
+
+    def _process(self, second: Second | None) -> _Member:
         # A forked process could not use an accelerator that this one has used.
         if self._forks and not is_any_in_use():
-            member = self._fork()
-        else:
-            member = self._take_spare() or self._spawn()
-            member.tell(f"go {self._secret} {self._equipment}")
-            self._spare = self._spawn()
+            return self._fork(second)
+        member = self._take_spare() or self._spawn()
+        member.second = second
+        member.tell(f"go {self._secret} {second or ''} {self._equipment}")
+        self._spare = self._spawn()
+        return member
+
+    def _admit(self, member: _Member) -> None:
         self._members.append(member)
         self._events.register(member.pipe, selectors.EVENT_READ, member)
         if self._is_paused:
             member.tell("pause")
 
-    def _place(self, pipe: Connection) -> Place:
+    def _place(self, pipe: Connection, second: Second | None = None) -> Place:
         equipment = _read_equipment(self._equipment)
-        return Place(self._listener, pipe, self._shelf, self._began_seconds, equipment)
+        # Only first processes leave tensors to each other.
+        shelf = self._shelf if second is None else None
+        return Place(self._listener, pipe, shelf, self._began_seconds, equipment, second)
 
     def _take_spare(self) -> _Member | None:
         """The process that waits for its turn, if there is one and it has not ended."""
@@ -294,17 +369,17 @@ class Supervisor:
             place = self._place(theirs)
             return _Member(_spawn(place.descriptors, self._command(place)), ours)
 
-    def _fork(self) -> _Member:
+    def _fork(self, second: Second | None) -> _Member:
         """Start a process that has everything which this one has imported."""
         ours, theirs = Pipe()
         # A signal for both processes must not reach the new one as the owner's wish.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         pid = os.fork()
         if pid == 0:
-            self._serve_and_exit(self._place(theirs), ours, before)
+            self._serve_and_exit(self._place(theirs, second), ours, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        return _Member(pid, ours)
+        return _Member(pid, ours, second)
 
     def _serve_and_exit(
         self, place: Place, ours: Connection, signals: set[int | signal.Signals]
@@ -367,18 +442,25 @@ def serve_one_session(
         place: What this process has from the warm process.
     """
     _end_with_parent()
-    pipe = place.pipe
+    pipe, second = _Voice(place.pipe), place.second
     try:
         worker = make_worker(place, KeptTensors(place.shelf))
     except HeteroError as error:
-        pipe.send_bytes(f"failed {error}".encode())
+        pipe.say(f"failed {error}")
         return
-    threading.Thread(target=_obey, args=(worker, on_drain, pipe), daemon=True).start()
+    if second is None:
+        worker.beside.ask = lambda wanted: pipe.say(f"beside {wanted}")
+    else:
+        worker.beside.only = second.session
+        on_drain = _say_nothing
+    threading.Thread(target=_obey, args=(worker, on_drain, place.pipe), daemon=True).start()
     equipment = msgspec.json.encode(worker.equipment).decode()
-    pipe.send_bytes(f"ready {worker.device} {equipment}".encode())
-    if joiner is not None:
+    pipe.say(f"ready {worker.device} {equipment}")
+    if second is not None:
+        threading.Thread(target=_tell, args=(worker, second, pipe), daemon=True).start()
+    elif joiner is not None:
         threading.Thread(target=_join, args=(worker, joiner, pipe), daemon=True).start()
-    worker.serve_session(place.began_seconds, lambda: pipe.send_bytes(b"over"))
+    worker.serve_session(place.began_seconds, lambda: pipe.say("over"))
 
 
 def serve_one_session_anew(
@@ -406,9 +488,12 @@ def serve_one_session_anew(
 
 
 def hear_turn(place: Place) -> tuple[str, Place]:
-    """Wait for the "go" of the warm process; the secret, and the place with the equipment."""
-    _, secret, equipment = place.pipe.recv_bytes().decode().split(" ", 2)
-    return secret, replace(place, equipment=_read_equipment(equipment))
+    """Wait for the "go" of the warm process; the secret, and the place with what it has told."""
+    _, secret, second, equipment = place.pipe.recv_bytes().decode().split(" ", 3)
+    place = replace(place, equipment=_read_equipment(equipment))
+    if second:
+        place = replace(place, second=Second.parse(second), shelf=None)
+    return secret, place
 
 
 def _read_equipment(text: str) -> Equipment | None:
@@ -423,6 +508,22 @@ def exit_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
+class _Voice:
+    """A session's end of the pipe to the warm process; several threads may speak."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._speaking = threading.Lock()
+
+    def say(self, words: str) -> None:
+        with self._speaking:
+            self._pipe.send_bytes(words.encode())
+
+
+def _say_nothing(_has_run: bool) -> None:
+    """The first process tells the owner already that the worker ends."""
+
+
 def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) -> None:
     """Carry out the owner's wishes, until the warm process ends and this one with it."""
 
@@ -431,24 +532,47 @@ def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) ->
         on_drain(worker.has_run)
         worker.drain()
 
-    wishes: dict[bytes, Callable[[], None]] = {
-        b"pause": worker.pause,
-        b"resume": worker.resume,
-        b"drain": drain,
+    def note_status(session: str, text: str) -> None:
+        beside.note_status(session, msgspec.json.decode(text, type=SecondStatus))
+
+    beside = worker.beside
+    wishes: dict[str, Callable[[], None]] = {
+        "pause": worker.pause,
+        "resume": worker.resume,
+        "drain": drain,
+        "first": beside.answer_all,
+    }
+    news: dict[str, Callable[[str, str], None]] = {
+        "begun": lambda session, _: beside.note_begun(session),
+        "refused": beside.note_refused,
+        "gone": lambda session, _: beside.note_end(session),
+        "does": note_status,
     }
     while True:
         try:
-            wish = pipe.recv_bytes()
+            word, _, rest = pipe.recv_bytes().decode().partition(" ")
         except (EOFError, OSError):
             os._exit(1)
-        wishes[wish]()
+        if word in wishes:
+            wishes[word]()
+        else:
+            session, _, text = rest.partition(" ")
+            news[word](session, text)
 
 
-def _join(worker: Worker, joiner: Joiner, pipe: Connection) -> None:
+def _tell(worker: Worker, second: Second, pipe: _Voice) -> None:
+    """Tell the first process now and then what this second one does."""
+    while not worker.is_stopped:
+        status = msgspec.json.encode(worker.own_status).decode()
+        pipe.say(f"does {second.session} {status}")
+        worker.wait_until_stopped(_TELLING_SECONDS)
+
+
+def _join(worker: Worker, joiner: Joiner, pipe: _Voice) -> None:
     """Bring the worker into runs until it is stopped, or nobody lets it in."""
 
     def leave(reason: str) -> None:
-        pipe.send_bytes(f"alone {reason}".encode())
+        pipe.say(f"alone {reason}")
         worker.drain()
 
     try:
@@ -456,7 +580,7 @@ def _join(worker: Worker, joiner: Joiner, pipe: Connection) -> None:
     except Exception as error:
         # Without this thread the worker would wait for nothing.
         logger.exception("joining %s failed", joiner.address)
-        pipe.send_bytes(f"failed Joining {joiner.address} failed: {error!r}.".encode())
+        pipe.say(f"failed Joining {joiner.address} failed: {error!r}.")
 
 
 def _ignore_signals() -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import torch
 
 from ..devices.description import equipment_here
@@ -36,6 +37,7 @@ from ..transport.handshake import Identity, address_of, check_hello, receive_hel
 from ..transport.line import Lingering
 from ..transport.lobby import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.tls import Credentials, secured
+from .beside import Beside, SecondStatus
 from .owner import Host, Owner
 from .session import StageSession
 from .shelf import KEPT_SECONDS, KeptTensors
@@ -50,6 +52,10 @@ _FAREWELL_SECONDS = 3.0
 
 class _Replaced(WorkerError):
     """This process takes no session any more; the next one does."""
+
+
+class _Elsewhere(_Replaced):
+    """Another process of this worker serves the session."""
 
 
 def _unknown_session() -> WorkerError:
@@ -123,6 +129,8 @@ class Worker:
             while not self.is_stopped:
                 arrivals.select(SECONDS_OF_A_LINE)
                 self._refusals.tell_left_out()
+                if (seconds := self.beside.leaving_seconds) > 0:
+                    self.wait_until_stopped(seconds)
                 # The peer may have gone, or another process may have accepted it.
                 with contextlib.suppress(BlockingIOError, ConnectionError):
                     self._accept()
@@ -185,6 +193,11 @@ class Worker:
         return self._address
 
     @property
+    def beside(self) -> Beside:
+        """The sessions of the same run in other processes."""
+        return self._host.beside
+
+    @property
     def identity(self) -> Identity:
         """What the worker shows to its peers."""
         return self._host.identity
@@ -245,6 +258,8 @@ class Worker:
             patience_seconds = self._host.deadlines.connect_seconds
             connection = secured(plain, self._host.identity.credentials, True, patience_seconds)
             session = self._talk(plain, connection, f"{host}:{port}")
+        except _Elsewhere:
+            plain.close_after_last_word(_LAST_WORD_SECONDS)
         except (OSError, HeteroError) as error:
             self._refusals.note(host, port, str(error))
             plain.close_after_last_word(_LAST_WORD_SECONDS)
@@ -263,6 +278,9 @@ class Worker:
         """Read who the peer is and answer; a refused peer is told the reason."""
         try:
             hello = receive_hello(connection, self._host.deadlines, self._host.identity)
+            if self.beside.is_elsewhere(hello.session):
+                self.beside.leave_next()
+                raise _Elsewhere("another process of this worker serves that session; dial again.")
             if hello.role == "watcher":
                 self._tell(connection, hello)
                 plain.close_after_last_word(_LAST_WORD_SECONDS)
@@ -348,16 +366,30 @@ class Worker:
 
     def _tell(self, connection: Connection, hello: m.Hello) -> None:
         """Answer a watcher; the session that runs does not notice."""
-        rules, session = answering_session("watcher"), self._session
+        rules = answering_session("watcher")
         rules.received(hello)
         self._say_welcome(connection, rules)
-        status = m.Status(
-            time.monotonic() - self._began_seconds,
-            device_for(self._host.device).used_bytes(),
-            None if session is None else session.status(),
-        )
+        status = self._status
         rules.sent(status)
         send_buffers(connection, encode_frame(Frame(status)), self._host.deadlines.connect_seconds)
+
+    @property
+    def _status(self) -> m.Status:
+        """What this process does, with the stages and the memory of those beside it."""
+        own, others, session = self.own_status, self.beside.statuses, self._session
+        used_bytes = sum(each.used_bytes for each in (own, *others))
+        stage = None if session is None else session.status()
+        if stage is not None:
+            stages = [each for status in (own, *others) for each in status.stages]
+            stage = msgspec.structs.replace(stage, stages=sorted(stages, key=lambda s: s.number))
+        return m.Status(time.monotonic() - self._began_seconds, used_bytes, stage)
+
+    @property
+    def own_status(self) -> SecondStatus:
+        """What this process serves, and the memory that it takes."""
+        session = self._session
+        stages = [] if session is None else session.status().stages
+        return SecondStatus(stages, device_for(self._host.device).used_bytes())
 
     def _check_free(self) -> None:
         """Wait for the end of a run that is about to end; refuse a coordinator if none ends.

@@ -7,7 +7,8 @@
 The sessions are the real ones, and so are the coordinator, its frames and its rules. What happens
 next is a matter of a seeded chance: a queue delivers a frame, a session takes an arrival or runs an
 action, a snapshot is sent. It happens only while the coordinator waits or looks. `kill` ends a
-session as the system ends a process: what it had sent arrives in part, and then its end.
+session as the system ends a process: what it had sent arrives in part, and then its end. `cut`
+breaks a connection that comes back: what was on its way is lost, and sent again by the real rules.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from lightning_hetero.transport.channel import Arrival, Channel, Encode
 from lightning_hetero.transport.connection import Traffic
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.resumption import Ledger
 from lightning_hetero.worker import session as worker_session
 from lightning_hetero.worker import snapshots as worker_snapshots
+from lightning_hetero.worker.beside import Second
 from lightning_hetero.worker.owner import Host, Owner
 from lightning_hetero.worker.session import SessionOver, StageSession
 from lightning_hetero.worker.shelf import KeptTensors
@@ -56,9 +59,12 @@ class NetChannel(Channel):
         super().__init__(plain, session, peer, DEADLINES)
         self.net = net
         self.other = self
+        self.ledger = Ledger()
+        # What is on its way.
         self.queue: deque[bytes] = deque()
         self.inbox: Any = None
         self.reader = FrameReader()
+        # Whether the process at this end has ended, or has closed the channel.
         self.is_cut = False
 
     def start(self, inbox: Any, pool: Any = None) -> None:
@@ -69,13 +75,39 @@ class NetChannel(Channel):
         frame = b"".join(encode())
         self.traffic.sent_bytes += len(frame)
         if not self.is_cut and not self.other.is_cut:
-            self.queue.append(frame)
+            self.ledger.keep(type(message).__name__, [memoryview(frame)])
+            self.send_due()
+
+    def send_due(self) -> None:
+        """Send what is due, unless the connection is away."""
+        while not self.line.is_away and (due := self.ledger.next_due()) is not None:
+            self.queue.append(b"".join(due))
+
+    def break_off(self) -> None:
+        """The connection breaks: what is on its way in both directions is lost."""
+        for end in (self, self.other):
+            end.queue.clear()
+            end.line.is_away = True
+        for end in (self, self.other):
+            end.line.on_away("It was cut.")
+
+    def come_back(self) -> None:
+        """Another connection takes the place of the broken one."""
+        for end in (self, self.other):
+            end.ledger.resume(end.other.ledger.num_received)
+            end.line.is_away = False
+        for end in (self, self.other):
+            end.send_due()
+            end.line.on_back()
 
     def deliver(self) -> None:
         """Bring the next frame to the other end."""
         left, other = self.queue.popleft(), self.other
         if other.is_cut:
             return
+        other.ledger.note_received()
+        if self.net.chance.random() < 0.2:
+            self.ledger.acknowledge(other.ledger.num_received)
         while left:
             part, buffer = left[: len(other.reader.buffer())], other.reader.buffer()
             buffer[: len(part)] = part
@@ -90,6 +122,10 @@ class NetChannel(Channel):
         while len(self.queue) > num_arriving:
             self.queue.pop()
         self.is_cut = True
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_cut or self.other.is_cut
 
     def wait_until_sent(self, most_queued: int, look: Any = None) -> None:
         pass
@@ -111,14 +147,17 @@ class NetSession:
         self.channels = [channel]
         self.is_alive = True
         host = Host(CPU, DEADLINES, Allowed(), Identity(EQUIPMENT), Owner(), KeptTensors())
+        host.beside.ask = self._open_second
+        self._beside = host.beside
         self.session = StageSession(name, channel, host)
         self.session._dial_neighbor = self._dial  # type: ignore[method-assign]
         self.session._neighbors._dial = self._dial
         self.session._start(channel)
 
     def _dial(self, address: str, name: str, member: int) -> Channel:
-        target = self.net.sessions.get(address)
-        if target is None or not target.is_alive or target.session.name != name:
+        found = (each for each in self.net.alive_at(address) if each.session.name == name)
+        target = next(found, None)
+        if target is None:
             raise WorkerUnreachable(f"No session {name[:8]} at {address}.")
         ours, theirs = self.net.pair("neighbor", address)
         self.channels.append(ours)
@@ -126,6 +165,15 @@ class NetSession:
         target.session.attach_upstream(theirs, member)
         target.session.start_upstream(theirs)
         return ours
+
+    def _open_second(self, second: Second) -> None:
+        """Let another process wait for a session at the same address, a while later."""
+
+        def begin() -> None:
+            self.net.waiting.add((self.address, second.session))
+            self._beside.note_begun(second.session)
+
+        self.net.later.append((self, begin))
 
     def possible(self) -> Iterator[Callable[[], None]]:
         """What the session may do next."""
@@ -214,16 +262,20 @@ class Net:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.sessions: dict[str, NetSession] = {}
+        self.sessions: list[NetSession] = []
+        # By address and name: sessions for which a second process waits.
+        self.waiting: set[tuple[str, str]] = set()
         self.channels: list[NetChannel] = []
         self.later: list[tuple[NetSession, Callable[[], None]]] = []
         self.num_events = self.num_dialled = 0
         self.is_over = False
-        # By the number of the event before it: the address whose session is killed.
+        # By the number of the event before it: the address whose sessions are killed.
         self.kills: dict[int, str] = {}
+        # The numbers of the events before which a connection is cut.
+        self.cuts: set[int] = set()
         # The addresses where nobody serves again.
         self.gone: set[str] = set()
-        self.num_killed = 0
+        self.num_killed = self.num_cut = self.num_beside = 0
         self.acting: Any = None
         self._seconds = 0.0
 
@@ -243,25 +295,54 @@ class Net:
 
     def dial(self, address: Address, role: str, name: str, *_: Any) -> tuple[NetChannel, m.Welcome]:
         """The coordinator opens a session: another one serves where one was killed."""
-        present = self.sessions.get(str(address))
-        if str(address) in self.gone and present is not None and not present.is_alive:
-            raise WorkerUnreachable(f"No worker answers at {address}.")
-        ours, theirs = self.pair("coordinator", str(address))
+        where = str(address)
+        for each in self.alive_at(where):
+            # The process of a session that the coordinator has closed is about to end.
+            each.is_alive = not each.channels[0].other.is_cut
+        if (where, name) in self.waiting and self.alive_at(where):
+            self.num_beside += 1
+        elif self.alive_at(where):
+            raise WorkerUnreachable(f"The worker at {where} is busy.")
+        elif where in self.gone and any(each.address == where for each in self.sessions):
+            raise WorkerUnreachable(f"No worker answers at {where}.")
+        ours, theirs = self.pair("coordinator", where)
         self.num_dialled += 1
-        self.sessions[str(address)] = NetSession(self, str(address), name, theirs)
+        self.sessions.append(NetSession(self, where, name, theirs))
         return ours, m.Welcome(m.PROTOCOL_VERSION, EQUIPMENT)
 
+    def alive_at(self, address: str) -> list[NetSession]:
+        """The sessions that serve at an address; one beside the other after a takeover."""
+        return [each for each in self.sessions if each.address == address and each.is_alive]
+
     def kill(self, address: str) -> None:
-        """End a session at once."""
-        victim = self.sessions[address]
-        if not victim.is_alive:
-            return
+        """End the sessions at an address at once, or one of several."""
+        victims = self.alive_at(address)
+        if len(victims) > 1 and address not in self.gone and self.chance.random() < 0.5:
+            victims = [self.chance.choice(victims)]
+        self.num_killed += bool(victims)
+        for victim in victims:
+            self._kill(victim)
+
+    def _kill(self, victim: NetSession) -> None:
         victim.is_alive = False
-        self.num_killed += 1
         for channel in victim.channels:
             channel.cut(self.chance.randrange(len(channel.queue) + 1))
             channel.other.queue.clear()
             self.later.append((channel, partial(self._tell_end, channel)))  # type: ignore[arg-type]
+
+    def cut(self) -> None:
+        """Break a connection, which comes back later."""
+        found = [c for c in self.channels if not c.is_over and not c.line.is_away and c.inbox]
+        if found:
+            channel = self.chance.choice(found)
+            channel.break_off()
+            self.num_cut += 1
+            self.later.append((channel, partial(self._come_back, channel)))  # type: ignore[arg-type]
+
+    @staticmethod
+    def _come_back(channel: NetChannel) -> None:
+        if not channel.is_over:
+            channel.come_back()
 
     def _tell_end(self, channel: NetChannel) -> None:
         """The other end learns of the end when what was sent has arrived."""
@@ -276,7 +357,7 @@ class Net:
         possible: list[tuple[Any, Callable[[], Any]]] = [
             (c, c.deliver) for c in self.channels if c.queue and c.other.inbox is not None
         ]
-        for each in self.sessions.values():
+        for each in self.sessions:
             if each.is_alive:
                 possible += [(each, event) for event in each.possible()]
         possible += self.later
@@ -285,6 +366,9 @@ class Net:
         self.num_events += 1
         if (victim := self.kills.pop(self.num_events, None)) is not None:
             self.kill(victim)
+            return True
+        if self.num_events in self.cuts:
+            self.cut()
             return True
         chosen = self.chance.choice(possible)
         if chosen in self.later:

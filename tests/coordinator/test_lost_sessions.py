@@ -8,11 +8,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
@@ -31,12 +33,20 @@ PLANS = {
     "a line": [(["coordinator"], 1), ([A], 1), ([B], 1), ([C], 1)],
     "turn by turn": [([A], 1), ([B], 1), ([A], 1), ([B], 1)],
     "with the coordinator between": [([A], 2), ([B], 1), (["coordinator"], 1)],
+    "replicas": [([A, B], 4)],
+    "split replicas": [([A, B, C], 4)],
+    "replicas in a line": [([A], 1), ([B, C], 2), (["coordinator"], 1)],
+    "with the coordinator as a replica": [([A], 1), ([B, "coordinator"], 3)],
 }
 # Where the layers are from the second batch on, and from the third one on.
 MOVES = {
     1: [([B], 3), ([A], 1)],
     2: [(["coordinator"], 1), ([A], 1), ([B], 2)],
 }
+# The stages whose replicas each step a part of the parameters.
+SPLIT = {"split replicas"}
+# Where the coordinator is a replica, the strategy refuses these.
+REFUSED = {("with the coordinator as a replica", each) for each in ("by hand", "whole batches")}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"gradient_clip_val": 0.05},
@@ -67,6 +77,15 @@ class MovingFrozen(Moving):
         super().__init__(*args, **options)
         for parameter in self.model.model.layers.parameters():
             parameter.requires_grad_(parameter.ndim == 1)
+
+
+class MovingLoaded(MovingFrozen):
+    """Replaces all weights before they move, also those that do not train."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.load_state_dict({name: 1.5 * t for name, t in self.state_dict().items()})
+        super().on_train_batch_start(batch, batch_idx)
 
 
 class ByHand(TinyModule):
@@ -124,6 +143,7 @@ MODULES: dict[str, type[TinyModule]] = {
     "by hand": ByHand,
     "moving": Moving,
     "moving frozen": MovingFrozen,
+    "moving loaded": MovingLoaded,
     "moving averaged": Moving,
     "frozen": Freezing,
     "generating": Generating,
@@ -140,41 +160,82 @@ class Result:
     weights: dict[str, Tensor]
     num_events: int
     num_replaced: int
+    num_events_before: int
+
+    def drawn(self, chance: random.Random) -> int:
+        """The number of an event behind the first ones, in which the layers are sent."""
+        return chance.randrange(self.num_events_before + _MORE_EVENTS, self.num_events)
 
 
-def plan_of(counts: Sequence[tuple[Sequence[str], int]]) -> Plan:
+# A run with recovery has so many more events before its first batch, and some to spare.
+_MORE_EVENTS = 40
+
+
+class Beginning(Callback):
+    """Notes how much had happened when the first batch began."""
+
+    def __init__(self, net: Net) -> None:
+        self._net = net
+        self.num_events = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.num_events = self._net.num_events
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How a run gets over losses.
+
+    Args:
+        every_seconds: The time between two snapshots.
+        has_spare: Whether a worker is idle.
+    """
+
+    every_seconds: float = 0.0
+    has_spare: bool = True
+
+
+def workers_of(plan: str) -> list[str]:
+    return [name for name in WORKERS if any(name in names for names, _ in PLANS[plan])]
+
+
+def plan_of(counts: Sequence[tuple[Sequence[str], int]], optimizer: Any = None) -> Plan:
     start, stages = 0, []
     for names, count in counts:
-        stages.append(StagePlan(list(names), (start, start + count)))
+        stages.append(StagePlan(list(names), (start, start + count), optimizer=optimizer))
         start += count
     return Plan(stages, 2)
 
 
 def run(
-    net: Net, plan: str, options: str, folder: Path, every_seconds: float, recovery: bool = True
+    net: Net, plan: str, options: str, folder: Path, faults: Faults, recovery: bool = True
 ) -> Result:
-    workers = [name for name in WORKERS if any(name in names for names, _ in PLANS[plan])]
-    settings = Recovery(0, folder=folder, every_seconds=every_seconds)
+    optimizer = "split" if plan in SPLIT else None
+    workers = workers_of(plan)
+    settings = Recovery(0, folder=folder, every_seconds=faults.every_seconds)
     with net.connected():
         strategy = HeteroPipelineStrategy(
-            [*workers, SPARE],
-            plan_of(PLANS[plan]),
+            [*workers, *[SPARE] * faults.has_spare],
+            plan_of(PLANS[plan], optimizer),
             check_first_batch="off",
             micro_batching="boundary" if options == "whole batches" else "step",
             recovery=recovery and settings,
         )
         module = MODULES.get(options, TinyModule)(4, attention_dropout=0.2)
-        callbacks = [StageWeightAveraging(decay=0.5)] if "averaged" in options else []
+        beginning = Beginning(net)
+        averaging = [StageWeightAveraging(decay=0.5)] if "averaged" in options else []
+        callbacks = [beginning, *averaging]
         data = loader(24 if "moving" in options else 16, 4, padded=True)
         fit(module, strategy, data, loader(4, 4), callbacks=callbacks, **OPTIONS.get(options, {}))
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    return Result(module.losses, weights, net.num_events, net.num_dialled - len(workers))
+    num_replaced = net.num_dialled - len(workers)
+    return Result(module.losses, weights, net.num_events, num_replaced, beginning.num_events)
 
 
 @cache
 def undisturbed(plan: str, options: str) -> Result:
     """The run without recovery, in which nothing happens."""
-    return run(Net(0), plan, options, Path(), 0.0, recovery=False)
+    return run(Net(0), plan, options, Path(), Faults(), recovery=False)
 
 
 def assert_same(found: Result, expected: Result) -> None:
@@ -183,56 +244,80 @@ def assert_same(found: Result, expected: Result) -> None:
         assert found.weights[name].equal(tensor), name
 
 
-def num_replaced(plan: str, options: str, seed: int, folder: Path) -> int:
-    """Lose workers at random moments, and find every bit as it is without a loss; returns how
-    often one was replaced."""
+def disturbed(plan: str, options: str, seed: int, folder: Path) -> tuple[Net, Result]:
+    """Lose workers at random moments and cut connections, and find every bit as it is without."""
     expected = undisturbed(plan, options)
     chance, net = random.Random(seed), Net(seed)
-    workers = [name for name in WORKERS if any(name in names for names, _ in PLANS[plan])]
+    workers = workers_of(plan)
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
-        # The layers are sent in the first events.
-        net.kills[chance.randrange(200, expected.num_events)] = chance.choice(workers)
-    every_seconds = chance.choice([0.0, 3.0, 8.0, 3600.0])
-    # One worker does not start again, and the spare takes its place.
-    net.gone = {chance.choice(workers)} if chance.random() < 0.5 else set()
+        net.kills[expected.drawn(chance)] = chance.choice(workers)
+    faults = Faults(chance.choice([0.0, 3.0, 8.0, 3600.0]), has_spare=chance.random() < 0.5)
+    net.cuts = {expected.drawn(chance) for _ in range(chance.choice([0, 3]))}
+    # Some do not start again: a spare takes the place of one, or others take it beside their own.
+    num_gone = chance.choice([0, 1]) if faults.has_spare else chance.randrange(1, len(workers))
+    net.gone = {*chance.sample(workers, num_gone)}
     try:
-        found = run(net, plan, options, folder, every_seconds)
+        found = run(net, plan, options, folder, faults)
         assert_same(found, expected)
     except (AssertionError, HeteroError) as error:
         raise AssertionError(f"seed {seed}: {error}") from error
-    return found.num_replaced
+    return net, found
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("plan", PLANS)
+CASES = [case for case in product(PLANS, OPTIONS) if case not in REFUSED]
+
+
+@pytest.mark.parametrize(("plan", "options"), CASES)
 def test_random_losses_change_no_bit(plan: str, options: str, tmp_path: Path) -> None:
-    replaced = [num_replaced(plan, options, seed, tmp_path) for seed in range(NUM_SEEDS)]
-    assert sum(replaced) > 0
+    found = [disturbed(plan, options, seed, tmp_path) for seed in range(NUM_SEEDS)]
+    assert sum(result.num_replaced for _, result in found) > 0
+    assert sum(net.num_cut for net, _ in found) > 0
     assert not list(tmp_path.iterdir())
 
 
 # Until the snapshot behind a move is whole, the state is in no file.
-REFUSED = r"Layers were moving|Layers have moved, and no snapshot"
+NOT_YET_SAFE = r"Layers were moving|Layers have moved, and no snapshot"
 
 
 @pytest.mark.filterwarnings("ignore:.*It had no layers, so the run goes on without it")
-@pytest.mark.parametrize("options", ["moving", "moving frozen", "moving averaged"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("options", ["moving", "moving frozen", "moving loaded", "moving averaged"])
+@pytest.mark.parametrize("plan", ["a line", "turn by turn", "replicas in a line"])
 def test_random_losses_change_no_bit_where_layers_move(
     plan: str, options: str, tmp_path: Path
 ) -> None:
     expected, replaced = undisturbed(plan, options), []
-    if options == "moving":
+    if options == "moving" and plan != "replicas in a line":
         assert expected.losses[:4] == undisturbed(plan, "plain").losses
     for seed in range(8 * NUM_SEEDS):
         if seed >= NUM_SEEDS and sum(replaced) > 0:
             break
         try:
-            replaced.append(num_replaced(plan, options, seed, tmp_path))
+            replaced.append(disturbed(plan, options, seed, tmp_path)[1].num_replaced)
         except AssertionError as error:
-            if not (isinstance(error.__cause__, WorkerLost) and re.search(REFUSED, str(error))):
+            if not (
+                isinstance(error.__cause__, WorkerLost) and re.search(NOT_YET_SAFE, str(error))
+            ):
                 raise
     assert sum(replaced) > 0
+
+
+def test_machines_take_over_until_one_is_left(tmp_path: Path) -> None:
+    """Two of three are gone for good, one after the other, and the last one serves all layers."""
+    expected, net = undisturbed("a line", "clipped"), Net(1)
+    third = expected.num_events // 3
+    net.kills, net.gone = {third: A, 2 * third: C}, {A, C}
+    found = run(net, "a line", "clipped", tmp_path, Faults(3.0, has_spare=False))
+    assert_same(found, expected)
+    assert net.num_beside >= 2
+    assert {each.address for each in net.sessions if each.is_alive} <= {B}
+
+
+def test_the_loss_of_the_last_machine_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    expected, net = undisturbed("a line", "plain"), Net(2)
+    third = expected.num_events // 4
+    net.kills, net.gone = {third: A, 2 * third: C, 3 * third: B}, {A, B, C}
+    with pytest.raises(WorkerLost, match="No other machine of the run can take its layers"):
+        run(net, "a line", "plain", tmp_path, Faults(3.0, has_spare=False))
 
 
 NEW = (m.KeepSent, m.TakeSnapshot, m.ForgetSent, m.Wait, m.Replay, m.ReplaceNeighbor)
@@ -250,7 +335,7 @@ def test_without_recovery_nothing_is_said_or_kept(
         queue(self, message, encode)
 
     monkeypatch.setattr(NetChannel, "_queue", noting)
-    run(Net(0), "a line", "plain", tmp_path, 0.0, recovery=False)
+    run(Net(0), "a line", "plain", tmp_path, Faults(), recovery=False)
     assert said
     assert [message for message in said if isinstance(message, NEW)] == []
     assert not list(tmp_path.iterdir())

@@ -28,21 +28,26 @@ PLACES = {
     "snapshot": ("worker.snapshots", "SnapshotSide", "_send"),
     "evaluation": ("pipeline.stage", "Stage", "forward"),
     "replay": ("worker.session", "StageSession", "_on_replay"),
+    "sums": ("worker.replicas", "ReplicaSide", "_send"),
+    "totals": ("worker.replicas", "ReplicaSide", "_take_totals"),
+    "weights of replicas": ("worker.replicas", "ReplicaSide", "_take_weights"),
 }
 
 
-def dying(place: str, call: int, died: Path) -> str:
+def dying(place: str, call: int, died: Path, is_whole: bool = False) -> str:
     """Code for a worker that dies at the call of that number, before what is called there.
 
     Args:
         place: One of `PLACES`.
         call: From 1 on, counted in each process.
         died: The file that tells of the death.
+        is_whole: Whether the whole worker dies, and not the process of its session alone.
     """
-    return f"from {__name__} import prepare; prepare({place!r}, {call}, {str(died)!r})"
+    words = f"{place!r}, {call}, {str(died)!r}, {is_whole}"
+    return f"from {__name__} import prepare; prepare({words})"
 
 
-def prepare(place: str, call: int, died: str) -> None:
+def prepare(place: str, call: int, died: str, is_whole: bool) -> None:
     """Let this process die at a call; see `dying`."""
     module, owner, name = PLACES[place]
     kind = getattr(import_module(f"lightning_hetero.{module}"), owner)
@@ -54,6 +59,8 @@ def prepare(place: str, call: int, died: str) -> None:
         num_calls += place != "evaluation" or not args[3].grad_enabled
         if num_calls >= call and not os.path.exists(died):
             Path(died).touch()
+            if is_whole:
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         return called(*args, **kwargs)
 

@@ -68,8 +68,8 @@ class Kept:
 
     def repeated(self) -> list[m.Message]:
         found = []
-        for message, frame in self.journal.repeat():
-            assert frames_of(frame) == [message]
+        for message, read in self.journal.repeat():
+            assert frames_of(read()) == [message]
             found.append(message)
         return found
 
@@ -196,8 +196,25 @@ def test_a_worker_keeps_activations_and_gradients_until_they_are_needless(
     assert log.keep(2, m.Goodbye(), list, True)() == []
     assert [entry.read() for entry in log.sent_to(2)] == sent
     assert log.sent_to(1) == []
-    log.forget(2)
+    log.forget(2, 0)
     assert [entry.read() for entry in log.sent_to(2)] == sent[2:]
+
+
+def test_a_worker_keeps_what_replicas_exchange_until_its_exchange_is_needless(
+    store: FrameStore,
+) -> None:
+    log = SentLog(store)
+    sums = [m.ReplicaTensors(2, 1, number, "sums", [], True) for number in (1, 2, 3)]
+    said = [m.Activation(1, 0, 0, [True], []), *sums, m.Activation(2, 0, 0, [True], [])]
+    for message in said:
+        log.keep(2, message, partial(encode_frame, Frame(message)), True)
+    assert [entry.message for entry in log.sent_to(2)] == said
+    before_bytes = store.num_bytes
+    log.forget(1, 2)
+    assert [entry.message for entry in log.sent_to(2)] == [sums[2], said[-1]]
+    assert 0 < store.num_bytes < before_bytes
+    log.forget(2, 3)
+    assert store.num_bytes == 0
 
 
 def test_repeats_of_earlier_steps_are_forgotten() -> None:

@@ -94,26 +94,31 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.OPENING): ("Hello", ""),
     (workers_pair, State.GREETING): ("", "Welcome"),
     (workers_pair, State.IDLE): (
-        "Deploy DescribeDevice PrepareLayers MeasureLayer MeasureOptimizer MeasureLink Probe",
+        "Deploy DescribeDevice PrepareLayers MeasureLayer MeasureOptimizer MeasureLink Probe "
+        "AskRoom OpenSession",
         "Done DeviceDescribed LayerMeasured OptimizerMeasured LinkMeasured ProbeAnswer NotMeasured "
-        "Paused Resumed Leaving",
+        "Paused Resumed Leaving RoomTold SessionOpened",
     ),
     (workers_pair, State.LOADING): (
         "LoadTensor OfferTensor SendTensors MovedTensor FetchTensors FetchOptimizerState Launch "
-        "KeepSent SnapshotTensor ReplaceNeighbor",
+        "KeepSent SnapshotTensor ReplaceNeighbor AskRoom OpenSession Replay",
         "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
-        "TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway NeighborBack "
-        "Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
+        "SentKept TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway "
+        "NeighborBack "
+        "Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced "
+        "CaughtUp RoomTold SessionOpened",
     ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
         "Gradient DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients "
         "ApplyOptimizer AverageWeights ReduceGradients ReplicaTensors Record FetchRecord "
         "FetchTensors FetchGradients FetchOptimizerState FetchFingerprints Deploy "
-        "KeepSent ForgetSent TakeSnapshot Replay Wait ReplaceNeighbor",
+        "KeepSent ForgetSent TakeSnapshot Replay Wait ReplaceNeighbor AskRoom OpenSession",
         "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
+        "SentKept "
         "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable NeighborAway "
-        "NeighborBack Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced CaughtUp",
+        "NeighborBack Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced "
+        "CaughtUp RoomTold SessionOpened",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),

@@ -263,5 +263,5 @@ def test_a_process_that_was_not_forked_is_told_of_the_device() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with ours, theirs, listener:
         place = Place(listener, theirs, None, 0.0)
-        ours.send_bytes(b"go the-secret " + msgspec.json.encode(equipment))
+        ours.send_bytes(b"go the-secret  " + msgspec.json.encode(equipment))
         assert hear_turn(place) == ("the-secret", replace(place, equipment=equipment))

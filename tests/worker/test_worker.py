@@ -14,17 +14,19 @@ import pytest
 from lightning_hetero.errors import WorkerError, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.connection import Connection, send_buffers
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity, address_of, dial, listen
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
+from lightning_hetero.worker import worker as worker_module
 
-from ..transport.pairs import PATIENCE_SECONDS, QUICK, worker_thread
+from ..transport.pairs import PATIENCE_SECONDS, QUICK, serving_worker, worker_thread
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The lines since the last call."""
-    lines = [record.getMessage() for record in caplog.records]
+    """The lines on strangers since the last call. Workers of earlier tests may still log theirs."""
+    lines = [r.getMessage() for r in caplog.records if "does not start" in r.getMessage()]
     caplog.clear()
     return lines
 
@@ -98,10 +100,34 @@ def test_silent_strangers_do_not_keep_others_out(
         where = (address.host, address.port)
         for _ in range(num_strangers):
             strangers.enter_context(socket.create_connection(where, PATIENCE_SECONDS))
-        six_seconds = replace(QUICK, connect_seconds=6.0)
-        channel, _ = dial(address, "coordinator", "a", six_seconds, identity)
+        # On a busy machine, sending so many strangers away takes seconds.
+        minute = replace(QUICK, connect_seconds=60.0)
+        channel, _ = dial(address, "coordinator", "a", minute, identity)
         channel.start(SimpleQueue())
         channel.close(m.Goodbye())
+
+
+def test_a_session_knows_its_neighbor_before_the_neighbor_may_speak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator may tell the session of the neighbor as soon as that one has its Welcome."""
+    known: list[int] = []
+
+    def noting(connection: Connection, buffers: list[memoryview], seconds: float) -> None:
+        session = worker._session
+        known.append(0 if session is None else len(session._neighbors.upstream))
+        send_buffers(connection, buffers, seconds)
+
+    with serving_worker(deadlines=QUICK) as (worker, address):
+        monkeypatch.setattr(worker_module, "send_buffers", noting)
+        coordinator, _ = dial(address, "coordinator", "a", QUICK, Identity())
+        coordinator.start(SimpleQueue())
+        upstream, _ = dial(address, "neighbor", "a", QUICK, Identity(), member=2)
+        upstream.start(SimpleQueue())
+        # What each Welcome found: the coordinator's, and that of the neighbor.
+        assert known == [0, 1]
+        upstream.close(m.Goodbye())
+        coordinator.close(m.Goodbye())
 
 
 def test_a_worker_may_listen_beyond_loopback_with_a_token() -> None:

@@ -1,0 +1,175 @@
+"""Sessions of one run beside each other on a worker's machine, each in a process of its own.
+
+When nobody else can take a lost worker's place, a machine of the run takes it beside its own:
+
+    coordinator ─ OpenSession ─▶ first session ─ "beside" ─▶ warm process ─ starts ─▶ second process
+
+All of these processes accept connections at the worker's one address, and the system gives each
+connection to any of them. A second process answers only those that name its session, and the first
+one all others. Who comes to the wrong process is told to dial again, and that process leaves the
+next connections to the others for a moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from ..protocol.fields import FEW, Bytes, StageRange
+
+MOST_BESIDE = 8
+"""So many second processes a worker starts at most."""
+
+_NOBODY = "This worker has no process that could start another one; use another worker."
+_NOT_BEGUN = "The process of the session ended before it could serve."
+# So long a process leaves connections to the others, which look for new ones all the time.
+_LEAVING_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Second:
+    """What a second process is for.
+
+    Args:
+        session: The name of the only session that it takes.
+        most_bytes: The most of the device's memory that it may take, where the owner sets a limit.
+    """
+
+    session: str
+    most_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.session}:{self.most_bytes}"
+
+    @classmethod
+    def parse(cls, text: str) -> Second:
+        """What another process has written as text."""
+        session, _, most_bytes = text.partition(":")
+        return cls(session, int(most_bytes))
+
+    def limit(self, owner_bytes: int | None) -> int | None:
+        """The most that the process may take; None if its owner sets no limit."""
+        return None if owner_bytes is None else min(owner_bytes, self.most_bytes)
+
+
+class SecondStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a second process serves, and the bytes of the device's memory that it takes."""
+
+    stages: Annotated[list[StageRange], FEW] = []
+    used_bytes: Bytes = 0
+
+
+class Beside:
+    """The sessions in other processes of the same worker. Any thread may call it.
+
+    Attributes:
+        only: The name of the only session that this process takes; empty in a first process.
+        ask: Asks the warm process to start a second one; None if there is no warm process.
+    """
+
+    def __init__(self) -> None:
+        self.only = ""
+        self.ask: Callable[[Second], None] | None = None
+        self._changing = threading.Lock()
+        # Those that were asked for, by their sessions; those that serve or wait; and who is told.
+        self._seconds: dict[str, Second] = {}
+        self._statuses: dict[str, SecondStatus] = {}
+        self._asking: dict[str, Callable[[str], None]] = {}
+        self._leaves_until_seconds = 0.0
+
+    def is_elsewhere(self, session: str) -> bool:
+        """Whether another process answers who asks for a session of this name, or for none."""
+        if self.only:
+            return session != self.only
+        with self._changing:
+            return session in self._statuses
+
+    def leave_next(self) -> None:
+        """Leave the next connections to the other processes for a moment."""
+        self._leaves_until_seconds = time.monotonic() + _LEAVING_SECONDS
+
+    @property
+    def leaving_seconds(self) -> float:
+        """So long this process should accept no connection."""
+        return max(0.0, self._leaves_until_seconds - time.monotonic())
+
+    @property
+    def obstacle(self) -> str:
+        """Why no other process can be started, as a sentence; empty if one can."""
+        if self.ask is None:
+            return _NOBODY
+        with self._changing:
+            num_beside = len(self._seconds)
+        if num_beside >= MOST_BESIDE:
+            return f"This worker serves {num_beside} second sessions already, which is the most."
+        return ""
+
+    @property
+    def granted_bytes(self) -> int:
+        """What the other processes may take of the memory that the owner allows."""
+        with self._changing:
+            return sum(second.most_bytes for second in self._seconds.values())
+
+    @property
+    def statuses(self) -> list[SecondStatus]:
+        """What the other processes have told last."""
+        with self._changing:
+            return [*self._statuses.values()]
+
+    def open(self, second: Second, on_answer: Callable[[str], None]) -> None:
+        """Start another process.
+
+        Args:
+            second: What it is for.
+            on_answer: Called, in any thread, with the reason why it could not be started; the
+                reason is empty if it could.
+        """
+        obstacle, name = self.obstacle, second.session
+        # The name travels in words that a space ends.
+        if not (name.isascii() and name.isalnum()):
+            obstacle = f"{name!r:.80} is no name of a session: letters and digits are."
+        if obstacle or self.ask is None:
+            on_answer(obstacle)
+            return
+        with self._changing:
+            self._seconds[name], self._asking[name] = second, on_answer
+        self.ask(second)
+
+    def note_begun(self, session: str) -> None:
+        """A process waits for this session."""
+        with self._changing:
+            self._statuses[session] = SecondStatus()
+        self._answer(session, "")
+
+    def note_refused(self, session: str, reason: str) -> None:
+        """No process could be started for this session."""
+        with self._changing:
+            self._seconds.pop(session, None)
+        self._answer(session, reason)
+
+    def note_end(self, session: str) -> None:
+        """The process of this session has ended."""
+        with self._changing:
+            self._statuses.pop(session, None)
+        self.note_refused(session, _NOT_BEGUN)
+
+    def note_status(self, session: str, status: SecondStatus) -> None:
+        """The process of this session has told what it does."""
+        with self._changing:
+            if session in self._statuses:
+                self._statuses[session] = status
+
+    def answer_all(self) -> None:
+        """No first process is left: this one answers everybody from now on."""
+        self.only = ""
+
+    def _answer(self, session: str, reason: str) -> None:
+        with self._changing:
+            on_answer = self._asking.pop(session, None)
+        if on_answer is not None:
+            on_answer(reason)

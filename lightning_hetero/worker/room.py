@@ -1,0 +1,80 @@
+"""The worker's side of a takeover: the room for a second session, and who starts its process."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from ..devices.device import device_for
+from ..errors import HeteroError
+from ..protocol import messages as m
+from ..transport.channel import Channel, Handler
+from .beside import Second
+from .owner import Budget, Host
+
+
+def room_bytes(
+    untaken_bytes: int, peak_bytes: int, allowed_bytes: int | None, granted_bytes: int
+) -> int:
+    """The bytes of a device's memory that one more session could take.
+
+    Args:
+        untaken_bytes: What no process takes.
+        peak_bytes: The most that the first session has taken at once.
+        allowed_bytes: What the owner allows; None for all.
+        granted_bytes: What other second sessions may take.
+    """
+    if allowed_bytes is None:
+        return max(0, untaken_bytes)
+    return max(0, min(untaken_bytes, allowed_bytes - peak_bytes - granted_bytes))
+
+
+class RoomSide:
+    """Answers a coordinator that looks for a place for a lost worker's layers.
+
+    Args:
+        coordinator: The channel to the coordinator.
+        host: The worker that serves the session.
+        budget: Counts what the session takes; None if the owner sets no limit.
+
+    Attributes:
+        handlers: What carries out each kind of message.
+    """
+
+    def __init__(self, coordinator: Channel, host: Host, budget: Budget | None) -> None:
+        self.handlers: dict[type, Handler] = {
+            m.AskRoom: self._on_ask_room,
+            m.OpenSession: self._on_open_session,
+        }
+        self._coordinator = coordinator
+        self._host = host
+        self._budget = budget
+
+    @property
+    def _room_bytes(self) -> int:
+        device, allowed_bytes = device_for(self._host.device), self._host.owner.memory_bytes
+        granted_bytes = self._host.beside.granted_bytes
+        return room_bytes(device.untaken_bytes(), device.peak_bytes(), allowed_bytes, granted_bytes)
+
+    def _on_ask_room(self, _message: m.AskRoom, _tensors: Any) -> None:
+        self._coordinator.send(m.RoomTold(self._room_bytes, self._host.beside.obstacle))
+
+    def _on_open_session(self, message: m.OpenSession, _tensors: Any) -> None:
+        most_bytes = min(message.most_bytes, self._room_bytes)
+
+        def answer(reason: str) -> None:
+            self._share_memory()
+            with suppress(HeteroError):  # the conversation has ended
+                self._coordinator.send(m.SessionOpened(message.name, reason))
+
+        self._host.beside.open(Second(message.name, most_bytes), answer)
+
+    def _share_memory(self) -> None:
+        """Take no more than second sessions leave of what the owner allows."""
+        allowed_bytes = self._host.owner.memory_bytes
+        if allowed_bytes is None:
+            return
+        most_bytes = allowed_bytes - self._host.beside.granted_bytes
+        if self._budget is not None:
+            self._budget.set_most(most_bytes)
+        device_for(self._host.device).limit_memory(most_bytes)

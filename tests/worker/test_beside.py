@@ -1,0 +1,121 @@
+"""Sessions beside each other on one machine: who answers whom, and how much memory each has."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from lightning_hetero.errors import WorkerUnreachable
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.fields import StageRange
+from lightning_hetero.transport.channel import Inbox
+from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.worker.beside import MOST_BESIDE, Beside, Second, SecondStatus
+from lightning_hetero.worker.room import room_bytes
+
+from ..transport.pairs import QUICK, serving_worker
+
+
+class Asked:
+    """A first process whose warm process notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.beside = Beside()
+        self.wanted: list[Second] = []
+        self.answers: list[str] = []
+        self.beside.ask = self.wanted.append
+
+    def open(self, name: str, most_bytes: int = 10) -> None:
+        self.beside.open(Second(name, most_bytes), self.answers.append)
+
+
+def test_a_second_process_answers_only_its_session_and_the_first_one_all_others() -> None:
+    first, second = Asked(), Beside()
+    second.only = "b"
+    first.open("b")
+    assert not first.beside.is_elsewhere("b")  # nobody waits for it yet
+    first.beside.note_begun("b")
+    assert first.answers == [""]
+    for name, is_second in (("a", False), ("b", True), ("", False)):
+        assert first.beside.is_elsewhere(name) == is_second
+        assert second.is_elsewhere(name) != is_second
+    first.beside.note_end("b")
+    assert not first.beside.is_elsewhere("b")
+    second.answer_all()
+    assert not second.is_elsewhere("a")
+
+
+def test_why_no_second_process_can_be_started_is_told() -> None:
+    asked = Asked()
+    asked.open("a name")
+    asked.open("refused")
+    asked.beside.note_refused("refused", "The worker ends.")
+    asked.open("died")
+    asked.beside.note_end("died")
+    alone = Beside()
+    alone.open(Second("b", 1), asked.answers.append)
+    expected = ["'a name' is no name", "The worker ends.", "ended before it could serve"]
+    expected.append("no process that could start another one")
+    for found, part in zip(asked.answers, expected, strict=True):
+        assert part in found
+    assert [second.session for second in asked.wanted] == ["refused", "died"]
+    assert asked.beside.granted_bytes == 0
+
+
+def test_a_worker_starts_some_second_processes_and_no_more() -> None:
+    asked = Asked()
+    for number in range(MOST_BESIDE):
+        asked.open(str(number))
+    assert not asked.answers
+    assert asked.beside.granted_bytes == 10 * MOST_BESIDE
+    asked.open("another")
+    assert "which is the most" in asked.answers[0]
+
+
+def test_what_second_processes_do_is_known_while_they_live() -> None:
+    asked, status = Asked(), SecondStatus([StageRange(3, 4, 6)], 7)
+    asked.beside.note_status("b", status)
+    assert asked.beside.statuses == []
+    asked.open("b")
+    asked.beside.note_begun("b")
+    asked.beside.note_status("b", status)
+    assert asked.beside.statuses == [status]
+    asked.beside.note_end("b")
+    assert asked.beside.statuses == []
+
+
+def test_a_second_process_is_described_in_one_word() -> None:
+    second = Second("0123abc", 2**33)
+    assert Second.parse(str(second)) == second
+    assert second.limit(None) is None
+    assert second.limit(2**32) == 2**32
+    assert second.limit(2**34) == 2**33
+
+
+@pytest.mark.parametrize(
+    ("allowed_bytes", "granted_bytes", "expected"),
+    [(None, 0, 50), (None, 30, 50), (60, 0, 40), (60, 15, 25), (60, 45, 0), (200, 0, 50)],
+)
+def test_a_second_session_gets_what_the_owner_allows_beside_the_first(
+    allowed_bytes: int | None, granted_bytes: int, expected: int
+) -> None:
+    """50 bytes are free, and the first session has taken 20 at once."""
+    assert room_bytes(50, 20, allowed_bytes, granted_bytes) == expected
+
+
+def test_a_peer_at_the_wrong_process_is_told_to_dial_again() -> None:
+    with serving_worker() as (worker, address), ExitStack() as stack:
+        channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
+        channel.start(Inbox())
+        stack.callback(channel.close, m.Goodbye())
+        worker.beside.ask = lambda _second: None
+        worker.beside.open(Second("b", 1), lambda _reason: None)
+        worker.beside.note_begun("b")
+        quick = replace(QUICK, connect_seconds=0.3)
+        with pytest.raises(WorkerUnreachable, match="another process of this worker serves"):
+            dial(address, "neighbor", "b", quick, Identity())
+        worker.beside.note_end("b")
+        with pytest.raises(WorkerUnreachable, match="does not serve the session"):
+            dial(address, "neighbor", "b", quick, Identity())
