@@ -40,6 +40,8 @@ VOCABULARY = 512
 # Steps that are not counted; connections, memory and the first-batch check come in them.
 WARM_UP = 2
 NEVER_SECONDS = 86_400.0
+# Kept between two snapshots of the short loop.
+_NUM_FRAMES = 160
 
 WITHOUT, KEEPING, SNAPSHOTS = "without recovery", "what is sent is kept", "with snapshots too"
 KINDS = (WITHOUT, KEEPING, SNAPSHOTS)
@@ -205,26 +207,28 @@ def keeping_seconds(shape: Shape, repeats: int = 15) -> float:
         return encode_frame(Frame(message, tuple(tensors)))
 
     def keep() -> None:
-        for _ in range(NUM_MICROBATCHES):
+        for _ in range(_NUM_FRAMES):
             journal.keep(message, encode, True)()
-        # As behind a snapshot, so that the memory does not grow.
-        journal.mark()
-        journal.cut()
 
     def send() -> None:
-        for _ in range(NUM_MICROBATCHES):
+        for _ in range(_NUM_FRAMES):
             encode()
 
+    kept, sent = [], []
     with closing(store):
-        kept, sent = (min(_thread_seconds(act) for _ in range(repeats)) for act in (keep, send))
-    return (kept - sent) / NUM_MICROBATCHES
+        for _ in range(repeats):
+            kept.append(_thread_seconds(keep))
+            # As behind a snapshot: the frames before it are dropped, and new ones take new memory.
+            journal.mark()
+            journal.cut()
+            sent.append(_thread_seconds(send))
+    return (min(kept) - min(sent)) / _NUM_FRAMES
 
 
 def _thread_seconds(act: Callable[[], None]) -> float:
     start = time.thread_time()
-    for _ in range(20):
-        act()
-    return (time.thread_time() - start) / 20
+    act()
+    return time.thread_time() - start
 
 
 def report(found: Measured, shape: Shape, console: Console) -> None:

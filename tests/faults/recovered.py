@@ -291,7 +291,8 @@ def main(wanted: str = "") -> None:
                     try_all(report, far, line)
     except KeyboardInterrupt:
         sys.stderr.write("ended by Ctrl-C\n")
-    report.show()
+    finally:
+        report.show()
     sys.exit("Something is not as it should be." if report.wrong else 0)
 
 

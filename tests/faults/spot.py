@@ -129,7 +129,11 @@ def look_at(processes: Sequence[psutil.Process], began: float) -> Look:
 
 @dataclass
 class Machine:
-    """A worker behind a relay; it is started again at its port when it was killed."""
+    """A worker behind a relay; it is started again at its port when it was killed.
+
+    Args:
+        stack: Ends the worker alone.
+    """
 
     stack: ExitStack
     worker: WorkerProcess
@@ -141,9 +145,9 @@ class Machine:
             with suppress(psutil.Error):
                 self.worker.session.kill()
             return "kill -9 of the session's process"
-        self.worker.process.kill()
-        self.worker.process.wait()
-        self.worker = self.stack.enter_context(worker_process("--listen", self.worker.address))
+        address = self.worker.address
+        self.stack.close()
+        self.worker = self.stack.enter_context(worker_process("--listen", address))
         return "kill -9 of the whole worker"
 
 
@@ -231,8 +235,10 @@ def run_spot(options: argparse.Namespace, folder: Path) -> Spot:
     with ExitStack() as stack:
         machines = []
         for _ in range(3):
-            worker = stack.enter_context(worker_process())
-            machines.append(Machine(stack, worker, stack.enter_context(relay_to(worker.address))))
+            own = stack.enter_context(ExitStack())
+            worker = own.enter_context(worker_process())
+            relay = stack.enter_context(relay_to(worker.address))
+            machines.append(Machine(own, worker, relay))
         names = [machine.relay.address for machine in machines]
         stages = [StagePlan(["coordinator"], (0, 1))]
         stages += [StagePlan([name], (1 + 2 * n, 3 + 2 * n)) for n, name in enumerate(names)]
