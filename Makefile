@@ -19,7 +19,7 @@ demo: $(INSTALLED) ## Train a small model from scratch on two local workers
 	$(BIN)/python examples/train_from_scratch/train.py $(ARGS)
 
 test: $(INSTALLED) ## Run the tests
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format, imports and types
 	$(BIN)/ruff check .

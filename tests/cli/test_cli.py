@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import socket
 import subprocess
 import sys
@@ -93,42 +94,45 @@ def test_a_wrong_command_line_is_refused_in_one_line(
 
 # What takes seconds to import.
 HEAVY = {"torch", "lightning", "pytorch_lightning", "transformers"}
+# One command after the other; "ended", the arguments, the exit code, and what is imported by then.
 SCRIPT = f"""
-import sys
+import json, sys
 from lightning_hetero.cli import main
-try:
-    main()
-finally:
-    print(sorted({HEAVY} & set(sys.modules)))
+for arguments in sys.argv[1:]:
+    sys.argv, code = ["lightning-hetero", *arguments.split()], 0
+    try:
+        main()
+    except SystemExit as end:
+        code = 1 if isinstance(end.code, str) else end.code or 0
+    imported = sorted({HEAVY} & set(sys.modules))
+    print("\\nended", json.dumps([arguments, code, imported]))
 """
+# The light commands, with their exit codes.
+LIGHT = {
+    "": 0,
+    "--help": 0,
+    "--version": 0,
+    "wroker": 2,
+    "worker --help": 0,
+    "doctor --listen": 2,
+    "token my_token": 0,
+    "mesh init": 0,
+    "plan profile.yaml": 0,
+    "plan nothing.yaml": 1,
+    "diagram given.yaml": 0,
+    "report .": 0,
+}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "",
-        "--help",
-        "--version",
-        "wroker",
-        "worker --help",
-        "doctor --listen",
-        "token my_token",
-        "mesh init",
-        "plan profile.yaml",
-        "plan nothing.yaml",
-        "diagram given.yaml",
-        "report .",
-    ],
-)
-def test_a_light_command_imports_no_torch(profile_path: str, arguments: str) -> None:
+@pytest.mark.usefixtures("profile_path")
+def test_light_commands_import_no_torch() -> None:
     Plan([StagePlan(["fast:1"], (0, 8))]).to_yaml("given.yaml")
     Path("metrics.csv").write_text("step,loss\n0,2.5\n1,2.0\n")
-    command = [sys.executable, "-c", SCRIPT, *arguments.split()]
+    command = [sys.executable, "-c", SCRIPT, *LIGHT]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.stdout.splitlines()[-1] == "[]"
-    assert ended.returncode == {"wroker": 2, "doctor --listen": 2, "plan nothing.yaml": 1}.get(
-        arguments, 0
-    ), ended.stderr
+    lines = [line.split(" ", 1) for line in ended.stdout.splitlines()]
+    told = [json.loads(rest[0]) for word, *rest in lines if word == "ended"]
+    assert told == [[arguments, code, []] for arguments, code in LIGHT.items()], ended.stderr
 
 
 @pytest.mark.parametrize("address", ["9999", "host:", "host:99999", ":1"])

@@ -106,11 +106,23 @@ class LiveWorker:
     def memory_bytes(self, what: str = "VmRSS") -> int:
         """VmRSS is what the newest process of the worker has now, and VmHWM the most that it ever
         had."""
-        children = psutil.Process(self.pid).children()
-        newest = max(children, key=lambda child: float(child.create_time()))
-        lines = Path(f"/proc/{newest.pid}/status").read_text().splitlines()
-        [found] = [line.split()[1] for line in lines if line.startswith(what + ":")]
-        return int(found) * 1024
+        end = time.monotonic() + HANG_SECONDS
+        while time.monotonic() < end:
+            children = psutil.Process(self.pid).children()
+            # The newest may have ended meanwhile: then it has no memory, and another one comes.
+            for child in sorted(children, key=lambda child: child.create_time(), reverse=True):
+                if (found := _kilobytes_of(child.pid, what)) is not None:
+                    return found * 1024
+        raise TimeoutError(f"The worker {self.pid} starts no process for a session.")
+
+
+def _kilobytes_of(pid: int, what: str) -> int | None:
+    """A line of the status of a process; None if the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith(what + ":")), None)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ CAN_COMPILE = "compile" in equipment_here(torch.device("cpu")).capabilities
 
 
 class Rows(pl.LightningModule):
-    """Two layers of torch's own, small enough that a compiler has little to do."""
+    """Layers of torch's own, small enough that a compiler has little to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
         self.losses: list[float] = []
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:

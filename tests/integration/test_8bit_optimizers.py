@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,26 @@ import torch
 
 from lightning_hetero import Plan
 
+from ..conftest import worker_process
 from ..models import TinyModule, loader, trainer
 from ..plans import plan_of, strategy_of
 from .moves import Moves
 
 BATCH_SIZE = 8
+# bitsandbytes would compile its steps, for seconds in each process, and no test here is about that.
+EAGER = "import torch; torch.compiler.set_stance('force_eager')"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def eager() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[str]]:
+    with worker_process(before=EAGER) as first, worker_process(before=EAGER) as second:
+        yield [first.address, second.address]
 
 
 class EightBitModule(TinyModule):

@@ -39,7 +39,12 @@ class TunableModule(TinyModule):
 
 def train(callback: c.Callback, strategy: Any, folder: Path, **options: Any) -> TunableModule:
     module = TunableModule()
-    options = {"max_epochs": 2, "default_root_dir": folder, **options}
+    options = {
+        "max_epochs": 2,
+        "limit_train_batches": 3,
+        "default_root_dir": folder,
+        **options,
+    }
     trainer(strategy, callbacks=callback, **options).fit(module)
     return module
 

@@ -20,11 +20,13 @@ from .rows import CAN_COMPILE, Rows, rows
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile has no C++ compiler here")
 def test_compiled_layers_here_and_on_a_worker_train_as_on_one_device(workers: list[str]) -> None:
-    plain, piped = Rows(), Rows()
+    """One of the worker's two stages is compiled."""
+    plain, piped = Rows(3), Rows(3)
     trainer(max_epochs=1).fit(plain, rows())
     stages = [
         StagePlan(["coordinator"], (0, 1), recompute=True, compile=True),
-        StagePlan(workers[:1], (1, 2), compile=True),
+        StagePlan(workers[:1], (1, 2)),
+        StagePlan(workers[:1], (2, 3), compile=True),
     ]
     strategy = HeteroPipelineStrategy(workers[:1], Plan(stages, 2), layers="layers")
     trainer(strategy, max_epochs=1).fit(piped, rows())

@@ -14,6 +14,7 @@ from lightning_hetero.errors import StageFailed
 from ..conftest import worker_process
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule, fit
+from ..pairwise import all_pairs, each_value
 from .yardstick import (
     NUM_LAYERS,
     NUM_PIECES,
@@ -25,8 +26,7 @@ from .yardstick import (
 )
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize(("num_stages", "tied"), each_value([2, 3, 4], [True, False]))
 def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
     workers: list[str], num_stages: int, tied: bool
 ) -> None:
@@ -47,10 +47,11 @@ def test_a_plan_without_workers_cuts_batches_and_starts_no_worker(
     assert differing(alone, accumulated_run(NUM_PIECES)) == []
 
 
-@pytest.mark.parametrize("clip", [None, ("norm", 0.05), ("value", 1e-3)], ids=str)
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("pieces", [1, 3, 4])
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("num_stages", "pieces", "accumulate", "clip"),
+    all_pairs([2, 3, 4], [1, 3, 4], [1, 2], [None, ("norm", 0.05), ("value", 1e-3)]),
+    ids=str,
+)
 def test_losses_and_weights_equal_one_device(
     workers: list[str],
     num_stages: int,

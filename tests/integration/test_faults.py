@@ -136,10 +136,13 @@ IMPATIENT_AND_SLOW = (
 
 
 class Holding(TinyModule):
-    """Holds the interpreter for a while, as user code does that reads a large file at once."""
+    """Holds the interpreter once, as user code does that reads a large file at once."""
+
+    has_held = False
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if batch_idx == 1:
+        if batch_idx == 1 and not self.has_held:
+            self.has_held = True
             hold_interpreter(2 * SILENCE_SECONDS)
         return super().training_step(batch, batch_idx)
 
@@ -155,6 +158,7 @@ def test_a_slow_step_is_no_dead_worker(scene: Scene) -> None:
         module = Holding()
         trainer(strategy, max_steps=2).fit(module, loader(24, 12))
         assert len(module.losses) == 2
+        assert module.has_held
         # The third step, which is the second that is watched.
         watcher = Watcher(lambda: None, PLACES["step"])
         outcome = scene.run_with_fault(scene.strategy([worker.address]), watcher)

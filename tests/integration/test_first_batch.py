@@ -19,6 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from ..conftest import worker_process
 from ..models import fit
+from ..pairwise import all_pairs
 from ..patterns import PATTERNS, Pattern, run
 from ..patterns.learner import BATCH_SIZE, CLASSES, WIDTH, Block, Learner, cross_entropy, samples
 
@@ -160,29 +161,32 @@ def outcome_of(
 
 
 MODES = ["step", "boundary", "manual"]
+# What the check is told to do, how much noise the loss has, and whether the module has BatchNorm.
+CHECKS: dict[str, tuple[str, float, bool]] = {
+    "stop": ("stop", 0.0, False),
+    "random numbers in the loss": ("stop", 0.1, False),
+    "BatchNorm": ("warn", 0.0, True),
+}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("check", "noise", "has_norm"),
-    [("stop", 0.0, False), ("stop", 0.1, False), ("warn", 0.0, True)],
-    ids=["stop", "random numbers in the loss", "BatchNorm"],
-)
+@pytest.mark.parametrize(("mode", "name", "resumes"), all_pairs(MODES, [*CHECKS], [False, True]))
 @pytest.mark.filterwarnings(
     "ignore:.*BatchNorm", f"ignore:{LOSS_DIFFERS}", "ignore:`training_step` changes seen in place"
 )
 def test_the_check_changes_no_bit(
-    allowing: list[str], tmp_path: Path, mode: str, check: str, noise: float, has_norm: bool
+    allowing: list[str], tmp_path: Path, mode: str, name: str, resumes: bool
 ) -> None:
+    check, noise, has_norm = CHECKS[name]
     micro_batching = "boundary" if mode == "boundary" else "step"
     found = []
     for chosen in (check, "off"):
         settings = {"micro_batching": micro_batching, "check_first_batch": chosen}
         (folder := tmp_path / chosen).mkdir()
-        first = outcome_of(strategy(allowing, settings), Busy(mode, noise, has_norm), folder)
-        again = Busy(mode, noise, has_norm)
-        resumed = outcome_of(strategy(allowing, settings), again, folder, folder / "last.ckpt")
-        found.append([first, resumed])
+        runs = [outcome_of(strategy(allowing, settings), Busy(mode, noise, has_norm), folder)]
+        if resumes:
+            again, path = Busy(mode, noise, has_norm), folder / "last.ckpt"
+            runs.append(outcome_of(strategy(allowing, settings), again, folder, path))
+        found.append(runs)
     assert_same(found[0], found[1])
 
 

@@ -26,6 +26,7 @@ from ..families import (
     tiny_model,
 )
 from ..models import TinyModule, loader, trainer
+from ..pairwise import each_value
 from .generation import Generating, generate
 from .moves import Moves
 
@@ -46,8 +47,10 @@ def piped(workers: list[str], ends: Ends, last: bool, **options: Any) -> HeteroP
     return HeteroPipelineStrategy(used, Plan(stages, micro_batches=3), cut_layers=True)
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["coordinator first", "coordinator last"])
-@pytest.mark.parametrize("family", [f for f in CONFIGS if f not in (*UNCUT, *MIXTURES)])
+@pytest.mark.parametrize(
+    ("family", "last"),
+    each_value([f for f in CONFIGS if f not in (*UNCUT, *MIXTURES)], [False, True]),
+)
 def test_a_family_in_halves_equals_one_device(family: str, last: bool, workers: list[str]) -> None:
     expected = fit_family(tiny_model(family))
     found = fit_family(tiny_model(family), piped(workers, (3, 6), last))

@@ -28,6 +28,7 @@ from lightning_hetero.transport.channel import Channel
 from ..conftest import worker_process
 from ..forked import Script, running_script
 from ..models import TinyModule, loader, trainer
+from ..pairwise import all_pairs
 from .interrupted import SCRIPT
 
 DEADLINE_SECONDS = 60.0
@@ -115,9 +116,14 @@ class Raising(Callback):
         setattr(self, hook, raise_error)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-@pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
-@pytest.mark.parametrize("kind", ["save_on_exception", "OnExceptionCheckpoint"])
+@pytest.mark.parametrize(
+    ("kind", "hook", "error"),
+    all_pairs(
+        ["save_on_exception", "OnExceptionCheckpoint"],
+        ["on_after_backward", "on_train_batch_end"],
+        [KeyboardInterrupt, ZeroDivisionError],
+    ),
+)
 def test_an_exception_leaves_the_checkpoint_that_one_device_leaves(
     kind: str, hook: str, error: type[BaseException], workers: list[str], tmp_path: Path
 ) -> None:

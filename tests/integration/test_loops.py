@@ -142,14 +142,17 @@ def ordinary() -> Any:
     return loader(20, 4)
 
 
+# For what happens between two epochs.
+TWICE = {"max_epochs": 2}
+
 CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]] = {
-    "iterable": (TinyModule, lambda: DataLoader(Streamed(), batch_size=4), None, {}),
+    "iterable": (TinyModule, lambda: DataLoader(Streamed(), batch_size=4), None, TWICE),
     "shortest of two": (OfTwoLoaders, lambda: two_loaders("min_size"), None, {}),
     "longest of two": (OfTwoLoaders, lambda: two_loaders("max_size_cycle"), None, {}),
     "named loaders": (OfTwoLoaders, named_loaders, None, {}),
     "two validations": (OfTwoValidations, ordinary, [loader(8, 4), loader(4, 4)], {}),
     "fast_dev_run": (TinyModule, ordinary, loader(8, 4), {"fast_dev_run": 2}),
-    "overfit_batches": (TinyModule, ordinary, loader(8, 4), {"overfit_batches": 2}),
+    "overfit_batches": (TinyModule, ordinary, loader(8, 4), {"overfit_batches": 2, **TWICE}),
     "val_check_interval": (TinyModule, ordinary, loader(8, 4), {"val_check_interval": 2}),
     "limits": (TinyModule, ordinary, loader(8, 4), {"limit_train_batches": 0.5}),
     "longest of two, once": (OneOfTwo, lambda: two_loaders("max_size"), None, {}),
@@ -158,11 +161,16 @@ CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]
         TinyModule,
         ordinary,
         loader(8, 4),
-        {"val_check_interval": 7, "check_val_every_n_epoch": None},
+        {"val_check_interval": 7, "check_val_every_n_epoch": None, **TWICE},
     ),
     "limited validation": (TinyModule, ordinary, loader(8, 4), {"limit_val_batches": 1}),
-    "part of the data": (TinyModule, ordinary, None, {"overfit_batches": 0.4}),
-    "new loaders": (Reloading, lambda: None, None, {"reload_dataloaders_every_n_epochs": 1}),
+    "part of the data": (TinyModule, ordinary, None, {"overfit_batches": 0.4, **TWICE}),
+    "new loaders": (
+        Reloading,
+        lambda: None,
+        None,
+        {"reload_dataloaders_every_n_epochs": 1, **TWICE},
+    ),
     "three kinds of results": (OfThreeKinds, ordinary, None, {}),
     "logs twice": (LogsTwice, ordinary, None, {}),
     "plateau every step": (Plateau, ordinary, None, {}),
@@ -171,12 +179,18 @@ CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]
     "barebones": (TinyModule, ordinary, None, {"barebones": True, "logger": None}),
     "profiler": (TinyModule, ordinary, None, {"profiler": "simple"}),
     "max_time": (TinyModule, ordinary, None, {"max_time": "00:00:05:00"}),
-    "short last window": (TinyModule, ordinary, None, {"accumulate_grad_batches": 3}),
-    "detect_anomaly": (TinyModule, ordinary, None, {"detect_anomaly": True}),
+    "short last window": (TinyModule, ordinary, None, {"accumulate_grad_batches": 3, **TWICE}),
+    # It keeps a traceback for each operation.
+    "detect_anomaly": (
+        TinyModule,
+        ordinary,
+        None,
+        {"detect_anomaly": True, "limit_train_batches": 1},
+    ),
     "optimizer_step": (OwnSteps, ordinary, None, {}),
     "configure_gradient_clipping": (OwnClipping, ordinary, None, {}),
-    "skipped batches": (Skipping, ordinary, None, {"accumulate_grad_batches": 2}),
-    "ended epochs": (EndsEpochs, ordinary, None, {}),
+    "skipped batches": (Skipping, ordinary, None, {"accumulate_grad_batches": 2, **TWICE}),
+    "ended epochs": (EndsEpochs, ordinary, None, TWICE),
     "warm restarts": (WarmRestarts, ordinary, None, {}),
 }
 
@@ -187,7 +201,7 @@ def test_training_is_that_of_one_device(case: str, workers: list[str]) -> None:
     runs = []
     for strategy in ("auto", HeteroPipelineStrategy(workers[:2], plan="even")):
         module = kind()
-        run = trainer(strategy, **{"max_epochs": 2, **options})
+        run = trainer(strategy, **{"max_epochs": 1, **options})
         run.fit(module, data(), validation)
         metrics = {name: float(value) for name, value in run.callback_metrics.items()}
         runs.append((module, run.global_step, metrics))

@@ -22,6 +22,7 @@ from lightning_hetero.errors import HeteroError, WeightsLost, WorkerLost
 from ..conftest import WorkerProcess, worker_process
 from ..forked import running_script
 from ..models import TinyModule, loader, trainer
+from ..pairwise import each_value
 
 NUM_LAYERS = 3
 EPOCHS = 2
@@ -115,8 +116,7 @@ def kill(worker: WorkerProcess) -> None:
     worker.process.wait()
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("hook", "stage"), each_value(HOOKS, [1, 2]))
 def test_a_killed_worker_leaves_right_weights_or_an_error(
     stage: int,
     hook: str,

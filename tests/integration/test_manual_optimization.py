@@ -14,6 +14,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 
 from ..models import loader, trainer
+from ..pairwise import each_value
 from .by_hand import NUM_LAYERS, WAYS, Manual, both_step
 
 BATCH_SIZE = 6
@@ -47,8 +48,7 @@ def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
         assert (tensor - others[name]).norm() <= 1e-5 * others[name].norm(), name
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("act", WAYS)
+@pytest.mark.parametrize(("act", "recompute"), each_value(WAYS, [False, True]))
 def test_manual_optimization_equals_one_device(
     act: Any, recompute: bool, workers: list[str]
 ) -> None:

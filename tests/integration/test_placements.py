@@ -15,6 +15,7 @@ from lightning_hetero.errors import ModelError
 
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule, loader, tiny_llama, trainer
+from ..pairwise import each_value
 from .generation import Generating, generate
 from .moves import Moves
 from .shapes import SHAPES, Shape, shaped
@@ -28,8 +29,7 @@ from .yardstick import (
 )
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "tied"), each_value([*SHAPES], [False, True]))
 def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
     workers: list[str], shape: str, tied: bool
 ) -> None:

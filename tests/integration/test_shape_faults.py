@@ -23,7 +23,7 @@ from ..models import TinyModule, fit, loader, trainer
 from .moves import Moves
 from .shapes import RING, Shape, one_each, shaped
 from .tunnels import FORWARDED, tunnels_to
-from .yardstick import NUM_LAYERS, NUM_PIECES, accumulated_run, train
+from .yardstick import BATCH_SIZE, NUM_LAYERS, NUM_PIECES, NUM_STEPS, accumulated_run, train
 
 TURNS = one_each("Cabab")
 
@@ -217,9 +217,9 @@ def test_the_run_goes_on_without_a_worker_whose_layers_have_left(workers: list[s
         moves = Killing(victim, {2: shaped(pair, one_each("CaaaC"), NUM_PIECES)})
         strategy = HeteroPipelineStrategy(pair, shaped(pair, RING, NUM_PIECES))
         module = TinyModule(NUM_LAYERS)
-        run = trainer(strategy, max_steps=5, callbacks=[moves])
+        run = trainer(strategy, max_steps=NUM_STEPS, callbacks=[moves])
         with pytest.warns(UserWarning, match=f"{victim.address} was lost .*goes on without it"):
-            run.fit(module, loader(60, 12))
+            run.fit(module, loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE))
     assert moves.moved == [2]
     assert differing(module, accumulated_run(NUM_PIECES)) == []
 

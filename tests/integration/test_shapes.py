@@ -17,7 +17,6 @@ from ..families import FamilyModule, assert_equal_runs, fit_by_hand, fit_family,
 from ..models import TinyModule, fit, loader, trainer
 from ..qlora import in_four_bits, with_lora
 from .by_hand import WAYS, Manual
-from .rows import CAN_COMPILE, Rows, rows
 from .shapes import RING, SHAPES, Shape, one_each, shaped
 from .uses import USES, Use, clipped
 
@@ -195,14 +194,3 @@ def test_each_shape_resumes_from_the_checkpoint_of_another(
     data = loader(2 * BATCH_SIZE, BATCH_SIZE // PIECES)
     whole = fit(TinyModule(), data=data, max_epochs=len(CHAIN), accumulate_grad_batches=PIECES)
     assert differing(found, whole) == []
-
-
-@pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile has no C++ compiler here")
-def test_one_of_a_workers_stages_is_compiled(workers: list[str]) -> None:
-    plain, piped = Rows(), Rows()
-    fit(plain, data=rows())
-    stages = [
-        StagePlan([name], (n, n + 1), compile=n == 1) for n, name in enumerate(workers[:1] * 2)
-    ]
-    fit(piped, HeteroPipelineStrategy(workers[:1], Plan(stages, 2), layers="layers"), rows())
-    assert piped.losses == pytest.approx(plain.losses, rel=1e-5)

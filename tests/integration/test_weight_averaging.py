@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,12 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert (tensor - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
+@cache
+def early_alone() -> Validated:
+    """Trained on one device with the early average of Lightning."""
+    return train("auto", EMAWeightAveraging(**EARLY))[0]
+
+
 @pytest.mark.parametrize("options", [EARLY, LATE, EPOCHS], ids=["early", "late", "epochs"])
 def test_averages_are_those_of_lightnings_own(options: dict[str, Any], workers: list[str]) -> None:
     expected, _ = train("auto", EMAWeightAveraging(**options))
@@ -93,8 +100,9 @@ def test_without_decay_all_updates_count_the_same(workers: list[str]) -> None:
     assert_close(module.state_dict(), expected)
 
 
-@pytest.mark.parametrize("writer", ["stages", "alone"])
-@pytest.mark.parametrize("reader", ["stages", "alone"])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("stages", "stages"), ("stages", "alone"), ("alone", "stages")]
+)
 def test_checkpoints_are_those_of_lightnings_own(
     writer: str, reader: str, workers: list[str], tmp_path: Path
 ) -> None:
@@ -103,12 +111,11 @@ def test_checkpoints_are_those_of_lightnings_own(
             return over(workers), StageWeightAveraging(**EARLY)
         return "auto", EMAWeightAveraging(**EARLY)
 
-    expected, _ = train("auto", EMAWeightAveraging(**EARLY))
     strategy, average = parts(writer)
     train(strategy, [average, ModelCheckpoint(tmp_path, "half")], num_epochs=1)
     strategy, average = parts(reader)
     found, _ = train(strategy, average, ckpt_path=tmp_path / "half.ckpt")
-    assert_close(found.state_dict(), expected.state_dict())
+    assert_close(found.state_dict(), early_alone().state_dict())
 
 
 def test_a_checkpoint_holds_the_averages_and_validates_with_them(

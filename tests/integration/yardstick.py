@@ -15,7 +15,7 @@ from ..models import TinyModule, fit, loader
 NUM_LAYERS = 5
 BATCH_SIZE = 12
 # The learning rate falls after the third one.
-NUM_STEPS = 5
+NUM_STEPS = 4
 
 NUM_PIECES = 4
 

@@ -107,7 +107,9 @@ def test_a_layer_rebuilt_elsewhere_is_the_same(
 
 
 def test_a_layer_with_half_a_byte_too_many_is_the_same_too() -> None:
-    assert_rebuilt(linear(65, 33), 65)
+    # bitsandbytes would compile for so odd a shape, which takes many seconds.
+    with torch.compiler.set_stance("force_eager"):
+        assert_rebuilt(linear(65, 33), 65)
 
 
 def assert_rebuilt(original: nn.Module, in_features: int) -> None:

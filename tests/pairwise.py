@@ -1,0 +1,41 @@
+"""Parameters of tests without the whole product of their axes: each pair of values, or each value.
+
+A fault of several options is nearly always one of two of them together, so rows with all pairs
+find what the product would find, with a fraction of the runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+# Of two axes, the number and the value in each.
+_Pair = tuple[int, Any, int, Any]
+
+
+def all_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Few rows with a value of each axis, in which each two values of two axes meet at least once.
+
+    The rows are the same at every call: each time the one of the product, the first of equals,
+    that has most of the pairs that are missing.
+    """
+    numbers = [range(len(axis)) for axis in axes]
+    missing = {pair for row in product(*numbers) for pair in _pairs(row)}
+    rows = []
+    while missing:
+        row = max(product(*numbers), key=lambda row: len(missing & _pairs(row)))
+        missing -= _pairs(row)
+        rows.append(tuple(axis[number] for axis, number in zip(axes, row, strict=True)))
+    return rows
+
+
+def _pairs(row: Sequence[int]) -> set[_Pair]:
+    return {(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)}
+
+
+def each_value(first: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows with each value once of the longest axis, and the values of each other axis in turns."""
+    axes = (first, *others)
+    count = max(map(len, axes))
+    return [tuple(axis[number % len(axis)] for axis in axes) for number in range(count)]
