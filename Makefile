@@ -6,14 +6,15 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+WHEEL := build/wheel
 BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench faults spot fuzz foreign clean
+.PHONY: help demo test lint format docs bench faults spot fuzz foreign wheel-check clean
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(INSTALLED) ## Train a small model from scratch on two local workers
 	$(BIN)/python examples/train_from_scratch/train.py $(ARGS)
@@ -31,6 +32,10 @@ format: $(INSTALLED) ## Format the code and repair what ruff can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(INSTALLED) ## Build the site, and fail at a warning
+	$(BIN)/python -m pip install --no-input -q -c constraints.txt --group docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
+
 bench: $(INSTALLED) ## Run every benchmark
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
 
@@ -44,8 +49,15 @@ fuzz: $(INSTALLED) ## Tell the decoder, a worker and a door what is almost right
 	$(BIN)/python -m tests.fuzz.main $(ARGS)
 
 foreign: $(INSTALLED) ## Train other people's projects, on one device and over workers
-	$(BIN)/python -m pip install --no-input -q -c constraints.txt -e '.[foreign]'
+	$(BIN)/python -m pip install --no-input -q -c constraints.txt --group foreign
 	$(BIN)/python examples/foreign_projects/main.py $(ARGS)
+
+wheel-check: $(INSTALLED) ## Build the wheel, and try it in an environment of its own
+	rm -rf $(WHEEL)
+	$(BIN)/python -m build --outdir $(WHEEL) .
+	$(PYTHON) -m venv $(WHEEL)/venv
+	$(WHEEL)/venv/bin/python -m pip install --no-input -q -c constraints.txt $(WHEEL)/*.whl
+	$(WHEEL)/venv/bin/python tests/wheel_check.py $(WHEEL)
 
 clean: ## Remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -57,5 +69,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "lightning-hetero needs Python 3.10 or newer; '$(PYTHON)' was not found." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("lightning-hetero needs Python 3.10 or newer; $(PYTHON) is %d.%d. Name another with PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-input -c constraints.txt -e '.[dev,examples]'
+	$(BIN)/python -m pip install --no-input -q -c constraints.txt --upgrade pip
+	$(BIN)/python -m pip install --no-input -c constraints.txt -e '.[examples]' --group dev
 	@touch $@

@@ -29,11 +29,13 @@ from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner import profile
 
-ROOT = Path(__file__).parents[1]
+from .pages import ROOT, blocks
+
 PACKAGE = ROOT / "lightning_hetero"
 PAGES = [
     ROOT / "README.md",
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    ROOT / "CONTRIBUTING.md",
     *sorted(ROOT.glob("examples/*/README.md")),
     *sorted(ROOT.glob("benchmarks/*/README.md")),
 ]
@@ -42,16 +44,15 @@ PLAN_AND_PROFILE = (
     *(profile.Timing, profile.Link, profile.LinkSpeed),
 )
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+SYMPTOMS = ROOT / "docs" / "symptoms.md"
 
 
 def quotes() -> list[str]:
-    """The first cells of the tables of troubleshooting."""
+    """The first cells of the tables of troubleshooting, and what the symptoms quote."""
     rows = re.findall(r"^\| (`+)(.*?) ?\1 \| ", TROUBLESHOOTING.read_text("utf-8"), re.M)
-    return [quote for _, quote in rows]
+    symptoms = re.findall(r"^\*\*\d+\. (.*?)\*\* ", SYMPTOMS.read_text("utf-8"), re.M)
+    found = [quote for symptom in symptoms for quote in re.findall(r'"([^"]+)"', symptom)]
+    return [*(quote for _, quote in rows), *(quote.rstrip(" ….") for quote in found)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -127,8 +128,9 @@ def test_python_compiles_and_yaml_parses(page: Path) -> None:
 
 def test_every_page_is_in_the_contents() -> None:
     contents = (ROOT / "docs" / "README.md").read_text("utf-8")
-    for page in ROOT.glob("docs/*.md"):
-        assert page.name == "README.md" or f"]({page.name})" in contents
+    for page in ROOT.glob("docs/**/*.md"):
+        place = page.relative_to(ROOT / "docs").as_posix()
+        assert place == "README.md" or f"]({place})" in contents
 
 
 def test_the_readme_is_short() -> None:

@@ -115,6 +115,7 @@ COMMANDS = {
         "--batch-size --exclude --given --memory --micro-batches --no-replicas --output --pin "
         "--what-if -o profile"
     ),
+    "schema": "--output -o kind",
     "diagram": "--output --profile --title -o plan",
     "verify": "--data --model --plan config",
     "check": "--device --output -o",

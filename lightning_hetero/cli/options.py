@@ -314,6 +314,11 @@ def _add_questions(plan: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_schema_options(schema: argparse.ArgumentParser) -> None:
+    schema.add_argument("kind", choices=("plan", "profile"), help="what the file is")
+    _add_output_option(schema, "the schema", "standard output")
+
+
 def _add_diagram_options(diagram: argparse.ArgumentParser) -> None:
     diagram.add_argument("plan", metavar="PLAN", help="file with the plan")
     diagram.add_argument(
@@ -403,6 +408,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "doctor": ("find out why a worker cannot be used, hop by hop", _add_doctor_options),
     "profile": ("measure a model on its devices, and train nothing", _add_profile_options),
     "plan": ("decide from measurements which device holds which layers", _add_plan_options),
+    "schema": ("write the JSON schema of a plan or a profile, for editors", _add_schema_options),
     "diagram": ("draw which process of a plan holds which layers", _add_diagram_options),
     "verify": ("whether the workers compute what one device computes", _add_verify_options),
     "check": ("whether training is right on the devices of this machine", _add_check_options),

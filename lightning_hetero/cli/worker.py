@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from ..devices.device import all_survive_fork
 from ..devices.numerics import prepare_process
 from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
         listener,
         partial(serve_one_session, make_worker, _say_when_it_ends, joiner),
         _command_at,
-        forks=options.sessions == "fork",
+        forks=options.sessions == "fork" and (options.device == "cpu" or all_survive_fork()),
         stops_with_stdin=options.stop_with_stdin,
         secret=secret,
     )
@@ -275,15 +276,25 @@ def _torch_device(name: str) -> torch.device:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
-        return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+        name = "cpu" if accelerator is None else f"{accelerator.type}:0"
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        # Memory can be had without a kernel, of which torch may have none for an old or new GPU.
+        torch.ones(1, device=device).add_(1).tolist()
     except (RuntimeError, AssertionError) as error:
         here = ["cpu"]
         if accelerator is not None:
             here += [f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count())]
-        raise HeteroError(
-            f"The device {name!r} cannot be used here; this machine has {', '.join(here)}."
-        ) from error
+        raise HeteroError(_why_not(name, here, error)) from error
     return device
+
+
+def _why_not(name: str, here: Sequence[str], error: BaseException) -> str:
+    """Why torch does not compute on a device, of those that are here."""
+    said = str(error).partition("\n")[0].rstrip(".")
+    if name not in here and f"{name}:0" not in here:
+        return f"The device {name!r} cannot be used here; this machine has {', '.join(here)}."
+    return (
+        f"The device {name!r} is here, and torch {torch.__version__} cannot compute on it: {said}. "
+        "Install a build of torch for this device, or use another one, such as `--device cpu`."
+    )

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ChannelError, ModelError
-from ..protocol.tensors import ALIGNMENT_BYTES, SMALLEST_KEPT_BYTES, BufferPool
+from ..protocol.tensors import ALIGNMENT_BYTES, SMALLEST_KEPT_BYTES, BufferPool, to_power_of_two
 from .main_memory import is_in_main_memory
 
 Bytes = npt.NDArray[numpy.uint8]
@@ -188,14 +188,14 @@ class StreamedCopies(Generic[AnyMark]):
 
     def __init__(self, streams: Streams[AnyMark]) -> None:
         self._streams = streams
-        self._pool = BufferPool(streams.pinned_bytes)
+        self._pool = BufferPool(streams.pinned_bytes, to_power_of_two)
         # Sources of running copies to the device: their memory must not be reused yet.
         self._coming: deque[tuple[AnyMark, Sequence[Tensor]]] = deque()
         # The end of the latest copy from the device; all others have ended before.
         self._left: AnyMark | None = None
 
     def receive_pool(self) -> BufferPool:
-        return BufferPool(self._streams.pinned_bytes)
+        return BufferPool(self._streams.pinned_bytes, to_power_of_two)
 
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopy:
         sources = [tensor for tensor in tensors if not is_in_main_memory(tensor)]

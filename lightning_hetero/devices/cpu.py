@@ -21,15 +21,21 @@ class Cpu(Device, device_type="cpu"):
     """The processors of this machine."""
 
     out_of_memory_texts = ("can't allocate memory", "not enough memory")
-    overcommits = True
     needs_triton = False
-    has_flash_attention = False
     # A processor takes long for half precision.
     trial_size = 256
 
     @property
     def memory_name(self) -> str:
         return "main"
+
+    @property
+    def overcommits(self) -> bool:
+        return True
+
+    @property
+    def has_flash_attention(self) -> bool:
+        return False
 
     def total_bytes(self) -> int:
         return total_main_memory()

@@ -6,6 +6,7 @@ torch keeps its core busy.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +16,9 @@ import torch
 from .device import Accelerator
 from .streams import AcceleratorStreams
 
+# Of NVIDIA: Ampere.
+_LEAST_FOR_FLASH_ATTENTION = (8, 0)
+
 
 class Cuda(Accelerator, device_type="cuda"):
     """One GPU of NVIDIA or AMD."""
@@ -22,9 +26,20 @@ class Cuda(Accelerator, device_type="cuda"):
     is_in_torch = torch.backends.cuda.is_built()  # true for ROCm too
 
     @property
-    def memory_name(self) -> str:
+    def has_flash_attention(self) -> bool:
+        is_amd = torch.version.hip is not None
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        return is_amd or capability >= _LEAST_FOR_FLASH_ATTENTION
+
+    @property
+    def own_memory_name(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)
         return str(getattr(properties, "uuid", self.torch_device))
+
+    @classmethod
+    def survives_fork(cls) -> bool:
+        # Without AMD's library for management, ROCm counts GPUs by starting its runtime.
+        return torch.version.hip is None or importlib.util.find_spec("amdsmi") is not None
 
     @classmethod
     def has_streams(cls) -> bool:

@@ -72,9 +72,7 @@ class Device:
     Attributes:
         device_type: torch's name for the kind of device.
         out_of_memory_texts: Parts of the messages that torch raises when memory is short.
-        overcommits: Whether the system hands out more memory than there is, and then swaps.
         needs_triton: Whether `torch.compile` makes programs for such a device with triton.
-        has_flash_attention: Whether flash attention could run on such a device.
         trial_size: Rows of the matrices that a trial of a dtype multiplies.
         is_in_torch: Whether this torch was built for such devices; if not, none can be in use.
     """
@@ -82,9 +80,7 @@ class Device:
     device_type: ClassVar[str] = ""
     is_in_torch: ClassVar[bool] = True
     out_of_memory_texts: ClassVar[tuple[str, ...]] = ("out of memory",)
-    overcommits: ClassVar[bool] = False
     needs_triton: ClassVar[bool] = True
-    has_flash_attention: ClassVar[bool] = True
     # Large enough to keep a GPU busy.
     trial_size: ClassVar[int] = 2048
 
@@ -106,6 +102,16 @@ class Device:
     def memory_name(self) -> str:
         """The name of the device's memory; devices that share memory have the same one."""
         return str(self.torch_device)
+
+    @property
+    def overcommits(self) -> bool:
+        """Whether the system hands out more memory than there is, and then swaps."""
+        return False
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """Whether flash attention could run on the device."""
+        return True
 
     def total_bytes(self) -> int:
         """Bytes of the device's memory; 0 if unknown."""
@@ -167,6 +173,11 @@ class Device:
     def is_initialized(cls) -> bool:
         """Whether this process has used such a device, with a driver that survives no fork."""
         return False
+
+    @classmethod
+    def survives_fork(cls) -> bool:
+        """Whether a process that has only looked for such devices may fork others that use them."""
+        return True
 
     @classmethod
     def has_streams(cls) -> bool:
@@ -251,6 +262,27 @@ class Accelerator(Device):
     name, the functions of `torch.accelerator`.
     """
 
+    @property
+    def is_integrated(self) -> bool:
+        """Whether the device computes in main memory, as the graphics of a processor do."""
+        ask = getattr(self._library, "get_device_properties", None)
+        found = None if ask is None else ask(self.torch_device)
+        names = ("is_integrated", "is_integrated_gpu")
+        return any(bool(getattr(found, name, False)) for name in names)
+
+    @property
+    def memory_name(self) -> str:
+        return "main" if self.is_integrated else self.own_memory_name
+
+    @property
+    def own_memory_name(self) -> str:
+        """The name of memory that is the device's own."""
+        return str(self.torch_device)
+
+    @property
+    def overcommits(self) -> bool:
+        return self.is_integrated
+
     def make_current(self) -> None:
         # Without an index, the thread's current device is meant.
         if self.torch_device.index is not None:
@@ -293,6 +325,9 @@ class Accelerator(Device):
     def untaken_bytes(self) -> int:
         has_own = hasattr(self._library, "mem_get_info")
         free_bytes, _ = self._ask("mem_get_info" if has_own else "get_memory_info")
+        if self.is_integrated:
+            # The driver tells what it may take, and not what other processes have left.
+            free_bytes = min(free_bytes, free_main_memory())
         return int(free_bytes)
 
     def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
@@ -420,6 +455,11 @@ def check_has_backend(torch_device: torch.device) -> None:
             f"on {str(torch_device)!r} cannot be repeated, or its memory cannot be counted. Use "
             "another device, or a version of the device's package that has these functions."
         )
+
+
+def all_survive_fork() -> bool:
+    """Whether this process may fork others that use accelerators, if it has used none itself."""
+    return all(kind.survives_fork() for kind in backends().values() if kind.is_in_torch)
 
 
 def is_any_in_use() -> bool:

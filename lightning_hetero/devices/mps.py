@@ -24,12 +24,22 @@ class Mps(Device, device_type="mps"):
     def memory_name(self) -> str:
         return "main"
 
+    @property
+    def overcommits(self) -> bool:
+        return True
+
     def total_bytes(self) -> int:
         return torch.mps.recommended_max_memory()
 
     def used_bytes(self) -> int:
         # Metal's memory may be missing in what the system calls resident.
         return max(resident_bytes(), torch.mps.driver_allocated_memory())
+
+    def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
+        free_bytes, base_bytes = super().free_and_base_bytes(kept_bytes)
+        # A part of main memory is not for Metal, and beyond it the system swaps.
+        left_bytes = self.total_bytes() - torch.mps.driver_allocated_memory() + kept_bytes
+        return min(free_bytes, max(0, left_bytes)), base_bytes
 
     def limit_memory(self, num_bytes: int) -> None:
         torch.mps.set_per_process_memory_fraction(min(1.0, num_bytes / self.total_bytes()))

@@ -195,6 +195,18 @@ def empty_memory(num_bytes: int) -> memoryview:
         raise _too_much(num_bytes) from error
 
 
+def in_eighths(num_bytes: int) -> int:
+    """Round up to 64 KiB, or by an eighth, so that batches of similar length share buffers."""
+    step = max(SMALLEST_KEPT_BYTES, 1 << (num_bytes.bit_length() - 4))
+    return -(-num_bytes // step) * step
+
+
+def to_power_of_two(num_bytes: int) -> int:
+    """Round up to a power of two, as torch does with pinned memory: any other size would leave a
+    part of what is taken unused."""
+    return 1 << max(0, num_bytes - 1).bit_length()
+
+
 class BufferPool:
     """Hands out byte buffers; a buffer is free again when its last tensor is gone.
 
@@ -204,10 +216,15 @@ class BufferPool:
 
     Args:
         allocate: Allocates a buffer of that many bytes, for example in pinned memory.
+        round_up: The size of the buffer for so many bytes.
     """
 
-    def __init__(self, allocate: Callable[[int], Buffer] = empty_memory) -> None:
-        self._allocate = allocate
+    def __init__(
+        self,
+        allocate: Callable[[int], Buffer] = empty_memory,
+        round_up: Callable[[int], int] = in_eighths,
+    ) -> None:
+        self._allocate, self._round_up = allocate, round_up
         self._count: Counted | None = None
         self._most_kept = MOST_KEPT
         self._buffers: list[Buffer] = []
@@ -245,7 +262,7 @@ class BufferPool:
         if num_bytes < SMALLEST_KEPT_BYTES:
             # Only a counted buffer needs an object that tells when it is gone.
             return bytearray(num_bytes) if self._count is None else self._small(num_bytes)
-        size = _rounded(num_bytes)
+        size = self._round_up(num_bytes)
         for index in range(len(self._buffers)):
             if len(self._buffers[index]) == size and self._is_unused(index):
                 return self._buffers[index]
@@ -264,9 +281,3 @@ class BufferPool:
         if len(self._buffers) >= self._most_kept:
             unused = (i for i in range(len(self._buffers)) if self._is_unused(i))
             self._buffers.pop(next(unused, 0))
-
-
-def _rounded(num_bytes: int) -> int:
-    """Round up to 64 KiB, or by an eighth, so that batches of similar length share buffers."""
-    step = max(SMALLEST_KEPT_BYTES, 1 << (num_bytes.bit_length() - 4))
-    return -(-num_bytes // step) * step

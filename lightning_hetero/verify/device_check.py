@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,6 +38,7 @@ from ..planner.solver import Wishes
 from ..strategy.strategy import HeteroPipelineStrategy
 from ..transport.token import Token, write_token_file
 from ..units import in_bytes, in_percent
+from .any_accelerator import options_for
 
 NUM_LAYERS = 4
 NUM_PIECES = 4
@@ -44,6 +46,11 @@ NUM_STEPS = 6
 TIMED_STEPS = 10
 COPIED_BYTES = 64 * 2**20
 NUM_COPIES = 12
+# Products that hide copies: so many, of matrices of so many rows.
+NUM_PRODUCTS = 8
+MULTIPLIED_ROWS = 4096
+# To measure a profile, for the planner's account of the memory.
+PROFILE_SECONDS = 20.0
 # float32 throughout; devices add up in other orders. Autocast rounds to 8 bits.
 TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 2e-2
 # Of what the planner counts; more is a plan that does not fit.
@@ -176,10 +183,8 @@ class Bench:
         shape = (num_steps * _BATCH_SIZE, _SEQUENCE_LENGTH)
         tokens = torch.randint(_CONFIG.vocab_size, shape, generator=generator)
         module = CheckedModule(prepare)
+        chosen = options_for(device) | ({} if strategy is None else {"strategy": strategy})
         trainer = pl.Trainer(
-            strategy="auto" if strategy is None else strategy,
-            accelerator=device.type,
-            devices=1 if device.index is None else [device.index],
             max_epochs=1,
             accumulate_grad_batches=pieces,
             logger=False,
@@ -187,6 +192,7 @@ class Bench:
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=self.folder,
+            **chosen,
             **options,
         )
         trainer.fit(module, DataLoader(tokens, batch_size=_BATCH_SIZE // pieces))  # type: ignore[arg-type]
@@ -244,8 +250,10 @@ def bits(bench: Bench) -> Iterator[Finding]:
 def precisions(bench: Bench) -> Iterator[Finding]:
     """Losses under bf16-mixed, and with layers in 4 bits."""
     own = str(bench.device)
-    plain = bench.train(own, precision="bf16-mixed")
-    found = bench.train(own, bench.strategy(own), precision="bf16-mixed")
+    # By its word alone Lightning would take the autocast of CUDA for a kind that it does not know.
+    mixed = [MixedPrecision("bf16-mixed", bench.device.type)]
+    plain = bench.train(own, plugins=mixed)
+    found = bench.train(own, bench.strategy(own), plugins=mixed)
     yield _compared("bf16-mixed", found, plain, ROUNDED_TOLERANCE)
     try:
         prepare = _in_four_bits(bench.folder / "model")
@@ -302,7 +310,7 @@ def memory(bench: Bench) -> Iterator[Finding]:
     """Memory of a worker, against the planner's account."""
     own = str(bench.device)
     strategy, peaks = bench.strategy(own), _Peaks()
-    profiler = PipelineProfiler(budget_seconds=20, path=bench.folder / "profile.json")
+    profiler = PipelineProfiler(budget_seconds=PROFILE_SECONDS, path=bench.folder / "profile.json")
     bench.train(own, strategy, callbacks=[profiler, peaks])
     plan, profile = peaks.plan, peaks.profile
     if plan is None or profile is None or own == "cpu":
@@ -411,10 +419,10 @@ def _read(tensors: tuple[Tensor, ...]) -> Activation:
 def _hidden_share(device: Device, on_device: Tensor) -> float:
     """How much of the copies' time is not added to that of computing, as stages copy."""
     streams, host = device.copies(), torch.zeros(on_device.shape).pin_memory()
-    matrix = torch.randn(4096, 4096, device=on_device.device)
+    matrix = torch.randn(MULTIPLIED_ROWS, MULTIPLIED_ROWS, device=on_device.device)
 
     def compute() -> None:
-        for _ in range(8):
+        for _ in range(NUM_PRODUCTS):
             torch.mm(matrix, matrix)
 
     def copy() -> None:

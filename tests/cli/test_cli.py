@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import Tensor
 
 from lightning_hetero import cli
+from lightning_hetero.cli.worker import _torch_device
+from lightning_hetero.errors import HeteroError
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Profile
@@ -204,6 +208,25 @@ def test_a_worker_that_cannot_start_says_why_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
 ) -> None:
     assert expected in str(run(monkeypatch, "worker", *arguments))
+
+
+@pytest.mark.parametrize("name", ["cpu", "auto"])
+def test_a_device_for_which_torch_has_no_kernel_is_refused_with_torch_s_reason(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a GPU that is older, or newer, than this build of torch."""
+    said = "CUDA error: no kernel image is available for execution on the device\nSearch for it."
+
+    def ones(*_shape: int, device: torch.device) -> Tensor:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_options: None)
+    told = (
+        r"'cpu' is here, and torch \S+ cannot compute on it: CUDA error: no kernel .* device\. Inst"
+    )
+    with pytest.raises(HeteroError, match=told):
+        _torch_device(name)
 
 
 @pytest.fixture

@@ -73,17 +73,17 @@ class MadeUpStream:
 class MadeUpStreams:
     """Implements `Streams`; its tensors are `OnDevice`, and in main memory all the same.
 
-    ``used`` is what was said to be computed with, and ``num_pinned`` counts buffers.
+    ``used`` is what was said to be computed with, and ``pinned`` has the bytes of each buffer.
     """
 
     def __init__(self) -> None:
         self.computing, self.leaving, self.arriving = (MadeUpStream() for _ in range(3))
         self.used: list[Tensor] = []
-        self.num_pinned = 0
+        self.pinned: list[int] = []
         self.is_coming = False
 
     def pinned_bytes(self, num_bytes: int) -> Bytes:
-        self.num_pinned += 1
+        self.pinned.append(num_bytes)
         return numpy.zeros(num_bytes, numpy.uint8)
 
     def compute(self, act: Callable[[], None]) -> None:

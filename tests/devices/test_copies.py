@@ -79,7 +79,7 @@ def test_copies_to_the_host_keep_dtypes_shapes_and_strides(
         assert type(found) is Tensor
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
-    assert streams.num_pinned == 1
+    assert len(streams.pinned) == 1
 
 
 def test_tensors_in_main_memory_are_not_copied(
@@ -102,13 +102,13 @@ def test_memory_of_a_host_copy_is_reused_only_after_it_was_sent(
     second.wait()
     assert first.tensors[0].eq(1).all()
     assert second.tensors[0].eq(2).all()
-    assert streams.num_pinned == 2
+    assert len(streams.pinned) == 2
     del first
     third = copies.to_host([computed(streams, 3)])
     third.wait()
     assert third.tensors[0].eq(3).all()
     assert second.tensors[0].eq(2).all()
-    assert streams.num_pinned == 2
+    assert len(streams.pinned) == 2
 
 
 def test_computing_waits_for_arriving_tensors_only_when_they_are_used(
@@ -136,7 +136,7 @@ def test_receive_memory_is_not_reused_before_its_copy_has_finished(
         return copies.to_device([host], lambda tensors: Activation(tensors[0]))
 
     first, second = arrive(1), arrive(2)
-    assert streams.num_pinned == 2
+    assert len(streams.pinned) == 2
     first.land()
     second.land()
     streams.computing.finish()
@@ -144,7 +144,7 @@ def test_receive_memory_is_not_reused_before_its_copy_has_finished(
     assert second.hidden.eq(2).all()
     arrive(3)  # notes that the copies are through
     arrive(4)
-    assert streams.num_pinned == 3
+    assert len(streams.pinned) == 3
 
 
 def test_tensors_made_from_arriving_tensors_are_kept_while_in_use(
@@ -171,9 +171,21 @@ def test_the_pool_keeps_buffers_for_the_micro_batches_in_flight(
     copies.keep_for(1)
     for num_pinned in (12, 12 + 12 - 4):
         flying = [copies.to_host([on_device(torch.zeros(NUMBERS))]) for _ in range(12)]
-        assert streams.num_pinned == num_pinned
+        assert len(streams.pinned) == num_pinned
         flying[-1].wait()
         del flying
+
+
+def test_pinned_buffers_have_the_sizes_that_torch_takes_and_serve_other_lengths(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    leaving = copies.to_host([on_device(torch.zeros(NUMBERS + 1))])
+    leaving.wait()
+    del leaving
+    copies.to_host([on_device(torch.zeros(2 * NUMBERS))]).wait()
+    assert streams.pinned == [2 * SMALLEST_KEPT_BYTES]
+    coming = copies.receive_pool().take(3 * SMALLEST_KEPT_BYTES)
+    assert len(coming) == streams.pinned[-1] == 4 * SMALLEST_KEPT_BYTES
 
 
 def test_a_large_mask_is_copied_from_pinned_memory(
@@ -184,7 +196,7 @@ def test_a_large_mask_is_copied_from_pinned_memory(
     coming = copies.to_device([mask, small], lambda tensors: Gradients(tensors))
     expected = mask.clone()
     mask.logical_not_()  # its own memory may be used again
-    assert streams.num_pinned == 1
+    assert len(streams.pinned) == 1
     copies.close()
     found, _ = coming.tensors
     assert found is not None

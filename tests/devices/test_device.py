@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_hetero.devices.device import (
     Clock,
     ClockMoment,
     Device,
+    all_survive_fork,
     check_has_backend,
     device_for,
     devices_beside,
@@ -330,3 +332,83 @@ def test_local_workers_take_the_other_devices_first(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_here)
     assert devices_beside(torch.device(own), 2) == expected
+
+
+class WithProperties(PlayedLibrary):
+    """A library of GPUs that tells their properties."""
+
+    def __init__(self, **properties: Any) -> None:
+        super().__init__(is_initialized=True)
+        self._properties = SimpleNamespace(uuid="GPU-7", total_memory=1000, **properties)
+
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return self._properties
+
+
+@pytest.mark.parametrize(
+    ("kind", "properties"), [(Cuda, {"is_integrated": 1}), (Xpu, {"is_integrated_gpu": True})]
+)
+def test_an_integrated_gpu_shares_main_memory_and_what_other_processes_have_left_of_it(
+    kind: type[Device], properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on AMD's Strix Halo: the driver tells its own limit."""
+    name = kind.device_type
+    monkeypatch.setattr(torch, name, WithProperties(**properties))
+    monkeypatch.setattr(device_module, "free_main_memory", lambda: 150)
+    found = device_for(torch.device(name, 0))
+    assert found.memory_name == device_for(torch.device("cpu")).memory_name
+    assert found.free_and_base_bytes(0) == (150 + 300, 0)
+    assert found.overcommits
+
+
+@pytest.mark.parametrize(("kind", "memory_name"), [(Cuda, "GPU-7"), (Xpu, "xpu:0")])
+def test_a_gpu_with_memory_of_its_own_shares_it_with_nobody(
+    kind: type[Device], memory_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = kind.device_type
+    monkeypatch.setattr(torch, name, WithProperties(is_integrated=0, is_integrated_gpu=False))
+    monkeypatch.setattr(device_module, "free_main_memory", lambda: 150)
+    found = device_for(torch.device(name, 0))
+    assert found.memory_name == memory_name
+    assert found.free_and_base_bytes(0) == (700 + 300, 0)
+    assert not found.overcommits
+
+
+@pytest.mark.parametrize(("taken_bytes", "free_bytes"), [(100, 500), (500, 300), (900, 0)])
+def test_an_apple_gpu_takes_no_more_of_main_memory_than_metal_allows(
+    taken_bytes: int, free_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 800)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: taken_bytes)
+    monkeypatch.setattr(device_module, "free_main_memory", lambda: 500)
+    found = Mps(torch.device("mps"))
+    assert found.free_and_base_bytes(0)[0] == free_bytes
+    assert found.overcommits
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "is_there"),
+    [((7, 0), None, False), ((8, 0), None, True), ((12, 0), None, True), ((11, 5), "7.1", True)],
+    ids=["V100", "A100", "RTX 5090", "Strix Halo"],
+)
+def test_flash_attention_is_not_promised_for_a_gpu_that_is_too_old(
+    capability: tuple[int, int], hip: str | None, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert Cuda(torch.device("cuda", 0)).has_flash_attention is is_there
+
+
+@pytest.mark.parametrize(
+    ("hip", "found", "survives"),
+    [(None, None, True), ("7.1", "amdsmi", True), ("7.1", None, False)],
+    ids=["no ROCm", "ROCm counts by its library", "ROCm counts by starting"],
+)
+def test_sessions_fork_only_if_a_look_for_gpus_starts_no_runtime(
+    hip: str | None, found: str | None, survives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cuda, "is_in_torch", True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found if "amd" in name else name)
+    assert all_survive_fork() is survives

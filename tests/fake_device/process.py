@@ -30,6 +30,7 @@ from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.devices.device import Accelerator
 from lightning_hetero.protocol import tensors
 from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.worker.supervisor import _end_with_parent
 from lightning_hetero.worker.worker import Worker
 
 from ..forked import running_script
@@ -105,6 +106,34 @@ def serve() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     Worker(listener, torch.device(device), Deadlines()).serve_forever()
+
+
+@contextmanager
+def restarting_fake_worker(library: str, device: str) -> Iterator[tuple[str, int]]:
+    """A worker whose process may be killed, as another one then takes its place.
+
+    Yields:
+        Its address, and the process above those that serve.
+    """
+    with running_script(_PRELUDE.format("serve_again_and_again"), library, device) as process:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        assert port, process.communicate(PATIENCE_SECONDS)[1]
+        yield f"127.0.0.1:{port}", process.pid
+
+
+def serve_again_and_again() -> None:
+    """Serve in one process after the other, of which each may be killed."""
+    library, device = sys.argv[1:]
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    while True:
+        pid = os.fork()
+        if pid == 0:
+            _end_with_parent()
+            _prepare(library)
+            Worker(listener, torch.device(device), Deadlines()).serve_forever()
+        os.waitpid(pid, 0)
 
 
 def wait_for_copies(is_wanted: bool = True) -> None:

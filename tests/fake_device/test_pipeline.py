@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -20,54 +19,10 @@ from lightning_hetero.pipeline.driver import Driver
 from ..equality import assert_close
 from ..integration.generation import Generating
 from ..integration.moves import Moves
-from ..models import TinyModule, fit, loader, tiny_llama, trainer
+from ..models import fit, loader, tiny_llama, trainer
 from . import waits_of_computing
-from .accelerator import FakeAccelerator
 from .process import on_fake_device, wait_for_copies
-
-NUM_LAYERS = 5
-BATCH_SIZE = 12
-Found = dict[str, Tensor]
-
-
-class Module(TinyModule):
-    """Its optimizer computes alike on every device, and its step makes a tensor on the device."""
-
-    is_fused = False
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        # As user code writes it: the kind of device alone means the thread's current device.
-        return loss * torch.ones((), device=self.device.type).expand(1).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=1e-3, foreach=False, fused=self.is_fused)
-
-
-def on(device: str) -> dict[str, Any]:
-    """The Trainer's options for a device."""
-    if device == "cpu":
-        return {"accelerator": "cpu"}
-    return {"accelerator": FakeAccelerator(), "devices": [int(device.partition(":")[2])]}
-
-
-def line(workers: Sequence[str], cuts: Sequence[int] = (1, 3, 4), **options: Any) -> Plan:
-    """The coordinator has the first layers and the last ones, and two workers those between."""
-    bounds = [0, *cuts, NUM_LAYERS]
-    names = ["coordinator", *workers[:2], "coordinator"]
-    stages = [
-        StagePlan([name], (start, end), **(options if name != "coordinator" else {}))
-        for name, start, end in zip(names, bounds[:-1], bounds[1:], strict=True)
-        if start < end
-    ]
-    return Plan(stages, micro_batches=3)
-
-
-def result_of(module: pl.LightningModule) -> Found:
-    """The weights and losses of a run."""
-    weights = {name: tensor.cpu().clone() for name, tensor in module.state_dict().items()}
-    return weights | {"losses": torch.tensor(getattr(module, "losses", []))}
+from .scenes import BATCH_SIZE, NUM_LAYERS, Found, Module, differing, line, on, result_of
 
 
 def step(workers: Sequence[str], device: str) -> Found:
@@ -142,12 +97,6 @@ SCENARIOS: dict[str, Callable[[Sequence[str], str], Found]] = {
 }
 
 
-def differing(found: Found, expected: Found) -> list[str]:
-    """What differs in any bit, by name."""
-    assert found.keys() == expected.keys()
-    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
-
-
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @on_fake_device
 def test_streams_change_no_bit(
@@ -159,6 +108,18 @@ def test_streams_change_no_bit(
     wait_for_copies(False)
     found = run([first_worker, second_worker], "fake:1")
     assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize("device", ["fake:1", "cpu"])
+@on_fake_device
+def test_replicas_on_a_fake_device_and_the_processor_have_the_bits_of_plain_copies(
+    device: str, second_worker: str, plain_workers: list[str], workers: list[str]
+) -> None:
+    """Each sum has the kernels of one device, and their order is that of the plan."""
+    wait_for_copies()
+    expected = replicas([workers[0], plain_workers[0]], device.replace("1", "0"))
+    wait_for_copies(False)
+    assert differing(replicas([workers[0], second_worker], device), expected) == []
 
 
 @on_fake_device

@@ -33,12 +33,15 @@ from .scene import be_quiet
 
 RUN = "import sys; from tests.faults.killed_coordinator import run; run(*sys.argv[1:])"
 BATCH_SIZE = 4
-STEPS_PER_EPOCH = 25
+STEPS_PER_EPOCH = 20
 # A coordinator lives at most so long behind its first step.
 MOST_SECONDS = 1.0
 # Its workers wait so long for it.
 LINGER_SECONDS = 1.0
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 300.0
+MOST_STEPS = 10_000
+# Those of the coordinator that nobody kills.
+MORE_STEPS = 5
 
 
 class Continuing:
@@ -137,18 +140,17 @@ class Killed:
 def try_kills(count: int, folder: Path, seed: int = 0) -> Killed:
     """Kill so many coordinators one after the other, then let one come to the end."""
     found, lives = Killed(), random.Random(seed)
-    num_steps = (count + 1) * STEPS_PER_EPOCH
     with worker_process() as first, worker_process() as second:
         names = [first.address, second.address]
         killed_at = 0.0
         for _ in range(count):
-            with running_script(RUN, str(folder), str(num_steps), *names) as process:
+            with running_script(RUN, str(folder), str(MOST_STEPS), *names) as process:
                 assert process.stdout is not None
                 line = process.stdout.readline()
                 if found.kills:
                     found.kills[-1].seconds = time.monotonic() - killed_at
                 if line != "trains\n":
-                    break  # it has ended, as all steps are done
+                    raise RuntimeError(f"The coordinator has not trained: {process.stderr.read()}")
                 life_seconds = lives.uniform(0.0, MOST_SECONDS)
                 time.sleep(life_seconds)
                 process.kill()
@@ -157,6 +159,7 @@ def try_kills(count: int, folder: Path, seed: int = 0) -> Killed:
             step = max(steps_of(folder), default=0)
             left = len(list((folder / "recovery").glob("run-*")))
             found.kills.append(Kill(life_seconds, step, left))
+        num_steps = max(steps_of(folder), default=0) + MORE_STEPS
         with running_script(RUN, str(folder), str(num_steps), *names) as process:
             _, said = process.communicate(PATIENCE_SECONDS)
             if process.returncode:

@@ -87,7 +87,7 @@ def ways() -> dict[tuple[str, str], Way]:
     spare = {"linger_seconds": SHORT_SECONDS, "wait_seconds": 0.3}
     return {
         ("kill -9", RESPAWN): Way(lambda victim: victim.worker.session.kill()),
-        ("kill -9", SPARE): Way(lambda victim: victim.worker.process.kill(), wait_seconds=0.3),
+        ("kill -9", SPARE): Way(lambda victim: victim.worker.process.kill(), **spare),
         ("SIGSTOP", RECONNECT): Way(stop.strike, stop.undo, late),
         ("SIGSTOP", RESPAWN): Way(stop.strike, stop.undo, late, **short),
         ("SIGSTOP", SPARE): Way(stop.strike, stop.undo, **spare),

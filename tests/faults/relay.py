@@ -89,8 +89,12 @@ class Relay:
                 if not self._is_plugged:
                     near.close()
                     continue
-                with self._there():
-                    far = socket.create_connection((self._target.host, self._target.port))
+                try:
+                    with self._there():
+                        far = socket.create_connection((self._target.host, self._target.port))
+                except OSError:
+                    near.close()  # nobody listens there at present
+                    continue
                 cut = threading.Event()
                 if self._is_first_again:
                     self._cuts[0], self._is_first_again = cut, False

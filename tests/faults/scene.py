@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -215,5 +216,6 @@ class Scene:
 
 
 def be_quiet() -> None:
+    warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning_hetero"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

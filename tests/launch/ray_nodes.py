@@ -51,7 +51,7 @@ class Nodes:
         self.cluster.remove_node(found)
 
     def stored_bytes(self) -> dict[str, int]:
-        """The bytes that were ever put into the object store, by the number of each node."""
+        """The bytes that were ever put into the object store of each present node, by number."""
         from ray._private.internal_api import node_stats  # only where it is installed
 
         found = {}

@@ -25,8 +25,10 @@ from lightning_hetero.protocol.tensors import (
     TensorSpec,
     body_layout,
     dtype_name,
+    in_eighths,
     tensor_bytes,
     tensor_from_bytes,
+    to_power_of_two,
 )
 
 from .strategies import any_tensor, is_same, shapes
@@ -181,6 +183,16 @@ def test_batches_of_slightly_different_length_share_a_buffer() -> None:
     del tensor
     assert next_is_marked(pool, 1_001_000)
     assert not next_is_marked(pool, 4_000_000)
+
+
+@given(num_bytes=st.integers(1, 2**40))
+def test_rounding_before_torch_rounds_pinned_memory_takes_no_more_of_it(num_bytes: int) -> None:
+    size = to_power_of_two(num_bytes)
+    assert num_bytes <= size < 2 * num_bytes
+    assert size.bit_count() == 1
+    assert to_power_of_two(in_eighths(max(num_bytes, SMALLEST_KEPT_BYTES))) == max(
+        size, SMALLEST_KEPT_BYTES
+    )
 
 
 @given(num_bytes=st.integers(0, 4 * 2**20))

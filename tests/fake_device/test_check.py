@@ -1,0 +1,55 @@
+"""`lightning-hetero check` is right on the fake device, row by row.
+
+Rates of copies, and what computing hides of them, are those of the processor; they only have to be
+there. `autoload` tells how to run the whole command there.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from lightning_hetero.verify import device_check
+from lightning_hetero.verify.device_check import Bench, Finding, check_device
+
+from .process import on_fake_device
+
+
+def findings_of(part: str, addresses: dict[str, str]) -> list[Finding]:
+    """The rows of one part, of a smaller model and over workers that run already."""
+    device_check._CONFIG = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=device_check.NUM_LAYERS,
+        num_attention_heads=2,
+        vocab_size=64,
+        use_cache=False,
+    )
+    device_check._SEQUENCE_LENGTH = 16
+    device_check.TIMED_STEPS, device_check.PROFILE_SECONDS = 3, 2.0
+    device_check.COPIED_BYTES, device_check.MULTIPLIED_ROWS = 2**20, 64
+    device_check.CHECKS = [getattr(device_check, part)]
+    Bench.worker_on = lambda _bench, device: addresses[device]  # type: ignore[method-assign]
+    Bench._token_file = lambda _bench, device: None  # type: ignore[method-assign, assignment, return-value]
+    return list(check_device(torch.device("fake", 0)))
+
+
+@pytest.mark.parametrize(
+    ("part", "num_rows"), [("losses", 4), ("bits", 1), ("precisions", 2), ("memory", 1)]
+)
+@on_fake_device
+def test_what_has_a_judgement_is_right(
+    part: str, num_rows: int, first_worker: str, workers: list[str]
+) -> None:
+    found = findings_of(part, {"fake:0": first_worker, "cpu": workers[0]})
+    assert len(found) == num_rows, found
+    assert [finding for finding in found if finding.is_good is not True] == []
+
+
+@pytest.mark.parametrize(("part", "num_rows"), [("copies", 5), ("waiting", 1), ("costs", 2)])
+@on_fake_device
+def test_what_is_measured_is_there(part: str, num_rows: int, first_worker: str) -> None:
+    found = findings_of(part, {"fake:0": first_worker})
+    assert len(found) == num_rows, found
+    assert not [finding for finding in found if "Error" in finding.found]
