@@ -75,7 +75,8 @@ class TensorsAway:
 
     Attributes:
         names_of: The name of each tensor on its worker.
-        changed: Tensors that may differ from the checkpoint: as given, and those that are here.
+        changed: Tensors that may differ from the checkpoint: as given, those that are here, and
+            those that were stored.
         loss: The reason why the weights are lost; None while they are not lost.
         progress: Shows how far fetches have come; None if nothing shows it.
     """
@@ -106,6 +107,7 @@ class TensorsAway:
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         self.check_not_lost()
+        self.changed.update(tensor for tensor, name in self.names_of.items() if name in tensors)
         self._remote.store(tensors)
 
     def check_not_lost(self) -> None:

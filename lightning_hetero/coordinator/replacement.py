@@ -30,6 +30,7 @@ from torch import Tensor
 from ..errors import ChannelError, HeteroError, RemoteProtocolError, WorkerError, WorkerUnreachable
 from ..model.tensors import named_tensors
 from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
+from ..planner.membership import too_few
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..recovery import Recovery
@@ -360,6 +361,7 @@ class Replacements:
             for worker in lost:
                 # Nobody starts a second process again but this run.
                 self._dial(worker, lost, is_last_try or worker.is_beside)
+            self._check_enough()
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
             num_lost = len(lost)
@@ -484,6 +486,16 @@ class Replacements:
                 f"{own_name} is another device than {worker.name} was, or has another torch: the "
                 "last bits of what it computes may differ"
             )
+
+    def _check_enough(self) -> None:
+        """Refuse to go on with too few machines; one may serve for a lost worker beside its own.
+
+        Raises:
+            WorkerError: If there are fewer than the user wants.
+        """
+        machines = {str(worker.address) for worker in self._connections.workers}
+        if reason := too_few(machines, self._settings.least_workers):
+            raise WorkerError(reason)
 
     def _restore(self, lost: Collection[Member]) -> int:
         """Give new processes the state of lost workers, and all that was said to these since;

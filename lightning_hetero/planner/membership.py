@@ -158,21 +158,6 @@ def gathered(
     return Change(found, before_seconds, candidate_of(found, profile).step_seconds)
 
 
-def hosts_of(homes: Mapping[str, str], addresses: Mapping[str, str]) -> dict[str, str]:
-    """The lost workers that another worker's machine serves for, each with that worker.
-
-    Args:
-        homes: Where each worker was at first.
-        addresses: Where each of them is now. A lost one is at the home of another one.
-    """
-    at_home = {where: name for name, where in homes.items() if addresses.get(name) == where}
-    return {
-        name: at_home[where]
-        for name, where in addresses.items()
-        if where != homes.get(name) and where in at_home
-    }
-
-
 def left_by_bytes(
     plan: Plan, name: str, layer_bytes: Sequence[int], room_bytes: Mapping[str, float]
 ) -> Plan | None:
@@ -208,11 +193,8 @@ def too_few(names: Collection[str], least: int) -> str:
     """Why a run with these workers cannot go on, as a sentence; empty if it can."""
     if len(names) >= least:
         return ""
-    count = f"Only {len(names)} worker{'s are' if len(names) != 1 else ' is'} left"
-    return (
-        f"{count if names else 'No worker is left'}, and the run needs {least} "
-        "(`least_workers` of `Recovery`)."
-    )
+    count = "1 worker takes" if len(names) == 1 else f"{len(names)} workers take"
+    return f"Only {count} part, and the run needs {least} (`least_workers` of `Recovery`)."
 
 
 def _most_layers(plan: Plan) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..plan import Plan, StagePlan
 from ..planner.feasibility import as_measured, check_plan, with_shares
+from ..planner.membership import too_few
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
 from ..planner.verdict import judge, render
@@ -274,6 +275,8 @@ class Site:
             coordinator.serve(plan.workers, plan.narrowings)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         if before is None and self.recovery is not None:
+            if missing := too_few(plan.workers, self.recovery.least_workers):
+                raise PlanError(f"The run cannot begin. {missing}")
             self._recover_with(coordinator, self.recovery)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None

@@ -28,7 +28,6 @@ from ..planner.membership import (
     at_present,
     fits,
     gathered,
-    hosts_of,
     in_place,
     joined,
     left,
@@ -99,8 +98,7 @@ class Membership:
     _plan: Plan | None = None
     # The workers that leave with the end of the run.
     _staying: set[Member] = field(default_factory=set)
-    # Where each worker was when the run met it, and the lost ones that were looked at.
-    _homes: dict[str, str] = field(default_factory=dict)
+    # The lost workers that were looked at, each with the worker whose machine serves for it.
     _served_for: dict[str, str] = field(default_factory=dict)
 
     def act(self) -> None:
@@ -257,7 +255,6 @@ class Membership:
     def _say_goodbye(self, worker: Member) -> None:
         """Let a worker go that has no layers."""
         self.run.deployment.coordinator.connections.release(worker)
-        self._homes.pop(worker.name, None)
         self._note_members()
         for callback in self._told:
             callback.on_worker_left(self.trainer, worker.name, self._next_step)
@@ -344,9 +341,9 @@ class Membership:
         """Share the layers of lost workers, which other machines serve beside their own ones, over
         all that are left, if that shortens the step."""
         connections = self.run.deployment.coordinator.connections
-        addresses = {worker.name: str(worker.address) for worker in connections.members}
-        self._homes = {name: self._homes.get(name, where) for name, where in addresses.items()}
-        hosts = hosts_of(self._homes, addresses)
+        homes = {each.address: each.name for each in connections.members if not each.is_beside}
+        beside = [each for each in connections.members if each.is_beside]
+        hosts = {each.name: homes[each.address] for each in beside if each.address in homes}
         if hosts == self._served_for:
             return
         self._served_for = hosts

@@ -56,6 +56,9 @@ TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 2e-2
 # Of what the planner counts; more is a plan that does not fit.
 MOST_OF_ACCOUNT = 1.1
 
+# Characters of an error in a row.
+_MOST_SAID = 300
+
 # A plain run of the four layers here, and the same over a plan.
 _CONFIG = LlamaConfig(
     hidden_size=256,
@@ -215,7 +218,9 @@ def check_device(device: torch.device) -> Iterator[Finding]:
                     yield from check(bench)
                 except (HeteroError, RuntimeError, ImportError, ValueError) as error:
                     what = (check.__doc__ or "").rstrip(".")
-                    yield Finding(what, f"{type(error).__name__}: {error}", is_good=False)
+                    # Some errors of torch go on for pages.
+                    said = str(error).partition("\n")[0][:_MOST_SAID]
+                    yield Finding(what, f"{type(error).__name__}: {said}", is_good=False)
         finally:
             bench.close()
 
@@ -248,13 +253,18 @@ def bits(bench: Bench) -> Iterator[Finding]:
 
 
 def precisions(bench: Bench) -> Iterator[Finding]:
-    """Losses under bf16-mixed, and with layers in 4 bits."""
+    """Losses under bf16-mixed."""
     own = str(bench.device)
     # By its word alone Lightning would take the autocast of CUDA for a kind that it does not know.
     mixed = [MixedPrecision("bf16-mixed", bench.device.type)]
     plain = bench.train(own, plugins=mixed)
     found = bench.train(own, bench.strategy(own), plugins=mixed)
     yield _compared("bf16-mixed", found, plain, ROUNDED_TOLERANCE)
+
+
+def four_bits(bench: Bench) -> Iterator[Finding]:
+    """Losses with layers in 4 bits and adapters."""
+    own = str(bench.device)
     try:
         prepare = _in_four_bits(bench.folder / "model")
     except ImportError as error:
@@ -340,6 +350,7 @@ CHECKS: Sequence[Check] = (
     losses,
     bits,
     precisions,
+    four_bits,
     compiling,
     copies,
     waiting,

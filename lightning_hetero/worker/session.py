@@ -456,6 +456,7 @@ class StageSession:
         self._host.owner.check_stage(parameters)
         if self._budget is not None:
             self._budget.reserve(parameters)
+        self._snapshots.note_changes()
         built, held = self._layers.build(message)
         self._neighbors.expect(message)
         self._replicas.expect(message)

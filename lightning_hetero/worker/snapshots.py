@@ -69,6 +69,15 @@ class SnapshotSide:
         trained = (name for name, p in self._layers.parameters().items() if p.requires_grad)
         self._changed.update(trained)
 
+    def note_changes(self) -> None:
+        """Note which tensors may have changed; call it also before the layers are built anew."""
+        for name, state in self._states():
+            _, _, tensor = locate(self._layers.numbered, name)
+            # Some optimizers change parameters behind torch's back.
+            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            if state != self._launched.get(name) or not is_frozen:
+                self._changed.add(name)
+
     def _states(self) -> Iterator[tuple[str, _State]]:
         for name, tensor in named_tensors(self._layers.numbered):
             version = 0 if tensor.is_inference() else tensor._version
@@ -93,13 +102,10 @@ class SnapshotSide:
         belongings = self._training.present
         if unknown := sorted({*also} - {name for name, _ in self._states()}):
             raise ModelError(f"This worker has no tensors {unknown[:5]}.")
-        for name, state in self._states():
-            _, _, tensor = locate(self._layers.numbered, name)
-            # Some optimizers change parameters behind torch's back.
-            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            if state != self._launched.get(name) or not is_frozen:
-                self._changed.add(name)
+        self.note_changes()
+        for name, _ in self._states():
             if name in self._changed or name in also:
+                _, _, tensor = locate(self._layers.numbered, name)
                 gradient = tensor.grad if with_gradients else None
                 yield self._frame(name, belongings, gradient)
 

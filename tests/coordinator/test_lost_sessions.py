@@ -79,6 +79,15 @@ class MovingFrozen(Moving):
             parameter.requires_grad_(parameter.ndim == 1)
 
 
+class MovingLoaded(MovingFrozen):
+    """Replaces all weights before they move, also those that do not train."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.load_state_dict({name: 1.5 * t for name, t in self.state_dict().items()})
+        super().on_train_batch_start(batch, batch_idx)
+
+
 class ByHand(TinyModule):
     """Looks at norms, and adds up the gradients of two batches."""
 
@@ -134,6 +143,7 @@ MODULES: dict[str, type[TinyModule]] = {
     "by hand": ByHand,
     "moving": Moving,
     "moving frozen": MovingFrozen,
+    "moving loaded": MovingLoaded,
     "moving averaged": Moving,
     "frozen": Freezing,
     "generating": Generating,
@@ -270,13 +280,13 @@ NOT_YET_SAFE = r"Layers were moving|Layers have moved, and no snapshot"
 
 
 @pytest.mark.filterwarnings("ignore:.*It had no layers, so the run goes on without it")
-@pytest.mark.parametrize("options", ["moving", "moving frozen", "moving averaged"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("options", ["moving", "moving frozen", "moving loaded", "moving averaged"])
+@pytest.mark.parametrize("plan", ["a line", "turn by turn", "replicas in a line"])
 def test_random_losses_change_no_bit_where_layers_move(
     plan: str, options: str, tmp_path: Path
 ) -> None:
     expected, replaced = undisturbed(plan, options), []
-    if options == "moving":
+    if options == "moving" and plan != "replicas in a line":
         assert expected.losses[:4] == undisturbed(plan, "plain").losses
     for seed in range(8 * NUM_SEEDS):
         if seed >= NUM_SEEDS and sum(replaced) > 0:

@@ -79,6 +79,8 @@ def _prepare(library: str) -> None:
     torch.set_num_threads(1)
     # The tensors of tests are small, and go through the kept buffers of large ones all the same.
     tensors.SMALLEST_KEPT_BYTES = 64
+    # The processor takes minutes for large products in half precision.
+    Accelerator.trial_size = 64
     load(library)
 
 

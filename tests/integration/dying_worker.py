@@ -28,6 +28,9 @@ PLACES = {
     "snapshot": ("worker.snapshots", "SnapshotSide", "_send"),
     "evaluation": ("pipeline.stage", "Stage", "forward"),
     "replay": ("worker.session", "StageSession", "_on_replay"),
+    "sums": ("worker.replicas", "ReplicaSide", "_send"),
+    "totals": ("worker.replicas", "ReplicaSide", "_take_totals"),
+    "weights of replicas": ("worker.replicas", "ReplicaSide", "_take_weights"),
 }
 
 

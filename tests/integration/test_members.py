@@ -27,6 +27,7 @@ from lightning_hetero import (
 )
 from lightning_hetero.coordinator import lookout
 from lightning_hetero.devices.description import describe_device
+from lightning_hetero.errors import PlanError, WorkerLost
 from lightning_hetero.plan import COORDINATOR
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, LinkSpeed, Part, Profile
 from lightning_hetero.profiler.kept import Measured
@@ -254,32 +255,65 @@ def test_one_that_the_run_needs_stays(
             found = train(strategy, Events({4: ask_to_end(second)}))
         assert second.process.wait() == 0
     assert_same(found, undisturbed)
-    assert "Only 1 worker is left, and the run needs 2" in caplog.text
+    assert "Only 1 worker takes part, and the run needs 2" in caplog.text
 
 
 @pytest.mark.usefixtures("measured")
 def test_the_machines_that_are_left_share_the_layers_of_one_that_is_lost_for_good(
-    undisturbed: TinyModule, caplog: pytest.LogCaptureFixture
+    undisturbed: TinyModule, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As if the machine of the first worker served for the second one, which is lost."""
+    """Another machine takes its place first, beside its own layers."""
     with worker_process() as first, worker_process() as second, worker_process() as third:
         names = [first.address, second.address, third.address]
 
-        def take_over(strategy: Any) -> None:
-            connections = strategy.deployment.coordinator.connections
-            connections.named(names[1]).address = connections.named(names[0]).address
+        def end(_strategy: Any) -> None:
+            second.process.kill()
+            second.process.wait()
 
-        events = Events({4: take_over})
-        plan = Plan(
-            [StagePlan([name], layers) for name, layers in zip(names, THIRDS, strict=True)], 3
-        )
+        events = Events({4: end})
+        pairs = zip(names, THIRDS, strict=True)
+        plan = Plan([StagePlan([name], layers) for name, layers in pairs], 3)
         quick = PipelineProfiler(budget_seconds=0.5)
+        settings = Recovery(folder=tmp_path, wait_seconds=0.3)
+        strategy = HeteroPipelineStrategy(names, plan, recovery=settings)
         with caplog.at_level(logging.INFO):
-            found = train(HeteroPipelineStrategy(names, plan), events, quick)
+            found = train(strategy, events, quick)
     assert_same(found, undisturbed)
-    assert events.told == [("left", names[1])]
+    assert events.told == [("restored", names[1]), ("left", names[1])]
     assert sorted(events.plans[-1].workers) == sorted([names[0], names[2]])
-    assert f"from step 5 on the run does without {names[1]}" in caplog.text
+    assert f"the run does without {names[1]}: a step should take" in caplog.text
+
+
+def test_a_run_with_fewer_workers_than_it_needs_does_not_begin(
+    worker_processes: list[WorkerProcess], tmp_path: Path
+) -> None:
+    names = [worker.address for worker in worker_processes[:2]]
+    settings = Recovery(folder=tmp_path, least_workers=3)
+    strategy = HeteroPipelineStrategy(names, plan_over(names), recovery=settings)
+    with pytest.raises(PlanError, match="Only 2 workers take part, and the run needs 3"):
+        train(strategy)
+
+
+def test_a_run_ends_if_one_machine_serves_for_too_many(tmp_path: Path) -> None:
+    """As if a machine of the run took the place of the lost worker."""
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+
+        def kill(strategy: Any) -> None:
+            replacements = strategy.deployment.coordinator.replacements
+            connections, dial = replacements._connections, replacements._dial
+
+            def elsewhere(worker: Any, *args: Any, **options: Any) -> None:
+                dial(worker, *args, **options)
+                worker.address = connections.named(names[0]).address
+
+            replacements._dial = elsewhere
+            second.session.kill()
+
+        settings = Recovery(folder=tmp_path, least_workers=2)
+        strategy = HeteroPipelineStrategy(names, plan_over(names), recovery=settings)
+        with pytest.raises(WorkerLost, match="cannot be replaced: Only 1 worker takes part"):
+            train(strategy, Events({3: kill}))
 
 
 # joining

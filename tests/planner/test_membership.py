@@ -13,7 +13,6 @@ from lightning_hetero.planner.membership import (
     at_present,
     fits,
     gathered,
-    hosts_of,
     in_place,
     joined,
     left,
@@ -179,21 +178,10 @@ def test_a_machine_that_serves_for_two_gives_layers_away() -> None:
     assert "b" not in change.plan.workers
 
 
-def test_a_lost_worker_is_at_the_home_of_another_one() -> None:
-    homes = {"a": "here", "b": "there", "c": "beyond"}
-    assert hosts_of(homes, homes) == {}
-    assert hosts_of(homes, {**homes, "b": "here"}) == {"b": "a"}
-    assert hosts_of(homes, {**homes, "b": "here", "c": "here"}) == {"b": "a", "c": "a"}
-    # A spare has taken its place, or its own next process, at another address.
-    assert hosts_of(homes, {**homes, "b": "elsewhere"}) == {}
-    # Its host is lost too, and both are elsewhere.
-    assert hosts_of(homes, {"a": "beyond", "b": "beyond", "c": "beyond"}) == {"a": "c", "b": "c"}
-
-
 def test_too_few_workers_are_told_with_both_numbers() -> None:
     assert too_few(["a", "b"], 2) == ""
-    assert "Only 1 worker is left, and the run needs 2" in too_few(["a"], 2)
-    assert "No worker is left" in too_few([], 1)
+    assert "Only 1 worker takes part, and the run needs 2" in too_few(["a"], 2)
+    assert "Only 0 workers take part, and the run needs 1" in too_few([], 1)
 
 
 def test_a_profile_follows_the_present_speeds() -> None:

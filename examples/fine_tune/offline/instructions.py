@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from documentation import Documented
+from .documentation import Documented
 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 MIN_SENTENCE_WORDS = 3
@@ -26,9 +26,10 @@ Row = dict[str, str]
 
 
 def write_instructions(things: Iterable[Documented], path: Path) -> None:
-    """Write one pair for each public thing as a JSON file in Alpaca's format."""
+    """Write one pair for each public thing, in Alpaca's format, as a line of a JSONL file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(make_pairs(things), indent=1, ensure_ascii=False), encoding="utf-8")
+    lines = [json.dumps(pair, ensure_ascii=False) for pair in make_pairs(things)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def make_pairs(things: Iterable[Documented]) -> list[Row]:

@@ -1,0 +1,305 @@
+"""What fits on which cards: python -m examples.fine_tune.cards [--base NAME] [--cards A+B ...].
+
+The planner of lightning-hetero places the layers, as it does after a measurement. Here nothing is
+measured: one layer of the model runs on torch's device ``meta``, which has shapes and no numbers,
+and the bytes that it keeps for its backward are counted. So the table tells memory and layers, and
+no speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from lightning_hetero.errors import PlanError
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.plan import COORDINATOR
+from lightning_hetero.planner.cards import find_card
+from lightning_hetero.planner.profile import (
+    EMBEDDING,
+    HEAD,
+    VERSION,
+    DeviceProfile,
+    ModelProfile,
+    Part,
+    Profile,
+    Timing,
+)
+from lightning_hetero.planner.solver import Wishes, solve
+
+from .hub import HubError, plain_hub_errors
+from .loading import Lora
+
+LLAMA: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8}
+QWEN: dict[str, Any] = {"vocab_size": 151936, "hidden_size": 5120, "num_key_value_heads": 8}
+SMALL_LLAMA: dict[str, Any] = {**LLAMA, "intermediate_size": 8192, "tie_word_embeddings": True}
+MODELS: dict[str, PretrainedConfig] = {
+    "Llama 3.2 1B": LlamaConfig(
+        **SMALL_LLAMA, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32
+    ),
+    "Llama 3.2 3B": LlamaConfig(
+        **SMALL_LLAMA, hidden_size=3072, num_hidden_layers=28, num_attention_heads=24
+    ),
+    "Llama 3.1 8B": LlamaConfig(
+        **LLAMA,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+    ),
+    "Qwen3 14B": Qwen3Config(
+        **QWEN, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40
+    ),
+    "Qwen3 32B": Qwen3Config(
+        **QWEN, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64
+    ),
+    "Llama 3.3 70B": LlamaConfig(
+        **LLAMA,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+    ),
+}
+CARDS = (
+    *("RTX 3060", "RTX 4080", "RTX 3090"),
+    *("RTX 3060+RTX 3090", "RTX 3090+RTX 4090", "RTX A6000+RTX 4090"),
+)
+MICRO_BATCHES = 4
+GIB = 2**30
+FRAMEWORK_BYTES = GIB
+"""What CUDA, its libraries and the allocator take before any layer is there; assumed."""
+
+# A value for 64 weights in one byte, and one of four bytes for 256 such values.
+NF4_BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention with the bytes of the kernels that GPUs use: no table of all pairs is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, result)
+        return result
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_mask: Any, **_options: Any
+) -> tuple[Tensor, None]:
+    result: Any = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return result.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("counted", _attend)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer with its adapter, in bfloat16 and NF4, for one sequence.
+
+    Args:
+        frozen_bytes: Its frozen weights.
+        trainable: Number of weights that train.
+        kept_bytes: What it keeps for its backward.
+        largest_bytes: The largest frozen weight when it is unpacked.
+        multiplications: Of its forward.
+    """
+
+    frozen_bytes: int
+    trainable: int
+    kept_bytes: int
+    largest_bytes: int
+    multiplications: float
+
+
+def count_layer(config: PretrainedConfig, tokens: int, lora: Lora) -> Layer:
+    """Run one layer of a model on ``meta`` and count."""
+    one = type(config).from_dict({**config.to_dict(), "num_hidden_layers": 1, "layer_types": None})
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(
+            one, dtype=torch.bfloat16, attn_implementation="counted"
+        )
+        model: Any = get_peft_model(base, lora.config, autocast_adapter_dtype=False)
+        hidden = torch.empty(1, tokens, one.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    (layer,) = [found.module for found in find_decoder_layers(model)]
+    kept = Kept(layer)
+    with saved_tensors_hooks(kept.add, lambda tensor: tensor):
+        model.base_model.model.base_model(inputs_embeds=hidden, use_cache=False)
+    frozen = [p.numel() for p in layer.parameters() if not p.requires_grad and p.ndim > 1]
+    trainable = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    return Layer(
+        frozen_bytes=int(sum(frozen) * NF4_BYTES_PER_WEIGHT),
+        trainable=trainable,
+        kept_bytes=kept.num_bytes,
+        largest_bytes=2 * max(frozen),
+        multiplications=2.0 * tokens * (sum(frozen) + trainable),
+    )
+
+
+class Kept:
+    """The storages that one module keeps for its backward, without its own weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.num_bytes = 0
+        self._own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        # Each storage lives on, so that no other one has its address.
+        self._storages: dict[int, Any] = {}
+        module.register_forward_pre_hook(lambda *_: self._storages.clear())
+        module.register_forward_hook(self._end)
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Take note of a tensor that is kept."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._own:
+            self._storages[storage._cdata] = storage
+        return tensor
+
+    def _end(self, *_: Any) -> None:
+        self.num_bytes = sum(storage.nbytes() for storage in self._storages.values())
+
+
+def model_profile(config: PretrainedConfig, tokens: int, layer: Layer) -> ModelProfile:
+    """The planner's knowledge of a model in NF4 with an adapter."""
+    table = 2 * config.vocab_size * config.hidden_size
+    boundary = 2 * tokens * config.hidden_size
+    return ModelProfile(
+        fingerprint="counted",
+        layers=["layer"] * config.num_hidden_layers,
+        parts=[
+            Part(
+                "layer",
+                layer.frozen_bytes + 4 * layer.trainable,
+                layer.trainable,
+                gradient_bytes=4 * layer.trainable,
+                optimizer_bytes=8 * layer.trainable,
+            ),
+            Part(EMBEDDING, table),
+            Part(HEAD, 0 if config.tie_word_embeddings else table),
+        ],
+        tokens_per_sample=tokens,
+        activation_bytes_per_sample=boundary,
+        gradient_bytes_per_sample=boundary,
+        dtype="bfloat16",
+    )
+
+
+def profile_of(config: PretrainedConfig, cards: Sequence[str], tokens: int, lora: Lora) -> Profile:
+    """A profile with the published figures of cards; the first one has the coordinator.
+
+    Raises:
+        PlanError: If there are no figures of a card, or it does not compute in bfloat16.
+    """
+    layer = count_layer(config, tokens, lora)
+    model = model_profile(config, tokens, layer)
+    devices = []
+    for index, card in enumerate(map(find_card, cards)):
+        speed = card.operations_per_second.get("bfloat16")
+        if speed is None:
+            raise PlanError(f"{card.name} does not compute in bfloat16; take another card.")
+        ends = [] if index else _ends(config, model, speed)
+        name = f"{index + 1}: {card.name}" if index else COORDINATOR
+        timings = [*_timings(layer, model, speed), *ends]
+        memory = card.memory_bytes
+        devices.append(DeviceProfile(name, card.name, memory, FRAMEWORK_BYTES, timings))
+    found = Profile(VERSION, model, devices, batch_size=MICRO_BATCHES)
+    found.check()
+    return found
+
+
+def _timings(layer: Layer, model: ModelProfile, speed: float) -> list[Timing]:
+    """A layer, without and with a second forward in the backward."""
+    seconds = layer.multiplications / speed
+    peak = layer.kept_bytes + layer.largest_bytes
+    inputs = model.activation_bytes_per_sample
+    return [
+        Timing("layer", 1, seconds, seconds, layer.kept_bytes, peak, "bfloat16"),
+        Timing("layer", 1, seconds, 2 * seconds, inputs, peak, "bfloat16", recompute=True),
+    ]
+
+
+def _ends(config: PretrainedConfig, model: ModelProfile, speed: float) -> list[Timing]:
+    """The embedding, and the head with the loss.
+
+    The head keeps its logits in bfloat16 and in float32; in the backward there are also their
+    softmax and its gradient.
+    """
+    inputs = model.activation_bytes_per_sample
+    logits = model.tokens_per_sample * config.vocab_size
+    seconds = 2.0 * logits * config.hidden_size / speed
+    return [
+        Timing(EMBEDDING, 1, 0.0, 0.0, inputs, inputs, "bfloat16"),
+        Timing(HEAD, 1, seconds, seconds, 6 * logits, 14 * logits, "bfloat16"),
+    ]
+
+
+def fits(profile: Profile) -> str:
+    """The layers and the memory on each card, or that there is no plan."""
+    try:
+        chosen = solve(profile, Wishes(micro_batches=MICRO_BATCHES, replicas=False)).chosen
+    except PlanError:
+        return "no"
+    cells = []
+    for name in chosen.processes:
+        layers = sum(seat.num_layers for seat in chosen.seats_of(name))
+        again = any(seat.option.recompute for seat in chosen.seats_of(name) if seat.num_layers)
+        mark = " again" if again else ""
+        cells.append(f"{layers}{mark}: {float(chosen.need(name).total) / GIB:.0f} GiB")
+    return ", ".join(cells)
+
+
+def table(
+    models: dict[str, PretrainedConfig], cards: Sequence[str], tokens: int, lora: Lora
+) -> str:
+    """A row for each model and a column for each card or pair of cards."""
+    names = [wish.split("+") for wish in cards]
+    sizes = [" + ".join(f"{find_card(n).memory_bytes // GIB}" for n in each) for each in names]
+    heads = [f"{' + '.join(n)} ({size} GiB)" for n, size in zip(names, sizes, strict=True)]
+    lines = [f"| model | {' | '.join(heads)} |", "|---" * (len(names) + 1) + "|"]
+    cells = {
+        (model, index): fits(profile_of(config, each, tokens, lora))
+        for (model, config), (index, each) in product(models.items(), enumerate(names))
+    }
+    for model in models:
+        row = " | ".join(cells[model, index] for index in range(len(names)))
+        lines.append(f"| {model} | {row} |")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="What fits on which cards: QLoRA in NF4.")
+    parser.add_argument("--base", help="a model of the Hub or a folder; without it, six known ones")
+    parser.add_argument("--cards", nargs="+", default=CARDS, metavar="CARD[+CARD]")
+    parser.add_argument("--tokens", type=int, default=1024, help="of one sequence")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter, on all linear layers")
+    options = parser.parse_args(words)
+    models = MODELS
+    if options.base:
+        with plain_hub_errors("model", options.base):
+            models = {options.base: AutoConfig.from_pretrained(options.base)}
+    print(table(models, options.cards, options.tokens, Lora(rank=options.rank)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (HubError, PlanError) as error:
+        sys.exit(str(error))
