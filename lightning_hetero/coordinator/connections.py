@@ -1,8 +1,8 @@
 """The coordinator's connections: who the workers are, asking them, hearing them, losing them.
 
-The other parts of the coordinator (`layers`, `stages`, `training`, `telemetry`) share one
-`Connections`. A message that answers no request goes to the part that has registered for its kind
-in `asides`. Any other message is returned to the caller that waits.
+The other parts of the coordinator (`neighbors`, `layers`, `stages`, `training`, `telemetry`) share
+one `Connections`. A message that answers no request goes to the part that has registered for its
+kind in `asides`. Any other message is returned to the caller that waits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -34,7 +33,7 @@ from ..pipeline.rule import Key
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import BufferPool
-from ..transport.address import Address, advice
+from ..transport.address import Address
 from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, differences
@@ -54,12 +53,6 @@ TakePiece = Callable[[Member, m.SnapshotPart, Tensor], None]
 # Puts another worker in the place of a lost one. Returns why that is not possible; None if the run
 # can go on.
 Replace = Callable[[Member, HeteroError], str | None]
-
-
-# Frames that may wait to be forwarded to one worker: so many for each micro-batch in flight, and
-# some more for forwards without gradients. An honest worker stays far below.
-_MOST_FORWARDED_EACH = 4
-_MOST_FORWARDED = 64
 
 
 class Connections:
@@ -85,6 +78,7 @@ class Connections:
         take_sums: Takes the sums of gradients that a worker sends to this process.
         take_piece: Takes a piece of a worker's snapshot.
         has_torn_step: Whether a worker has failed inside an optimizer step.
+        link_loss: Which link between two workers is lost; None if all are there.
         is_ending: Tells whether SIGTERM has asked this process to end.
         replace: Puts another worker in the place of a lost one.
         is_interrupted: Tells whether an exception, such as Ctrl-C, has ended the run.
@@ -112,14 +106,12 @@ class Connections:
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.Leaving: self._on_leaving,
-            m.NeighborUnreachable: self._on_neighbor_unreachable,
-            m.NeighborAway: self._on_neighbor_away,
-            m.NeighborBack: self._on_neighbor_back,
         }
         self.num_exchanges = 0
         self.take_sums: TakeSums = refuse_sums
         self.take_piece: TakePiece = _refuse_piece
         self.has_torn_step = False
+        self.link_loss: LinkLost | None = None
         self.is_ending: Callable[[], bool] = lambda: False
         self.replace: Replace = lambda _worker, _cause: ""
         self.is_interrupted: Callable[[], bool] = lambda: False
@@ -129,23 +121,27 @@ class Connections:
         self._receive_pool = receive_pool
         self._source = source or Listening(dict(workers), deadlines, identity)
         self._run = secrets.token_hex(4)
-        # Why the run is over, and which link between two workers is lost.
+        # Why the run is over.
         self._end: WorkerError | None = None
-        self._link_loss: LinkLost | None = None
         self._by_channel: dict[Channel, Member] = {}
         try:
             for number, (name, _) in enumerate(workers, start=1):
-                channel, theirs, address, session = self._open(name)
-                worker = Member(number, name, address, channel, theirs, session, own_name=name)
-                self.members.append(worker)
-                self._note_lingering(worker)
-                if found := differences(identity.equipment, theirs):
-                    rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
+                self._add(number, name)
         except BaseException:
             self.close()
             raise
         self.workers = list(self.members)
-        self._by_channel = {worker.channel: worker for worker in self.members}
+
+    def _add(self, number: int, name: str) -> Member:
+        """Open a session with a worker, which becomes a member."""
+        channel, theirs, address, session = self._open(name)
+        worker = Member(number, name, address, channel, theirs, session, own_name=name)
+        self.members.append(worker)
+        self._by_channel[channel] = worker
+        self._note_lingering(worker)
+        if found := differences(self.equipment, theirs):
+            rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
+        return worker
 
     def new_session_name(self) -> str:
         """A name for a session of this run, which nobody can guess."""
@@ -212,14 +208,9 @@ class Connections:
         Raises:
             WorkerUnreachable: If it does not answer or refuses.
         """
-        channel, theirs, address, session = self._open(own_name)
         # The number of a worker that has left may still stand in reports of others.
         number = 1 + max((worker.number for worker in self._by_channel.values()), default=0)
-        worker = Member(number, own_name, address, channel, theirs, session, own_name=own_name)
-        self.members.append(worker)
-        self._by_channel[channel] = worker
-        self._note_lingering(worker)
-        return worker
+        return self._add(number, own_name)
 
     def release(self, worker: Member) -> None:
         """Say goodbye to a worker without layers."""
@@ -316,8 +307,8 @@ class Connections:
             LinkLost: If a link was lost.
         """
         self.check_usable()
-        if self._link_loss is not None:
-            raise _copy_of(self._link_loss)
+        if self.link_loss is not None:
+            raise _copy_of(self.link_loss)
 
     def lose(self, worker: Member, cause: HeteroError, also: str = "") -> WorkerError:
         """Give a worker up; the caller must raise the error that is returned.
@@ -328,12 +319,12 @@ class Connections:
             also: Another sentence for the error.
         """
         if isinstance(cause, ProtocolError):
-            text = f"{worker} broke the rules {self._when}: {cause}"
+            text = f"{worker} broke the rules {self.when}: {cause}"
         else:
             text = " ".join(
                 each
                 for each in (
-                    f"{worker} was lost {self._when}. {cause}",
+                    f"{worker} was lost {self.when}. {cause}",
                     worker.last_known,
                     also,
                     worker.advice,
@@ -443,12 +434,6 @@ class Connections:
             return None
         if isinstance(message, m.Failure):
             raise self._stage_failed(worker, message)
-        if isinstance(message, m.NeighborLost):
-            worker.is_apart_from.discard(message.member)
-            # Both ends of a lost link report it; one report is enough.
-            if self._link_loss is None and (error := self._neighbor_lost(worker, message)):
-                raise error
-            return None
         return worker, content
 
     def _on_end(self, worker: Member, cause: HeteroError) -> None:
@@ -608,7 +593,7 @@ class Connections:
         cut_off = " and ".join(str(worker) for worker in self.workers if worker.is_cut_off)
         state = f"while {cut_off} was cut off" if cut_off else "although all workers answer"
         self._end = WorkerLost(
-            f"{words} stage returned a result for {seconds:.0f} s {self._when}, {state}"
+            f"{words} stage returned a result for {seconds:.0f} s {self.when}, {state}"
             f"{'' if cut_off else ' heartbeats'}. {known}".rstrip()
         )
         return _copy_of(self._end)
@@ -645,113 +630,28 @@ class Connections:
             # It answers a request if one is open; an optimizer step is no request.
             worker.num_unanswered = max(0, worker.num_unanswered - 1)
         return StageFailed(
-            f"{worker} failed {self._when}: {failure.reason}\n\n"
+            f"{worker} failed {self.when}: {failure.reason}\n\n"
             f"The worker's traceback:\n{failure.traceback}"
         )
 
-    def _neighbor_lost(self, reporter: Member, report: m.NeighborLost) -> WorkerError | None:
-        """The error to raise for a link that was lost; asks the other end whether it lives.
+    def numbered(self, number: int) -> Member | None:
+        """The worker of a number, also an idle one that is lost; None if there is none."""
+        return next((w for w in self._by_channel.values() if w.number == number), None)
 
-        There is none if the other end had no layers and is lost.
+    def take_end_of(self, lost: Member) -> None:
+        """Hear how a worker's channel has ended. Other arrivals are heard later.
+
+        Raises:
+            WorkerLost: If the run needs the worker, and no other one takes its place.
         """
-        everyone = self._by_channel.values()
-        lost = next((w for w in everyone if w.number == report.member), None)
-        if lost is None:
-            wrong = f"It lost worker {report.member}, which does not exist."
-            return self.lose(reporter, RemoteProtocolError(wrong))
-        if lost not in self.members:
-            return None
-        if not lost.channel.peer_answers(self.leaving()):
-            self._on_end(lost, self._end_of(lost))
-            return None
-        first, second = sorted((reporter, lost), key=lambda worker: worker.number)
-        self._link_loss = LinkLost(
-            f"The link between {first} and {second} was lost {self._when}, and both answer the "
-            f"coordinator. {report.reason} On the machine of {first.name}, "
-            f"{advice(second.address)}"
-        )
-        return self._link_loss
-
-    def _on_neighbor_unreachable(self, worker: Member, message: m.NeighborUnreachable) -> None:
-        """Forward from now on what two workers exchange that cannot reach each other."""
-        other = next((w for w in self.members if w.number == message.member), None)
-        if other is None or other is worker:
-            wrong = f"It misses worker {message.member}, which is none of its neighbors."
-            raise self.lose(worker, RemoteProtocolError(wrong))
-        if other in worker.cannot_reach:
-            return  # the other one has told it
-        for source, target in ((worker, other), (other, worker)):
-            source.cannot_reach.add(target)
-            source.channel.forward = partial(self._forward, source)
-        rank_zero_warn(
-            f"{worker} cannot reach {other}, and the coordinator reaches both. So the coordinator "
-            "forwards what passes between the two: the numbers stay the same, but each activation "
-            "and gradient between the two passes through the coordinator's network twice. "
-            "A network on which the two reach each other is faster; `lightning-hetero mesh` makes "
-            f"one. The cause, as {worker.name} tells it: {message.reason}"
-        )
-
-    def _forward(self, source: Member, frame: Frame) -> bool:
-        """Forward a frame of a worker, in the thread that has read it; false if it is for us."""
-        message = frame.message
-        if isinstance(message, (m.MovedTensor, m.ReplicaTensors)):
-            return self._forward_moved(source, frame, message.member)
-        if isinstance(message, m.Activation):
-            sending_stage = message.stage - 1
-        elif isinstance(message, m.Gradient):
-            sending_stage = message.stage + 1
-        else:
-            return False
-        way = self.ways.get(message.key, {})
-        target = way.get(message.stage)
-        if target not in source.cannot_reach or way.get(sending_stage) is not source:
-            return False
-        most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self.in_flight
-        target.channel.pass_on(frame, most_queued)
-        return True
-
-    def _forward_moved(self, source: Member, frame: Frame, number: int) -> bool:
-        """Forward a tensor that moves to the worker of a number; false if the two are no pair."""
-        target = next((w for w in source.cannot_reach if w.number == number), None)
-        if target is not None:
-            target.channel.pass_on(frame, _MOST_FORWARDED)
-        return target is not None
-
-    def _end_of(self, lost: Member) -> HeteroError:
-        """The error that ended a worker's channel; other arrivals are heard later."""
         aside: list[Arrival] = []
         while True:
             arrival = self._put_aside.popleft() if self._put_aside else self._inbox.get()
             if arrival.channel is lost.channel and isinstance(arrival.content, HeteroError):
                 self._put_aside.extendleft(reversed(aside))
-                return arrival.content
+                self._on_end(lost, arrival.content)
+                return
             aside.append(arrival)
-
-    def _on_neighbor_away(self, worker: Member, message: m.NeighborAway) -> None:
-        worker.is_apart_from.add(message.member)
-        other = self._numbered(worker, message.member)
-        rank_zero_info(
-            f"the connection between {worker} and {other} broke; the stages wait for it to come "
-            f"back: {message.reason}"
-        )
-
-    def _on_neighbor_back(self, worker: Member, message: m.NeighborBack) -> None:
-        worker.is_apart_from.discard(message.member)
-        other = self._numbered(worker, message.member)
-        rank_zero_info(f"the connection between {worker} and {other} is back")
-
-    def _numbered(self, reporter: Member, number: int) -> Member:
-        """The worker of the number that another one has told.
-
-        Raises:
-            WorkerLost: If there is none.
-        """
-        everyone = self._by_channel.values()
-        found = next((worker for worker in everyone if worker.number == number), None)
-        if found is None or found is reporter:
-            wrong = f"It told of worker {number}, which is none of its neighbors."
-            raise self.lose(reporter, RemoteProtocolError(wrong))
-        return found
 
     def _on_paused(self, worker: Member, _message: m.Paused) -> None:
         worker.is_paused = True
@@ -766,7 +666,8 @@ class Connections:
         rank_zero_info(f"the owner of {worker.name} wants it to end")
 
     @property
-    def _when(self) -> str:
+    def when(self) -> str:
+        """The present step, as words at the end of a sentence."""
         return f"in step {self.step}" if self.step else "before the first step"
 
 

@@ -3,6 +3,7 @@
 `Coordinator` composes parts with the names that the parts of a worker's session have:
 
     connections   who the workers are; sends, asks, hears, loses them
+    neighbors     hears of the links between workers, and forwards where there is none
     layers        brings layers to the stages and fetches their tensors
     stages        runs forwards and backwards
     training      steps, clips, freezes and averages on the stages
@@ -25,6 +26,7 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from .connections import Connections
 from .layers import RemoteLayers
+from .neighbors import Neighbors
 from .optimizer_parts import OptimizerParts
 from .replacement import Replacements
 from .source import Source
@@ -61,6 +63,7 @@ class Coordinator:
         check_has_backend(device)
         copies = device_for(device).copies()
         self.connections = Connections(workers, deadlines, identity, copies.receive_pool, source)
+        self.neighbors = Neighbors(self.connections)
         self.telemetry = Telemetry(self.connections, device)
         self.replacements: Replacements | None = None
         self._has_served = False

@@ -1,17 +1,29 @@
-"""The messages of measurements, before anything is deployed: devices, layers, optimizers, links."""
+"""The messages of measurements: devices, layers, optimizers and links before anything is deployed,
+and clocks, records, timings and status while a stage serves."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from ..plan import Dtype
-from .bases import IdleAnswer, IdleRequest
+from .bases import IdleAnswer, IdleRequest, InstantMessage, ServingRequest, StageReport
 from .fields import (
+    FEW,
+    Bytes,
     Count,
+    LongSeconds,
+    Moment,
     Name,
     ProbeBytes,
     Sample,
     Seconds,
     Share,
+    Span,
+    StageStatus,
     Text,
+    Totals,
     Words,
 )
 from .session import Message, Speaker, State, by
@@ -117,3 +129,71 @@ class OptimizerMeasured(IdleAnswer, frozen=True):
 
     step_seconds: Seconds
     state_bytes: Count
+
+
+class Timings(StageReport, frozen=True):
+    """With each optimizer step: the seconds of all forwards and of all backwards that trained since
+    the last `Timings`, and their number of micro-batches."""
+
+    reports = "the optimizer's part of step {message.step}"
+    step: Count
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    num_microbatches: Count
+
+
+class AskClock(InstantMessage, frozen=True):
+    """Asks for the time on the peer's clock; answered at once, even while the peer computes."""
+
+    number: Count
+
+
+class ClockTold(InstantMessage, frozen=True):
+    """The time on the clock that the sender's spans use."""
+
+    number: Count
+    moment_seconds: Moment
+
+
+class Record(ServingRequest, frozen=True):
+    """Switch recording on or off from the next step on; with ``keeps_spans`` the stage keeps single
+    spans besides sums."""
+
+    is_standing = True
+    is_on: bool
+    keeps_spans: bool
+
+
+class FetchRecord(ServingRequest, frozen=True):
+    """Asks for the recorded sums and spans; each span is sent once."""
+
+    is_question = True
+    answered_by = "StageRecord"
+    number: Count
+    with_spans: bool
+
+
+class StageRecord(StageReport, Words, frozen=True):
+    """What a stage recorded, and the health of its device.
+
+    ``num_dropped`` spans did not fit. ``health`` holds what the device reports, by names that end
+    in their units.
+    """
+
+    number: Count
+    totals: Totals
+    spans: Annotated[list[Span], msgspec.Meta(max_length=2**16)]
+    num_dropped: Count
+    health: Annotated[dict[Name, Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]], FEW]
+
+
+class Status(Message, frozen=True):
+    """What a worker does, for a watcher; ``stage`` is None while the worker is free.
+
+    ``moment_seconds`` is on the worker's own clock; two answers give rates.
+    """
+
+    said = by(Speaker.WATCHED, State.TELLING, then=State.CLOSED)
+    moment_seconds: LongSeconds
+    used_bytes: Bytes
+    stage: StageStatus | None

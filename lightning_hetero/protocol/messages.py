@@ -2,7 +2,7 @@
 
 In order: the opening of a conversation; what every conversation has (signs of life, pauses,
 failures, the end); a stage's layers and tensors; what passes through the stages in a step;
-gradients, optimizers and weights; records and status. Measurements before anything is deployed are
+gradients, optimizers and weights; fingerprints. What is measured, recorded and told of a worker is
 in `measurements.py`, and what replaces a lost worker is in `snapshots.py`.
 
 Each class, or its base, declares who may send it in which states (``said``), and what else the
@@ -21,18 +21,13 @@ from .bases import InstantMessage as InstantMessage
 from .bases import MicrobatchMessage as MicrobatchMessage
 from .bases import StampedRequest as StampedRequest
 from .fields import (
-    FEW,
-    Bytes,
     Count,
     LayerNumber,
     LongSeconds,
-    Moment,
     Name,
     Numerics,
     Seconds,
-    Span,
     Text,
-    Totals,
     Words,
 )
 from .fields import Equipment as Equipment
@@ -42,8 +37,11 @@ from .fields import Repetition as Repetition
 from .fields import Sample as Sample
 from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
+from .measurements import AskClock as AskClock
+from .measurements import ClockTold as ClockTold
 from .measurements import DescribeDevice as DescribeDevice
 from .measurements import DeviceDescribed as DeviceDescribed
+from .measurements import FetchRecord as FetchRecord
 from .measurements import LayerMeasured as LayerMeasured
 from .measurements import LinkMeasured as LinkMeasured
 from .measurements import MeasureLink as MeasureLink
@@ -53,6 +51,10 @@ from .measurements import OptimizerMeasured as OptimizerMeasured
 from .measurements import PrepareLayers as PrepareLayers
 from .measurements import Probe as Probe
 from .measurements import ProbeAnswer as ProbeAnswer
+from .measurements import Record as Record
+from .measurements import StageRecord as StageRecord
+from .measurements import Status as Status
+from .measurements import Timings as Timings
 from .session import Message as Message
 from .session import Speaker, State, by, by_anyone, kinds_below
 from .snapshots import AskRoom as AskRoom
@@ -606,17 +608,6 @@ class ReplicaTensors(Message, frozen=True):
     is_last: bool
 
 
-class Timings(StageReport, frozen=True):
-    """With each optimizer step: the seconds of all forwards and of all backwards that trained since
-    the last `Timings`, and their number of micro-batches."""
-
-    reports = "the optimizer's part of step {message.step}"
-    step: Count
-    forward_seconds: Seconds
-    backward_seconds: Seconds
-    num_microbatches: Count
-
-
 class FetchOptimizerState(LoadingRequest, frozen=True):
     """Asks for an optimizer's state of some parameters; those without state are left out."""
 
@@ -673,63 +664,6 @@ class TensorContent(StageReport, frozen=True):
     is_kept = True
     name: Name
     state: list[Name] = []
-
-
-class AskClock(InstantMessage, frozen=True):
-    """Asks for the time on the peer's clock; answered at once, even while the peer computes."""
-
-    number: Count
-
-
-class ClockTold(InstantMessage, frozen=True):
-    """The time on the clock that the sender's spans use."""
-
-    number: Count
-    moment_seconds: Moment
-
-
-class Record(ServingRequest, frozen=True):
-    """Switch recording on or off from the next step on; with ``keeps_spans`` the stage keeps single
-    spans besides sums."""
-
-    is_standing = True
-    is_on: bool
-    keeps_spans: bool
-
-
-class FetchRecord(ServingRequest, frozen=True):
-    """Asks for the recorded sums and spans; each span is sent once."""
-
-    is_question = True
-    answered_by = "StageRecord"
-    number: Count
-    with_spans: bool
-
-
-class StageRecord(StageReport, Words, frozen=True):
-    """What a stage recorded, and the health of its device.
-
-    ``num_dropped`` spans did not fit. ``health`` holds what the device reports, by names that end
-    in their units.
-    """
-
-    number: Count
-    totals: Totals
-    spans: Annotated[list[Span], msgspec.Meta(max_length=2**16)]
-    num_dropped: Count
-    health: Annotated[dict[Name, Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]], FEW]
-
-
-class Status(Message, frozen=True):
-    """What a worker does, for a watcher; ``stage`` is None while the worker is free.
-
-    ``moment_seconds`` is on the worker's own clock; two answers give rates.
-    """
-
-    said = by(Speaker.WATCHED, State.TELLING, then=State.CLOSED)
-    moment_seconds: LongSeconds
-    used_bytes: Bytes
-    stage: StageStatus | None
 
 
 class FetchFingerprints(ServingRequest, frozen=True):

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_hetero.coordinator.connections import Connections
 from lightning_hetero.coordinator.member import Member
+from lightning_hetero.coordinator.neighbors import Neighbors
 from lightning_hetero.errors import WorkerLost
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.tensors import BufferPool
@@ -45,6 +46,7 @@ def connected(allowed_seconds: float = 120.0) -> Iterator[tuple[Connections, Rel
         addresses = [first, Address.parse(relay.address)]
         named = [(str(address), address) for address in addresses]
         connections = Connections(named, DEADLINES, Identity(), BufferPool)
+        Neighbors(connections)
         try:
             yield connections, relay
         finally:

@@ -1,0 +1,138 @@
+"""The links between two workers, as the workers tell of them: lost, away, back, or impossible.
+
+What passes between two workers that cannot reach each other is forwarded by this process.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from ..errors import LinkLost, RemoteProtocolError, WorkerError
+from ..protocol import messages as m
+from ..protocol.frames import Frame
+from ..transport.address import advice
+from .connections import Connections
+from .member import Member
+
+# Frames that may wait to be forwarded to one worker: so many for each micro-batch in flight, and
+# some more for forwards without gradients. An honest worker stays far below.
+_MOST_FORWARDED_EACH = 4
+_MOST_FORWARDED = 64
+
+
+class Neighbors:
+    """Hears of the links between workers, and forwards where there is none.
+
+    Args:
+        connections: The workers.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        connections.asides |= {
+            m.NeighborUnreachable: self._on_unreachable,
+            m.NeighborLost: self._on_lost,
+            m.NeighborAway: self._on_away,
+            m.NeighborBack: self._on_back,
+        }
+
+    def _on_unreachable(self, worker: Member, message: m.NeighborUnreachable) -> None:
+        """Forward from now on what two workers exchange that cannot reach each other."""
+        other = next((w for w in self._connections.members if w.number == message.member), None)
+        if other is None or other is worker:
+            wrong = f"It misses worker {message.member}, which is none of its neighbors."
+            raise self._connections.lose(worker, RemoteProtocolError(wrong))
+        if other in worker.cannot_reach:
+            return  # the other one has told it
+        for source, target in ((worker, other), (other, worker)):
+            source.cannot_reach.add(target)
+            source.channel.forward = partial(self._forward, source)
+        rank_zero_warn(
+            f"{worker} cannot reach {other}, and the coordinator reaches both. So the coordinator "
+            "forwards what passes between the two: the numbers stay the same, but each activation "
+            "and gradient between the two passes through the coordinator's network twice. "
+            "A network on which the two reach each other is faster; `lightning-hetero mesh` makes "
+            f"one. The cause, as {worker.name} tells it: {message.reason}"
+        )
+
+    def _forward(self, source: Member, frame: Frame) -> bool:
+        """Forward a frame of a worker, in the thread that has read it; false if it is for us."""
+        message = frame.message
+        if isinstance(message, (m.MovedTensor, m.ReplicaTensors)):
+            return self._forward_moved(source, frame, message.member)
+        if isinstance(message, m.Activation):
+            sending_stage = message.stage - 1
+        elif isinstance(message, m.Gradient):
+            sending_stage = message.stage + 1
+        else:
+            return False
+        way = self._connections.ways.get(message.key, {})
+        target = way.get(message.stage)
+        if target not in source.cannot_reach or way.get(sending_stage) is not source:
+            return False
+        most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self._connections.in_flight
+        target.channel.pass_on(frame, most_queued)
+        return True
+
+    def _forward_moved(self, source: Member, frame: Frame, number: int) -> bool:
+        """Forward a tensor that moves to the worker of a number; false if the two are no pair."""
+        target = next((w for w in source.cannot_reach if w.number == number), None)
+        if target is not None:
+            target.channel.pass_on(frame, _MOST_FORWARDED)
+        return target is not None
+
+    def _on_lost(self, worker: Member, message: m.NeighborLost) -> None:
+        worker.is_apart_from.discard(message.member)
+        # Both ends of a lost link report it; one report is enough.
+        if self._connections.link_loss is None and (error := self._loss_of_link(worker, message)):
+            raise error
+
+    def _loss_of_link(self, reporter: Member, report: m.NeighborLost) -> WorkerError | None:
+        """The error to raise for a link that was lost; asks the other end whether it lives.
+
+        There is none if the other end had no layers and is lost.
+        """
+        connections = self._connections
+        lost = connections.numbered(report.member)
+        if lost is None:
+            wrong = f"It lost worker {report.member}, which does not exist."
+            return connections.lose(reporter, RemoteProtocolError(wrong))
+        if lost not in connections.members:
+            return None
+        if not lost.channel.peer_answers(connections.leaving()):
+            connections.take_end_of(lost)
+            return None
+        first, second = sorted((reporter, lost), key=lambda worker: worker.number)
+        connections.link_loss = LinkLost(
+            f"The link between {first} and {second} was lost {connections.when}, and both answer "
+            f"the coordinator. {report.reason} On the machine of {first.name}, "
+            f"{advice(second.address)}"
+        )
+        return connections.link_loss
+
+    def _on_away(self, worker: Member, message: m.NeighborAway) -> None:
+        worker.is_apart_from.add(message.member)
+        other = self._numbered(worker, message.member)
+        rank_zero_info(
+            f"the connection between {worker} and {other} broke; the stages wait for it to come "
+            f"back: {message.reason}"
+        )
+
+    def _on_back(self, worker: Member, message: m.NeighborBack) -> None:
+        worker.is_apart_from.discard(message.member)
+        other = self._numbered(worker, message.member)
+        rank_zero_info(f"the connection between {worker} and {other} is back")
+
+    def _numbered(self, reporter: Member, number: int) -> Member:
+        """The worker of the number that another one has told.
+
+        Raises:
+            WorkerLost: If there is none.
+        """
+        found = self._connections.numbered(number)
+        if found is None or found is reporter:
+            wrong = f"It told of worker {number}, which is none of its neighbors."
+            raise self._connections.lose(reporter, RemoteProtocolError(wrong))
+        return found
