@@ -33,6 +33,7 @@ from ..model.layers import (
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
 from ..model.recipe import write_recipe
+from ..model.records import list_begins
 from ..model.shared_parts import SharedParts
 from ..model.tensors import is_frozen, named_tensors
 from ..pipeline.boundary import Collected
@@ -242,6 +243,11 @@ class Deployment:
         self._away = {number: layer.module for number, layer in away.items()}
         numbers = {n for stage in plan.stages if stage.is_hosted for n in stage.layer_indices}
         hosted = {number: layer for number, layer in self._away.items() if number in numbers}
+        if hosted and list_begins(away):
+            raise ModelError(
+                "The plan has the coordinator as a replica of a stage, which works with one list "
+                "of layers only, and `layers` names several. Take the coordinator from the stage."
+            )
         self._look_at_tensors(hosted, before)
         recorder = coordinator.telemetry.recorder
         self.hand_overs = HandOvers(

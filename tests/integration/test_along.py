@@ -172,6 +172,21 @@ def test_a_result_between_layers_of_another_list_is_refused(allowing: list[str])
         trained(Crossing, strategy_for(Crossing, allowing, (3, 3)))
 
 
+def test_several_lists_with_the_coordinator_as_a_replica_are_refused(allowing: list[str]) -> None:
+    plan = Plan([StagePlan([allowing[0], "coordinator"], (0, 6), shares=[1, 1])], micro_batches=2)
+    strategy = HeteroPipelineStrategy(allowing[:1], plan, layers=LISTS[models.Memories])
+    with pytest.raises(ModelError, match="works with one list of layers only"):
+        trained(models.Memories, strategy)
+
+
+def test_replicas_of_a_stage_with_several_lists_equal_one_device(allowing: list[str]) -> None:
+    stage = StagePlan(allowing, (0, 6), shares=[1, 1], optimizer="each")
+    strategy = HeteroPipelineStrategy(
+        allowing, Plan([stage], micro_batches=3), layers=LISTS[models.Memories]
+    )
+    assert_equal(trained(models.Memories, strategy), plain(models.Memories))
+
+
 def turned(table: models.Table) -> None:
     table.cos.mul_(2.0)
 
