@@ -31,6 +31,8 @@ Each folder answers one question; the two ends of one conversation have the same
     yaml_file.py    YAML files: read, and what is wrong with one
     version.py      the version of this package
 
+    pytorch_lightning.py   all of it once more, for projects that import `pytorch_lightning`
+
 Imports point one way: cli -> verify -> strategy -> callbacks -> profiler -> report, coordinator ->
 telemetry, doctor, launch -> worker, discovery -> planner, transport -> pipeline -> devices ->
 protocol, model -> plan -> errors.
@@ -122,11 +124,14 @@ def _strategy() -> Any:
     return __getattr__("HeteroPipelineStrategy")()
 
 
+def _strategy_of_pytorch_lightning() -> Any:
+    return import_module(f"{__name__}.pytorch_lightning").HeteroPipelineStrategy()
+
+
 def _refuse() -> NoReturn:
     raise HeteroError(
-        "The strategy 'hetero_pipeline' works in `lightning.pytorch.Trainer` only: Fabric and the "
-        "package `pytorch_lightning` cannot use it. Import Trainer and LightningModule from "
-        "`lightning.pytorch`."
+        "Fabric cannot use the strategy 'hetero_pipeline'; a Trainer can. Import Trainer and "
+        "LightningModule from `lightning.pytorch`, or both from `pytorch_lightning`."
     )
 
 
@@ -134,7 +139,7 @@ def _refuse() -> NoReturn:
 _REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", _strategy),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", _refuse),
-    "pytorch_lightning.strategies": ("StrategyRegistry", _refuse),
+    "pytorch_lightning.strategies": ("StrategyRegistry", _strategy_of_pytorch_lightning),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", _refuse),
 }
 

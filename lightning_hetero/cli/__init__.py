@@ -5,8 +5,10 @@ To add a command, add its options to `options.COMMANDS`, and a module of its nam
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib import import_module
+from pathlib import Path
 
 from ..errors import HeteroError
 from ..optional import import_extra
@@ -28,8 +30,18 @@ def main() -> None:
             parser.print_help()
             return
         # Most commands import torch, which takes seconds, so only the called one is imported.
-        import_module(f".{options.command}", __package__).run(options)
+        import_module(f".{options.command}", _package_for(options)).run(options)
     except HeteroError as error:
         sys.exit(f"lightning-hetero: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _package_for(options: argparse.Namespace) -> str:
+    """The package with the command's module: a config may be one for `pytorch_lightning`."""
+    other = f"{__name__.partition('.')[0]}.pytorch_lightning"
+    config = Path(getattr(options, "config", None) or ".")
+    if config.is_file() and other.encode() in config.read_bytes():
+        import_module(other)
+        return f"{other}.{__name__.rpartition('.')[2]}"
+    return __name__

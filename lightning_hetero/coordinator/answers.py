@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, RemoteProtocolError
 from ..model.four_bit import State, describe_parameter, read_state, shapes_only
-from ..model.layer_call import result_on_meta
+from ..model.layer_call import ENTERED, result_on_meta, returned
 from ..model.layers import EMBEDDING_LAYER
 from ..model.tensors import locate, named_tensors, stored_in_four_bits
 from ..pipeline.boundary import Activation, Gradients, Surroundings
@@ -197,9 +197,10 @@ class DueAnswers:
         self._activations: set[Key] = set()
         self._gradients: set[Key] = set()
 
-    def note_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
-        """Note that hidden states go to the first stage."""
-        self._sent[key] = _SentForward(TensorSpec.of(hidden), surroundings)
+    def note_forward(self, key: Key, entering: Activation, surroundings: Surroundings) -> None:
+        """Note that hidden states go to the first stage, with what goes along."""
+        specs = [TensorSpec.of(tensor) for tensor in entering.tensors]
+        self._sent[key] = _SentForward(specs, surroundings)
         self._activations.add(key)
 
     def note_backward(self, key: Key) -> None:
@@ -237,10 +238,15 @@ class DueAnswers:
 
 @dataclass(frozen=True)
 class _SentForward:
-    """Hidden states that went to the first stage, and the arguments that go with them."""
+    """What went to the first stage, the hidden states first, and the arguments of the layers."""
 
-    spec: TensorSpec
+    specs: Sequence[TensorSpec]
     surroundings: Surroundings
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Of the hidden states."""
+        return self.specs[0]
 
     def check_activation(
         self,
@@ -261,9 +267,15 @@ class _SentForward:
         Raises:
             RemoteProtocolError: With what came and what should have.
         """
-        unknown = {kind for kind, _ in found.collected} - set(self.surroundings.collect)
+        unknown = {kind for kind, _ in found.outputs} - set(self.surroundings.collect)
         if unknown:
             raise RemoteProtocolError(f"It sent outputs {sorted(unknown)} that nobody collects.")
+        expected_names = self.surroundings.passes_behind(layers)
+        if [*found.carried] != expected_names:
+            raise RemoteProtocolError(
+                f"Along with the hidden states it sent {[*found.carried]}; expected was "
+                f"{expected_names}."
+            )
         if found.requires_grad and not self.surroundings.grad_enabled:
             raise RemoteProtocolError("It wants gradients of a forward that runs without them.")
         hidden = found.hidden
@@ -290,13 +302,15 @@ class _SentForward:
         Raises:
             RemoteProtocolError: With what came and what should have.
         """
-        gradient, *others = found.tensors
-        if others:
-            raise RemoteProtocolError(f"It sent {1 + len(others)} gradients of one tensor.")
-        if gradient is not None and TensorSpec.of(gradient) != self.spec:
+        if len(found.tensors) > len(self.specs):
             raise RemoteProtocolError(
-                f"The gradient of hidden states of {self.spec} came as {TensorSpec.of(gradient)}."
+                f"It sent {len(found.tensors)} gradients of {len(self.specs)} tensors."
             )
+        for gradient, spec in zip(found.tensors, self.specs, strict=False):
+            if gradient is not None and TensorSpec.of(gradient) != spec:
+                raise RemoteProtocolError(
+                    f"The gradient of hidden states of {spec} came as {TensorSpec.of(gradient)}."
+                )
 
     def _usual_shape(self, layers: Mapping[int, nn.Module]) -> list[int]:
         """The shape that was sent, which most layers keep."""
@@ -308,14 +322,16 @@ class _SentForward:
     def _tried(self, layers: Mapping[int, nn.Module]) -> Tensor | None:
         """The output of the layers on ``meta``; None where its form depends on values."""
         hidden = torch.empty(self.spec.shape, dtype=self.spec.torch_dtype, device="meta")
-        with suppress(ModelError):
+        along = {ENTERED: hidden, **self.surroundings.carried}
+        with suppress(ModelError, KeyError):
             for call in self.surroundings.calls:
                 layer, number = layers[call.layer_index], call.layer_index
                 with shapes_only(layer):
-                    found = result_on_meta(layer, number, hidden, call.args, call.kwargs)
+                    found = result_on_meta(layer, call, hidden, along)
                 if found is None:
                     return None
-                hidden = found[1]
+                along |= {returned(number, at): tensor for at, tensor in found.tensors.items()}
+                hidden = found.tensors[call.hidden_at]
             return hidden
         return None
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from typing import NoReturn
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from ..errors import HeteroError, ModelError, StageFailed, WeightsLost
 from ..model.captured_outputs import CollectingHooks
+from ..model.compiled_layers import uncompile
 from ..model.half_layers import absent_in
 from ..model.hollow import HollowLayers, is_hollow, no_copy, remote_of
 from ..model.layer_call import LayerCall
@@ -32,6 +33,8 @@ from ..model.layers import (
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
 from ..model.recipe import write_recipe
+from ..model.records import list_begins
+from ..model.shared_parts import SharedParts
 from ..model.tensors import is_frozen, named_tensors
 from ..pipeline.boundary import Collected
 from ..pipeline.draws import Draws
@@ -210,8 +213,22 @@ class Deployment:
         self._saving = threading.Lock()
         self._converts_weights = converts_weights
         home = {} if before is None else before._bring_leaving(plan)
-        with nullcontext() if before is None else before._giving_way():
+        if before is None:
+            stages = [layers_of_stage(root, layers, stage) for stage in plan.remote_stages]
+            self._shared = SharedParts(root, stages)
+        else:
+            self._shared = before._shared
+        with self._copies_taken_out() if before is None else before._giving_way():
             self._begin(seed, batches, before, home)
+
+    @contextmanager
+    def _copies_taken_out(self) -> Iterator[None]:
+        """After an error inside, the module has what its layers share again."""
+        try:
+            yield
+        except BaseException:
+            self._shared.restore()
+            raise
 
     def _begin(
         self,
@@ -228,6 +245,11 @@ class Deployment:
         self._away = {number: layer.module for number, layer in away.items()}
         numbers = {n for stage in plan.stages if stage.is_hosted for n in stage.layer_indices}
         hosted = {number: layer for number, layer in self._away.items() if number in numbers}
+        if hosted and list_begins(away):
+            raise ModelError(
+                "The plan has the coordinator as a replica of a stage, which works with one list "
+                "of layers only, and `layers` names several. Take the coordinator from the stage."
+            )
         self._look_at_tensors(hosted, before)
         recorder = coordinator.telemetry.recorder
         self.hand_overs = HandOvers(
@@ -240,7 +262,8 @@ class Deployment:
         connections = coordinator.connections
         check_can_be_compiled(layers, plan, connections.equipment)
         weights = weights_in_checkpoint(root)
-        remote = remote_stages(root, stages, plan, weights, self.weights_dtype_of)
+        constants = self._shared.names
+        remote = remote_stages(root, stages, plan, weights, self.weights_dtype_of, constants)
         differing = changed_since_recipe(remote, away)
         if before is None:
             self._send(remote, seed)
@@ -365,7 +388,13 @@ class Deployment:
     def _hollow_out(self) -> ExitStack:
         """Make the layers hollow, and prepare those that stay; returns the hooks on the model,
         which `close` removes."""
-        self._adjusted = prepare_hosted(self.layers, self.plan, self.draws)
+        self._adjusted = uncompile(self._root, [layer.module for layer in self.layers])
+        if self._adjusted:
+            rank_zero_info(
+                "what you compiled by `torch.compile` runs uncompiled, here and on workers, while "
+                "layers are on workers; `compile: true` in the plan compiles the layers of a stage"
+            )
+        self._adjusted += prepare_hosted(self.layers, self.plan, self.draws)
         names = list(self._names.values())
         are_cut = any(absent_in(module) for module in self._away.values())
         collecting = CollectingHooks(self._root, names, are_cut=are_cut)
@@ -531,6 +560,7 @@ class Deployment:
         self._release_local_layers()
         self._hollow.refill(tensors)
         self._hooks.close()
+        self._shared.restore()
 
     def check_placed(self) -> None:
         """Refuse a step after a move of layers has failed.
@@ -575,7 +605,11 @@ class Deployment:
         self.coordinator.close()
 
     def _exchange(
-        self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
+        self,
+        hidden: Tensor,
+        calls: list[LayerCall],
+        collect: list[str],
+        carried: Mapping[str, Tensor],
     ) -> tuple[Tensor, tuple[Collected, ...]]:
         """Send the hidden states of the last hollow layer through the stages."""
         self.tensors.check_not_lost()
@@ -583,7 +617,7 @@ class Deployment:
         forgotten = self._hollow.caches.take_forgotten()
         if forgotten:
             self.coordinator.stages.drop_caches(forgotten)
-        request = Request(hidden, surroundings_here(hidden, calls, collect))
+        request = Request(hidden, surroundings_here(hidden, calls, collect, carried))
         returned = self.hand_overs.exchange(request)
         self._warn_of_buffers()
         return returned.hidden, returned.collected
@@ -599,6 +633,7 @@ class Deployment:
 
     def _follow(self, has_backward: bool) -> None:
         """Bring the stages up to date before hidden states leave."""
+        self._shared.check()
         self._attributes.follow()
         if self.hosted is not None:
             self.hosted.follow(is_trial=self.hand_overs.are_trials)

@@ -52,6 +52,7 @@ class RemoteStage:
             and the gradients that it sends upstream.
         compile: As in the plan.
         is_split: Whether replicas each step a part of the parameters.
+        constants: The names of tensors that no forward may change; see `SharedParts`.
     """
 
     recipe: Recipe | BlocksRecipe
@@ -63,6 +64,7 @@ class RemoteStage:
     narrowing: Narrowing = Narrowing()
     compile: bool = False
     is_split: bool = False
+    constants: Collection[str] = ()
 
     @property
     def tensor_dtypes(self) -> dict[str, torch.dtype]:
@@ -104,6 +106,7 @@ class RemoteStage:
             holders=list(holders),
             owners=[owner_of[spec.name] for spec in parameters] if holders else [],
             is_split=self.is_split,
+            constants=[spec.name for spec in parameters if spec.name in self.constants],
         )
 
 
@@ -158,8 +161,10 @@ def remote_stages(
     plan: Plan,
     weights: CheckpointWeights | None,
     weights_dtype_of: Callable[[StagePlan], torch.dtype | None],
+    constants: Collection[str] = (),
 ) -> list[RemoteStage]:
-    """The remote stages of a plan with these layers of the module.
+    """The remote stages of a plan with these layers of the module, of which some tensors are
+    ``constants``.
 
     Raises:
         ModelError: If a worker could not build them.
@@ -175,6 +180,7 @@ def remote_stages(
             narrowing=narrowing,
             compile=stage.compile,
             is_split=stage.optimizer == "split",
+            constants=constants,
         )
         for stage, layers, narrowing in zip(
             plan.remote_stages, stages, plan.stage_narrowings, strict=True

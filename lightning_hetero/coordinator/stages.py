@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..devices.copies import Copies
 from ..errors import HeteroError, RemoteProtocolError
-from ..pipeline.boundary import Activation, Gradients, Surroundings
+from ..pipeline.boundary import Gradients, Surroundings
 from ..pipeline.codec import (
     Leg,
     decode_activation,
@@ -22,7 +22,7 @@ from ..pipeline.codec import (
     encode_arguments,
     encode_gradients,
 )
-from ..pipeline.handover import Returned
+from ..pipeline.handover import Request, Returned
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Key
@@ -227,8 +227,15 @@ class RemoteStages:
         self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool
     ) -> None:
         holdings, step = self._layers.holdings, self._connections.step
-        way = holdings.way(key.microbatch, is_whole)
-        self._due.note_forward(key, hidden, surroundings)
+        # Where the module has several lists of layers, a visit passes the stages of one.
+        called = {call.layer_index for call in surroundings.calls}
+        way = {
+            number: worker
+            for number, worker in holdings.way(key.microbatch, is_whole).items()
+            if not called.isdisjoint(holdings.stages[number].layers)
+        }
+        entering = Request(hidden, surroundings).entering
+        self._due.note_forward(key, entering, surroundings)
         self._connections.ways[key] = way
         arguments = OutgoingArguments(step, key, surroundings, self.copies)
         for leg, worker in self._counts.legs(key, way):
@@ -236,7 +243,7 @@ class RemoteStages:
         first = min(way)
         with torch.set_grad_enabled(surroundings.grad_enabled):
             dtype = self._narrowing_at(first - 1).activation_dtype
-            content = encode_activation(step, key, Activation(hidden), dtype, stage=first)
+            content = encode_activation(step, key, entering, dtype, stage=first)
         send_copied(way[first].channel, content, self.copies)
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:

@@ -336,7 +336,8 @@ class HandOvers:
         if not grad_enabled:
             return self._join(pieces, dim, visit)
         exchange = Exchange(self._stages, visit, self.plan.max_in_flight, dim)
-        return exchange_whole(request.hidden, exchange, pieces)
+        others = [*request.surroundings.carried.values()]
+        return exchange_whole(request.hidden, exchange, pieces, others)
 
     def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
         """Run pieces so that they leave nothing behind on the stages."""

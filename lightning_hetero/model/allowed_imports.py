@@ -25,6 +25,8 @@ from torch.nn import functional
 from ..errors import ModelError
 
 MAIN = "__main__"
+# Stands in the qualified name of a function that was made inside another one.
+LOCALS = ".<locals>."
 # The name of the user's script in a worker. Under the name `__main__` its guarded part would run.
 SCRIPT = "__user_main__"
 
@@ -251,7 +253,7 @@ def _walk(module: ModuleType, path: ImportPath) -> Any:
         if not (found is module or isinstance(found, type)):
             return None
         found = vars(found).get(name)
-    return found
+    return found.__func__ if isinstance(found, staticmethod) else found
 
 
 def _look_up(module: ModuleType, path: ImportPath, what: str) -> Any:

@@ -31,16 +31,8 @@ from transformers import PretrainedConfig
 
 from ..errors import ModelError
 from .allowed_imports import Allowed, ImportPath
-from .custom_layers import (
-    BOOKKEEPING,
-    CHECKPOINTING,
-    MOST_CHARACTERS,
-    MOST_DEPTH,
-    NAMES_OF_TORCH,
-    Value,
-    read_value,
-    write_value,
-)
+from .attribute_values import MOST_DEPTH, Value, is_computed, read_value, write_value
+from .custom_layers import BOOKKEEPING, CHECKPOINTING, MOST_CHARACTERS, NAMES_OF_TORCH
 
 # Under manual optimization the strategy overrides a layer's `zero_grad`; no forward calls it.
 _NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}
@@ -130,7 +122,8 @@ def _frozen_items(items: Any, around: tuple[int, ...], looked_into: list[Any]) -
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of an object."""
     for name, item in getattr(value, "__dict__", {}).items():
-        if not (isinstance(value, PretrainedConfig) and name in _NOT_OF_LAYERS):
+        is_left_out = isinstance(value, PretrainedConfig) and name in _NOT_OF_LAYERS
+        if not (is_left_out or is_computed(type(value), name)):
             yield name, item
     yield from _slots(value).items()
 
@@ -284,8 +277,12 @@ class AttributeState:
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module without torch's bookkeeping."""
-    return {name: value for name, value in vars(module).items() if name not in _NOT_WATCHED}
+    """The attributes of a module without torch's bookkeeping and cached properties."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _NOT_WATCHED and not is_computed(type(module), name)
+    }
 
 
 def differences(
@@ -353,7 +350,8 @@ def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
     values = {name: here[name] for name in change.names if name in here}
     try:
         written = {
-            n: write_value(v, f"The attribute {where}.{n}", paths) for n, v in values.items()
+            n: write_value(v, f"The attribute {where}.{n}", paths, change.module)
+            for n, v in values.items()
         }
     except (TypeError, ValueError) as error:  # a config with a value that JSON lacks
         raise ModelError(
@@ -384,7 +382,7 @@ def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed:
             raise ModelError(
                 f"The attribute {name!r} of a {type(module).__name__} is not set here: {reason}."
             )
-    values = {name: read_value(value, allowed) for name, value in written.items()}
+    values = {name: read_value(value, allowed, module) for name, value in written.items()}
     own = vars(module)
     for name, value in values.items():
         if isinstance(value, PretrainedConfig) and isinstance(own.get(name), PretrainedConfig):

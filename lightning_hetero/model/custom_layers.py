@@ -5,289 +5,44 @@ described: the class of each module, its plain attributes, the shapes of its ten
 children. A module or parameter that a stage has in two places is described once. Rebuilding runs no
 constructor.
 
-    Value, write_value, read_value    a plain attribute as data
-    describe_blocks, build_blocks     the layers of a stage
+    describe_blocks, build_blocks    the layers of a stage
+
+`attribute_values.py` has the plain attributes as data.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
-from typing import Annotated, Any, Literal, Union
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PretrainedConfig
 
 from ..errors import ModelError
-from .allowed_imports import (
-    Allowed,
-    ImportPath,
-    find_class,
-    find_function,
-    path_of,
+from .allowed_imports import Allowed, ImportPath, find_class
+from .attribute_values import (
+    MOST_DEPTH,
+    Value,
+    dtype_name,
+    dtype_named,
+    is_computed,
+    noted_path,
+    read_value,
+    write_value,
 )
-from .hf_config import plain_config, read_config
 from .layers import DecoderLayer
-
-# Deeper than any real setting, and far below Python's recursion limit.
-MOST_DEPTH = 32
-
-_CONTAINERS: dict[Any, Any] = {
-    kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
-}
-_SCALARS = (type(None), bool, int, str)
-
-
-class Items(msgspec.Struct, frozen=True, tag="items"):
-    """A list, a tuple or a set."""
-
-    container: Literal["list", "tuple", "set", "frozenset", "Size"]
-    items: list[Value]
-
-
-class Table(msgspec.Struct, frozen=True, tag="table"):
-    """A dictionary, in its order."""
-
-    items: list[tuple[Value, Value]]
-
-
-class Text(msgspec.Struct, frozen=True, tag="text"):
-    """A dtype, or a float that JSON lacks, as text."""
-
-    kind: Literal["dtype", "float"]
-    text: str
-
-
-class Function(msgspec.Struct, frozen=True, tag="function"):
-    """A function by its name."""
-
-    path: ImportPath
-
-
-class Member(msgspec.Struct, frozen=True, tag="member"):
-    """A member of an enumeration."""
-
-    path: ImportPath
-    name: str
-
-
-class Record(msgspec.Struct, frozen=True, tag="record"):
-    """An instance of a dataclass."""
-
-    path: ImportPath
-    fields: dict[str, Value]
-
-
-class Config(msgspec.Struct, frozen=True, tag="config"):
-    """A Hugging Face config."""
-
-    path: ImportPath
-    content: dict[str, Any]
-    attention: str
-
-
-Value = Union[  # noqa: UP007 - the names are known only later
-    None, bool, int, float, str, Items, Table, Text, Function, Member, Record, Config
-]
-
-
-def write_value(value: Any, where: str, paths: set[ImportPath], depth: int = 0) -> Value:
-    """Encode an attribute's value.
-
-    Args:
-        value: The value.
-        where: The attribute in words, for errors.
-        paths: Receives the import paths of the functions and classes in the value.
-        depth: How deep the value is nested.
-
-    Raises:
-        ModelError: If a worker could not rebuild the value.
-    """
-
-    kind: Any = type(value)
-
-    def write(item: Any) -> Value:
-        return write_value(item, where, paths, depth + 1)
-
-    if depth > MOST_DEPTH:
-        raise _refusal(where, f"is nested deeper than {MOST_DEPTH}", "keep plain values in it")
-    if kind in _SCALARS and not _is_too_large(value):
-        plain: Value = value
-        return plain
-    if kind is float:
-        return value if math.isfinite(value) else Text("float", str(value))
-    if kind is torch.dtype:
-        return Text("dtype", dtype_name(value))
-    if kind in _CONTAINERS.values():
-        return Items(kind.__name__, [write(item) for item in value])
-    if kind is dict:
-        return Table([(write(key), write(item)) for key, item in value.items()])
-    if inspect.isfunction(value) or inspect.isbuiltin(value):
-        return Function(_noted_path(value, "function", where, paths))
-    if isinstance(value, Enum):
-        return Member(_noted_path(kind, "enumeration", where, paths), value.name)
-    if isinstance(value, PretrainedConfig):
-        path = _noted_path(kind, "config class", where, paths)
-        return Config(path, plain_config(value), value._attn_implementation or "eager")
-    if _is_record(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        content = {name: write(getattr(value, name)) for name in names}
-        return Record(_noted_path(kind, "dataclass", where, paths), content)
-    raise _refusal(where, *_cause_and_remedy(value))
-
-
-def _noted_path(thing: Any, what: str, where: str, paths: set[ImportPath]) -> ImportPath:
-    """The import path of a function or class, which is also added to ``paths``."""
-    try:
-        path = path_of(thing, what)
-    except ModelError as error:
-        raise ModelError(f"{where} cannot be rebuilt on a worker. {error}") from error
-    paths.add(path)
-    return path
-
-
-def _is_record(value: Any) -> bool:
-    """Whether a value is an instance of a dataclass without further attributes."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return False
-    return getattr(value, "__dict__", {}).keys() <= {f.name for f in dataclasses.fields(value)}
-
-
-def _is_too_large(value: Any) -> bool:
-    return type(value) is int and not -(2**63) <= value < 2**64
-
-
-def _cause_and_remedy(value: Any) -> tuple[str, str]:
-    if isinstance(value, Tensor):
-        return f"is a {type(value).__name__}", "register it as a buffer (`register_buffer`)"
-    if isinstance(value, nn.Module):
-        return (
-            f"refers to a {type(value).__name__}",
-            "make the module a child (assign it, or use nn.ModuleList or nn.ModuleDict)",
-        )
-    if isinstance(value, torch.device):
-        return "is a device, and a worker has its own", "use that of the hidden states"
-    return (
-        f"is a {type(value).__name__}",
-        "keep plain numbers, strings, lists, dataclasses and named functions in it",
-    )
-
-
-def _refusal(where: str, cause: str, remedy: str) -> ModelError:
-    return ModelError(
-        f"{where} {cause}, which cannot be rebuilt on a worker; {remedy}, or keep the layer with "
-        "the coordinator."
-    )
-
-
-def read_value(value: Value, allowed: Allowed, depth: int = 0) -> Any:
-    """Decode a value.
-
-    Raises:
-        ModelError: If the data is not from `write_value`, or names code that is not allowed here.
-    """
-
-    def read(item: Value) -> Any:
-        return read_value(item, allowed, depth + 1)
-
-    if depth > MOST_DEPTH:
-        raise ModelError(f"The recipe has a value that is nested deeper than {MOST_DEPTH}.")
-    match value:
-        case Items(container, items):
-            return _hashed(_CONTAINERS[container], [read(item) for item in items])
-        case Table(items):
-            return _hashed(dict, [(read(key), read(item)) for key, item in items])
-        case Text(kind, text):
-            return dtype_named(text) if kind == "dtype" else _special_float(text)
-        case Function(path):
-            return find_function(allowed, path)
-        case Member(path, name):
-            return _member(find_class(allowed, path, Enum, "enumeration"), name)
-        case Record(path, fields):
-            made = {name: read(item) for name, item in fields.items()}
-            return _record(find_class(allowed, path, object, "dataclass"), made)
-        case Config(path, content, attention):
-            return read_config(_config_class(path, allowed), content, attention)
-        case _:
-            return value
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as ``float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name.
-
-    Raises:
-        ModelError: If torch has no such dtype.
-    """
-    found = vars(torch).get(name)
-    if not isinstance(found, torch.dtype):
-        raise ModelError(f"torch {torch.__version__} on this worker has no dtype {name!r}.")
-    return found
-
-
-def _hashed(make: Callable[[Any], Any], items: list[Any]) -> Any:
-    try:
-        return make(items)
-    except TypeError as error:
-        raise ModelError(f"The recipe has a value that cannot be built: {error}.") from error
-
-
-def _special_float(text: str) -> float:
-    if text not in ("inf", "-inf", "nan"):
-        raise ModelError(f"The recipe has {text!r} instead of inf, -inf or nan.")
-    return float(text)
-
-
-def _member(enumeration: Any, name: str) -> Any:
-    members = enumeration.__members__
-    if name not in members:
-        raise ModelError(f"{enumeration.__name__} on this worker has no member {name!r}.")
-    return members[name]
-
-
-def _record(dataclass: Any, content: dict[str, Any]) -> Any:
-    try:
-        names = {field.name for field in dataclasses.fields(dataclass)}
-    except TypeError:
-        raise ModelError(f"{dataclass.__name__} is not a dataclass.") from None
-    if names != content.keys():
-        raise ModelError(
-            f"{dataclass.__name__} on this worker has the fields {sorted(names)} and the "
-            f"coordinator's has {sorted(content)}; install the coordinator's version here."
-        )
-    made = object.__new__(dataclass)
-    for name, item in content.items():
-        object.__setattr__(made, name, item)
-    return made
-
-
-def _config_class(path: ImportPath, allowed: Allowed) -> Any:
-    """A config class of transformers, or one that the worker's owner allowed."""
-    known: Any = getattr(transformers, path.qualname, None)
-    is_config = isinstance(known, type) and issubclass(known, PretrainedConfig)
-    if is_config and known.__module__ == path.module:
-        return known
-    return find_class(allowed, path, PretrainedConfig, "config class")
-
 
 # A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
 MOST_MODULES = 2**16
 # The most that a message may carry.
 MOST_CHARACTERS = 2**20
 
-BOOKKEEPING = frozenset(vars(nn.Module()))
+# The last one is what `nn.Module.compile` sets.
+BOOKKEEPING = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 # An attribute of one of these names would hide a method or attribute of torch.
 NAMES_OF_TORCH = frozenset(dir(nn.Module)) | BOOKKEEPING
 # Set by gradient checkpointing of transformers; a stage recomputes on its own instead.
@@ -389,7 +144,7 @@ class _Description:
 
     def _node(self, module: nn.Module, name: str, depth: int) -> ModuleNode:
         _check_is_ordinary(module, name)
-        path = _noted_path(type(module), "layer class", name, self.paths)
+        path = noted_path(type(module), "layer class", name, self.paths)
         children = {
             key: None if child is None else self.add(child, f"{name}.{key}", depth + 1)
             for key, child in module._modules.items()
@@ -413,9 +168,9 @@ class _Description:
                     f"or override the method in the class {type(module).__name__}."
                 )
         return {
-            key: write_value(value, f"The attribute {name}.{key}", self.paths)
+            key: write_value(value, f"The attribute {name}.{key}", self.paths, module)
             for key, value in vars(module).items()
-            if key in own
+            if key in own and not is_computed(type(module), key)
         }
 
     def _add_parameter(self, parameter: nn.Parameter, name: str) -> int:
@@ -467,8 +222,10 @@ def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
     built: list[nn.Module] = []
     for node in recipe.modules:
         _check_names(node, classes[node.layer_class])
-        attributes = {name: read_value(value, allowed) for name, value in node.attributes.items()}
-        built.append(_module(classes[node.layer_class], attributes, node, parameters, built))
+        made = _module(classes[node.layer_class], node, parameters, built)
+        # Behind the children, which attributes may refer to.
+        vars(made).update({n: read_value(v, allowed, made) for n, v in node.attributes.items()})
+        built.append(made)
     return nn.ModuleDict({str(number): built[index] for number, index in recipe.layers.items()})
 
 
@@ -499,15 +256,13 @@ def _present(numbers: Mapping[str, int | None]) -> Iterator[int]:
 
 def _module(
     layer_class: type[nn.Module],
-    attributes: Mapping[str, Any],
     node: ModuleNode,
     parameters: Sequence[nn.Parameter],
     modules: Sequence[nn.Module],
 ) -> nn.Module:
-    """Build the module of a node without running its class's own code."""
+    """Build the module of a node, without attributes and its class's own code."""
     module = object.__new__(layer_class)
     nn.Module.__init__(module)
-    vars(module).update(attributes)
     for name, index in node.parameters.items():
         module._parameters[name] = None if index is None else parameters[index]
     for name, buffer in node.buffers.items():

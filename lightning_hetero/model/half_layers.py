@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
     made = []
     for layer, halves in zip(layers, found, strict=True):
         _InHalves(layer.module, halves).put_on()
-        made += [DecoderLayer(layer.name, half) for half in halves]
+        made += [replace(layer, module=half) for half in halves]
     return made
 
 
@@ -135,7 +136,7 @@ class _InHalves(ForwardOverride):
         self.halves = halves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, args, kwargs = take_hidden(0, args, kwargs)
+        hidden, args, kwargs, _ = take_hidden(0, args, kwargs)
         first, second = self.halves
         first.training = second.training = self.module.training
         for half in self.halves:
@@ -304,5 +305,4 @@ def _is_attention(name: str) -> bool:
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """The hidden states among the arguments of a child."""
-    hidden, _, _ = take_hidden(0, args, dict(kwargs))
-    return hidden
+    return take_hidden(0, args, dict(kwargs))[0]

@@ -20,12 +20,15 @@ Layers may be kept: they are hollow too, and their weights are here all the same
     hidden ─▶ layer 4 ─▶ layer 5 ─▶ hidden ─▶ layer 6 ─▶ hidden
               kept       kept                 record, then exchange(hidden, [call 6])
 
+A model may have several lists of layers, such as those of an encoder and a decoder: each is a run
+of its own, with an exchange at its end. Tensors that carry gradients may go along with the hidden
+states, from the model or from one layer to later ones; see `layer_call.py`.
+
 Nothing here knows which process computes.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import (
     Callable,
     Collection,
@@ -36,8 +39,8 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -47,20 +50,29 @@ from ..errors import ModelError
 from .adapters import AdapterSwitches
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .four_bit import shapes_only
-from .half_layers import absent_in, halves_of, in_tree, is_second_half
+from .half_layers import absent_in, halves_of, in_tree
 from .kv_cache import HollowCaches
-from .layer_call import LayerCall, expected_result, result_on_meta, take_hidden
+from .layer_call import (
+    Carried,
+    LayerCall,
+    ResultForm,
+    expected_result,
+    is_carried,
+    put_hidden,
+    result_on_meta,
+    returned,
+    take_hidden,
+)
 from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer, embedded_on_meta, look_past_meta
 from .override import ForwardOverride, MethodOverride, has_own_forward, overrides_of
 from .placeholders import (
-    Assumptions,
     Form,
     HiddenStatesAway,
-    is_away,
     mark_as_away,
     refuse_away,
     unmark,
 )
+from .records import Records, Span, list_begins
 from .tensors import (
     check_can_be_emptied,
     emptied,
@@ -205,43 +217,12 @@ def _names_by_key(
     return names
 
 
-# From hidden states, recorded calls and kinds of outputs to hidden states and collected outputs.
+# From hidden states, recorded calls, kinds of outputs, and what goes along with the hidden states
+# by name, to hidden states, and collected outputs with what comes along.
 Exchange = Callable[
-    [Tensor, list[LayerCall], list[str]], tuple[Tensor, Iterable[tuple[str, Tensor]]]
+    [Tensor, list[LayerCall], list[str], Mapping[str, Tensor]],
+    tuple[Tensor, Iterable[tuple[str, Tensor]]],
 ]
-# Hidden states, alone or first in a tuple.
-LayerResult = Tensor | tuple[Tensor | None, ...]
-
-
-class _Records(threading.local):
-    """What the forward in the present thread has recorded of a run of hollow layers.
-
-    Attributes:
-        calls: The calls of the layers so far; None outside of the run.
-        sent: The hidden states before the first layer.
-        hidden: The placeholder behind the last layer that was called.
-        assumptions: What the model was told of placeholders without certainty.
-    """
-
-    calls: Any = None
-    sent: Any = None
-    hidden: Any = None
-    assumptions: Any = None
-
-
-@dataclass(frozen=True)
-class _Span:
-    """The layers that are hollow at present: the first, the last and the first with a cache."""
-
-    first: int | None
-    last: int | None
-    first_with_cache: int
-
-    @classmethod
-    def of(cls, layers: Mapping[int, nn.Module]) -> _Span:
-        with_cache = (n for n, layer in layers.items() if not is_second_half(layer))
-        first_with_cache = min({*with_cache} - {EMBEDDING_LAYER}, default=0)
-        return cls(min(layers, default=None), max(layers, default=None), first_with_cache)
 
 
 def _as_it_is(hidden: Tensor) -> Tensor:
@@ -281,7 +262,9 @@ class HollowLayers:
         self._kept = {n: layer for n, layer in self._modules.items() if n in kept}
         self._emptied = {n: layer for n, layer in self._modules.items() if n not in kept}
         self._follow = follow
-        self._whole, self._rest = _Span.of(self._modules), _Span.of(self._emptied)
+        begins = list_begins(layers)
+        self._whole = Span.of(self._modules, begins)
+        self._rest = Span.of(self._emptied, begins)
         # What is hollow at present, whether kept layers run here, and what is called around them.
         self._span, self._is_here = self._whole, False
         self._on_enter: Callable[[Tensor], Tensor] = _as_it_is
@@ -289,11 +272,12 @@ class HollowLayers:
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._emptied, remote)
         self._held: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
-        self._records = _Records()
+        self._records = Records()
         self._undo = ExitStack()
         self._switches: dict[int, AdapterSwitches] = {}
         self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
-        self._tuple_lengths: dict[Hashable, int] = {}
+        # The lengths of results and the positions of tensors in them.
+        self._result_forms: dict[Hashable, tuple[int, tuple[int, ...]]] = {}
 
     def hollow(self) -> None:
         """Empty the layers that are not kept, and override the forwards of all.
@@ -356,11 +340,10 @@ class HollowLayers:
             return args, kwargs
         self.check_finished()
         self._follow()
-        hidden, rest, others = take_hidden(number, args, kwargs)
-        entered = self._on_enter(hidden)
-        if "hidden_states" in kwargs:
-            return rest, {**others, "hidden_states": entered}
-        return (entered, *rest), others
+        hidden, rest, others, place = take_hidden(number, args, kwargs)
+        if place == 0 and "hidden_states" in kwargs:
+            place = "hidden_states"
+        return put_hidden(self._on_enter(hidden), rest, others, place)
 
     def leave(self, number: int) -> None:
         """Note that a kept layer has run here."""
@@ -401,7 +384,7 @@ class HollowLayers:
 
     def forget_calls(self) -> None:
         """Drop the calls that an aborted forward recorded in this thread."""
-        self._records.calls = self._records.sent = self._records.hidden = None
+        self._records.forget()
 
     def check_finished(self) -> None:
         """Refuse a forward that did not call the last layers of the run.
@@ -412,81 +395,114 @@ class HollowLayers:
         calls = self._records.calls
         if calls:
             self.forget_calls()
+            last = self._span.last_of(calls[-1].layer_index)
             raise ModelError(
                 "The forward pass left the decoder layers after "
-                f"{describe_layer(calls[-1].layer_index)}; layers up to {self._span.last} live "
+                f"{describe_layer(calls[-1].layer_index)}; layers up to {last} live "
                 "on workers and must all be called. Keep layers that the model may skip or calls "
                 "alone with the coordinator."
             )
 
-    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerResult:
-        """Record a call of a hollow layer; the last layer of the run exchanges the hidden states.
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call of a hollow layer; the last layer of a run exchanges the hidden states.
 
         After an exception the caller must call `forget_calls`.
         """
-        hidden, args, kwargs = take_hidden(number, args, kwargs)
-        layer, is_first = self._modules[number], number == self._span.first
+        records, layer = self._records, self._modules[number]
+        is_first = number in self._span.firsts
+        comes_from_layer = _never if is_first else partial(records.is_behind, number - 1)
+        hidden, args, kwargs, place = take_hidden(number, args, kwargs, comes_from_layer)
         if is_first:
             self.check_finished()
             refuse_away(f"Layer {number}", hidden)
             self._check_tensors()
-            self._records.calls, self._records.sent = [], hidden
-            self._records.assumptions = Assumptions()
+            records.begin(hidden)
         else:
             self._check_continues(number, hidden)
-        refuse_away(f"Layer {number}", (args, kwargs))
-        if number == self._span.first_with_cache:
+        if number in self._span.firsts_with_cache:
             self.caches.begin(number, layer, args, kwargs)
         self._check_adapters(number)
-        sent: Tensor = self._records.sent
+        sent: Tensor = records.sent
         args, kwargs, cache = self.caches.leave_out(layer, sent, args, kwargs)
-        length = self._tuple_length(number, hidden, args, kwargs)
+        args, kwargs = records.carry((args, kwargs))
+        refuse_away(f"Layer {number}", (args, kwargs))
         modes = [name for name, m in self._inside[number] if m.training != layer.training]
-        call = LayerCall(number, layer.training, args, kwargs, length, cache, tuple(modes))
-        self._records.calls.append(call)
-        if number == self._span.last:
-            hidden = self._leave()
+        call = LayerCall(number, layer.training, args, kwargs, 0, cache, tuple(modes), place=place)
+        length, positions = self._form_of_result(call, hidden)
+        hidden_at, *others = positions
+        call = replace(call, tuple_length=length, hidden_at=hidden_at, others=tuple(others))
+        records.calls.append(call)
+        found: Mapping[int, Tensor]
+        if number in self._span.lasts:
+            found = self._leave()
         else:
-            hidden = self._records.hidden = self._behind(call, hidden, sent.device)
+            found = self._behind(call, hidden, sent.device)
             self._pass_by(number)
-        return (hidden, *[None] * (length - 1)) if length else hidden
+        return ResultForm(length, found).fill(found.__getitem__)
 
-    def _behind(self, call: LayerCall, hidden: Tensor, device: torch.device) -> HiddenStatesAway:
-        """The placeholder that the model passes to the next layer of the run."""
+    def _behind(
+        self, call: LayerCall, hidden: Tensor, device: torch.device
+    ) -> dict[int, HiddenStatesAway]:
+        """The placeholders that the model passes to later layers of the run, by their positions."""
         before = hidden.form if isinstance(hidden, HiddenStatesAway) else _form_of(hidden)
         # Layers are tried on `meta`, where the device's autocast does not apply.
         uncertain = {"dtype"} if torch.is_autocast_enabled(device.type) else set()
-        form = partial(self._form_behind, call, before, torch.is_grad_enabled(), uncertain)
-        return HiddenStatesAway(call.layer_index, device, form, self._records.assumptions)
+        find = partial(
+            self._forms_behind,
+            call,
+            before,
+            self._records.forms(call),
+            torch.is_grad_enabled(),
+            uncertain,
+        )
+        found = cache(find)
+        return {
+            at: HiddenStatesAway(
+                call.layer_index,
+                device,
+                lambda at=at: found()[at],  # type: ignore[misc]
+                self._records.assumptions,
+                at,
+            )
+            for at in (call.hidden_at, *call.others)
+        }
 
-    def _form_behind(
+    def _forms_behind(
         self,
         call: LayerCall,
         find_before: Callable[[], Form],
+        find_along: Callable[[], Mapping[str, Tensor]],
         grad_enabled: bool,
         uncertain: set[str],
-    ) -> Form:
-        """Find the form of the hidden states behind a layer by trying the layer on ``meta``.
+    ) -> dict[int, Form]:
+        """Find the forms of what a layer returns, by their positions, by trying it on ``meta``.
 
         If the layer cannot be tried, the form before the layer is assumed.
         """
-        layer, before = self._modules[call.layer_index], find_before()
+        layer, before, along = self._modules[call.layer_index], find_before(), find_along()
         hidden, uncertain = before.on_meta, {*before.uncertain, *uncertain}
+        found: Mapping[int, Tensor]
         if call.layer_index == EMBEDDING_LAYER:
-            found, uncertain = embedded_on_meta(layer, hidden), set()
+            found, uncertain = {0: embedded_on_meta(layer, hidden)}, set()
         else:
             with self._tried(call.layer_index):
-                result = result_on_meta(layer, call.layer_index, hidden, call.args, call.kwargs)
-            found = hidden if result is None else result[1]
+                result = result_on_meta(layer, call, hidden, along)
+            found = {call.hidden_at: hidden} if result is None else result.tensors
             uncertain |= {"shape", "dtype"} if result is None else set()
-        trains = hidden.requires_grad or any(p.requires_grad for p in layer.parameters())
-        wants_gradient = grad_enabled and trains and found.is_floating_point()
-        on_meta = torch.empty_like(found, requires_grad=wants_gradient)
-        return Form(on_meta, frozenset(uncertain))
+        inputs = (hidden, *along.values(), *layer.parameters())
+        trains = grad_enabled and any(tensor.requires_grad for tensor in inputs)
+        return {
+            at: Form(
+                torch.empty_like(tensor, requires_grad=trains and tensor.is_floating_point()),
+                frozenset(uncertain),
+            )
+            for at, tensor in found.items()
+        }
 
-    def _leave(self) -> Tensor:
-        """Exchange the hidden states for those behind the last layer of the run."""
+    def _leave(self) -> dict[int, Tensor]:
+        """Exchange the hidden states for what the last layer of the run returns, by position."""
         calls, sent = self._records.calls, self._records.sent
+        entering, assumptions = self._records.entering, self._records.assumptions
         self.forget_calls()
         kinds = wanted_kinds()
         called = (self._modules[call.layer_index] for call in calls)
@@ -495,30 +511,37 @@ class HollowLayers:
                 "The hidden states between layers cannot be collected from halves of layers; call "
                 "the model without output_hidden_states, or leave out `cut_layers`."
             )
-        hidden, collected = self._exchange(sent, calls, kinds)
+        hidden, found = self._exchange(sent, calls, kinds, entering)
+        along = {name: tensor for name, tensor in found if is_carried(name)}
+        collected = [(kind, tensor) for kind, tensor in found if not is_carried(kind)]
         # With the embedding on a worker, the first collected hidden states come back from there.
-        add_collected(None if self._span.first == EMBEDDING_LAYER else sent, collected)
-        self._records.assumptions.settle(hidden)
-        return hidden
+        add_collected(None if calls[0].layer_index == EMBEDDING_LAYER else sent, collected)
+        assumptions.settle(hidden)
+        last: LayerCall = calls[-1]
+        others = {at: along[returned(last.layer_index, at)] for at in last.others}
+        return {last.hidden_at: hidden, **others}
 
-    def _tuple_length(
-        self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> int:
-        """The length of the tuple that the layer's own forward would return, found by trying it.
+    def _form_of_result(self, call: LayerCall, hidden: Tensor) -> tuple[int, tuple[int, ...]]:
+        """The length of the tuple that the layer's own forward would return, and the positions of
+        tensors in it, found by trying it.
 
-        It depends on the layer's class and on flags among the arguments.
+        They depend on the layer's class and on flags among the arguments.
         """
-        layer = self._modules[number]
-        named = [*enumerate(args), *kwargs.items()]
-        flags = [(k, v) for k, v in named if v is None or isinstance(v, (bool, str))]
-        key = (type(layer), layer.training, len(args), tuple(flags))
-        if key not in self._tuple_lengths:
+        number, layer = call.layer_index, self._modules[call.layer_index]
+        named = [*enumerate(call.args), *call.kwargs.items()]
+        flags = [
+            (k, v)
+            for k, v in named
+            if v is None or (isinstance(v, (bool, str)) and not isinstance(v, Carried))
+        ]
+        key = (type(layer), layer.training, len(call.args), tuple(flags))
+        if key not in self._result_forms:
             if isinstance(hidden, HiddenStatesAway):
                 hidden = hidden.form().on_meta
             with self._tried(number):
-                length = expected_result(layer, number, hidden, args, kwargs)[0]
-            self._tuple_lengths[key] = length
-        return self._tuple_lengths[key]
+                form = expected_result(layer, call, hidden, self._records.forms(call)())
+            self._result_forms[key] = form.length, tuple(sorted(form.tensors))
+        return self._result_forms[key]
 
     @contextmanager
     def _tried(self, number: int) -> Iterator[None]:
@@ -565,15 +588,23 @@ class HollowLayers:
                 "the layers on workers one after the other, in their order, or "
                 f"{_with_the_one_before(number)[1]}."
             )
-        if hidden is not self._records.hidden or not is_away(hidden):
+        if not self._records.is_behind(number - 1, hidden):
             both, remedy = _with_the_one_before(number)
             raise ModelError(
                 f"Something between {both} changed the hidden states, and both live on workers; "
                 f"{remedy}."
             )
+        before, at = calls[-1], hidden.position  # type: ignore[attr-defined]
+        if at != before.hidden_at:
+            positions = {before.hidden_at, *before.others} - {at}
+            calls[-1] = replace(before, hidden_at=at, others=tuple(sorted(positions)))
 
     def __reduce__(self) -> NoReturn:
         raise no_copy(self._modules)
+
+
+def _never(_value: Any) -> bool:
+    return False
 
 
 def no_copy(layers: Iterable[int]) -> ModelError:
@@ -594,10 +625,10 @@ class _HollowForward(ForwardOverride):
         self.run = run
         self._number = number
 
-    def __call__(self, *args: Any, **kwargs: Any) -> LayerResult:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.run.runs_here(self._number):
             args, kwargs = self.run.enter(self._number, args, kwargs)
-            result: LayerResult = self.below(*args, **kwargs)
+            result = self.below(*args, **kwargs)
             self.run.leave(self._number)
             return result
         try:

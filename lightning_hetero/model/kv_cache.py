@@ -23,7 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from ..errors import ModelError
 from .layer_call import CacheUse, Place, caches_among, without_cache
@@ -253,7 +258,7 @@ class HollowCaches:
                 "did not ask for it or wanted gradients; pass `use_cache=True` to that call "
                 "already, under `torch.no_grad()`."
             )
-        if cache.get_seq_length(index) > 0:
+        if _is_filled(cache, index):
             raise ModelError(
                 "A key-value cache that was filled elsewhere (before the run, or by prefix tuning) "
                 "cannot go to the workers in this version; begin with an empty one, and tune with "
@@ -291,6 +296,14 @@ def _is_wanted(arguments: Mapping[str, Any]) -> bool:
     return has_cache or arguments.get("use_cache") is True
 
 
+def _is_filled(cache: Cache, index: int) -> bool:
+    """Whether a cache has content for a layer: keys and values, or a recurrent state."""
+    layers = getattr(cache, "layers", ())
+    if index < len(layers) and isinstance(layers[index], LinearAttentionCacheLayerMixin):
+        return any(layers[index].has_previous_state.values())
+    return bool(cache.get_seq_length(index) > 0)
+
+
 def _reach(cache: Cache, index: int) -> None:
     """Add layers up to an index to a cache that was made without a config."""
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
@@ -308,7 +321,8 @@ def _check_can_be_kept(cache: Cache) -> None:
         raise ModelError(
             f"A key-value cache of the kind {type(cache).__name__}"
             f"{' (offloading)' if is_offloading else ''} cannot be kept on workers in this "
-            "version; leave out `cache_implementation` and pass no cache, or pass a "
+            "version. Generate with `use_cache=False`; a decoder alone may also keep the default "
+            "cache, so leave out `cache_implementation`, or pass a "
             "`DynamicCache(config=model.config)`."
         )
 

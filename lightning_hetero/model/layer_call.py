@@ -1,9 +1,17 @@
-"""One call of a decoder layer as a value, and the hidden states that the layer returns."""
+"""One call of a decoder layer as a value, and what the layer returns.
+
+Hidden states go from layer to layer. Other tensors may go along with them, and carry gradients:
+
+    @0, @1, …    what enters the first layer: the hidden states, and others, such as conditioning
+    @4.0, @4.1   what layer 4 returns: the hidden states, and others, such as a position bias
+
+In the arguments of a call `Carried` stands for such a tensor, by its name.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +29,31 @@ logger = logging.getLogger(__name__)
 
 # An argument's position, or its name.
 Place = int | str
+
+# The name of the hidden states before the first layer.
+ENTERED = "@0"
+_MARK = "@"
+
+
+class Carried(str):
+    """Stands in a call's arguments for a tensor that goes along with the hidden states."""
+
+    __slots__ = ()
+
+
+def entering(number: int) -> str:
+    """The name of a tensor that goes to the first layer; 0 for the hidden states."""
+    return f"{_MARK}{number}"
+
+
+def returned(layer_index: int, position: int) -> str:
+    """The name of a tensor in the result of a layer."""
+    return f"{_MARK}{layer_index}.{position}"
+
+
+def is_carried(kind: str) -> bool:
+    """Whether a name is that of a tensor that goes along, and of no kind of collected output."""
+    return kind.startswith(_MARK)
 
 
 @dataclass(frozen=True)
@@ -46,16 +79,20 @@ class CacheUse:
 class LayerCall:
     """One call of one layer, without its hidden states.
 
+    In ``args`` and ``kwargs``, `Carried` stands for tensors that go along with them.
+
     Args:
         layer_index: The number of the layer.
         training: The mode of the layer.
         args: The positional arguments, without the hidden states and the cache.
         kwargs: The named arguments, likewise.
-        tuple_length: The length of the tuple that the model expects, with the hidden states first;
-            0 for the hidden states alone.
+        tuple_length: The length of the tuple that the model expects; 0 for a tensor alone.
         cache: The key-value cache among the arguments, if the stage keeps it.
         other_mode: Names of the modules inside the layer that are in the other mode, such as a
             frozen BatchNorm.
+        place: The argument in which the layer gets the hidden states.
+        hidden_at: The position of the hidden states in the tuple.
+        others: The positions of other tensors in it.
     """
 
     layer_index: int
@@ -65,6 +102,9 @@ class LayerCall:
     tuple_length: int = 0
     cache: CacheUse | None = None
     other_mode: tuple[str, ...] = ()
+    place: Place = 0
+    hidden_at: int = 0
+    others: tuple[int, ...] = ()
 
     def set_modes(self, layer: nn.Module) -> None:
         """Put a layer and the modules inside it into the modes that they had when it was called."""
@@ -80,6 +120,22 @@ class LayerCall:
         for place, value in _by_place(self.args, self.kwargs):
             yield from ((str(place), tensor) for tensor in tensors_in(value))
 
+    @property
+    def carried(self) -> list[str]:
+        """The names of the tensors that go along and that the layer gets, each once."""
+        found: list[str] = []
+        # This looks at every name and changes none.
+        apply_to_collection((self.args, self.kwargs), Carried, found.append)
+        return list(dict.fromkeys(found))
+
+    def with_carried(self, tensors: Mapping[str, Tensor]) -> LayerCall:
+        """This call with tensors in the places of their names."""
+        if not self.carried:
+            return self
+        put = tensors.__getitem__
+        args, kwargs = apply_to_collection((self.args, self.kwargs), Carried, put)
+        return replace(self, args=args, kwargs=kwargs)
+
     def in_dtype(self, old: torch.dtype, new: torch.dtype) -> LayerCall:
         """This call with its tensors of one dtype converted to another."""
 
@@ -91,22 +147,62 @@ class LayerCall:
 
 
 def take_hidden(
-    number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    number: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_from_layer: Callable[[Any], bool] = lambda _: False,
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any], Place]:
     """Split the arguments of a call into the hidden states and the rest.
+
+    The hidden states are what comes from the layer before. Where nothing does, they are the first
+    argument or ``hidden_states``, and otherwise the first tensor that may have samples and
+    features.
+
+    Args:
+        number: The number of the layer.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+        is_from_layer: Whether a value comes from the layer before.
+
+    Returns:
+        The hidden states, the other arguments, and the place of the hidden states.
 
     Raises:
         ModelError: If there are no hidden states.
     """
-    if args and isinstance(args[0], Tensor):
-        return args[0], args[1:], kwargs
-    hidden = kwargs.get("hidden_states")
-    if not args and isinstance(hidden, Tensor):
-        return hidden, args, {k: v for k, v in kwargs.items() if k != "hidden_states"}
-    raise ModelError(
-        f"Layer {number} was called without hidden states: they must be the first argument or "
-        "`hidden_states`."
-    )
+    named = {place: value for place, value in _by_place(args, kwargs) if isinstance(value, Tensor)}
+    place = next((place for place, value in named.items() if is_from_layer(value)), None)
+    place = _likely_place(named) if place is None else place
+    if place is None:
+        raise ModelError(
+            f"Layer {number} was called without hidden states: one of its arguments must be a "
+            "tensor of them, and not a container."
+        )
+    hidden = named[place]
+    if isinstance(place, int):
+        return hidden, args[:place] + args[place + 1 :], kwargs, place
+    rest = {name: value for name, value in kwargs.items() if name != place}
+    # Decoders of transformers have them first, under this name.
+    return hidden, args, rest, 0 if place == "hidden_states" and not args else place
+
+
+def _likely_place(tensors: Mapping[Place, Tensor]) -> Place | None:
+    """The place of the hidden states among the tensors that a layer gets."""
+    first = next(iter(tensors), None)
+    numbers = [place for place, tensor in tensors.items() if tensor.is_floating_point()]
+    wide = [place for place in numbers if tensors[place].ndim > 1]
+    trained = [place for place in wide if tensors[place].requires_grad]
+    named = [place for place in numbers if place in (0, "hidden_states")]
+    return next(iter((*named, *trained, *wide, *numbers)), first)
+
+
+def put_hidden(
+    hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with the hidden states in their place."""
+    if isinstance(place, int):
+        return (*args[:place], hidden, *args[place:]), kwargs
+    return args, {**kwargs, place: hidden}
 
 
 def caches_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Cache]]:
@@ -128,85 +224,131 @@ def without_cache(
     return tuple(None if isinstance(value, Cache) else value for value in args), kept
 
 
-def hidden_of(result: Any, layer: nn.Module, call: LayerCall) -> Tensor:
-    """Take the hidden states out of a layer's result.
+@dataclass(frozen=True)
+class ResultForm:
+    """The form of what a layer returns.
+
+    Args:
+        length: The length of the tuple; 0 for a tensor alone.
+        tensors: The tensors by their positions in it, on ``meta`` where the layer was tried there.
+    """
+
+    length: int
+    tensors: Mapping[int, Tensor]
+
+    @classmethod
+    def of(cls, result: Any, layer: nn.Module, layer_index: int) -> ResultForm:
+        """The form of a result.
+
+        Raises:
+            ModelError: If it holds more than tensors.
+        """
+        if isinstance(result, Tensor):
+            return cls(0, {0: result})
+        what = f"Layer {layer_index} ({type(layer).__name__})"
+        items = result if type(result) is tuple else ()
+        tensors = {place: item for place, item in enumerate(items) if isinstance(item, Tensor)}
+        if not tensors:
+            raise ModelError(
+                f"{what} returns a {type(result).__name__}; a layer on a worker must return its "
+                "hidden states, alone or in a tuple. Keep it with the coordinator."
+            )
+        more = [type(item).__name__ for item in items if not isinstance(item, Tensor | None)]
+        if more:
+            raise ModelError(
+                f"{what} returns {', '.join(more)} besides its hidden states, which cannot come "
+                "back from a worker; return tensors, or keep the layer with the coordinator."
+            )
+        return cls(len(items), tensors)
+
+    @property
+    def hidden_at(self) -> int:
+        """The position of the first tensor, which the hidden states are as a rule."""
+        return min(self.tensors)
+
+    @property
+    def hidden(self) -> Tensor:
+        """The first tensor."""
+        return self.tensors[self.hidden_at]
+
+    def fill(self, make: Callable[[int], Tensor]) -> Any:
+        """A result of this form, with tensors that ``make`` makes of their positions."""
+        if not self.length:
+            return make(0)
+        return tuple(make(at) if at in self.tensors else None for at in range(self.length))
+
+
+def tensors_of(result: Any, layer: nn.Module, call: LayerCall) -> Mapping[int, Tensor]:
+    """Take the tensors out of a layer's result, by their positions.
 
     Raises:
-        ModelError: If the result has more than them, or not the form that the model expects.
+        ModelError: If the result has not the form that the model expects.
     """
-    length = _tuple_length(result, layer, call.layer_index)
-    if length != call.tuple_length:
+    form = ResultForm.of(result, layer, call.layer_index)
+    expected = sorted({call.hidden_at, *call.others})
+    if form.length != call.tuple_length or sorted(form.tensors) != expected:
         raise ModelError(
-            f"Layer {call.layer_index} ({type(layer).__name__}) returned {_form(length)} on the "
-            f"worker, and the model was given {_form(call.tuple_length)} in its place. Keep the "
-            "layer with the coordinator."
+            f"Layer {call.layer_index} ({type(layer).__name__}) returned "
+            f"{_in_words(form.length, sorted(form.tensors))} on the worker, and the model was "
+            f"given {_in_words(call.tuple_length, expected)} in its place. Keep the layer with the "
+            "coordinator."
         )
-    hidden: Tensor = result[0] if length else result
-    return hidden
+    return form.tensors
+
+
+def _in_words(tuple_length: int, positions: Sequence[int]) -> str:
+    if not tuple_length:
+        return "a tensor"
+    plain = "" if [*positions] == [0] else f" with tensors at {', '.join(map(str, positions))}"
+    return f"a tuple of {tuple_length}{plain}"
 
 
 def expected_result(
-    layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
-) -> tuple[int, Tensor]:
-    """The tuple length and the form of the hidden states that a layer returns, on ``meta``.
+    layer: nn.Module, call: LayerCall, hidden: Tensor, tensors: Mapping[str, Tensor]
+) -> ResultForm:
+    """The form of what a layer returns.
 
     If the layer cannot be tried, it is assumed to return a tensor like its input.
 
+    Args:
+        layer: The layer.
+        call: How it is called; its form of the result does not count.
+        hidden: The hidden states.
+        tensors: What goes along with them, by name.
+
     Raises:
-        ModelError: If the layer returns more than hidden states.
+        ModelError: If the layer returns more than tensors.
     """
-    found = result_on_meta(layer, layer_index, hidden, args, kwargs)
-    return found or (0, _to_meta(hidden))
+    return result_on_meta(layer, call, hidden, tensors) or ResultForm(0, {0: _to_meta(hidden)})
 
 
 def result_on_meta(
-    layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
-) -> tuple[int, Tensor] | None:
+    layer: nn.Module, call: LayerCall, hidden: Tensor, tensors: Mapping[str, Tensor]
+) -> ResultForm | None:
     """Run a layer whose parameters are on ``meta``; its attributes are restored afterwards.
 
     Returns:
-        The tuple length and the hidden states of the result; None if the layer cannot be tried.
+        The form of the result; None if the layer cannot be tried.
 
     Raises:
-        ModelError: If the layer returns more than hidden states.
+        ModelError: If the layer returns more than tensors.
     """
-    on_meta = apply_to_collection((hidden, args, dict(kwargs)), Tensor, _to_meta)
+    filled = call.with_carried(tensors)
+    given = apply_to_collection((hidden, filled.args, dict(filled.kwargs)), Tensor, _to_meta)
+    hidden_there, args_there, kwargs_there = given
+    args, kwargs = put_hidden(hidden_there, args_there, kwargs_there, call.place)
     try:
         # Parameters that are away refuse every computation but this one.
         untouched = torch._C.DisableTorchFunctionSubclass()
         with torch.no_grad(), unchanged(layer.modules()), untouched:
-            result = type(layer).forward(layer, on_meta[0], *on_meta[1], **on_meta[2])
+            result = type(layer).forward(layer, *args, **kwargs)
     except Exception as error:
         # A forward that depends on data, such as the choice of experts, cannot run on `meta`. If
         # such a layer returns something else than a tensor, the worker raises.
-        logger.debug("layer %d cannot be tried on meta: %s", layer_index, error)
+        logger.debug("layer %d cannot be tried on meta: %s", call.layer_index, error)
         return None
-    length = _tuple_length(result, layer, layer_index)
-    return length, result[0] if length else result
+    return ResultForm.of(result, layer, call.layer_index)
 
 
 def _to_meta(tensor: Tensor) -> Tensor:
     return tensor.detach().to("meta")
-
-
-def _tuple_length(result: Any, layer: nn.Module, layer_index: int) -> int:
-    if isinstance(result, Tensor):
-        return 0
-    what = f"Layer {layer_index} ({type(layer).__name__})"
-    if not isinstance(result, tuple) or not result or not isinstance(result[0], Tensor):
-        raise ModelError(
-            f"{what} returns a {type(result).__name__}; a layer on a worker must return its hidden "
-            "states, alone or first in a tuple. Keep it with the coordinator."
-        )
-    more = [type(value).__name__ for value in result[1:] if value is not None]
-    if more:
-        raise ModelError(
-            f"{what} returns {', '.join(more)} besides its hidden states, which cannot come back "
-            "from a worker; call the model without asking for it (such as output_attentions), or "
-            "keep the layer with the coordinator."
-        )
-    return len(result)
-
-
-def _form(tuple_length: int) -> str:
-    return f"a tuple of {tuple_length}" if tuple_length else "a tensor"

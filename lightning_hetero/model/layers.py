@@ -10,7 +10,7 @@ A model may then only pass the embedding's output to its first layer (`placehold
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cache
 from typing import Any
@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import ModelError
+from .compiled_layers import without_wrapper
 
+# The parts of multi-modal models that make hidden states of images and sound.
+_TOWERS = ("vision_config", "audio_config")
 # Lists of modules that an error names.
 _MOST_NEAR = 3
 
@@ -30,10 +33,17 @@ LayerChoice = str | list[str] | Callable[[nn.Module], Iterable[nn.Module]] | Non
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer, or half of one, and the layer's dotted name inside the LightningModule."""
+    """One decoder layer, or half of one, and the layer's dotted name inside the LightningModule.
+
+    Args:
+        name: The dotted name.
+        module: The layer.
+        list_index: The number of its list, if the module has several.
+    """
 
     name: str
     module: nn.Module
+    list_index: int = 0
 
 
 def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[DecoderLayer]:
@@ -47,8 +57,14 @@ def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[Dec
         layers = [] if name is None else _layers_of_list(root, name)
     else:
         layers = _layers_chosen(root, choice)
+    layers = [_without_wrapper(layer) for layer in layers]
     _check_are_layers(layers)
     return layers
+
+
+def _without_wrapper(layer: DecoderLayer) -> DecoderLayer:
+    name, module = without_wrapper(layer.name, layer.module)
+    return replace(layer, name=name, module=module)
 
 
 def _layers_chosen(root: nn.Module, choice: LayerChoice) -> list[DecoderLayer]:
@@ -60,15 +76,35 @@ def _layers_chosen(root: nn.Module, choice: LayerChoice) -> list[DecoderLayer]:
         if not isinstance(chosen, Iterable):
             raise ModelError(
                 f"The function `layers` returned a {type(chosen).__name__}; return the layers in a "
-                "list or a ModuleList."
+                "list or a ModuleList, or several ModuleLists in a list."
             )
-        return [DecoderLayer(name_of(root, module), module) for module in chosen]
+        return _several([_layers_of(root, module) for module in chosen])
     if isinstance(choice, (list, tuple)) and all(isinstance(name, str) for name in choice):
-        return [layer for name in choice for layer in _layers_named(root, name, nn.ModuleList)]
+        return _several([_layers_named(root, name, nn.ModuleList) for name in choice])
     raise ModelError(
         f"`layers` is a {type(choice).__name__}; give the dotted path of a ModuleList, a list of "
         "paths, or a function from the LightningModule to its layers."
     )
+
+
+def _several(parts: Sequence[Sequence[DecoderLayer]]) -> list[DecoderLayer]:
+    """The layers of lists and the single layers between them; each list but the first begins
+    another part of the model."""
+    found: list[DecoderLayer] = []
+    list_index, has_list = 0, False
+    for layers in parts:
+        list_index += has_list and len(layers) > 1
+        has_list = has_list or len(layers) > 1
+        found += [replace(layer, list_index=list_index) for layer in layers]
+    return found
+
+
+def _layers_of(root: nn.Module, module: nn.Module) -> Sequence[DecoderLayer]:
+    """The layers in a ModuleList, or the one layer that any other module is."""
+    name = name_of(root, module)
+    if type(module) is nn.ModuleList and name:
+        return _layers_of_list(root, name)
+    return [DecoderLayer(name, module)]
 
 
 def _layers_named(
@@ -107,11 +143,6 @@ def _check_are_layers(layers: Sequence[DecoderLayer]) -> None:
     names = [layer.name for layer in layers]
     for layer in layers:
         name = layer.name
-        if hasattr(layer.module, "_orig_mod"):
-            raise ModelError(
-                f"{name!r} is compiled by `torch.compile`, which no worker can take over; "
-                "leave the layer uncompiled, and set `compile: true` for its stage in the plan."
-            )
         if not name or type(layer.module).forward is nn.Module.forward:
             raise ModelError(
                 f"{name or 'The LightningModule itself'!r} ({type(layer.module).__name__}) is no "
@@ -147,11 +178,15 @@ def name_of(root: nn.Module, wanted: nn.Module) -> str:
 
 
 def _find_layer_list(root: nn.Module) -> str | None:
-    """The first of the layer lists that train, or else of all; shallow ones come first."""
+    """The first of the layer lists that train, or else of all. Those of language come before those
+    of images and sound, and shallow ones come first."""
 
-    def precedence(name: str) -> tuple[bool, int]:
+    def precedence(name: str) -> tuple[bool, bool, int]:
         parameters = root.get_submodule(name).parameters()
-        return not any(parameter.requires_grad for parameter in parameters), name.count(".")
+        is_frozen = not any(parameter.requires_grad for parameter in parameters)
+        config = getattr(models_around(root, [f"{name}.0"])[-1], "config", None)
+        is_tower = getattr(config, "base_config_key", "") in _TOWERS
+        return is_frozen, is_tower, name.count(".")
 
     return min(_layer_lists(root), key=precedence, default=None)
 
@@ -184,8 +219,7 @@ def _is_layer_list(model: nn.Module, module: nn.Module) -> bool:
     return (
         isinstance(module, nn.ModuleList)
         and len(module) == count
-        # A layer in a wrapper of `torch.compile` is found too, and refused by name.
-        and all(type(getattr(layer, "_orig_mod", layer)).__name__ in unsplit for layer in module)
+        and all(type(without_wrapper("", layer)[1]).__name__ in unsplit for layer in module)
     )
 
 

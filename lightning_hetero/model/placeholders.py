@@ -123,27 +123,39 @@ class HiddenStatesAway(Tensor):
         number: The number of the layer.
         device: The device that the hidden states would be on.
         form: Finds their form; called when the form is first read.
-        assumptions: Notes what the model is told without certainty.
+        assumptions: Notes what the model is told without certainty; there is one for each forward.
+        position: Their position in what the layer returns.
 
     Attributes:
         number: The number of the layer.
+        position: As given.
         form: Returns the form to a reader that does not rely on it: no assumption is noted.
     """
 
     number: int
+    position: int
     form: Callable[[], Form]
     _assumptions: Assumptions
     _place: torch.device
 
     def __new__(
-        cls, number: int, device: torch.device, form: Callable[[], Form], assumptions: Assumptions
+        cls,
+        number: int,
+        device: torch.device,
+        form: Callable[[], Form],
+        assumptions: Assumptions,
+        position: int = 0,
     ) -> Self:
         # It has a storage, since `other.data = placeholder` would else leave `other` without one.
         nothing = torch.empty(0, device="meta")
         made: Self = Tensor._make_subclass(cls, nothing)
         made.number, made.form, made._assumptions = number, cache(form), assumptions
-        made._place = device
+        made.position, made._place = position, device
         return made
+
+    def is_of(self, assumptions: Assumptions) -> bool:
+        """Whether it was made in the forward with these assumptions."""
+        return self._assumptions is assumptions
 
     def told(self, what: str) -> Tensor:
         """A tensor on ``meta`` from which the model may read the shape or dtype."""

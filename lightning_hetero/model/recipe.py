@@ -28,6 +28,7 @@ from ..errors import ModelError
 from .adapters import Adapters, describe_adapters, inject_adapters, without_wrappers
 from .allowed_imports import Allowed
 from .captured_outputs import install_hooks
+from .compiled_layers import without_wrapper_names
 from .custom_layers import BlocksRecipe, build_blocks, describe_blocks
 from .four_bit import FourBit, apply_four_bit, describe_four_bit
 from .half_layers import absent_in, half_of
@@ -115,7 +116,9 @@ def write_recipe(
         return describe_blocks(layers)
     owner_name, owner = found
     prefix = f"{owner_name}." if owner_name else ""
-    paths = {number: layer.name.removeprefix(prefix) for number, layer in layers}
+    paths = {
+        number: without_wrapper_names(layer.name.removeprefix(prefix)) for number, layer in layers
+    }
     return Recipe(
         model_class=type(owner).__name__,
         config=plain_config(owner.config),

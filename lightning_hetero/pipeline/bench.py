@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..devices.device import Clock as Clock
 from ..devices.device import device_for, is_out_of_memory
 from ..errors import ModelError
+from ..model.allowed_imports import Allowed
 from ..model.four_bit import multiply_in
 from ..model.tensors import dtypes_on_stage, fill_with_made_up_values
 from ..protocol import messages as m
@@ -300,12 +301,14 @@ class Bench:
         build: Returns the layers on ``meta``, by number.
         buffers: Values of buffers, by name; missing ones are made up.
         clock: Returns seconds that only grow.
+        allowed: The classes of optimizers that are allowed besides those of libraries.
     """
 
     device: torch.device
     build: Callable[[], nn.ModuleDict]
     buffers: Mapping[str, Tensor]
     clock: Clock = time.perf_counter
+    allowed: Allowed = Allowed()
     _layers: nn.ModuleDict = field(default_factory=nn.ModuleDict)
     _dtype: torch.dtype | None = None
 
@@ -325,7 +328,7 @@ class Bench:
         hidden = torch.randn(trial.hidden_shape, device=self.device).to(trial.hidden_dtype)
         around = replace(trial.surroundings, grad_enabled=False)
         with torch.no_grad():
-            return self._stage(trial).forward(Key(0), Activation(hidden), around).collected
+            return self._stage(trial).forward(Key(0), Activation(hidden), around).outputs
 
     def measure_optimizer(self, trial: OptimizerTrial) -> m.OptimizerMeasured:
         """Measure an optimizer's step over a layer."""
@@ -337,7 +340,8 @@ class Bench:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         group = Group(list(trained), trial.options)
-        optimizer = StageOptimizer(trial.class_name, trial.defaults, [group], trained)
+        name, allowed = trial.class_name, self.allowed
+        optimizer = StageOptimizer(name, trial.defaults, [group], trained, allowed)
 
         def step() -> list[float]:
             device_for(self.device).synchronize()

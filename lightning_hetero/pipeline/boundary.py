@@ -10,7 +10,7 @@ experts. Each stage adds its own outputs to those of earlier stages. All of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from ..devices.copies import Land, already_here
-from ..model.layer_call import LayerCall
+from ..errors import BatchError
+from ..model.layer_call import LayerCall, is_carried, returned
 from ..protocol.fields import Numerics
 
 
 class Collected(NamedTuple):
-    """One output besides the hidden states, under transformers' name for its kind."""
+    """A tensor that goes along with the hidden states: a collected output under transformers' name
+    for its kind, or another one under its own name; see `layer_call.py`."""
 
     kind: str
     tensor: Tensor
@@ -44,6 +46,16 @@ class Activation:
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, the hidden states first."""
         return (self.hidden, *(tensor for _, tensor in self.collected))
+
+    @property
+    def carried(self) -> dict[str, Tensor]:
+        """The tensors that go along, without the collected outputs, by name."""
+        return {kind: tensor for kind, tensor in self.collected if is_carried(kind)}
+
+    @property
+    def outputs(self) -> tuple[Collected, ...]:
+        """The collected outputs."""
+        return tuple(each for each in self.collected if not is_carried(each.kind))
 
     @property
     def requires_grad(self) -> bool:
@@ -76,15 +88,33 @@ def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
     """Join the activations of a batch's pieces, which are in the order of their samples.
 
     ``dim`` counts the samples of the hidden states; it must be 0 if outputs are collected.
+
+    Raises:
+        BatchError: If something without samples that goes along differs from piece to piece.
     """
     first = pieces[0]
-    return Activation(
-        torch.cat([piece.hidden for piece in pieces], dim),
-        tuple(
-            Collected(kind, torch.cat([piece.collected[place].tensor for piece in pieces]))
-            for place, (kind, _) in enumerate(first.collected)
-        ),
-    )
+    joined = []
+    for place, (kind, _) in enumerate(first.collected):
+        tensors = [piece.collected[place].tensor for piece in pieces]
+        along = along_samples(pieces, tensors, dim) if is_carried(kind) else 0
+        if along is None and not all(torch.equal(tensors[0], other) for other in tensors[1:]):
+            raise BatchError(
+                f"A layer returns a tensor of the shape {tuple(tensors[0].shape)} besides its "
+                "hidden states, which has no dimension of samples and differs between the pieces "
+                "of a batch. Use `micro_batches=1`."
+            )
+        joined.append(Collected(kind, tensors[0] if along is None else torch.cat(tensors, along)))
+    return Activation(torch.cat([piece.hidden for piece in pieces], dim), tuple(joined))
+
+
+def along_samples(pieces: Sequence[Activation], tensors: Sequence[Tensor], dim: int) -> int | None:
+    """The dimension of tensors, one for each piece, that counts the piece's samples; None if there
+    is none. ``dim`` counts those of the hidden states."""
+    sizes = [piece.hidden.shape[dim] for piece in pieces]
+    for along in (dim, 0):
+        if [t.shape[along] if t.ndim > along else None for t in tensors] == sizes:
+            return along
+    return None
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
@@ -106,6 +136,9 @@ class Surroundings:
         place: How many forwards of the same visit the stage's process runs in it before this one;
             None for those whose arguments have come.
         numerics: The settings that change numbers.
+        carried: What enters the first layer besides the hidden states, by name; only the
+            coordinator has it here.
+        passes: The names of what leaves the stage along with the hidden states.
     """
 
     grad_enabled: bool
@@ -116,6 +149,8 @@ class Surroundings:
     is_trial: bool = False
     place: int | None = None
     numerics: Numerics = Numerics()
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
+    passes: Sequence[str] = ()
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -126,3 +161,22 @@ class Surroundings:
     def has_cache(self) -> bool:
         """Whether the forward reads and extends a key-value cache."""
         return any(call.cache is not None for call in self.calls)
+
+    def passes_behind(self, layers: Container[int]) -> list[str]:
+        """The names of what leaves the stage with these layers along with the hidden states.
+
+        It is what later layers get; behind the last layer, what the model gets of its result.
+        """
+        later = [call for call in self.calls if call.layer_index not in layers]
+        own = [call for call in self.calls if call.layer_index in layers]
+        later = [call for call in later if own and call.layer_index > own[-1].layer_index]
+        if own and not later:
+            last = own[-1]
+            return [returned(last.layer_index, position) for position in last.others]
+        made = {returned(call.layer_index, at) for call in later for at in _positions(call)}
+        wanted = dict.fromkeys(str(name) for call in later for name in call.carried)
+        return [name for name in wanted if name not in made]
+
+
+def _positions(call: LayerCall) -> tuple[int, ...]:
+    return (call.hidden_at, *call.others)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..errors import RemoteProtocolError
-from ..model.layer_call import CacheUse, LayerCall
+from ..model.layer_call import CacheUse, Carried, LayerCall, is_carried
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensors import DTYPES, dtype_name
-from ..protocol.values import KeptConstants, Packer, unpack
+from ..protocol.values import CarriedNode, KeptConstants, Packer, unpack
 from .boundary import Activation, Collected, Gradients, Surroundings
 from .rule import Key
 
@@ -107,11 +109,14 @@ def encode_arguments(
         m.LayerArguments(
             call.layer_index,
             call.training,
-            packer.pack(call.args, f"An argument of layer {call.layer_index}: args"),
-            packer.pack(call.kwargs, f"An argument of layer {call.layer_index}: kwargs"),
+            packer.pack(_to_nodes(call.args), f"An argument of layer {call.layer_index}: args"),
+            packer.pack(_to_nodes(call.kwargs), f"An argument of layer {call.layer_index}: kwargs"),
             call.tuple_length,
             None if call.cache is None else _encode_cache(call.cache, packer),
             list(call.other_mode),
+            call.place,
+            call.hidden_at,
+            list(call.others),
         )
         for call in surroundings.calls
         if call.layer_index in layers
@@ -127,6 +132,7 @@ def encode_arguments(
         kept=packer.kept,
         is_trial=surroundings.is_trial,
         numerics=surroundings.numerics,
+        passes=surroundings.passes_behind(layers),
         **vars(leg),
     )
     return message, packer.tensors
@@ -151,11 +157,14 @@ def decode_arguments(
         LayerCall(
             call.layer_index,
             call.training,
-            unpack(call.args, tensors, constants),
-            unpack(call.kwargs, tensors, constants),
+            _from_nodes(unpack(call.args, tensors, constants)),
+            _from_nodes(unpack(call.kwargs, tensors, constants)),
             call.tuple_length,
             None if call.cache is None else _decode_cache(call.cache, tensors, constants),
             tuple(call.other_mode),
+            call.place,
+            call.hidden_at,
+            tuple(call.others),
         )
         for call in message.calls
     ]
@@ -163,7 +172,7 @@ def decode_arguments(
     if autocast is not None and autocast not in DTYPES:
         raise RemoteProtocolError(f"The dtype {autocast!r} of autocast is unknown.")
     if len(set(message.collect)) < len(message.collect) or any(
-        kind.startswith("_") for kind in message.collect
+        kind.startswith("_") or is_carried(kind) for kind in message.collect
     ):
         raise RemoteProtocolError(f"The outputs {message.collect} cannot be collected.")
     dtype = None if autocast is None else DTYPES[autocast]
@@ -175,12 +184,21 @@ def decode_arguments(
         is_trial=message.is_trial,
         place=message.place,
         numerics=message.numerics,
+        passes=message.passes,
     )
     if surroundings.has_cache and message.grad_enabled:
         raise RemoteProtocolError("A key-value cache carries no gradients.")
     if message.is_trial and message.grad_enabled:
         raise RemoteProtocolError("A trial carries no gradients.")
     return surroundings
+
+
+def _to_nodes(tree: Any) -> Any:
+    return apply_to_collection(tree, Carried, lambda name: CarriedNode(str(name)))
+
+
+def _from_nodes(tree: Any) -> Any:
+    return apply_to_collection(tree, CarriedNode, lambda node: Carried(node.name))
 
 
 def _encode_cache(use: CacheUse, packer: Packer) -> m.CacheArgument:
@@ -225,6 +243,9 @@ def decode_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Act
         tensor.requires_grad_(requires_grad and tensor.is_floating_point())
     hidden, *others = tensors
     collected = map(Collected, message.collected, others)
+    names = [kind for kind in message.collected if is_carried(kind)]
+    if len(set(names)) < len(names):
+        raise RemoteProtocolError(f"{message} has two tensors of one name.")
     return Activation(hidden, tuple(collected))
 
 

@@ -153,13 +153,14 @@ class _Stop:
 
 @dataclass
 class _Visit:
-    """One hand-over of a micro-batch: where its graph ends, and the leaves where it goes on.
+    """One hand-over of a micro-batch: the tensors where its graph ends, the hidden states first,
+    and the leaves where it goes on.
 
     With ``is_here`` nothing was handed over: the layers that follow run in this process.
     """
 
     key: Key
-    out: Tensor
+    outs: tuple[Tensor, ...]
     leaves: tuple[Tensor, ...] = ()
     is_here: bool = False
 
@@ -323,7 +324,7 @@ class _RunningStep:
         visit = microbatch.visits[key.visit]
         arrived = self._activations.pop(key)
         arrived.land()
-        activation = arrived.map(partial(_leaf_on, visit.out.device))
+        activation = arrived.map(partial(_leaf_on, visit.outs[0].device))
         visit.leaves = activation.tensors
         self._go_on(index, partial(microbatch.turn.resume, activation))
 
@@ -350,7 +351,8 @@ class _RunningStep:
             return
         request: Request = report.request
         key = Key(index, len(microbatch.visits))
-        microbatch.visits.append(_Visit(key, request.hidden))
+        outs = (request.hidden, *request.surroundings.carried.values())
+        microbatch.visits.append(_Visit(key, outs))
         microbatch.draws.note_hand_over(request.surroundings.calls[-1].layer_index)
         self.driver.stages.send_forward(key, request.hidden, request.surroundings)
 
@@ -376,7 +378,7 @@ class _RunningStep:
         if torch.is_grad_enabled() and hidden.requires_grad:
             out, hidden = hidden, _leaf_on(hidden.device, hidden)
             visits = microbatch.visits
-            visits.append(_Visit(Key(index, len(visits)), out, (hidden,), is_here=True))
+            visits.append(_Visit(Key(index, len(visits)), (out,), (hidden,), is_here=True))
         self._stop(index, is_behind=False)
         return hidden
 
@@ -426,7 +428,7 @@ class _RunningStep:
             return
         self._losses_have_graphs.append(loss.requires_grad)
         if loss.requires_grad:
-            self._run_backward(index, loss, torch.full_like(loss, factor))
+            self._run_backward(index, [loss], [torch.full_like(loss, factor)])
 
     def _has_gradients_of(self, key: Key) -> bool:
         """Whether the backward behind a visit has run; visits count from 0 without gaps here."""
@@ -441,22 +443,28 @@ class _RunningStep:
             return
         gradients = self._gradients.pop(self._sent_back.popleft())
         gradients.land()
-        gradient = gradients.tensors[0]
         visit = self._in_flight[index].visits.pop()
-        if gradient is not None and visit.out.requires_grad:
-            self._run_backward(index, visit.out, gradient.to(visit.out.device))
+        pairs = [
+            (out, gradient.to(out.device))
+            for out, gradient in zip(visit.outs, gradients.tensors, strict=False)
+            if gradient is not None and out.requires_grad
+        ]
+        if pairs:
+            self._run_backward(index, *zip(*pairs, strict=True))
         if self._in_flight[index].visits:
             self._go_back()
         else:
             self._end(index)
 
-    def _run_backward(self, index: int, start: Tensor, gradient: Tensor) -> None:
+    def _run_backward(
+        self, index: int, starts: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
         """Run a piece's backward, and retain the graph that earlier pieces may share."""
         microbatch = self._in_flight[index]
         has_more = bool(microbatch.visits)
         apart = self.driver.gradients.of_microbatch(index, microbatch.visits_several_times)
         with apart, self._where(index), self.driver.draws.of(microbatch.draws):
-            torch.autograd.backward(start, gradient, retain_graph=has_more)
+            torch.autograd.backward(starts, gradients, retain_graph=has_more)
 
     def _send_gradients(self, index: int) -> None:
         """Send the gradients of the latest remaining visit, or end the micro-batch."""

@@ -8,8 +8,9 @@ the results. `exchange_whole` makes that function differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,12 +20,21 @@ from torch import Tensor, nn
 from ..devices.numerics import numerics_here
 from ..devices.thread_device import ThreadDevice
 from ..errors import BatchError, ModelError
-from ..model.layer_call import LayerCall
-from .boundary import Activation, Collected, Gradients, Surroundings, join_activations
+from ..model.layer_call import LayerCall, is_carried
+from .boundary import (
+    Activation,
+    Collected,
+    Gradients,
+    Surroundings,
+    along_samples,
+    join_activations,
+)
 from .microbatch import spans
 from .rule import Key
 
 Content = TypeVar("Content", Activation, Gradients)
+
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -76,33 +86,28 @@ class Request:
     hidden: Tensor
     surroundings: Surroundings
 
+    @property
+    def entering(self) -> Activation:
+        """All that enters the first layer, as it crosses the boundary."""
+        carried = self.surroundings.carried.items()
+        return Activation(self.hidden, tuple(Collected(*each) for each in carried))
+
 
 def surroundings_here(
-    hidden: Tensor, calls: list[LayerCall], collect: Sequence[str] = ()
+    hidden: Tensor,
+    calls: list[LayerCall],
+    collect: Sequence[str] = (),
+    carried: Mapping[str, Tensor] = NOTHING,
 ) -> Surroundings:
-    """The settings of this thread's forward, with the arguments of the layers.
-
-    Raises:
-        ModelError: If an argument besides the hidden states requires a gradient.
-    """
+    """The settings of this thread's forward, with the arguments of the layers, and what enters the
+    first one besides the hidden states."""
     device = hidden.device.type
     grad_enabled = torch.is_grad_enabled()
-    if grad_enabled:
-        _check_arguments_need_no_gradient(calls)
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     numerics = numerics_here()
-    return Surroundings(grad_enabled, autocast_dtype, calls, collect, numerics=numerics)
-
-
-def _check_arguments_need_no_gradient(calls: list[LayerCall]) -> None:
-    for call in calls:
-        for name, tensor in call.named_tensors():
-            if tensor.requires_grad:
-                raise ModelError(
-                    f"The argument {name} of layer {call.layer_index} requires a gradient, but "
-                    "only the hidden states carry gradients between stages in this version. Keep "
-                    "the layers that use the argument with the coordinator, or detach it."
-                )
+    return Surroundings(
+        grad_enabled, autocast_dtype, calls, collect, numerics=numerics, carried=carried
+    )
 
 
 @dataclass(frozen=True)
@@ -156,8 +161,11 @@ class Exchange:
         return [found[index] for index in range(count)]
 
 
-def exchange_whole(hidden: Tensor, exchange: Exchange, pieces: list[Request]) -> Activation:
-    """The hand-over of a whole batch as one differentiable function of its hidden states.
+def exchange_whole(
+    hidden: Tensor, exchange: Exchange, pieces: list[Request], others: Sequence[Tensor] = ()
+) -> Activation:
+    """The hand-over of a whole batch as one differentiable function of its hidden states, and of
+    what goes along with them.
 
     Three nodes of autograd share a `_Crossing`, and only tokens pass between them:
 
@@ -172,11 +180,12 @@ def exchange_whole(hidden: Tensor, exchange: Exchange, pieces: list[Request]) ->
         hidden: The hidden states.
         exchange: The visit.
         pieces: The pieces of the request with these hidden states.
+        others: What goes along with them, in the order of the request.
     """
     crossing = _Crossing(exchange, pieces, hidden.device, ThreadDevice.present())
     # Without an anchor no backward would reach the stages if all before them is frozen.
     anchor = torch.zeros((), device="cpu", requires_grad=True)
-    entered = _Entry.apply(hidden, crossing)  # type: ignore[no-untyped-call]
+    entered = _Entry.apply(crossing, hidden, *others)  # type: ignore[no-untyped-call]
     crossed = _Stages.apply(entered, anchor, crossing)  # type: ignore[no-untyped-call]
     first, *others = _Exit.apply(crossed, crossing)  # type: ignore[no-untyped-call]
     return Activation(first, tuple(map(Collected, crossing.kinds, others)))
@@ -200,21 +209,21 @@ class _Crossing:
     kinds: list[str] = field(default_factory=list)
     outputs: tuple[Tensor, ...] = ()
     output_gradients: Sequence[Tensor | None] = ()
-    hidden_gradient: Tensor | None = None
+    gradients: tuple[Tensor | None, ...] = ()
 
 
 class _Entry(torch.autograd.Function):
-    """Where hidden states leave; its backward returns their gradient."""
+    """Where hidden states leave, and what goes along; its backward returns their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, crossing: _Crossing) -> Tensor:
-        ctx.crossing = crossing
+    def forward(ctx: Any, crossing: _Crossing, hidden: Tensor, *others: Tensor) -> Tensor:
+        ctx.crossing, ctx.num_tensors = crossing, 1 + len(others)
         return hidden.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, None]:
-        gradient, ctx.crossing.hidden_gradient = ctx.crossing.hidden_gradient, None
-        return gradient, None
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.crossing.gradients = ctx.crossing.gradients, ()
+        return None, *(gradients or (None,) * ctx.num_tensors)
 
 
 class _Stages(torch.autograd.Function):
@@ -227,9 +236,10 @@ class _Stages(torch.autograd.Function):
         joined = join_activations(returned, dim).map(lambda tensor: tensor.to(crossing.device))
         crossing.outputs = joined.tensors
         crossing.kinds += [kind for kind, _ in joined.collected]
-        crossing.pieces = []
         ctx.crossing, ctx.token = crossing, torch.zeros_like(entered)
-        ctx.sizes = [[tensor.shape[dim] for tensor in piece.tensors] for piece in returned]
+        ctx.entered = _Cuts.of([piece.entering for piece in crossing.pieces], dim)
+        ctx.returned = _Cuts.of(returned, dim)
+        crossing.pieces = []
         return torch.zeros((), device="cpu")
 
     @staticmethod
@@ -241,13 +251,13 @@ class _Stages(torch.autograd.Function):
         gradients, crossing.output_gradients = crossing.output_gradients, ()
         # The gradients were made in the stream of the forward, whatever the caller's is.
         with crossing.thread_device.stream_taken_over():
-            dim = crossing.exchange.dim
-            pieces = _split_gradients(gradients, ctx.sizes, keeps_graph, dim)
-            returned = crossing.exchange.backward(pieces)
-            found = [piece.tensors[0] for piece in returned if piece.tensors[0] is not None]
-            if not ctx.needs_input_grad[0] or len(found) != len(pieces):
+            pieces = ctx.returned.split(gradients, keeps_graph)
+            joined = ctx.entered.join(crossing.exchange.backward(pieces))
+            if not ctx.needs_input_grad[0] or not any(each is not None for each in joined):
                 return None, None, None
-            crossing.hidden_gradient = torch.cat(found, dim).to(crossing.device)
+            crossing.gradients = tuple(
+                None if each is None else each.to(crossing.device) for each in joined
+            )
         return ctx.token, None, None
 
 
@@ -284,17 +294,57 @@ def _check_backward(anchor_node: Any) -> None:
         )
 
 
-def _split_gradients(
-    gradients: Sequence[Tensor | None], sizes: Sequence[Sequence[int]], keeps_graph: bool, dim: int
-) -> list[Gradients]:
-    """The gradients of each piece; ``sizes`` counts the samples of each tensor in each piece."""
-    columns = [
-        [None] * len(sizes)
-        if gradient is None
-        else gradient.split([row[place] for row in sizes], dim)
-        for place, gradient in enumerate(gradients)
-    ]
-    return [Gradients(piece, keeps_graph) for piece in zip(*columns, strict=True)]
+@dataclass(frozen=True)
+class _Cuts:
+    """How the tensors of an activation were cut into pieces along the samples.
+
+    Args:
+        dims: For each tensor the dimension that counts samples; None for one without samples, which
+            is whole in every piece.
+        sizes: For each tensor its samples in each piece.
+    """
+
+    dims: Sequence[int | None]
+    sizes: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Activation], dim: int) -> _Cuts:
+        """The cuts between pieces; ``dim`` counts the samples of the hidden states."""
+        dims: list[int | None] = []
+        sizes = []
+        columns = zip(*(piece.tensors for piece in pieces), strict=True)
+        kinds = ["", *(kind for kind, _ in pieces[0].collected)]
+        for kind, column in zip(kinds, columns, strict=True):
+            # Collected outputs are joined along their first dimension, whatever their sizes.
+            along = along_samples(pieces, column, dim) if is_carried(kind) else dim
+            dims.append(along)
+            sizes.append([0 if along is None else tensor.shape[along] for tensor in column])
+        return cls(dims, sizes)
+
+    def split(self, gradients: Sequence[Tensor | None], keeps_graph: bool) -> list[Gradients]:
+        """The gradients of each piece. That of a tensor without samples goes to the first piece:
+        the tensor is the same in all."""
+        columns: list[Sequence[Tensor | None]] = []
+        for gradient, dim, sizes in zip(gradients, self.dims, self.sizes, strict=True):
+            if gradient is None or dim is None:
+                columns.append([gradient, *[None] * (len(sizes) - 1)])
+            else:
+                columns.append(gradient.split(list(sizes), dim))
+        return [Gradients(piece, keeps_graph) for piece in zip(*columns, strict=True)]
+
+    def join(self, pieces: Sequence[Gradients]) -> list[Tensor | None]:
+        """The gradient of each tensor: that of one without samples is the sum over the pieces."""
+        joined: list[Tensor | None] = []
+        for place, dim in enumerate(self.dims):
+            tensors = [
+                each.tensors[place] if place < len(each.tensors) else None for each in pieces
+            ]
+            found = [tensor for tensor in tensors if tensor is not None]
+            if dim is None and found:
+                joined.append(torch.stack(found).sum(0))
+            else:
+                joined.append(torch.cat(found, dim or 0) if len(found) == len(pieces) else None)
+        return joined
 
 
 class SampleDimension:
@@ -379,6 +429,8 @@ def cut_request(request: Request, num_pieces: int, dim: int = 0) -> list[Request
     for call in request.surroundings.calls:
         for name, tensor in call.named_tensors():
             _check_clear(name, tensor, request.hidden)
+    for tensor in request.surroundings.carried.values():
+        _check_clear("that carries gradients", tensor, request.hidden)
     return [_piece(request, start, end, dim) for start, end in spans(size, num_pieces)]
 
 
@@ -409,7 +461,8 @@ def _piece(request: Request, start: int, end: int, dim: int) -> Request:
         args, kwargs = apply_to_collection((call.args, call.kwargs), Tensor, cut)
         calls.append(replace(call, args=args, kwargs=kwargs))
     hidden = request.hidden.narrow(dim, start, end - start)
-    return Request(hidden, replace(request.surroundings, calls=calls))
+    carried = {name: cut(tensor) for name, tensor in request.surroundings.carried.items()}
+    return Request(hidden, replace(request.surroundings, calls=calls, carried=carried))
 
 
 def _dim_of_samples(tensor: Tensor, size: int, dim: int) -> int | None:

@@ -1,5 +1,7 @@
 """A stage's part of the optimizer: its class and groups, for the stage's own parameters.
 
+A class of the user's own must step each parameter by itself, which is tried on small parameters.
+
 The file also has the norms and the clipping of gradients, which come before a step, and running
 averages of weights, which are updated after it.
 """
@@ -9,8 +11,10 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,10 +22,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ModelError
+from ..model.allowed_imports import Allowed, ImportPath, find_class, path_of
 from ..optional import bitsandbytes
 
 # Before the name of a class that is not one of torch.optim.
 _BITSANDBYTES = "bitsandbytes."
+# Between the module and the name of a class of the user's own.
+_OWN = ":"
+_LIBRARIES = frozenset({"bitsandbytes", "torch"})
+NOTHING_ALLOWED = Allowed()
 
 MOST_BESIDE = 256
 """Optimizers of bitsandbytes keep a code book of so many numbers beside any parameter."""
@@ -47,7 +56,7 @@ def optimizer_class_name(optimizer: Optimizer) -> str:
     """The name under which a worker finds the optimizer's class.
 
     Raises:
-        ModelError: If workers do not know its library, or it needs all parameters in one place.
+        ModelError: If it needs all parameters in one place, or a worker could not import its class.
     """
     kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS:
@@ -55,10 +64,123 @@ def optimizer_class_name(optimizer: Optimizer) -> str:
     library = sys.modules.get("bitsandbytes.optim")
     if library is not None and getattr(library, kind.__name__, None) is kind:
         return f"{_BITSANDBYTES}{kind.__name__}"
-    raise ModelError(
-        f"The optimizer {kind.__module__}.{kind.__qualname__} cannot be cut over stages. Use "
-        "one of torch.optim other than LBFGS, or one of bitsandbytes.optim."
+    if kind.__module__.partition(".")[0] in _LIBRARIES:
+        raise _cannot_be_cut(optimizer, "it needs all parameters in one place")
+    path = path_of(kind, "optimizer class")
+    _check_steps_alone(optimizer)
+    return f"{path.module}{_OWN}{path.qualname}"
+
+
+def _cannot_be_cut(optimizer: Optimizer, cause: str) -> ModelError:
+    kind = type(optimizer)
+    return ModelError(
+        f"The optimizer {kind.__module__}.{kind.__qualname__} cannot be cut over stages: {cause}. "
+        "Use one of torch.optim other than LBFGS, one of bitsandbytes.optim, or one that steps "
+        "each parameter by itself."
     )
+
+
+def own_optimizer_modules() -> set[str]:
+    """The modules of all optimizer classes that were imported, besides those of libraries that
+    every worker knows."""
+    found, left = set(), Optimizer.__subclasses__()
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:
+            with suppress(ModelError):
+                found.add(path_of(kind, "optimizer class").module)
+    return found
+
+
+# A parameter of a trial has at most so many rows, columns and so on, and steps so often.
+_MOST_PER_DIMENSION = 4
+_NUM_TRIAL_STEPS = 5
+
+
+def _check_steps_alone(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose step of one parameter depends on other parameters.
+
+    Small parameters with made-up gradients are stepped together, and again as if some of them were
+    on a worker, which steps with the options that are here when the closure has run.
+
+    Raises:
+        ModelError: With the cause.
+    """
+    groups = [
+        (_trial_shapes(group["params"]), group_options(group)) for group in optimizer.param_groups
+    ]
+    places = [(number, shape) for number, (shapes, _) in enumerate(groups) for shape in shapes]
+    options = [options for _, options in groups]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            together = _stepped(optimizer, places, options, set())
+            everything = set(range(len(places)))
+            for away in (*({number} for number in everything), everything):
+                apart = _stepped(optimizer, places, options, away)
+                for one, other in zip(together, apart, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    except AssertionError as error:
+        cause = (
+            "what it makes of one parameter depends on others, on chance, or on a number in its "
+            "group that it changes in each step"
+        )
+        raise _cannot_be_cut(optimizer, cause) from error
+    except Exception as error:  # the user's code
+        cause = f"building it from its `defaults` and stepping fails ({error})"
+        raise _cannot_be_cut(optimizer, cause) from error
+
+
+def _trial_shapes(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """The shapes of a group's parameters, made small, each once; one that is alone comes twice."""
+    shapes = sorted({tuple(min(n, _MOST_PER_DIMENSION) for n in p.shape) for p in parameters})
+    return shapes * 2 if len(shapes) == 1 else shapes
+
+
+def _stepped(
+    optimizer: Optimizer,
+    places: Sequence[tuple[int, tuple[int, ...]]],
+    options: Sequence[Mapping[str, Any]],
+    away: Collection[int],
+) -> list[Tensor]:
+    """Trial parameters after some steps, of which some may be stepped elsewhere.
+
+    Args:
+        optimizer: Its class and defaults are tried.
+        places: The group and the shape of each parameter.
+        options: Those of each group.
+        away: The parameters that another optimizer steps.
+    """
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+    parameters = {str(n): nn.Parameter(draw(shape)) for n, (_, shape) in enumerate(places)}
+
+    def made(names: Collection[str]) -> Optimizer:
+        groups = [
+            Group([n for n in names if places[int(n)][0] == number], dict(each))
+            for number, each in enumerate(options)
+        ]
+        return _make(type(optimizer), optimizer_defaults(optimizer), groups, parameters)
+
+    there_names = {str(number) for number in away}
+    here, there = made(parameters), made(there_names)
+    for _ in range(_NUM_TRIAL_STEPS):
+        gradients = {name: draw(parameter.shape) for name, parameter in parameters.items()}
+
+        def set_gradients(names: Collection[str], found: Mapping[str, Tensor] = gradients) -> None:
+            for name, parameter in parameters.items():
+                parameter.grad = found[name] if name in names else None
+
+        def closure() -> float:
+            if there_names:
+                set_gradients(there_names)
+                for group, other in zip(there.param_groups, here.param_groups, strict=True):
+                    group.update(group_options(other))
+                there.step()
+            set_gradients(parameters.keys() - there_names)
+            return 0.0
+
+        here.step(closure)
+    return [parameter.detach() for parameter in parameters.values()]
 
 
 def optimizer_defaults(optimizer: Optimizer) -> dict[str, Any]:
@@ -85,9 +207,10 @@ class StageOptimizer:
         groups: All groups of the whole optimizer, with the stage's parameters among theirs. All
             stages have as many groups in the same order, so options can be sent by position.
         parameters: The stage's parameters by name.
+        allowed: The classes that are allowed besides those of torch and bitsandbytes.
 
     Raises:
-        ModelError: If the class or a parameter does not exist.
+        ModelError: If the class or a parameter does not exist, or the class is not allowed.
     """
 
     def __init__(
@@ -96,21 +219,14 @@ class StageOptimizer:
         defaults: Mapping[str, Any],
         groups: Sequence[Group],
         parameters: Mapping[str, nn.Parameter],
+        allowed: Allowed = NOTHING_ALLOWED,
     ) -> None:
-        kind = _find_class(class_name, parameters)
+        kind = _find_class(class_name, parameters, allowed)
         unknown = {name for group in groups for name in group.parameters} - set(parameters)
         if unknown:
             raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
         self._parameters = parameters
-        accepted = inspect.signature(kind).parameters
-        self.optimizer: Optimizer = kind(
-            [
-                {**group.options, "params": [parameters[name] for name in group.parameters]}
-                for group in groups
-            ],
-            **{key: value for key, value in defaults.items() if key in accepted},
-        )
-
+        self.optimizer = _make(kind, defaults, groups, parameters)
         # A parameter that the optimizer does not step has no group, but may have a state.
         self._group_of = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
 
@@ -144,7 +260,28 @@ class StageOptimizer:
         self.optimizer.state[parameter] = state_beside(parameter, state, group)
 
 
-def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter]) -> Any:
+def _make(
+    kind: Any,
+    defaults: Mapping[str, Any],
+    groups: Sequence[Group],
+    parameters: Mapping[str, nn.Parameter],
+) -> Optimizer:
+    """Build an optimizer over some parameters."""
+    accepted = inspect.signature(kind).parameters
+    made: Optimizer = kind(
+        [
+            {**group.options, "params": [parameters[name] for name in group.parameters]}
+            for group in groups
+        ],
+        **{key: value for key, value in defaults.items() if key in accepted},
+    )
+    return made
+
+
+def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter], allowed: Allowed) -> Any:
+    if _OWN in class_name:
+        module, _, name = class_name.partition(_OWN)
+        return find_class(allowed, ImportPath(module, name), Optimizer, "optimizer class")
     library: Any = torch.optim
     if class_name.startswith(_BITSANDBYTES):
         package = bitsandbytes()

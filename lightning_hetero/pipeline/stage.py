@@ -7,9 +7,10 @@ any other state that layers keep. `Stage` is at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,7 @@ from ..errors import ModelError, RemoteProtocolError
 from ..model.attributes import AttributeState
 from ..model.captured_outputs import collect_embedded, collecting
 from ..model.kv_cache import cache_index
-from ..model.layer_call import CacheUse, LayerCall, hidden_of
+from ..model.layer_call import ENTERED, CacheUse, LayerCall, put_hidden, returned, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
 from .boundary import Activation, Collected, Gradients, Surroundings, leaf_of
 from .draws import seed_action
@@ -232,11 +233,19 @@ class LayerState:
         layers: The layers by number, with attributes as on the coordinator.
         is_shared: Whether other processes hold the layers too. Then a forward that updates a buffer
             is refused, because each process would keep another one.
+        constants: The names of tensors of which other processes have copies: a forward that updates
+            one is refused too.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        is_shared: bool = False,
+        constants: Collection[str] = (),
+    ) -> None:
         self._layers = layers
         self._is_shared = is_shared
+        self._constants = frozenset(constants)
         self._attributes = AttributeState(layers, _may_keep_state)
         self._modules = [
             (f"{number}.{path}".rstrip("."), module)
@@ -271,6 +280,12 @@ class LayerState:
             return
         self._microbatches.add(microbatch)
         updated = _updated(before, self._buffers()) | self._statistics()
+        if changed := sorted(updated & self._constants):
+            raise ModelError(
+                f"A forward updated {changed[0]}, which other layers or the coordinator share: "
+                "each of them has a copy on its own machine, and the copies would differ. Keep the "
+                "layers that share it with the coordinator."
+            )
         if updated and self._is_shared:
             raise ModelError(
                 f"A forward updated the buffers {sorted(updated)[:3]} of layers that several "
@@ -346,7 +361,9 @@ class _Saved:
     """What a forward saves for its backward: its graph, or its inputs to run it again."""
 
     leaf: Tensor
-    num_passed_on: int
+    # What came along with the hidden states and is computed with, and the kinds of all that came.
+    carried: Mapping[str, Tensor]
+    kinds: Sequence[str]
     output: Activation | None
     surroundings: Surroundings
     trained: Sequence[nn.Parameter]
@@ -396,24 +413,25 @@ class Stage:
         compute_with(surroundings.numerics)
         incoming.land()
         surroundings.land()
-        leaf = incoming.hidden.to(self.device)
-        if surroundings.grad_enabled:
-            leaf = leaf.detach().requires_grad_(incoming.hidden.requires_grad)
+        as_leaf = partial(self._leaf, surroundings.grad_enabled)
+        leaf = as_leaf(incoming.hidden)
+        carried = {name: as_leaf(tensor) for name, tensor in incoming.carried.items()}
         keep_graph = surroundings.grad_enabled and not self.recompute
         with self._watching(key, surroundings):
-            output = self._run_layers(key, leaf, surroundings, keep_graph)
+            output = self._run_layers(key, leaf, carried, surroundings, keep_graph)
         if surroundings.grad_enabled and self.recompute:
-            wanted = leaf.requires_grad or any(p.requires_grad for p in self.layers.parameters())
+            inputs = (leaf, *carried.values(), *self.layers.parameters())
+            wanted = any(tensor.requires_grad for tensor in inputs)
             outgoing = output.map(
                 lambda tensor: tensor.detach().requires_grad_(wanted and tensor.is_floating_point())
             )
         else:
             outgoing = output.map(leaf_of)
-        outgoing = Activation(outgoing.hidden, incoming.collected + outgoing.collected)
+        outgoing = Activation(outgoing.hidden, incoming.outputs + outgoing.collected)
         if outgoing.requires_grad:
             graph, trained = (output, []) if keep_graph else (None, self._trained())
-            passed_on = len(incoming.collected)
-            self._saved[key] = _Saved(leaf, passed_on, graph, surroundings, trained)
+            kinds = [kind for kind, _ in incoming.collected]
+            self._saved[key] = _Saved(leaf, carried, kinds, graph, surroundings, trained)
         return outgoing
 
     def backward(self, key: Key, gradients: Gradients) -> Gradients:
@@ -425,7 +443,7 @@ class Stage:
         gradients.land()
         if not gradients.keeps_graph:
             del self._saved[key]
-        behind = 1 + saved.num_passed_on
+        behind = 1 + sum(kind not in saved.carried for kind in saved.kinds)
         passed_on = gradients.tensors[1:behind]
         own = (gradients.tensors[0], *gradients.tensors[behind:])
         if any(gradient is not None for gradient in own):
@@ -438,8 +456,12 @@ class Stage:
             torch.autograd.backward(
                 [t for t, _ in pairs], [g for _, g in pairs], retain_graph=gradients.keeps_graph
             )
-        incoming, saved.leaf.grad = saved.leaf.grad, None
-        return Gradients((incoming, *passed_on), gradients.keeps_graph)
+        incoming = [_taken_gradient(saved.leaf)]
+        others = iter(passed_on)
+        for kind in saved.kinds:
+            leaf = saved.carried.get(kind)
+            incoming.append(next(others, None) if leaf is None else _taken_gradient(leaf))
+        return Gradients(tuple(incoming), gradients.keeps_graph)
 
     def has_saved(self, microbatch: int) -> bool:
         """Whether the micro-batch still waits for a backward."""
@@ -458,7 +480,9 @@ class Stage:
         self._train_only(saved.trained)
         try:
             with self._watching(key, saved.surroundings, is_again=True):
-                return self._run_layers(key, saved.leaf, saved.surroundings, keep_graph=True)
+                return self._run_layers(
+                    key, saved.leaf, saved.carried, saved.surroundings, keep_graph=True
+                )
         finally:
             self._train_only(trained_now)
 
@@ -474,8 +498,18 @@ class Stage:
             return nullcontext()
         return self.state.watching(None if surroundings.is_trial else key.microbatch, is_again)
 
+    def _leaf(self, grad_enabled: bool, tensor: Tensor) -> Tensor:
+        """A tensor that has come in, on the device, as a leaf of this stage's graph."""
+        leaf = tensor.to(self.device)
+        return leaf.detach().requires_grad_(tensor.requires_grad) if grad_enabled else leaf
+
     def _run_layers(
-        self, key: Key, hidden: Tensor, surroundings: Surroundings, keep_graph: bool
+        self,
+        key: Key,
+        hidden: Tensor,
+        carried: Mapping[str, Tensor],
+        surroundings: Surroundings,
+        keep_graph: bool,
     ) -> Activation:
         # Under Lightning's own autocast hidden states keep the dtype of the input.
         given, inside = hidden.dtype, self.dtype if surroundings.autocast_dtype is None else None
@@ -488,22 +522,25 @@ class Stage:
             self._autocast(self.dtype or surroundings.autocast_dtype),
             collecting(surroundings.collect) as collected,
         ):
-            for call in surroundings.calls:
+            along = Along(hidden, carried, surroundings)
+            for call in map(along.fill, surroundings.calls):
                 if inside is not None:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)]
                 call.set_modes(layer)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
+                args, kwargs = put_hidden(hidden, args, kwargs, call.place)
                 seed_action(self.seed, self.dropout_step, call.layer_index, *key)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 with on_trial(layer) if surroundings.is_trial else nullcontext():
-                    hidden = hidden_of(run(hidden, *args, **kwargs), layer, call)
+                    hidden = along.take(tensors_of(run(*args, **kwargs), layer, call), call)
                 if call.layer_index == EMBEDDING_LAYER:
                     collect_embedded(hidden)
+            found = [*collected(), *along.leaving()]
             if inside is None:
-                return Activation(hidden, tuple(Collected(*each) for each in collected()))
+                return Activation(hidden, tuple(Collected(*each) for each in found))
             # Outside the stage all tensors have the dtypes that they would have without its dtype.
-            others = (Collected(k, t.to(given) if t.dtype == inside else t) for k, t in collected())
+            others = (Collected(k, t.to(given) if t.dtype == inside else t) for k, t in found)
             return Activation(hidden.to(given), tuple(others))
 
     def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -511,6 +548,60 @@ class Stage:
             return nullcontext()
         # Without a cache, as in Lightning: a cached cast of a weight would outlive its next step.
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+
+
+class Along:
+    """The tensors that go along with the hidden states through the layers of a stage.
+
+    Args:
+        hidden: The hidden states before the stage.
+        carried: What has come with them, by name.
+        surroundings: The calls of the layers, and what leaves the stage.
+    """
+
+    def __init__(
+        self, hidden: Tensor, carried: Mapping[str, Tensor], surroundings: Surroundings
+    ) -> None:
+        calls = surroundings.calls
+        self._leaving = surroundings.passes
+        self._wanted = {*self._leaving, *(name for call in calls for name in call.carried)}
+        # Where the first layer of all is in this stage, they enter here.
+        self._tensors = {ENTERED: hidden, **carried}
+
+    def fill(self, call: LayerCall) -> LayerCall:
+        """The call with tensors in the places of their names.
+
+        Raises:
+            RemoteProtocolError: If a tensor has not come.
+        """
+        names = call.carried
+        self._check_there(names)
+        return call.with_carried({name: self._tensors[name] for name in names})
+
+    def take(self, tensors: Mapping[int, Tensor], call: LayerCall) -> Tensor:
+        """Keep what a layer has returned as far as it is wanted; returns the hidden states."""
+        for position, tensor in tensors.items():
+            name = returned(call.layer_index, position)
+            if name in self._wanted:
+                self._tensors[name] = tensor
+        return tensors[call.hidden_at]
+
+    def leaving(self) -> list[tuple[str, Tensor]]:
+        """What leaves the stage along with the hidden states, by name."""
+        self._check_there(self._leaving)
+        return [(name, self._tensors[name]) for name in self._leaving]
+
+    def _check_there(self, names: Iterable[str]) -> None:
+        if missing := [name for name in names if name not in self._tensors]:
+            raise RemoteProtocolError(
+                f"The tensor {missing[0]!r} is wanted, and it has not come with the hidden states."
+            )
+
+
+def _taken_gradient(leaf: Tensor) -> Tensor | None:
+    """The gradient of a leaf, which is taken off it."""
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
 
 
 def _check_incoming(incoming: Activation, surroundings: Surroundings) -> None:

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..devices.device import device_for
 from ..errors import BatchError, HeteroError
+from ..model.allowed_imports import ImportedHere
 from ..model.attributes import Attributes, contents_kept, restoring_generator
 from ..pipeline.bench import median_of_blocks, state_bytes
 from ..pipeline.microbatch import batch_size, first_samples
@@ -348,7 +349,8 @@ def _step_like_one(
     twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
     twin.grad = torch.zeros_like(twin)
     group = Group(["twin"], settings.options)
-    optimizer = StageOptimizer(settings.class_name, settings.defaults, [group], {"twin": twin})
+    name, twins = settings.class_name, {"twin": twin}
+    optimizer = StageOptimizer(name, settings.defaults, [group], twins, ImportedHere())
 
     def step() -> list[float]:
         device_for(device).synchronize()

@@ -16,13 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..devices.device import MemoryMeter, device_for
@@ -30,7 +31,13 @@ from ..errors import ModelError
 from ..model.captured_outputs import CollectingHooks, SilencedHooks, add_collected, wanted_kinds
 from ..model.four_bit import shapes_only
 from ..model.hollow import HollowLayers
-from ..model.layer_call import LayerCall, expected_result, take_hidden, without_cache
+from ..model.layer_call import (
+    LayerCall,
+    ResultForm,
+    expected_result,
+    take_hidden,
+    without_cache,
+)
 from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alone, find_embedding
 from ..model.override import ForwardOverride
 from ..model.tensors import ends_of
@@ -153,7 +160,8 @@ class PassingLayers:
     leave: Callable[[Tensor], Tensor]
     inputs: dict[int, Tensor] = field(default_factory=dict)
     calls: dict[int, LayerCall] = field(default_factory=dict)
-    _results: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    _results: dict[int, ResultForm] = field(default_factory=dict)
+    _passed_on: Tensor | None = None
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -166,14 +174,18 @@ class PassingLayers:
                 undo.callback(_Passing(layer.module, self, number).put_on().take_off)
             yield
 
-    def call(
-        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor | tuple[Tensor | None, ...]:
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a layer's ``forward``."""
-        hidden, args, kwargs = take_hidden(number, args, kwargs)
+        hidden, args, kwargs, place = take_hidden(number, args, kwargs, self._is_passed_on)
         args, kwargs = without_cache(args, kwargs)
-        length, behind = self._result(number, hidden, args, kwargs)
-        call = LayerCall(number, self.layers[number].module.training, args, kwargs, length)
+        # What a layer computes with does not depend on who wants gradients.
+        args, kwargs = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
+        training = self.layers[number].module.training
+        call = LayerCall(number, training, args, kwargs, place=place)
+        form = self._result(number, call, hidden)
+        behind = form.hidden
+        others = tuple(at for at in form.tensors if at != form.hidden_at)
+        call = replace(call, tuple_length=form.length, hidden_at=form.hidden_at, others=others)
         self.calls.setdefault(number, call)
         self.inputs.setdefault(number, torch.empty_like(hidden, device="meta"))
         if number == 0:
@@ -185,15 +197,24 @@ class PassingLayers:
             hidden = torch.zeros_like(behind, device=hidden.device)
         if number == len(self.layers) - 1:
             hidden = self.leave(hidden)
-        return (hidden, *[None] * (length - 1)) if length else hidden
+        self._passed_on = hidden
 
-    def _result(
-        self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
-    ) -> tuple[int, Tensor]:
+        def make(position: int) -> Tensor:
+            if position == form.hidden_at:
+                return hidden
+            return torch.zeros_like(form.tensors[position], device=hidden.device)
+
+        return form.fill(make)
+
+    def _is_passed_on(self, value: Any) -> bool:
+        """Whether a value is the hidden states behind the layer that was called last."""
+        return value is self._passed_on
+
+    def _result(self, number: int, call: LayerCall, hidden: Tensor) -> ResultForm:
         if number not in self._results:
             layer = self.on_meta[number].train(self.layers[number].module.training)
             with shapes_only(layer):
-                self._results[number] = expected_result(layer, number, hidden, args, kwargs)
+                self._results[number] = expected_result(layer, call, hidden, {})
         return self._results[number]
 
 
@@ -203,7 +224,7 @@ class _Passing(ForwardOverride):
         self._layers = layers
         self._number = number
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._layers.call(self._number, args, kwargs)
 
 
@@ -378,4 +399,6 @@ class EndsRunner:
 
 def _backward(out: Tensor, leaf: Tensor, retain_graph: bool) -> None:
     if out.requires_grad and leaf.grad is not None:
-        torch.autograd.backward(out, leaf.grad, retain_graph=retain_graph)
+        # Layers may return another shape than they get, and values change no times.
+        gradient = leaf.grad if leaf.grad.shape == out.shape else torch.ones_like(out)
+        torch.autograd.backward(out, gradient, retain_graph=retain_graph)

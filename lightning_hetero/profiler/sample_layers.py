@@ -85,7 +85,7 @@ class Blueprint:
 
     def bench(self, device: torch.device) -> Bench:
         """The bench that measures the layers in this process."""
-        return Bench(device, self.build, self.buffers)
+        return Bench(device, self.build, self.buffers, allowed=ImportedHere())
 
     def for_workers(self) -> Content:
         """The message from which a worker builds the layers."""

@@ -395,7 +395,7 @@ class Arguments(MicrobatchMessage, frozen=True):
     the coordinator. ``place`` counts the forwards of the same visit that the process runs in this
     stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
     later. A trial (``is_trial``) leaves nothing behind in the layers. The stage computes with the
-    settings ``numerics``.
+    settings ``numerics``. ``passes`` names what goes downstream with the hidden states.
     """
 
     grad_enabled: bool
@@ -408,6 +408,7 @@ class Arguments(MicrobatchMessage, frozen=True):
     downstream: Count = 0
     place: Count = 0
     numerics: Numerics = Numerics()
+    passes: list[Name] = []
 
 
 class MeasureLayer(IdleRequest, frozen=True):
@@ -428,7 +429,8 @@ class MeasureLayer(IdleRequest, frozen=True):
 
 
 class Activation(MicrobatchMessage, frozen=True):
-    """Hidden states on their way downstream, and the outputs collected so far, by kind.
+    """Hidden states on their way downstream, the outputs collected so far by kind, and what else
+    goes along by name.
 
     ``requires_grad`` has one entry per tensor; ``narrowed`` describes the rounded ones.
     """

@@ -159,8 +159,24 @@ class DictNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dic
     items: dict[str, Value]
 
 
+class CarriedNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="carried"):
+    """Stands for a tensor of that name, which comes with the hidden states."""
+
+    name: Name
+
+
 Value = (
-    None | bool | int | float | str | TensorNode | ConstantNode | TupleNode | ListNode | DictNode
+    None
+    | bool
+    | int
+    | float
+    | str
+    | TensorNode
+    | ConstantNode
+    | CarriedNode
+    | TupleNode
+    | ListNode
+    | DictNode
 )
 
 
@@ -188,6 +204,9 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         tuple_length: Length of the tuple that the model expects back; 0 for a plain tensor.
         other_mode: Modules inside the layer whose mode differs from ``training``.
+        place: Position or name of the argument with the hidden states.
+        hidden_at: Position of the hidden states in the tuple.
+        others: Positions of other tensors in it.
     """
 
     layer_index: LayerNumber
@@ -197,6 +216,9 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tuple_length: Count
     cache: CacheArgument | None = None
     other_mode: list[Name] = []
+    place: Count | Name = 0
+    hidden_at: Count = 0
+    others: list[Count] = []
 
 
 class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -224,6 +246,7 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         owners: For each of ``parameters`` the number of the process that answers for it; none if
             one worker alone holds the stage.
         is_split: Whether only owners step an optimizer.
+        constants: The tensors of which other processes have copies, which no forward may change.
     """
 
     number: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -237,6 +260,7 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     holders: list[Count] = []
     owners: list[Count] = []
     is_split: bool = False
+    constants: list[Name] = []
 
 
 class PeerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -275,7 +299,7 @@ class Packer:
         Raises:
             LocalProtocolError: If something in it cannot be sent; the text says what and where.
         """
-        if tree is None or isinstance(tree, bool):
+        if tree is None or isinstance(tree, bool | CarriedNode):
             return tree
         if isinstance(tree, Tensor):
             return self._pack_tensor(tree)

@@ -30,10 +30,13 @@ from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.whole_batches import BatchOptions
 from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
+from ..model.compiled_layers import compiles_only
 from ..model.layers import DecoderLayer
 from ..pipeline.microbatch import CutBatch, LossWeighting
 from ..plan import Plan
 from ..recovery import Recovery
+
+_PACKAGE = __name__.partition(".")[0]
 
 # Gets a batch, the other arguments of `training_step`, and a function that begins the step again.
 FirstCheck: TypeAlias = Callable[[CutBatch, Sequence[Any], Callable[[], None]], None]
@@ -178,7 +181,7 @@ def _check_some_worker(workers: Any, plan: Any) -> None:
 
 
 def check_not_compiled(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> None:
-    """Refuse `torch.compile` around or inside of decoder layers.
+    """Refuse `torch.compile` around or inside of decoder layers, but not of a layer by itself.
 
     Raises:
         MisconfigurationException: With the name of the compiled module.
@@ -187,6 +190,8 @@ def check_not_compiled(module: pl.LightningModule, layers: Sequence[DecoderLayer
         _refuse_compiled(type(module).__name__)
     for name, part in module.named_modules():
         if part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
+            if any(compiles_only(part, layer.module) for layer in layers):
+                continue
             for layer in layers:
                 is_around = not name or layer.name.startswith(f"{name}.")
                 if is_around or f"{name}.".startswith(f"{layer.name}."):
@@ -195,8 +200,8 @@ def check_not_compiled(module: pl.LightningModule, layers: Sequence[DecoderLayer
 
 def _refuse_compiled(name: str) -> None:
     raise MisconfigurationException(
-        f"{name} is compiled by `torch.compile`, which cannot follow layers to workers; leave them "
-        "uncompiled, and compile at most modules that neither contain nor are decoder layers."
+        f"{name} is compiled by `torch.compile`, which cannot follow layers to workers; compile "
+        "each layer by itself, or modules that neither contain decoder layers nor are part of one."
     )
 
 
@@ -207,6 +212,30 @@ def warn_of_idle_devices(devices: Sequence[torch.device] | None) -> None:
             f"This process computes on {devices[0]} alone, so {len(devices) - 1} of the Trainer's "
             f"{len(devices)} devices stay idle. Set `devices=1`, and start workers on the others."
         )
+
+
+def other_package() -> tuple[str, str]:
+    """The other name of Lightning, and the module that has the strategy for its Trainer."""
+    if "." in pl.__name__:
+        return "pytorch_lightning", f"{_PACKAGE}.pytorch_lightning"
+    # In one word it would be replaced where this file is loaded for the other package.
+    return ".".join(["lightning", "pytorch"]), _PACKAGE
+
+
+def check_package(trainer: pl.Trainer) -> None:
+    """Refuse callbacks of this package that are made for the other name of Lightning.
+
+    Raises:
+        MisconfigurationException: With the callback's name and the remedy.
+    """
+    here = _PACKAGE if "." in pl.__name__ else f"{_PACKAGE}.pytorch_lightning"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        bases = [base.__module__.partition(".")[0] for base in type(callback).__mro__]
+        if _PACKAGE in bases and not isinstance(callback, pl.Callback):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} is a callback for {other_package()[0]}.Trainer, and "
+                f"this is a {pl.__name__}.Trainer; import the callback from {here}."
+            )
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:

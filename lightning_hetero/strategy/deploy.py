@@ -31,6 +31,7 @@ from ..coordinator.workers import Fleet
 from ..errors import PlanError
 from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
+from ..pipeline.optimizer import own_optimizer_modules
 from ..plan import Plan, StagePlan
 from ..planner.feasibility import as_measured, check_plan, with_shares
 from ..planner.membership import too_few
@@ -246,7 +247,8 @@ class Site:
         Raises:
             WorkerError: If a worker cannot be used.
         """
-        imports = imports_of(self.module, layers, imported_for)
+        # The optimizers are made later, when local workers run already.
+        imports = imports_of(self.module, layers, imported_for) | own_optimizer_modules()
         coordinator = self.fleet.connect(workers, imports, self.device, self.deadlines)
         trainer = self.module.trainer
         # The Trainer forgets the signal of an earlier run only after the layers are sent.

@@ -39,7 +39,14 @@ from ..pipeline.optimizer import AveragingAction
 from ..plan import Plan
 from ..recovery import Recovery, recovery_of
 from ..transport.deadlines import Deadlines
-from .arguments import StepOptions, check_arguments, warn_of_batch_statistics, warn_of_idle_devices
+from .arguments import (
+    StepOptions,
+    check_arguments,
+    check_package,
+    other_package,
+    warn_of_batch_statistics,
+    warn_of_idle_devices,
+)
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanChoice, Site
 from .membership import Membership, Terms
@@ -152,10 +159,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._instead: Callable[[Site, list[DecoderLayer]], None] | None = None
 
     def __repr__(self) -> str:
-        # Fabric and the older package show this when they refuse the strategy.
+        # Fabric and the Trainer of the other package show this when they refuse the strategy.
+        other, source = other_package()
         return (
-            f"<{type(self).__name__}, which only lightning.pytorch.Trainer can use: not Fabric, "
-            "and not the Trainer of the package pytorch_lightning>"
+            f"<{type(self).__name__}, which only {pl.__name__}.Trainer can use: not Fabric; "
+            f"{other}.Trainer takes that of the module {source}>"
         )
 
     @classmethod
@@ -210,6 +218,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def model_to_device(self) -> None:
+        check_package(self._module().trainer)
         module, site = self._module(), self._site()
         keep_layout(module)
         layers = find_decoder_layers(module, self._layers)

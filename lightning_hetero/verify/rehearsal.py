@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..coordinator.deployment import Deployment, layers_of_stage
 from ..errors import BatchError, PlanError
-from ..model.layer_call import take_hidden
+from ..model.layer_call import ResultForm, take_hidden
 from ..model.layers import DecoderLayer, describe_layer
 from ..model.placeholders import is_away
 from ..model.tensors import flatten, named_contents
@@ -113,12 +113,12 @@ class Observer:
 
     def _watch(self, first: int, last: int, observed: Observed, stack: ExitStack) -> None:
         def note_input(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden, _, _ = take_hidden(first, args, kwargs)
+            hidden = take_hidden(first, args, kwargs, is_away)[0]
             if hidden.requires_grad and not is_away(hidden):
                 hidden.register_hook(lambda grad: observed.before.update({first: _copied(grad)}))
 
         def note_output(_layer: nn.Module, _args: Any, output: Any) -> None:
-            hidden = output if isinstance(output, Tensor) else output[0]
+            hidden = ResultForm.of(output, _layer, last).hidden
             if not is_away(hidden):
                 observed.activations[last] = _copied(hidden)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from ..model.allowed_imports import Allowed
 from ..model.attributes import set_attributes
 from ..model.four_bit import is_four_bit, quantize, state_of
 from ..model.tensors import Content, locate, named_contents, named_tensors, narrowed, set_tensor
@@ -109,6 +110,11 @@ class StageLayers:
         if self.numbered:
             self._host.kept.keep(self.numbered)
             self.numbered = {}
+
+    @property
+    def allowed(self) -> Allowed:
+        """The classes that the worker's owner allows besides those of libraries."""
+        return self._host.allowed
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the layers by their names."""

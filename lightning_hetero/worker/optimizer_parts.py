@@ -164,7 +164,7 @@ class TrainedSide:
         groups = [Group(g.parameters, unpack(g.options, tensors)) for g in message.groups]
         defaults = unpack(message.defaults, tensors)
         self._optimizers[message.optimizer] = StageOptimizer(
-            message.class_name, defaults, groups, self._layers.parameters()
+            message.class_name, defaults, groups, self._layers.parameters(), self._layers.allowed
         )
         for name, state in self._awaiting.states.pop(message.optimizer, {}).items():
             self._optimizers[message.optimizer].load_state(name, state)

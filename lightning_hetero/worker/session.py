@@ -486,7 +486,7 @@ class StageSession:
             seed=seed,
             dtype=dtype,
             compiled=CompiledLayers() if spec.compile else None,
-            state=LayerState(numbered_layers(layers), is_shared=len(spec.holders) > 1),
+            state=LayerState(numbered_layers(layers), len(spec.holders) > 1, spec.constants),
         )
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:

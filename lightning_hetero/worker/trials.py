@@ -79,7 +79,8 @@ class MeasuredSide:
         build = partial(build_for_values, message.recipe, message.parameters, self._host.allowed)
         build()  # fails now if the layers cannot be built
         self._host.kept.forget()  # layers are measured as if the worker had just started
-        self._bench = Bench(self._host.device, build, buffers)
+        device, allowed = self._host.device, self._host.allowed
+        self._bench = Bench(device, build, buffers, allowed=allowed)
         return m.Done()
 
     def _measure_layer(self, message: m.MeasureLayer, tensors: tuple[Tensor, ...]) -> m.Message:

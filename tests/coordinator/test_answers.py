@@ -46,7 +46,7 @@ def answer(
     """Whether this may come back for what was sent through layers on ``meta``."""
     due = DueAnswers()
     calls = [LayerCall(number, True, (), {}) for number in layers]
-    due.note_forward(Key(0), sent, Surroundings(False, autocast, calls))
+    due.note_forward(Key(0), Activation(sent), Surroundings(False, autocast, calls))
     due.take_activation(Key(0), Activation(found), layers, lambda: {torch.float32})
 
 

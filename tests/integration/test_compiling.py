@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -61,3 +62,35 @@ def test_a_process_that_cannot_compile_is_named(
 def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equipment_module.shutil, "which", lambda name: None)
     assert "compile" not in equipment_here(torch.device("cpu")).capabilities
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place"])
+def test_layers_that_the_user_has_compiled_train_as_on_one_device(
+    workers: list[str], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def compiled() -> Rows:
+        module = Rows()
+        for number, layer in enumerate(module.layers):
+            if how == "in place":
+                layer.compile(backend="eager")
+            else:
+                module.layers[number] = torch.compile(layer, backend="eager")
+        return module
+
+    plain, piped = compiled(), compiled()
+    before = [vars(layer).get("_compiled_call_impl") for layer in piped.layers]
+    forwards = [vars(layer).get("forward") for layer in piped.layers]
+    trainer(max_epochs=1).fit(plain, rows())
+    plan = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(workers[:1], (1, 2))], 2)
+    trainer(HeteroPipelineStrategy(workers[:1], plan, layers="layers"), max_epochs=1).fit(
+        piped, rows()
+    )
+    assert "runs uncompiled" in caplog.text
+    assert piped.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert piped.state_dict().keys() == plain.state_dict().keys()
+    for found, expected in zip(piped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert [vars(layer).get("_compiled_call_impl") for layer in piped.layers] == before
+    assert [vars(layer).get("forward") for layer in piped.layers] == forwards

@@ -19,6 +19,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError, StageFailed
 
 from ..conftest import worker_process
+from ..loose_layers import Loose
 from ..models import fit, loader, trainer
 from ..own_layers import Block, OwnModule, Settings, Stack
 
@@ -138,8 +139,8 @@ def test_an_attribute_that_cannot_be_sent_is_refused_before_a_process_starts(
 ) -> None:
     monkeypatch.setattr("lightning_hetero.coordinator.workers.start_local_workers", pytest.fail)
     module = OwnModule()
-    module.model.blocks[4].activation = lambda x: x
-    with pytest.raises(ModelError, match=r"attribute model\.blocks\.4\.activation cannot be"):
+    module.model.blocks[4].activation = object()
+    with pytest.raises(ModelError, match=r"attribute model\.blocks\.4\.activation is a object"):
         train(module, pipeline(1))
 
 
@@ -151,17 +152,17 @@ def test_a_layer_that_stays_here_may_be_anything(allowing: list[str]) -> None:
 
 
 class Pair(Block):
-    """Returns more than a tensor."""
+    """Returns more than tensors."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = super().forward(*args, **kwargs)
-        return hidden, hidden.mean()
+        return hidden, [hidden.mean()]
 
 
-def test_a_layer_that_returns_more_than_hidden_states_is_refused(allowing: list[str]) -> None:
+def test_a_layer_that_returns_more_than_tensors_is_refused(allowing: list[str]) -> None:
     module = OwnModule()
     module.model.blocks[4] = Pair(Settings(), width=16, seed_of_weights=0)
-    with pytest.raises(ModelError, match=r"\(Pair\) returns Tensor besides its hidden states"):
+    with pytest.raises(ModelError, match=r"\(Pair\) returns list besides its hidden states"):
         train(module, pipeline(allowing))
 
 
@@ -278,5 +279,27 @@ def test_modules_inside_of_layers_keep_their_own_modes(allowing: list[str]) -> N
     with pytest.warns(UserWarning, match="has BatchNorm"):
         trainer(strategy, max_epochs=2).fit(ours, data)
     assert plain.blocks[0].norm.num_batches_tracked == 0
+    for name, tensor in plain.state_dict().items():
+        assert torch.allclose(tensor, ours.state_dict()[name], rtol=1e-5, atol=1e-7), name
+
+
+class LooseModule(PartlyFrozen):
+    """Its blocks have closures, static methods and records with more than fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Loose(seed) for seed in range(3))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Every part of a block trains."""
+
+
+def test_blocks_with_code_in_their_attributes_equal_one_device() -> None:
+    samples = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(samples, batch_size=4)  # type: ignore[arg-type]
+    plain, ours = LooseModule(), LooseModule()
+    trainer(max_epochs=2).fit(plain, data)
+    strategy = HeteroPipelineStrategy(1, "even", layers="blocks", micro_batches=2)
+    trainer(strategy, max_epochs=2).fit(ours, data)
     for name, tensor in plain.state_dict().items():
         assert torch.allclose(tensor, ours.state_dict()[name], rtol=1e-5, atol=1e-7), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from transformers import (
 
 from lightning_hetero.model.captured_outputs import CollectingHooks, collect_embedded, collecting
 from lightning_hetero.model.hollow import Exchange, HollowLayers
-from lightning_hetero.model.layer_call import LayerCall, hidden_of
+from lightning_hetero.model.layer_call import LayerCall, put_hidden, tensors_of
 from lightning_hetero.model.layers import EMBEDDING_LAYER, find_decoder_layers, find_embedding
 from lightning_hetero.model.tensors import named_tensors, set_tensor
-from lightning_hetero.pipeline.stage import StageCaches
+from lightning_hetero.pipeline.boundary import Surroundings
+from lightning_hetero.pipeline.stage import Along, StageCaches
 
 from ..models import VOCABULARY, tiny_llama
 
@@ -40,17 +42,25 @@ class Elsewhere:
         self.fetched: list[list[str]] = []
 
     def exchange(
-        self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
+        self,
+        hidden: Tensor,
+        calls: list[LayerCall],
+        collect: list[str],
+        carried: Mapping[str, Tensor],
     ) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         self.calls.append(calls)
+        around = Surroundings(torch.is_grad_enabled(), None, calls, collect)
+        around = replace(around, passes=around.passes_behind(self.layers))
+        along = Along(hidden, carried, around)
         with collecting(collect) as collected:
-            for call in calls:
+            for call in map(along.fill, calls):
                 layer = self.layers[call.layer_index].train(call.training)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
-                hidden = hidden_of(layer(hidden, *args, **kwargs), layer, call)
+                args, kwargs = put_hidden(hidden, args, kwargs, call.place)
+                hidden = along.take(tensors_of(layer(*args, **kwargs), layer, call), call)
                 if call.layer_index == EMBEDDING_LAYER:
                     collect_embedded(hidden)
-        return hidden, collected()
+        return hidden, [*collected(), *along.leaving()]
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = dict(named_tensors(self.layers))

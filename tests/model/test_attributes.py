@@ -18,12 +18,14 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model import custom_layers as a
+from lightning_hetero.model import attribute_values as a
 from lightning_hetero.model.allowed_imports import Allowed, ImportPath
 
+from ..loose_layers import Derived, Loose, Outside, scaled
 from ..own_layers import Order, Settings, squared_relu
 
-OWN = Allowed(("tests.own_layers",))
+LOOSE = "tests.loose_layers"
+OWN = Allowed(("tests.own_layers", LOOSE))
 
 
 def there_and_back(value: Any, allowed: Allowed = OWN) -> Any:
@@ -47,6 +49,8 @@ def there_and_back(value: Any, allowed: Allowed = OWN) -> Any:
         -math.inf,
         {1: "a", "b": 2.0, None: (True, 1, 1.0)},
         {(1, 2): frozenset({3})},
+        nn.LayerNorm,
+        Settings,
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -96,31 +100,35 @@ def test_the_imports_of_a_value_are_noted() -> None:
 class WithMore:
     """Holds something beside its fields."""
 
-    width: int = 1
+    width: Any = 1
     made: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.extra = 3
+        self.extra = self.width
 
 
 class Plain:
     """A user's object."""
 
+    def say(self) -> str:
+        return "here"
+
 
 NOT_PLAIN: dict[str, tuple[Any, str]] = {
     "lambda": (lambda x: x, "defined inside a function"),
+    "local function": ((lambda y: lambda x: x + y)(1), "whose code cannot be found"),
     "file": (open(__file__), "a TextIOWrapper"),  # noqa: SIM115
     "lock": (threading.Lock(), "a lock"),
     "object": (Plain(), "a Plain"),
-    "class": (Plain, "a type"),
-    "partial": (partial(functional.gelu, approximate="tanh"), "a partial"),
+    "partial": (partial(eval, 1), "is built in"),
+    "method of an object": (Plain().say, "a method of a Plain"),
     "method": ([].append, "is built in"),
     "tensor": (torch.ones(2), "is a Tensor.*register_buffer"),
     "parameter list": ([nn.Parameter(torch.ones(2))], "is a Parameter.*register_buffer"),
     "module list": ([nn.Linear(1, 1)], "refers to a Linear.*nn.ModuleList"),
     "device": (torch.device("cuda"), "device, and a worker has its own"),
     "generator": (torch.Generator(), "a Generator"),
-    "dataclass with more": (WithMore(), "a WithMore"),
+    "dataclass with more": (WithMore(threading.Lock()), "a lock"),
     "huge": (2**64, "an? int"),
     "bytes": (b"", "a bytes"),
     "eval": (eval, "is built in"),
@@ -160,6 +168,29 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         a.Record(path("Settings"), {"heads": 1, "factor": 1, "__class__": 1}),
         "has the fields",
     ),
+    "an attribute that hides one": (
+        a.Record(path("Derived", LOOSE), {"width": 1, "heads": 1}, {"scale": 1.0}),
+        "would hide",
+    ),
+    "an attribute that is a field": (
+        a.Record(path("Derived", LOOSE), {"width": 1, "heads": 1}, {"heads": 2}),
+        "would hide",
+    ),
+    "a method of torch": (a.Method(a.Part(""), "register_forward_hook"), "has no method"),
+    "a dunder as method": (a.Method(a.Part(""), "__init__"), "has no method"),
+    "a method that is none": (a.Method(a.Part(""), "gate"), "has no method"),
+    "a part that is missing": (a.Part("nothing"), "is missing"),
+    "a partial of a number": (a.Partial(1, [], {}), "a partial of a int"),
+    "a partial of eval": (a.Partial(a.Function(path("eval", "builtins")), [], {}), "outside of"),
+    "a foreign class": (a.Class(path("Popen", "subprocess")), "outside of what"),
+    "a foreign closure": (a.Closure(path("run", "subprocess"), [("x", 0)]), "outside of what"),
+    "a closure that is none": (a.Closure(path("scaled", LOOSE), [("walk", 0)]), "no function"),
+    "a second closure": (a.Closure(path("scaled", LOOSE), [("run", 1)]), "no function"),
+    "the function itself": (a.Closure(path("scaled", LOOSE), []), "no function"),
+    "a closure without its variable": (
+        a.Closure(path("scaled", LOOSE), [("run", 0)], {"factor": 1.0}),
+        "of the variables",
+    ),
     "a field too few": (a.Record(path("Settings"), {"heads": 1}), "has the fields"),
     "a foreign dataclass": (a.Record(path("Path", "pathlib"), {}), "outside of what"),
     "a layer as config": (a.Config(path("Block"), {}, "sdpa"), "PreTrainedConfig|PretrainedConfig"),
@@ -184,7 +215,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 def test_a_hostile_value_is_refused(name: str) -> None:
     value, expected = HOSTILE[name]
     with pytest.raises(ModelError, match=expected):
-        a.read_value(value, OWN)
+        a.read_value(value, OWN, Loose(0))
 
 
 def test_a_value_nested_too_deeply_is_refused() -> None:
@@ -193,3 +224,45 @@ def test_a_value_nested_too_deeply_is_refused() -> None:
         value = a.Items("list", [value])
     with pytest.raises(ModelError, match="nested deeper"):
         a.read_value(value, OWN)
+
+
+def test_a_record_arrives_with_what_its_constructor_has_added() -> None:
+    found = there_and_back(Derived(width=12, heads=3))
+    assert found == Derived(width=12, heads=3)
+    assert found.per_head == 4
+    assert found.names == ["head 0", "head 1", "head 2"]
+
+
+def test_a_property_that_was_computed_is_computed_again() -> None:
+    record = Derived(width=16, heads=1)
+    assert record.scale == 0.25
+    found = there_and_back(record)
+    assert "scale" not in vars(found)
+    assert found.scale == 0.25
+
+
+def test_a_function_arrives_with_its_variables_and_defaults() -> None:
+    made = scaled(2.0, shift=1.0)
+    found = there_and_back(made)
+    assert float(found(torch.tensor(3.0))) == 7.0
+    assert float(found(torch.tensor(3.0), 2.0, more=0.5)) == 7.0
+    assert (found.__module__, found.__qualname__) == (made.__module__, made.__qualname__)
+
+
+def test_code_that_refers_to_the_module_gets_the_other_module() -> None:
+    first, second = Loose(0, factor=0.5), Loose(1, factor=3.0)
+    names = ("mix", "through", "squash", "after", "scaled", "gelu", "order", "norm_class")
+    for name in names:
+        written = a.write_value(vars(first)[name], "It", set(), first)
+        vars(second)[name] = a.read_value(written, OWN, second)
+    x = torch.ones(2, 8)
+    assert not torch.equal(first(x), second(x))
+    second.load_state_dict(first.state_dict())
+    torch.testing.assert_close(first(x), second(x), rtol=0, atol=0)
+    assert second.order[0] is second.gate
+
+
+def test_code_that_refers_to_a_module_elsewhere_is_refused() -> None:
+    layer = Outside(nn.Linear(8, 8))
+    with pytest.raises(ModelError, match=r"^It refers to a Linear outside of the module"):
+        a.write_value(layer.run, "It", set(), layer)

@@ -421,7 +421,7 @@ def test_router_logits_from_elsewhere_carry_gradients() -> None:
 
 
 def test_what_was_not_asked_for_is_refused() -> None:
-    def exchange(hidden: Tensor, _calls: Any, _collect: Any) -> Any:
+    def exchange(hidden: Tensor, *_rest: Any) -> Any:
         return hidden, [("router_logits", hidden)]
 
     hollowed = Hollowed(tiny_llama(5), exchange)
@@ -457,7 +457,7 @@ def tuple_run(exchange: Exchange) -> list[TupleLayer]:
 def test_the_model_sees_the_tuple_that_its_layer_would_return(form: str) -> None:
     lengths: list[int] = []
 
-    def exchange(hidden: Tensor, calls: list[LayerCall], _: Any) -> Any:
+    def exchange(hidden: Tensor, calls: list[LayerCall], *_: Any) -> Any:
         lengths.extend(call.tuple_length for call in calls)
         return hidden + 1, []
 
@@ -495,19 +495,29 @@ def test_a_layer_that_cannot_be_tried_is_taken_to_return_a_tensor() -> None:
     assert isinstance(first(torch.ones(2, 4), form="data"), Tensor)
 
 
-@pytest.mark.parametrize(
-    ("form", "sentence"),
-    [
-        ("attentions", r"Layer 0 \(TupleLayer\) returns Tensor besides its hidden states"),
-        ("dict", r"Layer 0 \(TupleLayer\) returns a dict; a layer on a worker must return"),
-    ],
-)
-def test_a_layer_that_would_return_more_is_refused_before_anything_is_sent(
-    form: str, sentence: str
-) -> None:
+def test_a_layer_that_would_return_more_than_tensors_is_refused_before_anything_is_sent() -> None:
     first, _ = tuple_run(lambda *_: pytest.fail("nothing is exchanged"))
+    sentence = r"Layer 0 \(TupleLayer\) returns a dict; a layer on a worker must return"
     with pytest.raises(ModelError, match=sentence):
-        first(torch.ones(2, 4), form=form)
+        first(torch.ones(2, 4), form="dict")
+
+
+def test_other_tensors_of_a_result_go_along_to_later_layers() -> None:
+    names: list[list[str]] = []
+
+    def exchange(hidden: Tensor, calls: list[LayerCall], _: Any, entering: Any) -> Any:
+        names.extend(call.carried for call in calls)
+        last = calls[-1].layer_index
+        return hidden, [(f"@{last}.{at}", hidden + at) for at in calls[-1].others]
+
+    first, second = tuple_run(exchange)
+    hidden, attention = first(torch.ones(2, 4), form="attentions")
+    assert attention.shape == (2, 4)
+    with pytest.raises(ModelError, match="wants the hidden states behind layer 0"):
+        attention.sum()
+    found = second(hidden, form="attentions")
+    assert torch.equal(found[1], torch.full((2, 4), 2.0))
+    assert names == [[], []]
 
 
 def hidden_states() -> Tensor:
@@ -594,7 +604,7 @@ def test_a_finished_or_forgotten_forward_is_not_an_early_exit(hollowed: Hollowed
 
 
 def test_threads_do_not_see_each_others_half_finished_forwards() -> None:
-    hollowed = Hollowed(tiny_llama(5), lambda hidden, calls, _: (hidden * len(calls), []))
+    hollowed = Hollowed(tiny_llama(5), lambda hidden, calls, *_: (hidden * len(calls), []))
     hidden = hollowed.layers[1](hidden_states())
     other = threading.Thread(target=lambda: call_in_order(hollowed, [1]))
     other.start()

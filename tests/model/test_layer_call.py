@@ -10,14 +10,22 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.layer_call import LayerCall, expected_result, hidden_of, without_cache
+from lightning_hetero.model.layer_call import (
+    Carried,
+    LayerCall,
+    expected_result,
+    put_hidden,
+    take_hidden,
+    tensors_of,
+    without_cache,
+)
 
 HIDDEN = torch.ones(2, 4)
 LAYER = nn.Linear(4, 4)
 
 
-def call(tuple_length: int = 0) -> LayerCall:
-    return LayerCall(7, True, (), {}, tuple_length)
+def call(tuple_length: int = 0, hidden_at: int = 0, others: tuple[int, ...] = ()) -> LayerCall:
+    return LayerCall(7, True, (), {}, tuple_length, hidden_at=hidden_at, others=others)
 
 
 def test_every_tensor_of_a_call_is_named_by_its_argument() -> None:
@@ -36,7 +44,13 @@ def test_no_cache_is_left_among_the_arguments() -> None:
     ("result", "tuple_length"), [(HIDDEN, 0), ((HIDDEN,), 1), ((HIDDEN, None, None), 3)]
 )
 def test_hidden_states_are_taken_out_of_a_tensor_or_a_tuple(result: Any, tuple_length: int) -> None:
-    assert hidden_of(result, LAYER, call(tuple_length)) is HIDDEN
+    assert tensors_of(result, LAYER, call(tuple_length)) == {0: HIDDEN}
+
+
+def test_several_tensors_are_taken_out_of_a_tuple() -> None:
+    bias = torch.zeros(1)
+    found = tensors_of((None, bias, HIDDEN), LAYER, call(3, hidden_at=2, others=(1,)))
+    assert found == {1: bias, 2: HIDDEN}
 
 
 @pytest.mark.parametrize(
@@ -45,31 +59,31 @@ def test_hidden_states_are_taken_out_of_a_tensor_or_a_tuple(result: Any, tuple_l
         (HIDDEN, 2, "a tensor on the worker, and the model was given a tuple of 2"),
         ((HIDDEN,), 0, "a tuple of 1 on the worker, and the model was given a tensor"),
         ((HIDDEN, None), 3, "a tuple of 2 on the worker, and the model was given a tuple of 3"),
+        ((HIDDEN, HIDDEN), 2, "a tuple of 2 with tensors at 0, 1 on the worker, and"),
     ],
 )
 def test_another_form_than_the_model_expects_is_refused(
     result: Any, tuple_length: int, forms: str
 ) -> None:
     with pytest.raises(ModelError, match=rf"Layer 7 \(Linear\) returned {forms}"):
-        hidden_of(result, LAYER, call(tuple_length))
+        tensors_of(result, LAYER, call(tuple_length))
 
 
 @pytest.mark.parametrize(
     ("result", "what"),
     [
-        ((HIDDEN, HIDDEN), "returns Tensor besides its hidden states"),
-        ((HIDDEN, None, (HIDDEN,), HIDDEN), "returns tuple, Tensor besides its hidden states"),
+        ((HIDDEN, None, (HIDDEN,), HIDDEN), "returns tuple besides its hidden states"),
         ({"hidden": HIDDEN}, "returns a dict; a layer on a worker must return its hidden states"),
         ([HIDDEN], "returns a list;"),
         ((), "returns a tuple;"),
-        ((None, HIDDEN), "returns a tuple;"),
+        ((None, None), "returns a tuple;"),
         (None, "returns a NoneType;"),
     ],
     ids=str,
 )
 def test_results_that_cannot_come_back_from_a_worker_are_refused(result: Any, what: str) -> None:
     with pytest.raises(ModelError, match=rf"Layer 7 \(Linear\) {what}"):
-        hidden_of(result, LAYER, call())
+        tensors_of(result, LAYER, call())
 
 
 SEEN: list[Tensor] = []
@@ -85,12 +99,14 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor, rope: Any = None, how: str = "tensor") -> Any:
         SEEN.extend([hidden, mask, *(rope or ())])
         hidden = self.linear(hidden) * mask
-        return {"tensor": hidden, "pair": (hidden, None), "two": (hidden, mask)}[how]
+        found = {"tensor": hidden, "pair": (hidden, None), "two": (hidden, mask)}
+        return {**found, "list": (hidden, [mask])}[how]
 
 
 def tried(layer: nn.Module, **kwargs: Any) -> int:
     hidden = HIDDEN.clone().requires_grad_()
-    return expected_result(layer, 7, hidden, (torch.ones(2, 1),), kwargs)[0]
+    tried_call = LayerCall(7, True, (torch.ones(2, 1),), kwargs)
+    return expected_result(layer, tried_call, hidden, {}).length
 
 
 @pytest.mark.parametrize(("how", "length"), [("tensor", 0), ("pair", 2)])
@@ -145,8 +161,9 @@ def test_a_trial_leaves_tensors_that_a_graph_has_saved_as_they_were() -> None:
 
 
 def test_a_layer_that_would_return_more_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"Layer 7 \(Layer\) returns Tensor besides"):
-        tried(Layer(), how="two")
+    assert tried(Layer(), how="two") == 2
+    with pytest.raises(ModelError, match=r"Layer 7 \(Layer\) returns list besides"):
+        tried(Layer(), how="list")
 
 
 def test_a_layer_whose_forward_is_replaced_is_tried_by_its_class() -> None:
@@ -171,3 +188,42 @@ def test_a_trial_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     tried(Dropping())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+IDS = torch.zeros(2, 4, dtype=torch.int64)
+TRAINED = torch.ones(2, 3, 4, requires_grad=True)
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], Any, Tensor]] = {
+    "first": ((HIDDEN, IDS), {}, 0, HIDDEN),
+    "by name": ((), {"mask": IDS, "hidden_states": HIDDEN}, 0, HIDDEN),
+    "second": ((IDS, HIDDEN), {}, 1, HIDDEN),
+    "by another name": ((), {"mask": IDS, "x": HIDDEN}, "x", HIDDEN),
+    "the one that trains": ((IDS, HIDDEN), {"x": TRAINED}, "x", TRAINED),
+    "token ids": ((IDS,), {}, 0, IDS),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_hidden_states_are_found_among_the_arguments_and_put_back(name: str) -> None:
+    args, kwargs, expected_place, expected = CALLS[name]
+    hidden, rest, others, place = take_hidden(3, args, kwargs)
+    assert (place, hidden) == (expected_place, expected)
+    again = put_hidden(hidden, rest, others, place)
+    assert again == ((args, kwargs) if name != "by name" else ((HIDDEN,), {"mask": IDS}))
+
+
+def test_hidden_states_come_from_the_layer_before() -> None:
+    found = take_hidden(3, (HIDDEN, TRAINED), {}, lambda value: value is TRAINED)
+    assert found == (TRAINED, (HIDDEN,), {}, 1)
+
+
+def test_a_call_without_a_tensor_has_no_hidden_states() -> None:
+    with pytest.raises(ModelError, match="Layer 3 was called without hidden states"):
+        take_hidden(3, ([HIDDEN],), {"mask": None})
+
+
+def test_names_stand_in_a_call_for_what_goes_along() -> None:
+    named = LayerCall(0, True, (Carried("@1"), [Carried("@2.1"), "@1"]), {"x": Carried("@1")})
+    assert named.carried == ["@1", "@2.1"]
+    filled = named.with_carried({"@1": HIDDEN, "@2.1": IDS})
+    assert filled.args == (HIDDEN, [IDS, "@1"])
+    assert filled.kwargs == {"x": HIDDEN}

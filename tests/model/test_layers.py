@@ -251,10 +251,10 @@ def test_token_ids_leave_and_nothing_else(hollowed: Hollowed) -> None:
     sent: list[Tensor] = []
 
     def exchange(
-        hidden: Tensor, calls: list[LayerCall], collect: list[str]
+        hidden: Tensor, calls: list[LayerCall], collect: list[str], carried: Any
     ) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         sent.append(hidden)
-        return hollowed.elsewhere.exchange(hidden, calls, collect)
+        return hollowed.elsewhere.exchange(hidden, calls, collect, carried)
 
     away = Hollowed(tiny_llama(5), exchange, away=FIRST_ONES)
     ids = tokens()
@@ -360,12 +360,14 @@ def test_layers_outside_of_hugging_face_models_have_no_embedding() -> None:
 
 
 @pytest.mark.parametrize("choice", [None, "model.model.layers"])
-def test_a_compiled_layer_is_refused_by_name(choice: str | None) -> None:
+def test_a_compiled_layer_is_taken_out_of_its_wrapper(choice: str | None) -> None:
     module = TinyModule()
     layers = module.model.model.layers
-    layers[1] = torch.compile(layers[1])
-    with pytest.raises(ModelError, match=r"'model.model.layers.1' is compiled by `torch.compile`"):
-        find_decoder_layers(module, choice)
+    inside, layers[1] = layers[1], torch.compile(layers[1])
+    found = find_decoder_layers(module, choice)
+    assert found[1].name == "model.model.layers.1._orig_mod"
+    assert found[1].module is inside
+    assert found[2].name == "model.model.layers.2"
 
 
 def test_a_wrong_path_of_layers_is_answered_with_the_paths_that_exist() -> None:

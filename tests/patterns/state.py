@@ -267,7 +267,6 @@ PATTERNS = [
         "state returned",
         "A state space layer gets a state and returns it.",
         ReturnedState,
-        refused="besides its hidden states",
     ),
     Pattern(
         "temperature set by a callback",

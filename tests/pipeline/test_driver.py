@@ -604,10 +604,10 @@ class ExpertsPipeline:
         local = [p for p in self.model.parameters() if not p.is_meta]
         self.driver = Driver(chain, StepGradients(local, []), lambda loss: loss, Draws(1))
 
-    def exchange(self, hidden: Tensor, calls: Any, collect: Any) -> Any:
+    def exchange(self, hidden: Tensor, calls: Any, collect: Any, carried: Any) -> Any:
         turn = current_turn()
         assert turn is not None
-        request = Request(hidden, surroundings_here(hidden, calls, collect))
+        request = Request(hidden, surroundings_here(hidden, calls, collect, carried))
         returned: Activation = turn.hand_over(request)
         return returned.hidden, returned.collected
 

@@ -89,21 +89,6 @@ def wanting() -> Tensor:
     return torch.ones(2, requires_grad=True)
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        calls_with(wanting()),
-        calls_with(bias=wanting()),
-        calls_with(rotary=(wanting(), wanting())),
-        calls_with({"tables": [wanting()]}),
-    ],
-    ids=["position", "name", "inside a tuple", "inside a dict"],
-)
-def test_an_argument_that_wants_a_gradient_is_refused(calls: list[LayerCall]) -> None:
-    with pytest.raises(ModelError, match="layer 7 requires a gradient"):
-        surroundings_here(batch(), calls)
-
-
 def test_without_grad_mode_any_argument_may_go() -> None:
     with torch.no_grad():
         assert not surroundings_here(batch(), calls_with(wanting())).grad_enabled

@@ -244,7 +244,7 @@ def test_hidden_states_may_come_alone_or_first_in_a_tuple(form: str, tuple_lengt
 @pytest.mark.parametrize(
     ("form", "tuple_length", "sentence"),
     [
-        ("two", 2, r"Layer 3 \(Returning\) returns Tensor besides its hidden states"),
+        ("two", 2, "a tuple of 2 with tensors at 0, 1 on the worker"),
         ("dict", 0, r"Layer 3 \(Returning\) returns a dict; a layer on a worker must return"),
         ("list", 0, r"Layer 3 \(Returning\) returns a list; a layer on a worker must return"),
         ("nothing", 0, r"Layer 3 \(Returning\) returns a tuple; a layer on a worker must return"),

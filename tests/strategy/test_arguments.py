@@ -104,7 +104,6 @@ def test_a_right_argument_is_taken(name: str, value: Any) -> None:
 COMPILED: dict[str, Callable[[TinyModule], Any]] = {
     "TinyModule": lambda module: module.compile(),
     "model": lambda module: module.model.compile(),
-    "model.model.layers.2": lambda module: module.model.model.layers[2].compile(),
     "model.model.layers.1.mlp": lambda module: module.model.model.layers[1].mlp.compile(),
     "model.model": lambda module: setattr(module.model, "model", torch.compile(module.model.model)),
 }
@@ -121,9 +120,12 @@ def test_compiled_layers_are_refused_by_name(name: str) -> None:
         check_not_compiled(module, layers)
 
 
-def test_a_module_beside_the_layers_may_be_compiled() -> None:
+def test_a_module_beside_the_layers_and_each_layer_by_itself_may_be_compiled() -> None:
     module = TinyModule()
     module.model.lm_head.compile()
+    layers = module.model.model.layers
+    layers[2].compile()
+    layers[3] = torch.compile(layers[3])
     check_not_compiled(module, find_decoder_layers(module))
 
 

@@ -1,0 +1,518 @@
+"""Plain attributes of modules as data, and back.
+
+    Value                      what an attribute may hold, as data
+    write_value, read_value    an attribute as data, and back
+
+Functions and classes travel by name. A function that was made inside another one travels as the way
+to its code from a function that can be imported, with the variables that it uses: a worker takes
+the code from its own files. A module inside the one with the attribute travels as its path there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from enum import Enum
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any, Literal, Union
+
+import msgspec
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from ..errors import ModelError
+from .allowed_imports import (
+    LOCALS,
+    Allowed,
+    ImportPath,
+    find_class,
+    find_function,
+    path_of,
+)
+from .hf_config import plain_config, read_config
+
+# Deeper than any real setting, and far below Python's recursion limit.
+MOST_DEPTH = 32
+
+_CONTAINERS: dict[Any, Any] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
+}
+_SCALARS = (type(None), bool, int, str)
+_METHODS_OF_TORCH = frozenset(dir(nn.Module))
+
+
+class Items(msgspec.Struct, frozen=True, tag="items"):
+    """A list, a tuple or a set."""
+
+    container: Literal["list", "tuple", "set", "frozenset", "Size"]
+    items: list[Value]
+
+
+class Table(msgspec.Struct, frozen=True, tag="table"):
+    """A dictionary, in its order."""
+
+    items: list[tuple[Value, Value]]
+
+
+class Text(msgspec.Struct, frozen=True, tag="text"):
+    """A dtype, or a float that JSON lacks, as text."""
+
+    kind: Literal["dtype", "float"]
+    text: str
+
+
+class Function(msgspec.Struct, frozen=True, tag="function"):
+    """A function by its name."""
+
+    path: ImportPath
+
+
+class Member(msgspec.Struct, frozen=True, tag="member"):
+    """A member of an enumeration."""
+
+    path: ImportPath
+    name: str
+
+
+class Record(msgspec.Struct, frozen=True, tag="record"):
+    """An instance of a dataclass, with what its own code has set besides its fields."""
+
+    path: ImportPath
+    fields: dict[str, Value]
+    others: dict[str, Value] = {}
+
+
+class Class(msgspec.Struct, frozen=True, tag="class"):
+    """A class by its name."""
+
+    path: ImportPath
+
+
+class Part(msgspec.Struct, frozen=True, tag="part"):
+    """The module that has the attribute, or a module inside it, by its path there."""
+
+    path: str
+
+
+class Method(msgspec.Struct, frozen=True, tag="method"):
+    """A method of a `Part`."""
+
+    part: Part
+    name: str
+
+
+class Partial(msgspec.Struct, frozen=True, tag="partial"):
+    """A `functools.partial`."""
+
+    function: Value
+    args: list[Value]
+    kwargs: dict[str, Value]
+
+
+class Closure(msgspec.Struct, frozen=True, tag="closure"):
+    """A function that was made inside another one, with the variables of that one.
+
+    Args:
+        path: The outermost function, which can be imported.
+        inner: The way to the code from there: names of functions, each with its number among the
+            functions of that name.
+        variables: The variables of functions around it that it uses, by name.
+        defaults: The defaults of its positional arguments.
+        named_defaults: The defaults of its other arguments.
+    """
+
+    path: ImportPath
+    inner: list[tuple[str, int]]
+    variables: dict[str, Value] = {}
+    defaults: list[Value] = []
+    named_defaults: dict[str, Value] = {}
+
+
+class Config(msgspec.Struct, frozen=True, tag="config"):
+    """A Hugging Face config."""
+
+    path: ImportPath
+    content: dict[str, Any]
+    attention: str
+
+
+Value = Union[  # noqa: UP007 - the names are known only later
+    None,
+    bool,
+    int,
+    float,
+    str,
+    Items,
+    Table,
+    Text,
+    Function,
+    Member,
+    Record,
+    Class,
+    Part,
+    Method,
+    Partial,
+    Closure,
+    Config,
+]
+
+
+def write_value(
+    value: Any,
+    where: str,
+    paths: set[ImportPath],
+    owner: nn.Module | None = None,
+    depth: int = 0,
+) -> Value:
+    """Encode an attribute's value.
+
+    Args:
+        value: The value.
+        where: The attribute in words, for errors.
+        paths: Receives the import paths of the functions and classes in the value.
+        owner: The module that has the attribute. The value may refer to it and to what is in it.
+        depth: How deep the value is nested.
+
+    Raises:
+        ModelError: If a worker could not rebuild the value.
+    """
+
+    kind: Any = type(value)
+
+    def write(item: Any) -> Value:
+        return write_value(item, where, paths, owner, depth + 1)
+
+    if depth > MOST_DEPTH:
+        raise _refusal(where, f"is nested deeper than {MOST_DEPTH}", "keep plain values in it")
+    if kind in _SCALARS and not _is_too_large(value):
+        plain: Value = value
+        return plain
+    if kind is float:
+        return value if math.isfinite(value) else Text("float", str(value))
+    if kind is torch.dtype:
+        return Text("dtype", dtype_name(value))
+    if kind in _CONTAINERS.values():
+        return Items(kind.__name__, [write(item) for item in value])
+    if kind is dict:
+        return Table([(write(key), write(item)) for key, item in value.items()])
+    if inspect.isfunction(value) and LOCALS in value.__qualname__:
+        return _write_closure(value, where, paths, write)
+    if inspect.isfunction(value) or inspect.isbuiltin(value):
+        return Function(noted_path(value, "function", where, paths))
+    if isinstance(value, type):
+        return Class(noted_path(value, "class", where, paths))
+    if kind is functools.partial:
+        named = {name: write(item) for name, item in value.keywords.items()}
+        return Partial(write(value.func), [write(item) for item in value.args], named)
+    if isinstance(value, nn.Module) or inspect.ismethod(value):
+        return _write_part(value, where, owner)
+    if isinstance(value, Enum):
+        return Member(noted_path(kind, "enumeration", where, paths), value.name)
+    if isinstance(value, PretrainedConfig):
+        path = noted_path(kind, "config class", where, paths)
+        return Config(path, plain_config(value), value._attn_implementation or "eager")
+    if dataclasses.is_dataclass(value):
+        content, others = (
+            {name: write(item) for name, item in items.items()} for items in _content_of(value)
+        )
+        return Record(noted_path(kind, "dataclass", where, paths), content, others)
+    raise _refusal(where, *_cause_and_remedy(value))
+
+
+def noted_path(thing: Any, what: str, where: str, paths: set[ImportPath]) -> ImportPath:
+    """The import path of a function or class, which is also added to ``paths``."""
+    try:
+        path = path_of(thing, what)
+    except ModelError as error:
+        raise ModelError(f"{where} cannot be rebuilt on a worker. {error}") from error
+    paths.add(path)
+    return path
+
+
+def _content_of(record: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of an instance of a dataclass, and what its own code has set besides them."""
+    names = [field.name for field in dataclasses.fields(record)]
+    fields = {name: getattr(record, name) for name in names if hasattr(record, name)}
+    others = {
+        name: item
+        for name, item in getattr(record, "__dict__", {}).items()
+        if name not in names and not is_computed(type(record), name)
+    }
+    return fields, others
+
+
+def is_computed(kind: type, name: str) -> bool:
+    """Whether an attribute is a cached property, which a worker computes by itself."""
+    return isinstance(getattr(kind, name, None), functools.cached_property)
+
+
+def _write_part(value: Any, where: str, owner: nn.Module | None) -> Value:
+    """Encode a module inside the one with the attribute, or a method of such a module."""
+    module = getattr(value, "__self__", None) if inspect.ismethod(value) else value
+    inside = {} if owner is None else {part: path for path, part in owner.named_modules()}
+    if not isinstance(module, nn.Module):
+        raise _refusal(
+            where,
+            f"is a method of a {type(module).__name__}",
+            "use a method of the module itself, or a function at the top level of a module",
+        )
+    if module not in inside:
+        raise _refusal(where, *_cause_and_remedy(module))
+    if not inspect.ismethod(value):
+        return Part(inside[module])
+    if getattr(type(module), value.__name__, None) is not value.__func__:
+        raise _refusal(
+            where,
+            f"is a method that the class {type(module).__name__} does not have",
+            "use a method of the class",
+        )
+    return Method(Part(inside[module]), value.__name__)
+
+
+def _write_closure(
+    value: FunctionType,
+    where: str,
+    paths: set[ImportPath],
+    write: Callable[[Any], Value],
+) -> Closure:
+    """Encode a function that was made inside another one."""
+    outer_name, *_ = value.__qualname__.split(LOCALS)
+    found: Any = inspect.getmodule(value)
+    for name in outer_name.split("."):
+        found = inspect.getattr_static(found, name, None)
+    outer = getattr(found, "__func__", found)
+    outer = inspect.unwrap(outer) if callable(outer) else None
+    inner = list(_way_to(value.__code__, outer.__code__)) if inspect.isfunction(outer) else []
+    if not inner:
+        raise _refusal(
+            where,
+            f"is the function {value.__qualname__}, whose code cannot be found from the top level "
+            "of its module",
+            "move it to the top level of a module, or make it a method of the layer",
+        )
+    path = noted_path(outer, "function", where, paths)
+    try:
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    except ValueError as error:
+        raise _refusal(
+            where,
+            f"is the function {value.__qualname__}, which uses a variable without a value",
+            "give the variable a value",
+        ) from error
+    variables = dict(zip(value.__code__.co_freevars, map(write, cells), strict=True))
+    named = {name: write(item) for name, item in (value.__kwdefaults__ or {}).items()}
+    return Closure(path, inner, variables, [*map(write, value.__defaults__ or ())], named)
+
+
+def _way_to(wanted: CodeType, code: CodeType) -> Iterator[tuple[str, int]]:
+    """The way from the code of a function to code inside it; nothing if it is not inside."""
+    counts: dict[str, int] = {}
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            step = each.co_name, counts.setdefault(each.co_name, 0)
+            counts[each.co_name] += 1
+            if each is wanted:
+                yield step
+                return
+            if rest := list(_way_to(wanted, each)):
+                yield step
+                yield from rest
+                return
+
+
+def _is_too_large(value: Any) -> bool:
+    return type(value) is int and not -(2**63) <= value < 2**64
+
+
+def _cause_and_remedy(value: Any) -> tuple[str, str]:
+    if isinstance(value, Tensor):
+        return f"is a {type(value).__name__}", "register it as a buffer (`register_buffer`)"
+    if isinstance(value, nn.Module):
+        return (
+            f"refers to a {type(value).__name__} outside of the module that has it",
+            "make that a child (assign it, or use nn.ModuleList or nn.ModuleDict)",
+        )
+    if isinstance(value, torch.device):
+        return "is a device, and a worker has its own", "use that of the hidden states"
+    return (
+        f"is a {type(value).__name__}",
+        "keep plain numbers, strings, lists, dataclasses and named functions in it",
+    )
+
+
+def _refusal(where: str, cause: str, remedy: str) -> ModelError:
+    return ModelError(
+        f"{where} {cause}, which cannot be rebuilt on a worker; {remedy}, or keep the layer with "
+        "the coordinator."
+    )
+
+
+def read_value(
+    value: Value, allowed: Allowed, owner: nn.Module | None = None, depth: int = 0
+) -> Any:
+    """Decode a value for an attribute of the module ``owner``.
+
+    Raises:
+        ModelError: If the data is not from `write_value`, or names code that is not allowed here.
+    """
+
+    def read(item: Value) -> Any:
+        return read_value(item, allowed, owner, depth + 1)
+
+    if depth > MOST_DEPTH:
+        raise ModelError(f"The recipe has a value that is nested deeper than {MOST_DEPTH}.")
+    match value:
+        case Items(container, items):
+            return _hashed(_CONTAINERS[container], [read(item) for item in items])
+        case Table(items):
+            return _hashed(dict, [(read(key), read(item)) for key, item in items])
+        case Text(kind, text):
+            return dtype_named(text) if kind == "dtype" else _special_float(text)
+        case Function(path):
+            return find_function(allowed, path)
+        case Member(path, name):
+            return _member(find_class(allowed, path, Enum, "enumeration"), name)
+        case Record(path, fields, others):
+            found = ({n: read(item) for n, item in items.items()} for items in (fields, others))
+            return _record(find_class(allowed, path, object, "dataclass"), *found)
+        case Class(path):
+            return find_class(allowed, path, object, "class")
+        case Part(path):
+            return _part(owner, path)
+        case Method(part, name):
+            return _method(_part(owner, part.path), name)
+        case Partial(function, args, kwargs):
+            named = {name: read(item) for name, item in kwargs.items()}
+            return _partial(read(function), [read(item) for item in args], named)
+        case Closure(path):
+            return _closure(value, find_function(allowed, path), read)
+        case Config(path, content, attention):
+            return read_config(_config_class(path, allowed), content, attention)
+        case _:
+            return value
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        ModelError: If torch has no such dtype.
+    """
+    found = vars(torch).get(name)
+    if not isinstance(found, torch.dtype):
+        raise ModelError(f"torch {torch.__version__} on this worker has no dtype {name!r}.")
+    return found
+
+
+def _hashed(make: Callable[[Any], Any], items: list[Any]) -> Any:
+    try:
+        return make(items)
+    except TypeError as error:
+        raise ModelError(f"The recipe has a value that cannot be built: {error}.") from error
+
+
+def _special_float(text: str) -> float:
+    if text not in ("inf", "-inf", "nan"):
+        raise ModelError(f"The recipe has {text!r} instead of inf, -inf or nan.")
+    return float(text)
+
+
+def _member(enumeration: Any, name: str) -> Any:
+    members = enumeration.__members__
+    if name not in members:
+        raise ModelError(f"{enumeration.__name__} on this worker has no member {name!r}.")
+    return members[name]
+
+
+def _record(dataclass: Any, content: dict[str, Any], others: dict[str, Any]) -> Any:
+    try:
+        fields = dataclasses.fields(dataclass)
+    except TypeError:
+        raise ModelError(f"{dataclass.__name__} is not a dataclass.") from None
+    names = {field.name for field in fields}
+    # A field that no constructor fills may be missing.
+    if not {field.name for field in fields if field.init} <= content.keys() <= names:
+        raise ModelError(
+            f"{dataclass.__name__} on this worker has the fields {sorted(names)} and the "
+            f"coordinator's has {sorted(content)}; install the coordinator's version here."
+        )
+    for name in others:
+        if name in names or not name.isidentifier() or hasattr(dataclass, name):
+            raise ModelError(
+                f"The recipe gives a {dataclass.__name__} the attribute {name!r}, which would hide "
+                "one of its class; rename it."
+            )
+    made = object.__new__(dataclass)
+    for name, item in (*content.items(), *others.items()):
+        object.__setattr__(made, name, item)
+    return made
+
+
+def _part(owner: nn.Module | None, path: str) -> nn.Module:
+    try:
+        return owner.get_submodule(path)  # type: ignore[union-attr]
+    except AttributeError as error:
+        raise ModelError(f"The recipe refers to a module {path!r} that is missing.") from error
+
+
+def _method(module: nn.Module, name: str) -> Any:
+    found = getattr(type(module), name, None)
+    if name.startswith("__") or name in _METHODS_OF_TORCH or not inspect.isfunction(found):
+        raise ModelError(f"{type(module).__name__} on this worker has no method {name!r} to give.")
+    return MethodType(found, module)
+
+
+def _partial(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    if not callable(function):
+        raise ModelError(f"The recipe has a partial of a {type(function).__name__}.")
+    return functools.partial(function, *args, **kwargs)
+
+
+def _closure(closure: Closure, outer: Any, read: Callable[[Value], Any]) -> FunctionType:
+    """Make a function of the code inside an imported one.
+
+    Raises:
+        ModelError: If there is no such code, or it uses other variables.
+    """
+    function = inspect.unwrap(outer)
+    code = getattr(function, "__code__", None)
+    for name, number in closure.inner:
+        consts = code.co_consts if isinstance(code, CodeType) else ()
+        named = [each for each in consts if isinstance(each, CodeType) and each.co_name == name]
+        code = named[number] if 0 <= number < len(named) else None
+    names = set(closure.variables)
+    if not isinstance(code, CodeType) or not closure.inner or {*code.co_freevars} != names:
+        way = ".".join(name for name, _ in closure.inner)
+        raise ModelError(
+            f"{closure.path} on this worker makes no function {way} of the variables "
+            f"{sorted(names)}; install the coordinator's version here."
+        )
+    cells = tuple(CellType(read(closure.variables[name])) for name in code.co_freevars)
+    defaults = tuple(read(item) for item in closure.defaults)
+    made = FunctionType(code, function.__globals__, code.co_name, defaults, cells)
+    made.__kwdefaults__ = {name: read(item) for name, item in closure.named_defaults.items()}
+    made.__qualname__, made.__module__ = _qualname(closure), function.__module__
+    return made
+
+
+def _qualname(closure: Closure) -> str:
+    return LOCALS.join([closure.path.qualname, *(name for name, _ in closure.inner)])
+
+
+def _config_class(path: ImportPath, allowed: Allowed) -> Any:
+    """A config class of transformers, or one that the worker's owner allowed."""
+    known: Any = getattr(transformers, path.qualname, None)
+    is_config = isinstance(known, type) and issubclass(known, PretrainedConfig)
+    if is_config and known.__module__ == path.module:
+        return known
+    return find_class(allowed, path, PretrainedConfig, "config class")

@@ -1,0 +1,273 @@
+"""What goes along with the hidden states, and several lists of layers: equal to one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import HeteroError, ModelError, StageFailed
+
+from .. import along_layers as models
+from ..conftest import worker_process
+from ..models import trainer
+
+BATCH = 6
+STEPS = 3
+LISTS = {
+    models.Memories: ["encoder", "decoder"],
+    models.Twins: ["policy", "reference"],
+    models.Rivals: ["generator", "discriminator"],
+}
+ONE_LIST = (
+    models.Conditions,
+    models.ByName,
+    models.Biases,
+    models.Shared,
+    models.Residuals,
+    models.Tables,
+    models.Skips,
+    models.Tabled,
+)
+ALL = (*ONE_LIST, *LISTS)
+
+
+@pytest.fixture(scope="module")
+def allowing() -> Iterator[list[str]]:
+    """Two workers that may import the layers."""
+    with worker_process("--allow", "tests") as first, worker_process("--allow", "tests") as second:
+        yield [first.address, second.address]
+
+
+def data() -> DataLoader[Tensor]:
+    shape = (BATCH * STEPS, models.LENGTH, models.WIDTH)
+    samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return DataLoader(samples, batch_size=BATCH)  # type: ignore[arg-type]
+
+
+def trained(model: type[models.Base], strategy: Any = "auto") -> models.Base:
+    module = model()
+    trainer(strategy, max_epochs=1).fit(module, data())
+    return module
+
+
+plain = cache(trained)
+
+
+def plan_of(names: Sequence[str], sizes: Sequence[int], **options: Any) -> Plan:
+    """Stages with so many layers each, in a row."""
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    stages = [
+        StagePlan([name], (end - size, end), **({} if name == "coordinator" else options))
+        for name, size, end in zip(names, sizes, ends, strict=True)
+    ]
+    return Plan(stages, micro_batches=3)
+
+
+def strategy_for(
+    model: type[models.Base], workers: list[str], sizes: Sequence[int], **options: Any
+) -> HeteroPipelineStrategy:
+    names = options.pop("names", workers)
+    of_stages = {name: options.pop(name) for name in ("recompute", "dtype") if name in options}
+    plan = plan_of(names, sizes, **of_stages)
+    layers = LISTS.get(model, "layers")
+    used = [worker for worker in workers if worker in names]
+    return HeteroPipelineStrategy(used, plan, layers=layers, **options)
+
+
+def assert_equal(found: models.Base, expected: models.Base, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found.losses, expected.losses, rtol=tolerance, atol=tolerance)
+    weights = expected.state_dict()
+    before = type(expected)().state_dict()
+    assert found.state_dict().keys() == weights.keys()
+    for name, tensor in found.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], rtol=tolerance, atol=tolerance, msg=name)
+    assert any(not torch.equal(before[name], weights[name]) for name in weights)
+
+
+def sizes_of(model: type[models.Base]) -> tuple[int, int]:
+    count = sum(len(getattr(model(), name)) for name in LISTS.get(model, ["layers"]))
+    return count // 2, count - count // 2
+
+
+@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
+@pytest.mark.parametrize("model", ALL, ids=lambda model: model.__name__)
+def test_training_equals_one_device(
+    model: type[models.Base], micro_batching: Any, allowing: list[str]
+) -> None:
+    strategy = strategy_for(model, allowing, sizes_of(model), micro_batching=micro_batching)
+    assert_equal(trained(model, strategy), plain(model))
+
+
+AGAIN = (models.Conditions, models.Biases, models.Residuals, models.Skips)
+
+
+@pytest.mark.parametrize("model", AGAIN, ids=lambda model: model.__name__)
+def test_layers_that_run_again_in_the_backward_equal_one_device(
+    model: type[models.Base], allowing: list[str]
+) -> None:
+    strategy = strategy_for(model, allowing, sizes_of(model), recompute=True)
+    assert_equal(trained(model, strategy), plain(model))
+
+
+@pytest.mark.parametrize("model", [models.Biases, models.Memories], ids=lambda m: m.__name__)
+def test_other_places_equal_one_device(model: type[models.Base], allowing: list[str]) -> None:
+    count = sum(sizes_of(model))
+    first, second = allowing
+    for names, sizes in (
+        (("coordinator", first, second), (1, 1, count - 2)),
+        ((first, second, "coordinator"), (1, count - 2, 1)),
+        ((first, second, first), (1, count - 2, 1)),
+    ):
+        strategy = strategy_for(model, allowing, sizes, names=names)
+        assert_equal(trained(model, strategy), plain(model))
+
+
+@pytest.mark.parametrize("model", [models.Biases, models.Memories], ids=lambda m: m.__name__)
+def test_a_stage_may_compute_in_another_dtype(
+    model: type[models.Base], allowing: list[str]
+) -> None:
+    strategy = strategy_for(model, allowing, sizes_of(model), dtype="bfloat16")
+    assert_equal(trained(model, strategy), plain(model), tolerance=0.05)
+
+
+WHOLE = (models.Conditions, models.Biases, models.Shared, models.Tables, models.Memories)
+
+
+@pytest.mark.parametrize("model", WHOLE, ids=lambda model: model.__name__)
+def test_prediction_equals_one_device(model: type[models.Base], allowing: list[str]) -> None:
+    expected = torch.cat(trainer().predict(model(), data()))  # type: ignore[arg-type]
+    strategy = strategy_for(model, allowing, sizes_of(model))
+    found = torch.cat(trainer(strategy).predict(model(), data()))  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", [models.Conditions, models.Biases])
+def test_a_plan_from_measurements_trains(model: type[models.Base], allowing: list[str]) -> None:
+    layers = LISTS.get(model, "layers")
+    strategy = HeteroPipelineStrategy(allowing, "auto", layers=layers, micro_batches=3)
+    assert_equal(trained(model, strategy), plain(model))
+
+
+class Crossing(models.Memories):
+    """Its decoder is called with what is behind the encoder's first layer, which is away."""
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        first = self.encoder[0](hidden)
+        memory = self.encoder[1](first)
+        for layer in self.decoder:
+            hidden = layer(hidden, memory + first)
+        return hidden
+
+
+def test_a_result_between_layers_of_another_list_is_refused(allowing: list[str]) -> None:
+    LISTS[Crossing] = LISTS[models.Memories]
+    with pytest.raises(HeteroError, match="wants the hidden states behind layer 0"):
+        trained(Crossing, strategy_for(Crossing, allowing, (3, 3)))
+
+
+def test_several_lists_with_the_coordinator_as_a_replica_are_refused(allowing: list[str]) -> None:
+    plan = Plan([StagePlan([allowing[0], "coordinator"], (0, 6), shares=[1, 1])], micro_batches=2)
+    strategy = HeteroPipelineStrategy(allowing[:1], plan, layers=LISTS[models.Memories])
+    with pytest.raises(ModelError, match="works with one list of layers only"):
+        trained(models.Memories, strategy)
+
+
+def test_replicas_of_a_stage_with_several_lists_equal_one_device(allowing: list[str]) -> None:
+    stage = StagePlan(allowing, (0, 6), shares=[1, 1], optimizer="each")
+    strategy = HeteroPipelineStrategy(
+        allowing, Plan([stage], micro_batches=3), layers=LISTS[models.Memories]
+    )
+    assert_equal(trained(models.Memories, strategy), plain(models.Memories))
+
+
+def turned(table: models.Table) -> None:
+    table.cos.mul_(2.0)
+
+
+def replaced(table: models.Table) -> None:
+    table.cos = table.cos * 2.0
+
+
+def set_anew(table: models.Table) -> None:
+    table.factor = 2.0
+
+
+@pytest.mark.parametrize("change", [turned, replaced, set_anew])
+def test_a_change_of_what_layers_share_is_refused(change: Any, allowing: list[str]) -> None:
+    class Changing(models.Tabled):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                change(self.table)
+
+    with pytest.raises(ModelError, match=r"table\.(cos|factor) was changed, or trains now"):
+        trained(Changing, strategy_for(models.Tabled, allowing, (2, 2)))
+
+
+def test_a_shared_module_that_trains_later_is_refused(allowing: list[str]) -> None:
+    class Thawing(models.Tabled):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.frozen.requires_grad_(batch_idx == 1)
+
+    with pytest.raises(ModelError, match=r"frozen\.0\.weight was changed, or trains now"):
+        trained(Thawing, strategy_for(models.Tabled, allowing, (2, 2)))
+
+
+def test_a_forward_that_updates_what_layers_share_is_refused(allowing: list[str]) -> None:
+    with pytest.raises(StageFailed, match="A forward updated 0.table.cos, which other layers"):
+        trained(Counted, strategy_for(models.Tabled, allowing, (2, 2)))
+
+
+class CountedTable(models.Table):
+    def forward(self, hidden: Tensor) -> Tensor:
+        if hidden.requires_grad:
+            self.cos.add_(1.0)
+        return super().forward(hidden)
+
+
+class Counted(models.Tabled):
+    """Its table counts its calls."""
+
+    def build(self) -> None:
+        super().build()
+        self.table = CountedTable()
+        for layer in self.layers:
+            layer.table = self.table
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_what_layers_share_is_one_object_again(allowing: list[str]) -> None:
+    module = trained(models.Tabled, strategy_for(models.Tabled, allowing, (2, 2)))
+    assert isinstance(module, models.Tabled)
+    assert all(layer.table is module.table for layer in module.layers)
+    assert all(layer.frozen is module.frozen for layer in module.layers)
+    assert all(layer.cos is module.table.cos for layer in module.layers)
+    assert isinstance(module.frozen[0].weight, torch.nn.Parameter)
+
+
+class LateFrozen(models.Tabled):
+    """Only its layers have the frozen module."""
+
+    def build(self) -> None:
+        super().build()
+        del self.frozen
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_an_order_of_parameters_that_would_change_is_refused(allowing: list[str]) -> None:
+    with pytest.raises(ModelError, match=r"layers\.0\.frozen\.0\.weight is shared by layers"):
+        trained(LateFrozen, strategy_for(models.Tabled, allowing, (2, 2)))

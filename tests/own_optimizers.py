@@ -1,0 +1,84 @@
+"""Optimizers as users write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Lion(Optimizer):
+    """Steps each parameter by the sign of its momentum."""
+
+    def __init__(self, params: Any, lr: float = 0.01, betas: Any = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.add_((momentum * first + p.grad * (1 - first)).sign(), alpha=-group["lr"])
+                momentum.mul_(second).add_(p.grad, alpha=1 - second)
+        return loss
+
+
+class Counting(Lion):
+    """Counts its steps in the group, and warms up by that count."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = min(1.0, group["count"] / 4) * 0.02
+        return super().step(closure)
+
+
+class CountingWithGradients(Counting):
+    """Counts only where it has gradients: a process without any would count otherwise."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if any(p.grad is not None for p in group["params"]):
+                group["count"] = group.get("count", 0) + 1
+            group["lr"] = min(1.0, group.get("count", 0) / 4) * 0.02
+        return Lion.step(self, closure)
+
+
+class Normalized(Lion):
+    """Divides all gradients by their common norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = [p.grad for group in self.param_groups for p in group["params"]]
+        gradients: list[Tensor] = [gradient for gradient in found if gradient is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for group in self.param_groups:
+            group["lr"] = 0.01 * float(norm)
+        return super().step(closure)
+
+
+class Noisy(Lion):
+    """Adds noise."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(torch.randn_like(p))
+        return super().step(closure)
+
+
+class Wanting(Lion):
+    """Its constructor wants more than its defaults."""
+
+    def __init__(self, params: Any, model: Any) -> None:
+        super().__init__(params, lr=0.01)
+        self.model = model
