@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.coordinator.snapshots import Bases, SnapshotFiles
-from lightning_hetero.errors import RemoteProtocolError
+from lightning_hetero.errors import RemoteProtocolError, SaveError
 from lightning_hetero.model.four_bit import State
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
@@ -76,7 +79,7 @@ def found(files: SnapshotFiles) -> dict[str, float]:
 
 
 def names_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != "claim")
 
 
 def test_the_latest_content_of_each_tensor_comes_from_the_files(tmp_path: Path) -> None:
@@ -122,3 +125,47 @@ def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RemoteProtocolError, match="which is no part of it"):
         [*files.base_frames(1)]
     files.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lightning_hetero.coordinator.snapshots import SnapshotFiles
+
+files = SnapshotFiles(Path(sys.argv[1]))
+(files.folder / "1-base").write_bytes(b"weights")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed_run(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    killed_run(tmp_path / "run-1")
+    assert (tmp_path / "run-1" / "1-base").exists()
+    files = SnapshotFiles(tmp_path / "run-2")
+    assert [path.name for path in tmp_path.iterdir()] == ["run-2"]
+    files.close()
+    files.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_living_run_has_stays(tmp_path: Path) -> None:
+    first = SnapshotFiles(tmp_path / "run-1")
+    (tmp_path / "run-of-mine").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "claim").touch()
+    second = SnapshotFiles(tmp_path / "run-2")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"run-1", "run-2", "run-of-mine", "notes"}
+    second.close()
+    first.close()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match=r"run-1.*name another folder"):
+        SnapshotFiles(tmp_path / "file" / "run-1")
