@@ -25,7 +25,8 @@ each for one session of a NAME:
     first session  "beside NAME:BYTES" asks for a second process
     second one     "does NAME STATUS" now and then
     warm process   "begun NAME", "refused NAME REASON", "gone NAME", "does NAME STATUS" to the
-                   first; "first" to a second one that answers everybody, as no first one is left
+                   first; to second ones "retire", as the first session is over, and "first" to one
+                   that answers everybody, as no first process is left
 
 The first process of a session looks what its device is and can. Later ones have it from there, so
 that they answer at once: a GPU takes seconds to begin, and memory as long as a process uses it.
@@ -311,7 +312,7 @@ class Supervisor:
         self._start()
         for member in self._members:
             if member.second is not None:
-                member.tell("drain")
+                member.tell("retire")
                 if self._is_draining:
                     member.tell("first")
 
@@ -540,6 +541,7 @@ def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) ->
         "pause": worker.pause,
         "resume": worker.resume,
         "drain": drain,
+        "retire": worker.retire,
         "first": beside.answer_all,
     }
     news: dict[str, Callable[[str, str], None]] = {

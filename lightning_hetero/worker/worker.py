@@ -238,11 +238,16 @@ class Worker:
         The coordinator is told, and may let the worker go before the run ends.
         """
         with self._session_changed:
+            self.retire()
+            if self._session is not None:
+                self._session.wish(m.Leaving())
+
+    def retire(self) -> None:
+        """Take no session beside the present one; `stop` at once if there is none."""
+        with self._session_changed:
             self._is_draining = True
             if self._session is None:
                 self.stop()
-            else:
-                self._session.wish(m.Leaving())
 
     def _wish(self, message: m.Paused | m.Resumed) -> None:
         with self._session_changed:

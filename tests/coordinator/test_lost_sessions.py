@@ -19,9 +19,11 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
 from lightning_hetero.callbacks import StageWeightAveraging
+from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.errors import HeteroError, WorkerLost
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode
+from lightning_hetero.worker import neighbors
 
 from ..models import TinyModule, fit, loader
 from .session_net import Net, NetChannel
@@ -189,10 +191,12 @@ class Faults:
     Args:
         every_seconds: The time between two snapshots.
         has_spare: Whether a worker is idle.
+        log_gib: What may be kept until a snapshot is taken earlier.
     """
 
     every_seconds: float = 0.0
     has_spare: bool = True
+    log_gib: float = 4.0
 
 
 def workers_of(plan: str) -> list[str]:
@@ -212,7 +216,9 @@ def run(
 ) -> Result:
     optimizer = "split" if plan in SPLIT else None
     workers = workers_of(plan)
-    settings = Recovery(0, folder=folder, every_seconds=faults.every_seconds)
+    settings = Recovery(
+        0, folder=folder, every_seconds=faults.every_seconds, log_gib=faults.log_gib
+    )
     with net.connected():
         strategy = HeteroPipelineStrategy(
             [*workers, *[SPARE] * faults.has_spare],
@@ -321,6 +327,34 @@ def test_the_loss_of_the_last_machine_ends_the_run_with_a_sentence(tmp_path: Pat
 
 
 NEW = (m.KeepSent, m.TakeSnapshot, m.ForgetSent, m.Wait, m.Replay, m.ReplaceNeighbor)
+
+
+@pytest.mark.parametrize("counts_workers", [True, False])
+def test_what_workers_keep_brings_a_snapshot_earlier(
+    counts_workers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two replicas exchange more than the coordinator says to them."""
+    told: list[int] = []
+    on_sent_kept, take = Replacements._on_sent_kept, Replacements._take
+
+    def noting(self: Replacements, worker: Any, message: m.SentKept) -> None:
+        told.append(message.num_bytes)
+        if counts_workers:
+            on_sent_kept(self, worker, message)
+
+    def taking(self: Replacements, with_gradients: bool) -> None:
+        taken.append(self._store.num_bytes)
+        take(self, with_gradients)
+
+    taken: list[int] = []
+    monkeypatch.setattr(neighbors, "_TOLD_BYTES", 2**12)
+    monkeypatch.setattr(Replacements, "_on_sent_kept", noting)
+    monkeypatch.setattr(Replacements, "_take", taking)
+    # More than the coordinator keeps in the whole run, and less than the workers do.
+    faults = Faults(3600.0, log_gib=2**18 / 2**30)
+    run(Net(0), "replicas", "plain", tmp_path, faults)
+    assert bool(taken) == counts_workers
+    assert max(taken, default=0) < 2**18 < 2 * max(told)
 
 
 def test_without_recovery_nothing_is_said_or_kept(

@@ -138,6 +138,13 @@ def test_the_loss_of_the_last_machine_ends_the_run_with_a_sentence(tmp_path: Pat
             fit(TinyModule(), strategy, loader(36, 6), callbacks=callbacks)
 
 
+class Watching(Observing):
+    """Notes too who has given its layers to others."""
+
+    def on_worker_left(self, trainer: Any, name: str, step: int) -> None:
+        self.told.append(("left", name))
+
+
 @pytest.mark.parametrize("is_second", [True, False])
 def test_either_process_of_a_machine_with_two_may_die(
     is_second: bool, undisturbed: Left, tmp_path: Path
@@ -151,9 +158,10 @@ def test_either_process_of_a_machine_with_two_may_die(
             victim.kill()
             victim.wait(PATIENCE_SECONDS)
 
-        observing = Observing({1: partial(end, second), 3: kill_one})
+        observing = Watching({1: partial(end, second), 3: kill_one})
         found = run(names, tmp_path / "run", ALWAYS, callbacks=[observing], **AT_ONCE)
     assert_same_run(found, undisturbed)
+    assert [name for what, name in observing.told if what == "left"] == []
 
 
 def test_strangers_are_refused_and_status_shows_all_stages(
