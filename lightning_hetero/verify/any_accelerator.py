@@ -52,9 +52,9 @@ class AnyAccelerator(Accelerator):
 
 def options_for(device: torch.device) -> dict[str, Any]:
     """The Trainer's options to train on a device alone."""
-    devices = 1 if device.index is None else [device.index]
-    if device.type in AcceleratorRegistry:
-        return {"accelerator": device.type, "devices": devices}
+    name, devices = device.type, 1 if device.index is None else [device.index]
+    if name in AcceleratorRegistry:
+        return {"accelerator": name, "devices": devices}
     # Lightning would choose the processor.
     strategy = SingleDeviceStrategy(device)
     return {"accelerator": AnyAccelerator(), "devices": devices, "strategy": strategy}
