@@ -11,7 +11,6 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
-from typing import NoReturn
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -21,14 +20,13 @@ from ..errors import HeteroError, ModelError, StageFailed, WeightsLost
 from ..model.captured_outputs import CollectingHooks
 from ..model.compiled_layers import uncompile
 from ..model.half_layers import absent_in
-from ..model.hollow import HollowLayers, is_hollow, no_copy, remote_of
+from ..model.hollow import HollowLayers, is_hollow, remote_of
 from ..model.layer_call import LayerCall
 from ..model.layers import (
     EMBEDDING_LAYER,
     DecoderLayer,
     check_layers_stand_alone,
     describe_layer,
-    describe_layers,
     find_embedding,
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
@@ -44,13 +42,13 @@ from ..pipeline.transfers import coming_home, leaving_home
 from ..plan import Plan, StagePlan
 from ..protocol.tensors import DTYPES
 from .holdings import RemoteStage, remote_stages
-from .layers import PlainAttributes, RemoteLayers, changed_since_recipe
+from .layers import PlainAttributes, changed_since_recipe
 from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
 from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
-from .progress import Progress
 from .replicas import HostedReplicas
 from .session import Coordinator
+from .tensors_away import TensorsAway
 from .whole_batches import NOTHING_SAID, BatchOptions, HandOvers
 
 _MOST_NAMES = 12
@@ -64,105 +62,6 @@ _AGAIN = (
     "once more where a forward runs again in the backward",
     "take `recompute` out of the plan, or keep their layers with the coordinator",
 )
-
-
-class TensorsAway:
-    """The tensors of the layers on workers. Implements `RemoteTensors` for the hollow layers.
-
-    Args:
-        layers: The layers on workers by their numbers.
-        remote: Fetches and stores their tensors.
-        weights: The checkpoint that the model is loaded from, if its weights are still there.
-        changed: Tensors that may differ from that checkpoint, because they were trained.
-        kept: The numbers of layers that workers have too and that keep their weights here.
-
-    Attributes:
-        names_of: The name of each tensor on its worker.
-        changed: Tensors that may differ from the checkpoint: as given, those that are here, and
-            those that were stored.
-        loss: The reason why the weights are lost; None while they are not lost.
-        progress: Shows how far fetches have come; None if nothing shows it.
-    """
-
-    def __init__(
-        self,
-        layers: Mapping[int, nn.Module],
-        remote: RemoteLayers,
-        weights: CheckpointWeights | None,
-        changed: Collection[Tensor] = (),
-        kept: Collection[int] = (),
-    ) -> None:
-        self.names_of = {tensor: name for name, tensor in named_tensors(layers)}
-        self.loss: WeightsLost | None = None
-        self.progress: Progress | None = None
-        self._layers = layers
-        self._kept = kept
-        self._remote = remote
-        self._weights = weights
-        self._sent = {name for name, _ in named_tensors(layers)}
-        # A tensor that is here now may have been trained before layers moved.
-        here = (tensor for tensor in self.names_of if not tensor.is_meta)
-        self.changed = {*here, *(tensor for tensor in changed if tensor in self.names_of)}
-
-    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        self.check_not_lost()
-        return self._remote.fetch(names, self.progress)
-
-    def store(self, tensors: Mapping[str, Tensor]) -> None:
-        self.check_not_lost()
-        self.changed.update(tensor for tensor, name in self.names_of.items() if name in tensors)
-        self._remote.store(tensors)
-
-    def check_not_lost(self) -> None:
-        """Refuse to use layers whose weights have not come home.
-
-        Raises:
-            WeightsLost: With the cause.
-        """
-        if self.loss is not None:
-            raise WeightsLost(str(self.loss)) from self.loss
-
-    def lose(self, error: BaseException, remedy: str) -> WeightsLost:
-        """Note that the weights cannot be fetched; returns the error to raise."""
-        cause = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
-        kept = f" Those of {describe_layers(self._kept)} are here." if self._kept else ""
-        self.loss = WeightsLost(
-            f"The weights of {describe_layers(self._layers)} have not come home from the workers."
-            f"{kept} {cause} Build the module anew and {remedy}."
-        )
-        return self.loss
-
-    def bring(
-        self, trained: Collection[Tensor], numbers: Collection[int] | None = None
-    ) -> dict[str, Tensor]:
-        """Fetch the tensors that are not in the checkpoint, or have been changed since.
-
-        Args:
-            trained: The tensors that train at present or ever did.
-            numbers: The layers; None for all.
-        """
-        wanted = {n: layer for n, layer in self._layers.items() if numbers is None or n in numbers}
-        coming = {
-            name: tensor.nbytes
-            for name, tensor in named_tensors(wanted)
-            if name in self._sent and not (self.is_unchanged(tensor) and tensor not in trained)
-        }
-        what = "Bringing the layers back"
-        with closing(self._remote.progress(what, sum(coming.values()))) as progress:
-            # Without a request nothing is lost when a worker is gone.
-            return self._remote.fetch(list(coming), progress) if coming else {}
-
-    def is_unchanged(self, tensor: Tensor) -> bool:
-        """Whether the content of a tensor is that of the checkpoint, unless it trains or did."""
-        return tensor not in self.changed and self.is_on_disk(tensor)
-
-    def is_on_disk(self, tensor: Tensor) -> bool:
-        """Whether the checkpoint that the model is loaded from has a tensor."""
-        return self._weights is not None and tensor in self._weights
-
-    def __reduce__(self) -> NoReturn:
-        # A layer's hooks for state dicts lead here before its `forward` does.
-        raise no_copy(self._layers)
 
 
 class Deployment:

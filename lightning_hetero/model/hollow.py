@@ -36,12 +36,11 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
-    Sequence,
 )
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +50,7 @@ from .adapters import AdapterSwitches
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
+from .hollow_state import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches
 from .layer_call import (
     Carried,
@@ -77,145 +77,11 @@ from .tensors import (
     check_can_be_emptied,
     emptied,
     empty_tensors,
-    flatten,
-    keys_of,
-    leave_out,
     locate,
     named_tensors,
-    places,
     set_tensor,
     state_in,
-    tensor_at,
-    tensors_by_key,
 )
-
-
-class RemoteTensors(Protocol):
-    """Access to the weights of hollow layers, under the names of `tensors.py`."""
-
-    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Read tensors, and the quantization state of those in 4 bits."""
-
-    def store(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite tensors."""
-
-
-class HollowStateDicts:
-    """Lets ``state_dict`` and ``load_state_dict`` reach the tensors of hollow layers.
-
-    Args:
-        layers: The layers by their numbers.
-        remote: Access to their tensors.
-
-    Attributes:
-        remote: Access to the layers' tensors.
-        left_out: Tensors that state dicts leave out, and that are not fetched.
-    """
-
-    def __init__(self, layers: Mapping[int, nn.Module], remote: RemoteTensors) -> None:
-        self._layers = layers
-        self.remote = remote
-        self._undo = ExitStack()
-        self.left_out: set[Tensor] = set()
-
-    def attach(self) -> None:
-        """Install the hooks; the layers must be empty."""
-        for number, layer in self._layers.items():
-            outermost = in_tree(layer)
-            for path, module in layer.named_modules():
-                start = f"{number}.{path}." if path else f"{number}."
-                fill = partial(self._fill, start, module in outermost)
-                pass_on = partial(self._pass_on, start)
-                self._undo.callback(module.register_state_dict_post_hook(fill).remove)
-                self._undo.callback(module.register_load_state_dict_pre_hook(pass_on).remove)
-
-    def detach(self) -> None:
-        """Remove the hooks; the layers must have their content again."""
-        self._undo.close()
-
-    def _fill(
-        self,
-        start: str,
-        is_outermost: bool,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        _metadata: Any,
-    ) -> None:
-        """Replace the ``meta`` tensors in a state dict, with one request per layer."""
-        if not is_outermost and _has_entered_parent(state, prefix, start):
-            return  # the parent's hook fetches these tensors too
-        if self.left_out:
-            leave_out(state, keys_of(self.left_out, module, prefix), prefix)
-        names = _names_by_key(module, prefix, state, start)
-        if not names:
-            return
-        found = self.remote.fetch(list(dict.fromkeys(names.values())))
-        for key in [key for key in state if key.startswith(prefix)]:
-            # Each key is removed and added again, so that a tensor's quantization state follows it.
-            content = state.pop(key)
-            if key in names:
-                content, parts = found[names[key]], state_in(found, names[key])
-                state.update(flatten(key, content, parts))
-            else:
-                state[key] = content
-
-    def _pass_on(
-        self,
-        start: str,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        *_rest: Any,
-    ) -> None:
-        """Store what ``load_state_dict`` would copy into a module's ``meta`` tensors."""
-        if metadata.get("assign_to_params_buffers"):
-            raise ModelError(
-                f"{prefix.rstrip('.')} lives on a worker, and load_state_dict(assign=True) would "
-                "put other parameters in the place of its own; call it without `assign`."
-            )
-        sent = {}
-        for leaf, place in places(module).items():
-            tensor, content = tensor_at(module, leaf), state.get(prefix + place)
-            if content is not None and not content.is_meta and content.shape == tensor.shape:
-                # The state of a tensor in 4 bits is sent too; torch would call it unexpected.
-                parts = state_in(state, prefix + place)
-                for part in parts:
-                    del state[f"{prefix}{place}.{part}"]
-                sent.update(flatten(start + leaf, content.to(tensor.dtype), parts))
-                # torch then checks the shape of this meta tensor and copies nothing.
-                del state[prefix + place]
-                state[prefix + leaf] = torch.empty_like(content, device="meta")
-        if sent:
-            self.remote.store(sent)
-
-
-def _has_entered_parent(state: dict[str, Any], prefix: str, start: str) -> bool:
-    """Whether this call of ``state_dict`` reached a module through its parent.
-
-    torch notes every module in the metadata before it enters the module's children.
-    """
-    own = f"{start.split('.')[-2]}."
-    parent = prefix.removesuffix(own)
-    return parent != prefix and parent[:-1] in getattr(state, "_metadata", {})
-
-
-def _names_by_key(
-    module: nn.Module, prefix: str, state: dict[str, Any], start: str
-) -> dict[str, str]:
-    """The names of a module's tensors that are on ``meta`` in a state dict.
-
-    A tensor that the module has under two keys gets one name.
-    """
-    names: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for key, (path, tensor) in tensors_by_key(module, prefix).items():
-        content = state.get(key)
-        if isinstance(content, Tensor) and content.is_meta:
-            names[key] = first.setdefault(id(tensor), start + path)
-    return names
-
 
 # From hidden states, recorded calls, kinds of outputs, and what goes along with the hidden states
 # by name, to hidden states, and collected outputs with what comes along.
