@@ -115,10 +115,7 @@ class Neighbors:
                 self._former.add(before)
                 before.close()
             # If it does not answer, the coordinator asks again with a later one.
-            channel = self._dial(peer.address, peer.session, self._number)
-            start(channel)
-            self._downstream[number] = channel
-            self._keep_over(channel, number)
+            self._open(number, start)
         # Another thread may attach a channel meanwhile.
         upstream = list(self._upstream.items())
         channels = [channel for channel, other in upstream if other == number]
@@ -168,19 +165,22 @@ class Neighbors:
         for number in numbers:
             if number in self._downstream:
                 continue
-            peer = self._peers[number]
             try:
-                channel = self._dial(peer.address, peer.session, self._number)
+                self._open(number, start)
             except WorkerUnreachable as error:
                 errors[number] = error
-                channel = self._coordinator
-            else:
-                channel.line.on_away = partial(self._tell_away, number)
-                channel.line.on_back = partial(self._tell, m.NeighborBack(number))
-                start(channel)
-            self._downstream[number] = channel
-            self._keep_over(channel, number)
+                self._downstream[number] = self._coordinator
         return errors
+
+    def _open(self, number: int, start: Callable[[Channel], None]) -> None:
+        """Open the channel to a peer; the coordinator is told when it breaks and comes back."""
+        peer = self._peers[number]
+        channel = self._dial(peer.address, peer.session, self._number)
+        channel.line.on_away = partial(self._tell_away, number)
+        channel.line.on_back = partial(self._tell, m.NeighborBack(number))
+        start(channel)
+        self._downstream[number] = channel
+        self._keep_over(channel, number)
 
     def _tell_away(self, number: int, reason: str) -> None:
         self._tell(m.NeighborAway(number, reason))

@@ -214,6 +214,24 @@ def test_the_late_word_of_a_worker_whose_place_another_one_has_is_dropped() -> N
         neighbors.close(m.Goodbye())
 
 
+def test_a_break_is_told_also_behind_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[m.Message] = []
+    monkeypatch.setattr(Neighbors, "_tell", lambda _, message: told.append(message))
+    with (
+        channel_pair() as (_, coordinator),
+        channel_pair() as (before, _),
+        channel_pair() as (behind, _),
+    ):
+        dialled = iter([before.channel, behind.channel])
+        neighbors = Neighbors(coordinator.channel, lambda *_: next(dialled))
+        neighbors.expect(deploy(2))
+        assert neighbors.connect([2], lambda _channel: None) == {}
+        neighbors.replace(m.ReplaceNeighbor(2, "2:1", "session 3"), lambda _channel: None)
+        behind.channel.line.on_away("It broke.")
+        behind.channel.line.on_back()
+    assert told == [m.NeighborAway(2, "It broke."), m.NeighborBack(2)]
+
+
 def test_a_neighbor_that_said_goodbye_is_told_nothing_more() -> None:
     with channel_pair() as (downstream, below):
         neighbors = Neighbors(downstream.channel, nobody)
