@@ -304,7 +304,7 @@ class _SentForward:
         """
         if len(found.tensors) > len(self.specs):
             raise RemoteProtocolError(
-                f"It sent {len(found.tensors)} gradients of {len(self.specs)} tensors."
+                f"It sent {len(found.tensors)} gradients, and {len(self.specs)} are due."
             )
         for gradient, spec in zip(found.tensors, self.specs, strict=False):
             if gradient is not None and TensorSpec.of(gradient) != spec:

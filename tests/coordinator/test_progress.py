@@ -92,10 +92,13 @@ def test_a_line_is_added_to_a_bar_of_rich_that_is_on_the_screen() -> None:
 
 
 def test_without_a_bar_of_the_trainer_no_bar_is_shown(
-    capsys: pytest.CaptureFixture[str], lines: Callable[[], list[str]]
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    lines: Callable[[], list[str]],
 ) -> None:
     run = run_with(None)
     capsys.readouterr()
+    caplog.clear()
     parts = progress_of_parts(run, "Measuring", 3)
     parts.advance(3)
     parts.close()

@@ -154,7 +154,7 @@ BACKWARD = {
     "more gradients": Lie(
         m.Gradient,
         lambda said, t: _same(msgspec.structs.replace(said, is_present=[True] * 2), t[0], t[0]),
-        "2 gradients of one tensor",
+        "It sent 2 gradients, and 1 are due",
     ),
 }
 # Between workers: who hears it fails, and names what came.

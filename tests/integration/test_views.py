@@ -116,8 +116,9 @@ def check_trace(trace: dict[str, Any], plan: Plan, step: int, names: list[str]) 
     expected = []
     for k in range(PIECES):
         route = Placement.of(plan).route(k)
-        # A micro-batch that never leaves: its forward, and its backwards up to and before layers.
-        here = ("0F{}", "0L{}", "0B{}") if route else ("0F{}", "0B{}.1", "0B{}")
+        # A micro-batch that never leaves stops before the layers and behind them.
+        stays = ("0F{}", "0F{}.1", "0L{}.1", "0B{}.1", "0B{}")
+        here = ("0F{}", "0L{}", "0B{}") if route else stays
         expected += [(0, each.format(k)) for each in here]
         for number, name in route:
             expected += [(names.index(name), f"{number}{kind}{k}") for kind in "FB"]

@@ -40,7 +40,7 @@ def test_it_serves_over_the_connection_that_it_has_dialled_and_joins_again() -> 
         for session in ("first", "second"):
             opened.wait(PATIENCE_SECONDS)
             assert opened.begin(None) == {"a": address}
-            channel, welcome = opened.admit("a", session)
+            channel, welcome, _ = opened.admit("a", session)
             assert welcome.equipment.device == "cpu"
             channel.start(SimpleQueue())
             channel.close(m.Goodbye())
@@ -60,7 +60,7 @@ def test_a_session_goes_on_after_its_connection_broke() -> None:
         thread = joining(worker, opened)
         opened.wait(PATIENCE_SECONDS)
         opened.begin(None)
-        channel, _ = opened.admit("a", "session")
+        channel, *_ = opened.admit("a", "session")
         inbox: Inbox = SimpleQueue()
         channel.start(inbox)
         for is_cut in (True, False):
