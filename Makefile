@@ -70,5 +70,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("lightning-hetero needs Python 3.10 or newer; $(PYTHON) is %d.%d. Name another with PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --no-input -q -c constraints.txt --upgrade pip
-	$(BIN)/python -m pip install --no-input -c constraints.txt -e '.[examples,fine-tune]' --group dev
+	$(BIN)/python -m pip install --no-input -c constraints.txt -e '.[examples]' --group dev
 	@touch $@

@@ -35,9 +35,10 @@ def normal(name: str) -> str:
 
 
 def test_users_get_the_extras_that_the_pages_name() -> None:
-    assert sorted(EXTRAS) == ["completion", "discovery", "examples", "lora", "pictures", "ray"]
+    known = ["completion", "discovery", "examples", "fine-tune", "lora", "pictures", "ray"]
+    assert sorted(EXTRAS) == known
     install = (ROOT / "docs" / "install.md").read_text("utf-8")
-    assert sorted(re.findall(r"^\| `(\w+)` \| ", install, re.M)) == sorted(EXTRAS)
+    assert sorted(re.findall(r"^\| `([\w-]+)` \| ", install, re.M)) == sorted(EXTRAS)
 
 
 def test_every_extra_that_the_package_names_exists() -> None:

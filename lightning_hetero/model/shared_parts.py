@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .attributes import AttributeState
 from .four_bit import is_four_bit
+from .half_layers import in_tree
 from .layers import DecoderLayer, identity_of, name_of
 
 
@@ -142,11 +143,14 @@ class _Places:
         self._of_modules: dict[nn.Module, set[int | None]] = defaultdict(set)
         self._of_tensors: dict[Hashable, set[int | None]] = defaultdict(set)
         self._held_here: dict[Hashable, tuple[nn.Module, str]] = {}
-        self._away = {layer.module for stage in stages for layer in stage.values()}
+        layers = [layer.module for stage in stages for layer in stage.values()]
+        # A half has children of the user's layer, which stands in the tree.
+        self._away = {module for layer in layers for module in in_tree(layer)}
         self._note(root, None)
         for number, stage in enumerate(stages):
             for layer in stage.values():
-                self._note(layer.module, number)
+                for module in in_tree(layer.module):
+                    self._note(module, number)
 
     def _note(self, module: nn.Module, place: int | None) -> None:
         self._of_modules[module].add(place)

@@ -116,8 +116,8 @@ def test_a_worker_whose_machine_says_that_nobody_listens_is_lost_at_once(
     with worker_process() as victim:
         module = Journey()
         striker = Striker(module, victim.process.kill, ["backward"])
+        strategy = strategy_over(workers[0], victim.address, seconds=110, **ALONE)
         with striker.watching(), pytest.raises(WorkerLost, match="`least_workers`"):
-            strategy = strategy_over(workers[0], victim.address, seconds=110, **ALONE)
             travel(strategy, tmp_path, module)
 
 
