@@ -9,7 +9,8 @@
 // streams it has waited for. A kernel or a copy that uses memory without such a wait raises an error.
 // New memory and memory that was freed too early are filled with 0xFF, which is NaN in floats.
 //
-// One mutex guards everything here. Nothing under it takes Python's lock.
+// One mutex guards everything here. A kernel of torch under it may take Python's lock, so a thread
+// that has Python's lock gives it back while it waits for the mutex.
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -41,6 +42,13 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+// Python's own functions, which the interpreter has when it loads this file.
+extern "C" {
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
+
 namespace {
 
 using c10::Device;
@@ -53,7 +61,22 @@ constexpr size_t kDeviceBytes = size_t{1} << 30;
 constexpr int kPoison = 0xFF;
 
 std::recursive_mutex mutex;
-using Lock = std::lock_guard<std::recursive_mutex>;
+
+class Lock {
+ public:
+  explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
+    if (mutex_.try_lock()) return;
+    void* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    mutex_.lock();
+    if (state != nullptr) PyEval_RestoreThread(state);
+  }
+  ~Lock() { mutex_.unlock(); }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+ private:
+  std::recursive_mutex& mutex_;
+};
 
 // How far each stream has come, by the stream's number.
 struct Clock {
