@@ -35,7 +35,7 @@ def findings_of(part: str, addresses: dict[str, str]) -> list[Finding]:
     return list(check_device(torch.device("fake", 0)))
 
 
-@pytest.mark.parametrize(("part", "num_rows"), [("losses", 4), ("bits", 1), ("memory", 1)])
+@pytest.mark.parametrize(("part", "num_rows"), [("losses", 4), ("bits", 1)])
 @on_fake_device
 def test_what_has_a_judgement_is_right(
     part: str, num_rows: int, first_worker: str, workers: list[str]
@@ -45,7 +45,9 @@ def test_what_has_a_judgement_is_right(
     assert [finding for finding in found if finding.is_good is not True] == []
 
 
-@pytest.mark.parametrize(("part", "num_rows"), [("copies", 5), ("waiting", 1), ("costs", 2)])
+@pytest.mark.parametrize(
+    ("part", "num_rows"), [("copies", 5), ("waiting", 1), ("costs", 2), ("memory", 1)]
+)
 @on_fake_device
 def test_what_is_measured_is_there(part: str, num_rows: int, first_worker: str) -> None:
     found = findings_of(part, {"fake:0": first_worker})
