@@ -102,7 +102,7 @@ class HostedReplicas:
         return not self.placement.route(microbatch)
 
     def running(
-        self, enter: Callable[[Tensor], Tensor], leave: Callable[[], None]
+        self, enter: Callable[[Tensor, bool], Tensor], leave: Callable[[], None]
     ) -> AbstractContextManager[None]:
         # Behind other stages, and before them, the graph is cut at the hand-over.
         is_only = len(self.placement.stages) == 1

@@ -70,6 +70,7 @@ from .placeholders import (
     HiddenStatesAway,
     mark_as_away,
     refuse_away,
+    tensors_in,
     unmark,
 )
 from .records import Records, Span, list_begins
@@ -91,7 +92,7 @@ Exchange = Callable[
 ]
 
 
-def _as_it_is(hidden: Tensor) -> Tensor:
+def _as_it_is(hidden: Tensor, _has_more: bool) -> Tensor:
     return hidden
 
 
@@ -133,7 +134,7 @@ class HollowLayers:
         self._rest = Span.of(self._emptied, begins)
         # What is hollow at present, whether kept layers run here, and what is called around them.
         self._span, self._is_here = self._whole, False
-        self._on_enter: Callable[[Tensor], Tensor] = _as_it_is
+        self._on_enter: Callable[[Tensor, bool], Tensor] = _as_it_is
         self._on_leave: Callable[[], None] = lambda: None
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._emptied, remote)
@@ -172,13 +173,14 @@ class HollowLayers:
     @contextmanager
     def running_here(
         self,
-        enter: Callable[[Tensor], Tensor] = _as_it_is,
+        enter: Callable[[Tensor, bool], Tensor] = _as_it_is,
         leave: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Inside, kept layers run as ordinary ones, whichever thread calls them.
 
         Args:
-            enter: Called with the hidden states that the first kept layer gets; it gets the result.
+            enter: Called with the hidden states that the first kept layer gets, and whether another
+                tensor beside them carries a gradient; the layer gets the result.
             leave: Called when the last kept layer has run.
         """
         before = self._span, self._is_here, self._on_enter, self._on_leave
@@ -209,7 +211,8 @@ class HollowLayers:
         hidden, rest, others, place = take_hidden(number, args, kwargs)
         if place == 0 and "hidden_states" in kwargs:
             place = "hidden_states"
-        return put_hidden(self._on_enter(hidden), rest, others, place)
+        has_more = any(tensor.requires_grad for tensor in tensors_in((rest, others)))
+        return put_hidden(self._on_enter(hidden, has_more), rest, others, place)
 
     def leave(self, number: int) -> None:
         """Note that a kept layer has run here."""

@@ -68,13 +68,14 @@ class HostedLayers(Protocol):
         """Whether it runs all layers for a micro-batch."""
 
     def running(
-        self, enter: Callable[[Tensor], Tensor], leave: Callable[[], None]
+        self, enter: Callable[[Tensor, bool], Tensor], leave: Callable[[], None]
     ) -> AbstractContextManager[None]:
         """Inside, the layers run here.
 
         Args:
-            enter: Called with the hidden states before the layers if a micro-batch never leaves;
-                its result goes into them.
+            enter: Called with the hidden states before the layers if a micro-batch never leaves,
+                and whether another tensor beside them carries a gradient; its result goes into the
+                layers.
             leave: Called behind the layers then.
         """
 
@@ -170,6 +171,7 @@ class _Microbatch:
     """A micro-batch in flight.
 
     With ``stop`` it waits here. ``num_behind`` counts how often its code went on behind layers.
+    ``is_summed_apart`` tells that several of its backwards add to the same gradients.
     """
 
     turn: Turn
@@ -178,7 +180,7 @@ class _Microbatch:
     visits: list[_Visit] = field(default_factory=list)
     stop: _Stop | None = None
     num_behind: int = 0
-    visits_several_times: bool = False
+    is_summed_apart: bool = False
     is_counted: bool = False
 
 
@@ -264,8 +266,11 @@ class _RunningStep:
     def _may_go_on(self, index: int) -> bool:
         """Whether all earlier micro-batches are as far as this one will be behind its layers."""
         num_behind = self._in_flight[index].num_behind
-        earlier = (self._in_flight.get(i) for i in range(index) if i not in self._results)
-        return all(each is not None and each.num_behind > num_behind for each in earlier)
+        return all(
+            earlier.num_behind > num_behind
+            for i, earlier in self._in_flight.items()
+            if i < index and i not in self._results
+        )
 
     def _stays(self, index: int) -> bool:
         """Whether a micro-batch never leaves this process."""
@@ -359,7 +364,7 @@ class _RunningStep:
     def _where(
         self,
         index: int,
-        enter: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+        enter: Callable[[Tensor, bool], Tensor] = lambda hidden, _has_more: hidden,
         leave: Callable[[], None] = lambda: None,
     ) -> AbstractContextManager[None]:
         """Inside, hosted layers are where a micro-batch needs them: here, or away."""
@@ -368,9 +373,11 @@ class _RunningStep:
             return nullcontext()
         return hosted.running(enter, leave)
 
-    def _enter(self, index: int, hidden: Tensor) -> Tensor:
+    def _enter(self, index: int, hidden: Tensor, has_more: bool) -> Tensor:
         """Cut the graph of a micro-batch before layers that run here, and stop it there."""
         microbatch = self._in_flight[index]
+        # What goes around the cut gets its gradient with the loss.
+        microbatch.is_summed_apart |= has_more
         if self.driver.hosted is not None and not microbatch.is_counted:
             self.driver.hosted.note_tokens(hidden)
             microbatch.is_counted = True
@@ -396,7 +403,7 @@ class _RunningStep:
         microbatch.visits = [
             v for v in microbatch.visits if any(leaf.requires_grad for leaf in v.leaves)
         ]
-        microbatch.visits_several_times = len(microbatch.visits) > 1
+        microbatch.is_summed_apart |= len(microbatch.visits) > 1
         self._losses[index] = self.driver.loss_of(result)
         self._go_back()
 
@@ -462,7 +469,7 @@ class _RunningStep:
         """Run a piece's backward, and retain the graph that earlier pieces may share."""
         microbatch = self._in_flight[index]
         has_more = bool(microbatch.visits)
-        apart = self.driver.gradients.of_microbatch(index, microbatch.visits_several_times)
+        apart = self.driver.gradients.of_microbatch(index, microbatch.is_summed_apart)
         with apart, self._where(index), self.driver.draws.of(microbatch.draws):
             torch.autograd.backward(starts, gradients, retain_graph=has_more)
 
@@ -499,7 +506,7 @@ class StepGradients:
         tied: Parameters that several parts of the model use, such as an embedding that is also
             the head. One micro-batch adds to their gradients in several backwards. These parts
             are summed per micro-batch first, as a single backward does, so sums are bit-equal. So
-            are all gradients from the first micro-batch on that visits the stages several times.
+            are all gradients from the first micro-batch on of which several backwards add to one.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
@@ -536,13 +543,14 @@ class StepGradients:
             self._pending = None
 
     @contextmanager
-    def of_microbatch(self, microbatch: int, visits_several_times: bool = False) -> Iterator[None]:
+    def of_microbatch(self, microbatch: int, is_summed_apart: bool = False) -> Iterator[None]:
         """Inside, backwards of this micro-batch may run.
 
         Args:
-            visits_several_times: Whether it visits the stages several times.
+            is_summed_apart: Whether several of its backwards add to the same gradients, as where it
+                visits the stages several times.
         """
-        self._is_all_apart = self._is_all_apart or visits_several_times
+        self._is_all_apart = self._is_all_apart or is_summed_apart
         apart = self._parameters if self._is_all_apart else self._tied
         total = self._take(apart)
         mine = self._partial.setdefault(microbatch, {})

@@ -89,7 +89,8 @@ def test_after_the_run_kept_layers_are_as_if_nothing_had_been() -> None:
 def test_the_hidden_states_before_the_kept_layers_may_be_exchanged_once() -> None:
     model, entered = tiny_llama(5), []
 
-    def enter(hidden: Tensor) -> Tensor:
+    def enter(hidden: Tensor, has_more: bool) -> Tensor:
+        assert not has_more
         entered.append(hidden)
         return hidden.detach()
 

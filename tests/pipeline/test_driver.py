@@ -664,8 +664,9 @@ class Replica:
 
     layers: Layers
     staying: frozenset[int]
-    around: tuple[Through, Callable[[], None]] | None = None
+    around: tuple[Callable[[Tensor, bool], Tensor], Callable[[], None]] | None = None
     num_tokens: int = 0
+    bias: Tensor | None = None
 
     def stays(self, microbatch: int) -> bool:
         return microbatch in self.staying
@@ -676,7 +677,9 @@ class Replica:
         self.num_tokens += hidden.shape[:-1].numel()
 
     @contextmanager
-    def running(self, enter: Through, leave: Callable[[], None]) -> Iterator[None]:
+    def running(
+        self, enter: Callable[[Tensor, bool], Tensor], leave: Callable[[], None]
+    ) -> Iterator[None]:
         assert self.around is None
         self.around = enter, leave
         try:
@@ -688,7 +691,11 @@ class Replica:
         if self.around is None:
             return away(hidden)
         enter, leave = self.around
-        hidden = enter(hidden)
+        # Other micro-batches run while this one stops.
+        bias, self.bias = self.bias, None
+        hidden = enter(hidden, bias is not None)
+        if bias is not None:
+            hidden = hidden + bias
         for layer in self.layers.values():
             hidden = layer(hidden)
         leave()
@@ -791,6 +798,26 @@ def test_code_of_the_user_runs_in_the_order_of_the_micro_batches(
 
     run_with_replica(Pipeline(2, timing, step), staying, count, limit)
     assert ran == [[*range(count)]] * (num_visits + 1)
+
+
+@settings(max_examples=40)
+@given(st.sets(st.integers(0, 7), min_size=1), st.integers(4, 8), st.integers(0, 10**6))
+def test_what_goes_into_layers_here_beside_the_hidden_states_is_added_in_order(
+    staying: set[int], count: int, timing: int
+) -> None:
+    """Such as a position bias: its gradient comes with the loss, around the cut."""
+
+    def step(model: Model, through: Through, tokens: Tensor) -> Tensor:
+        assert isinstance(through, partial)
+        replica = through.func.__self__
+        hidden = model.embed(tokens)
+        if replica.around is not None:
+            replica.bias = 0.3 * model.embedding(tokens.flip(1))
+        return model.loss(through(hidden))
+
+    found = run_with_replica(Pipeline(2, timing, step), staying, count, 4)
+    at_once = run_with_replica(Pipeline(2, None, step), staying, count, 4)
+    torch.testing.assert_close(found, at_once, rtol=0, atol=0)
 
 
 def test_layers_here_run_when_the_stages_have_their_micro_batches() -> None:
