@@ -34,6 +34,18 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
 
 
+def llama(hidden_size: int, num_layers: int, vocabulary: int) -> LlamaConfig:
+    """A Llama of these sizes, with the proportions of the 7B model."""
+    return LlamaConfig(
+        hidden_size=hidden_size,
+        intermediate_size=43 * hidden_size // 16,
+        num_hidden_layers=num_layers,
+        num_attention_heads=max(1, hidden_size // 64),
+        vocab_size=vocabulary,
+        use_cache=False,
+    )
+
+
 def build(config: LlamaConfig) -> LlamaForCausalLM:
     """The model with random weights, the same at every call."""
     torch.manual_seed(0)

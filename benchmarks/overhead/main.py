@@ -40,7 +40,7 @@ from benchmarks.processes import (
     wide_console,
     worker_process,
 )
-from benchmarks.training import Decoder, Sequences, fit, random_tokens
+from benchmarks.training import Decoder, Sequences, fit, llama, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 NUM_LAYERS = 8
@@ -60,14 +60,7 @@ class Shape:
 
     @property
     def config(self) -> LlamaConfig:
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=43 * self.hidden_size // 16,
-            num_hidden_layers=NUM_LAYERS,
-            num_attention_heads=self.hidden_size // 64,
-            vocab_size=VOCABULARY,
-            use_cache=False,
-        )
+        return llama(self.hidden_size, NUM_LAYERS, VOCABULARY)
 
 
 def train(

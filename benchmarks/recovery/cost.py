@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 
 from benchmarks.overhead.operators import cpu_seconds
 from benchmarks.processes import WorkerProcess, on_core, pin, two_cores, worker_process
-from benchmarks.training import Decoder, Sequences, fit, random_tokens
+from benchmarks.training import Decoder, Sequences, fit, llama, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
 from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.codec import encode_activation
@@ -66,14 +66,7 @@ class Shape:
     @property
     def config(self) -> LlamaConfig:
         """Of the model."""
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=43 * self.hidden_size // 16,
-            num_hidden_layers=NUM_LAYERS,
-            num_attention_heads=max(1, self.hidden_size // 64),
-            vocab_size=VOCABULARY,
-            use_cache=False,
-        )
+        return llama(self.hidden_size, NUM_LAYERS, VOCABULARY)
 
     @property
     def boundary_bytes(self) -> int:

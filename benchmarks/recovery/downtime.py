@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 from benchmarks.processes import WorkerProcess, environment, worker_process
-from benchmarks.training import Decoder, Sequences, random_tokens
+from benchmarks.training import Decoder, Sequences, llama, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.doctor.visit import Options, visit
@@ -66,14 +66,7 @@ class Case:
     @property
     def config(self) -> LlamaConfig:
         """Of the model."""
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=43 * self.hidden_size // 16,
-            num_hidden_layers=NUM_LAYERS,
-            num_attention_heads=max(1, self.hidden_size // 64),
-            vocab_size=VOCABULARY,
-            use_cache=False,
-        )
+        return llama(self.hidden_size, NUM_LAYERS, VOCABULARY)
 
 
 @dataclass(frozen=True)
