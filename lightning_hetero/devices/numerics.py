@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ from ..protocol.fields import Numerics
 
 # cuBLAS computes deterministically only with this, which torch reads at the first product.
 _CUBLAS_WORKSPACE = ":4096:8"
+
+# What is an attribute of torch, by its name in `Numerics`.
+_SWITCHES: dict[str, tuple[Any, str]] = {
+    "cudnn": (torch.backends.cudnn, "enabled"),
+    "cudnn_benchmark": (torch.backends.cudnn, "benchmark"),
+    "cudnn_deterministic": (torch.backends.cudnn, "deterministic"),
+    "onednn": (torch.backends.mkldnn, "enabled"),
+    "onednn_deterministic": (torch.backends.mkldnn, "deterministic"),
+    "float16_accumulation": (torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+}
+_FLOAT16_SUMS = "allow_fp16_reduced_precision_reduction"
+_BFLOAT16_SUMS = "allow_bf16_reduced_precision_reduction"
 
 
 def prepare_process() -> None:
@@ -33,12 +46,18 @@ def numerics_here() -> Numerics:
     cuda = torch.backends.cuda
     return Numerics(
         _matmul_precision(),
+        _joined(_other_backends()),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+        half_math_attention=cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        fast_encoder=torch.backends.mha.get_fastpath_enabled(),
+        float16_sums=_sums(_FLOAT16_SUMS),
+        bfloat16_sums=_sums(_BFLOAT16_SUMS),
+        **{field: getattr(owner, name) for field, (owner, name) in _SWITCHES.items()},
     )
 
 
@@ -46,46 +65,108 @@ def compute_with(numerics: Numerics) -> None:
     """Set the settings of this process, if they differ.
 
     Raises:
-        ModelError: If this torch does not know the precision.
+        ModelError: If this torch does not know one of them.
     """
     here = numerics_here()
     if numerics == here:
         return
     if numerics.matmul_precision != here.matmul_precision:
         _set_matmul_precision(numerics.matmul_precision)
+    if numerics.other_precisions != here.other_precisions:
+        _set_precisions(_other_backends(), numerics.other_precisions)
     torch.use_deterministic_algorithms(numerics.deterministic, warn_only=numerics.only_warns)
     cuda = torch.backends.cuda
     cuda.enable_flash_sdp(numerics.flash_attention)
     cuda.enable_mem_efficient_sdp(numerics.memory_efficient_attention)
     cuda.enable_math_sdp(numerics.math_attention)
     cuda.enable_cudnn_sdp(numerics.cudnn_attention)
+    cuda.allow_fp16_bf16_reduction_math_sdp(numerics.half_math_attention)
+    torch.backends.mha.set_fastpath_enabled(numerics.fast_encoder)
+    for field, (owner, name) in _SWITCHES.items():
+        if getattr(numerics, field) != getattr(here, field):
+            setattr(owner, name, getattr(numerics, field))
+    _set_sums(_FLOAT16_SUMS, numerics.float16_sums)
+    _set_sums(_BFLOAT16_SUMS, numerics.bfloat16_sums)
+    _check(numerics)
+
+
+@contextlib.contextmanager
+def making(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, torch makes tensors of this dtype where none is named.
+
+    Not for longer: the state of an optimizer that is made meanwhile would have it too.
+    """
+    before = torch.get_default_dtype()
+    if before == dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _check(wanted: Numerics) -> None:
+    """torch only warns of words that it does not know, and older versions know fewer settings.
+
+    Raises:
+        ModelError: If a setting is not as wanted.
+    """
+    here = numerics_here()
+    for field in wanted.__struct_fields__:
+        if getattr(here, field) != getattr(wanted, field):
+            raise ModelError(
+                f"torch {torch.__version__} does not take the coordinator's setting {field} = "
+                f"{getattr(wanted, field)!r} over, and would compute other numbers; use the same "
+                "version of torch here and there, or the default of this setting there."
+            )
+
+
+def _sums(name: str) -> tuple[bool, bool]:
+    matmul = torch.backends.cuda.matmul
+    return getattr(matmul, name), getattr(matmul, f"{name}_split_k", True)
+
+
+def _set_sums(name: str, wanted: tuple[bool, bool]) -> None:
+    is_rounded, is_cut = wanted
+    # The pair is newer than torch 2.9.
+    setattr(torch.backends.cuda.matmul, name, is_rounded if is_cut else wanted)
 
 
 def _matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        # The newer setting is in use. It exists from torch 2.9 on.
-        return "/".join(backend.fp32_precision for backend in _newer_backends())
+        # The newer setting is in use.
+        return _joined(_newer_backends())
 
 
 def _set_matmul_precision(wanted: str) -> None:
-    with contextlib.suppress(RuntimeError, AttributeError), warnings.catch_warnings():
-        # torch only warns of words that it does not know.
+    if "/" in wanted:
+        _set_precisions(_newer_backends(), wanted)
+        return
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        words = wanted.split("/")
-        if len(words) == 1:
-            torch.set_float32_matmul_precision(wanted)
-        else:
-            for backend, word in zip(_newer_backends(), words, strict=False):
-                backend.fp32_precision = word
-    if _matmul_precision() != wanted:
-        raise ModelError(
-            f"torch {torch.__version__} cannot multiply with the coordinator's precision "
-            f"{wanted!r}; use the same version of torch there, or call "
-            "`torch.set_float32_matmul_precision`."
-        )
+        torch.set_float32_matmul_precision(wanted)
 
 
-def _newer_backends() -> tuple[Any, Any]:
+def _set_precisions(backends: tuple[Any, ...], wanted: str) -> None:
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for backend, word in zip(backends, wanted.split("/"), strict=False):
+            backend.fp32_precision = word
+
+
+def _joined(backends: tuple[Any, ...]) -> str:
+    return "/".join(backend.fp32_precision for backend in backends)
+
+
+def _newer_backends() -> tuple[Any, ...]:
     return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+def _other_backends() -> tuple[Any, ...]:
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
+    return cudnn.conv, mkldnn.conv, mkldnn.rnn

@@ -136,6 +136,8 @@ class Surroundings:
         place: How many forwards of the same visit the stage's process runs in it before this one;
             None for those whose arguments have come.
         numerics: The settings that change numbers.
+        default_dtype: What torch makes tensors of that layers make without a dtype; Lightning's
+            ``precision="64-true"`` and ``"bf16-true"`` set it for the forward.
         carried: What enters the first layer besides the hidden states, by name; only the
             coordinator has it here.
         passes: The names of what leaves the stage along with the hidden states.
@@ -149,6 +151,7 @@ class Surroundings:
     is_trial: bool = False
     place: int | None = None
     numerics: Numerics = Numerics()
+    default_dtype: torch.dtype = torch.float32
     carried: Mapping[str, Tensor] = field(default_factory=dict)
     passes: Sequence[str] = ()
 

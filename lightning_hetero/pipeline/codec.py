@@ -29,6 +29,10 @@ from .rule import Key
 _STEPS = 127
 
 
+# Those that `torch.set_default_dtype` takes.
+_DEFAULT_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
 def narrow(tensor: Tensor, wire_dtype: WireDtype | None) -> list[Tensor]:
     """Encode a tensor: as it is, rounded, or rounded with its scales."""
     if wire_dtype is None or not tensor.is_floating_point():
@@ -132,6 +136,7 @@ def encode_arguments(
         kept=packer.kept,
         is_trial=surroundings.is_trial,
         numerics=surroundings.numerics,
+        default_dtype=dtype_name(surroundings.default_dtype),
         passes=surroundings.passes_behind(layers),
         **vars(leg),
     )
@@ -171,6 +176,9 @@ def decode_arguments(
     autocast = message.autocast_dtype
     if autocast is not None and autocast not in DTYPES:
         raise RemoteProtocolError(f"The dtype {autocast!r} of autocast is unknown.")
+    default_dtype = DTYPES.get(message.default_dtype)
+    if default_dtype not in _DEFAULT_DTYPES:
+        raise RemoteProtocolError(f"{message.default_dtype!r} is no default dtype of torch.")
     if len(set(message.collect)) < len(message.collect) or any(
         kind.startswith("_") or is_carried(kind) for kind in message.collect
     ):
@@ -184,6 +192,7 @@ def decode_arguments(
         is_trial=message.is_trial,
         place=message.place,
         numerics=message.numerics,
+        default_dtype=default_dtype,
         passes=message.passes,
     )
     if surroundings.has_cache and message.grad_enabled:

@@ -104,9 +104,14 @@ def surroundings_here(
     device = hidden.device.type
     grad_enabled = torch.is_grad_enabled()
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    numerics = numerics_here()
     return Surroundings(
-        grad_enabled, autocast_dtype, calls, collect, numerics=numerics, carried=carried
+        grad_enabled,
+        autocast_dtype,
+        calls,
+        collect,
+        numerics=numerics_here(),
+        default_dtype=torch.get_default_dtype(),
+        carried=carried,
     )
 
 

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..devices.numerics import compute_with
+from ..devices.numerics import compute_with, making
 from ..errors import ModelError, RemoteProtocolError
 from ..model.attributes import AttributeState
 from ..model.captured_outputs import collect_embedded, collecting
@@ -520,6 +520,7 @@ class Stage:
         with (
             torch.set_grad_enabled(keep_graph),
             self._autocast(self.dtype or surroundings.autocast_dtype),
+            making(surroundings.default_dtype),
             collecting(surroundings.collect) as collected,
         ):
             along = Along(hidden, carried, surroundings)

@@ -395,7 +395,8 @@ class Arguments(MicrobatchMessage, frozen=True):
     the coordinator. ``place`` counts the forwards of the same visit that the process runs in this
     stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
     later. A trial (``is_trial``) leaves nothing behind in the layers. The stage computes with the
-    settings ``numerics``. ``passes`` names what goes downstream with the hidden states.
+    settings ``numerics``, and makes tensors of ``default_dtype`` where layers name none.
+    ``passes`` names what goes downstream with the hidden states.
     """
 
     grad_enabled: bool
@@ -408,6 +409,7 @@ class Arguments(MicrobatchMessage, frozen=True):
     downstream: Count = 0
     place: Count = 0
     numerics: Numerics = Numerics()
+    default_dtype: Name = "float32"
     passes: list[Name] = []
 
 
