@@ -30,8 +30,10 @@ _SWITCHES: dict[str, tuple[Any, str]] = {
     "onednn_deterministic": (torch.backends.mkldnn, "deterministic"),
     "float16_accumulation": (torch.backends.cuda.matmul, "allow_fp16_accumulation"),
 }
-_FLOAT16_SUMS = "allow_fp16_reduced_precision_reduction"
-_BFLOAT16_SUMS = "allow_bf16_reduced_precision_reduction"
+_SUMS = {
+    "float16": "allow_fp16_reduced_precision_reduction",
+    "bfloat16": "allow_bf16_reduced_precision_reduction",
+}
 
 
 def prepare_process() -> None:
@@ -55,8 +57,7 @@ def numerics_here() -> Numerics:
         cuda.cudnn_sdp_enabled(),
         half_math_attention=cuda.fp16_bf16_reduction_math_sdp_allowed(),
         fast_encoder=torch.backends.mha.get_fastpath_enabled(),
-        float16_sums=_sums(_FLOAT16_SUMS),
-        bfloat16_sums=_sums(_BFLOAT16_SUMS),
+        **_sums(),
         **{field: getattr(owner, name) for field, (owner, name) in _SWITCHES.items()},
     )
 
@@ -85,8 +86,11 @@ def compute_with(numerics: Numerics) -> None:
     for field, (owner, name) in _SWITCHES.items():
         if getattr(numerics, field) != getattr(here, field):
             setattr(owner, name, getattr(numerics, field))
-    _set_sums(_FLOAT16_SUMS, numerics.float16_sums)
-    _set_sums(_BFLOAT16_SUMS, numerics.bfloat16_sums)
+    for dtype, name in _SUMS.items():
+        is_reduced = getattr(numerics, f"{dtype}_reduced_sums")
+        is_split = getattr(numerics, f"{dtype}_split_sums")
+        # The pair is newer than torch 2.9.
+        setattr(cuda.matmul, name, is_reduced if is_split else (is_reduced, False))
     _check(numerics)
 
 
@@ -123,15 +127,14 @@ def _check(wanted: Numerics) -> None:
             )
 
 
-def _sums(name: str) -> tuple[bool, bool]:
+def _sums() -> dict[str, bool]:
     matmul = torch.backends.cuda.matmul
-    return getattr(matmul, name), getattr(matmul, f"{name}_split_k", True)
-
-
-def _set_sums(name: str, wanted: tuple[bool, bool]) -> None:
-    is_rounded, is_cut = wanted
-    # The pair is newer than torch 2.9.
-    setattr(torch.backends.cuda.matmul, name, is_rounded if is_cut else wanted)
+    reduced = {f"{dtype}_reduced_sums": getattr(matmul, name) for dtype, name in _SUMS.items()}
+    split = {
+        f"{dtype}_split_sums": getattr(matmul, f"{name}_split_k", True)
+        for dtype, name in _SUMS.items()
+    }
+    return reduced | split
 
 
 def _matmul_precision() -> str:

@@ -34,6 +34,7 @@ from .attribute_values import (
     read_value,
     write_value,
 )
+from .layer_code import code_of
 from .layers import DecoderLayer
 
 # A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
@@ -84,12 +85,14 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
         modules: All modules, children before their parents.
         parameters: All parameters.
         imports: The Python modules besides torch's that define the classes and functions.
+        code: The digest of each function that the layers run; see `layer_code`.
     """
 
     layers: dict[int, Number]
     modules: list[ModuleNode]
     parameters: list[TensorNode]
     imports: list[str]
+    code: dict[str, str] = {}
 
     def to_json(self) -> str:
         """The recipe as text for the wire.
@@ -120,7 +123,8 @@ def describe_blocks(layers: Sequence[tuple[int, DecoderLayer]]) -> BlocksRecipe:
         for parameter in description.parameter_numbers
     ]
     imports = sorted({path.module for path in description.paths if not path.is_of_torch})
-    return BlocksRecipe(numbers, description.modules, parameters, imports)
+    code = code_of(layer.module for _, layer in layers)
+    return BlocksRecipe(numbers, description.modules, parameters, imports, code)
 
 
 class _Description:

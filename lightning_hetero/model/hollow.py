@@ -44,6 +44,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
@@ -82,6 +83,14 @@ from .tensors import (
     named_tensors,
     set_tensor,
     state_in,
+)
+
+# What torch calls for every module of this process.
+_HOOKS_OF_ALL_MODULES = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
 )
 
 # From hidden states, recorded calls, kinds of outputs, and what goes along with the hidden states
@@ -568,6 +577,13 @@ def _check_has_no_code_of_its_own(layer: DecoderLayer) -> None:
     """Refuse hooks, and a ``forward`` on an instance, such as a library's kernel: workers lack
     both."""
     modules = list(layer.module.named_modules())
+    of_all = [name for name in _HOOKS_OF_ALL_MODULES if getattr(torch_modules, name)]
+    if of_all:
+        raise ModelError(
+            "A hook of all modules is registered (`torch.nn.modules.module.register_module_"
+            "forward_hook` or one of its kind), which would not fire on a worker. Remove it, or "
+            "register it on the modules that stay with the coordinator."
+        )
     hooked = [name for name, module in modules if has_hooks(module)]
     hooked += [
         name

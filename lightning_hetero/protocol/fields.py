@@ -105,8 +105,8 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         cudnn: Whether torch may take the kernels of this library; and so on.
         cudnn_benchmark: Whether cuDNN tries its kernels, and takes the fastest.
         cudnn_deterministic: Whether cuDNN takes deterministic kernels alone.
-        float16_sums: Whether sums within products of this type may be rounded on the way, and
-            whether they may be cut in pieces; and so on.
+        float16_reduced_sums: Whether sums within products of this type may be rounded on the way.
+        float16_split_sums: Whether such sums may be cut in pieces; and so on.
         float16_accumulation: Whether products of this type are summed in it.
         half_math_attention: Whether the plain kernel of attention sums in the type of its input.
         fast_encoder: Whether `torch.nn.TransformerEncoderLayer` may take its short way.
@@ -125,8 +125,10 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     cudnn_deterministic: bool = False
     onednn: bool = True
     onednn_deterministic: bool = False
-    float16_sums: tuple[bool, bool] = (True, True)
-    bfloat16_sums: tuple[bool, bool] = (True, True)
+    float16_reduced_sums: bool = True
+    float16_split_sums: bool = True
+    bfloat16_reduced_sums: bool = True
+    bfloat16_split_sums: bool = True
     float16_accumulation: bool = False
     half_math_attention: bool = False
     fast_encoder: bool = True

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from torch.utils import swap_tensors
 from transformers import Cache
 
@@ -295,6 +296,25 @@ def test_a_hook_that_would_not_fire_is_refused_by_name(part: str, hook: str) -> 
     HOOKS[hook](model.get_submodule(f"model.layers.2{part}"))
     with pytest.raises(ModelError, match=rf"model\.layers\.2{part}.* hook"):
         Hollowed(model)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        torch_modules.register_module_forward_pre_hook,
+        torch_modules.register_module_forward_hook,
+        torch_modules.register_module_full_backward_pre_hook,
+        torch_modules.register_module_full_backward_hook,
+    ],
+)
+def test_a_hook_of_all_modules_is_refused(register: Any) -> None:
+    handle = register(lambda *_: None)
+    try:
+        with pytest.raises(ModelError, match="A hook of all modules is registered"):
+            Hollowed(tiny_llama(5))
+    finally:
+        handle.remove()
+    Hollowed(tiny_llama(5))
 
 
 def test_a_refused_hook_leaves_the_model_as_it_was() -> None:
