@@ -34,11 +34,10 @@ from .connection import (
     SocketConnection,
     keep_alive,
     prepare_socket,
-    receive_some,
     send_buffers,
 )
 from .deadlines import Deadlines
-from .line import Lingering, PeerGone
+from .line import Lingering, PeerGone, receive_some
 from .tls import Credentials, secured
 
 _OURS = "lightning-hetero"
