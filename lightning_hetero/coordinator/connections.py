@@ -35,8 +35,9 @@ from ..protocol.frames import Frame
 from ..protocol.tensors import BufferPool
 from ..transport.address import Address
 from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
+from ..transport.compatibility import differences
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, differences
+from ..transport.handshake import Identity
 from .member import Member
 from .source import Listening, Source
 
