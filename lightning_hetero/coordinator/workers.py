@@ -33,8 +33,8 @@ from ..transport.handshake import Identity
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import Token, find_token_file
 from .lookout import Lookout
-from .session import Coordinator
-from .source import Listening, Source
+from .member import Source
+from .session import Coordinator, Listening
 
 
 class Fleet:
