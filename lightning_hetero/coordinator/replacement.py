@@ -30,10 +30,9 @@ from torch import Tensor
 from ..errors import ChannelError, HeteroError, RemoteProtocolError, WorkerError, WorkerUnreachable
 from ..model.tensors import named_tensors
 from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
-from ..planner.membership import too_few
 from ..protocol import messages as m
 from ..protocol.frames import Frame
-from ..recovery import Recovery
+from ..recovery import Recovery, too_few
 from .connections import Connections
 from .holdings import kind_of
 from .layers import Names, RemoteLayers

@@ -34,7 +34,6 @@ from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..pipeline.optimizer import own_optimizer_modules
 from ..plan import Plan, StagePlan
 from ..planner.feasibility import as_measured, check_plan, with_shares
-from ..planner.membership import too_few
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
 from ..planner.verdict import judge, render
@@ -43,7 +42,7 @@ from ..profiler.kept import Measured
 from ..profiler.measure import ProfilingOptions
 from ..profiler.newcomer import NewcomerTrials
 from ..profiler.run import ProfilingRun
-from ..recovery import Recovery
+from ..recovery import Recovery, too_few
 from ..telemetry.ranges import share_as_text
 from ..transport.deadlines import Deadlines
 from .arguments import (

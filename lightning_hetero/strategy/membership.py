@@ -32,7 +32,6 @@ from ..planner.membership import (
     joined,
     left,
     left_by_bytes,
-    too_few,
 )
 from ..planner.profile import DeviceProfile, Profile
 from ..planner.replan import LEAST_GAIN
@@ -45,7 +44,7 @@ from ..profiler.newcomer import (
     with_newcomer,
 )
 from ..protocol import messages as m
-from ..recovery import Recovery
+from ..recovery import Recovery, too_few
 from ..units import in_bytes
 from .training_run import TrainingRun
 
