@@ -37,6 +37,7 @@ from ..model.tensors import is_frozen, named_tensors
 from ..pipeline.boundary import Collected
 from ..pipeline.draws import Draws
 from ..pipeline.handover import Request, surroundings_here
+from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
 from ..pipeline.placement import Placement
 from ..pipeline.transfers import coming_home, leaving_home
 from ..plan import Plan, StagePlan
@@ -49,7 +50,7 @@ from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepar
 from .replicas import HostedReplicas
 from .session import Coordinator
 from .tensors_away import TensorsAway
-from .whole_batches import NOTHING_SAID, BatchOptions, HandOvers
+from .whole_batches import HandOvers
 
 _MOST_NAMES = 12
 # How often buffers are updated, and what to do about it.
