@@ -361,14 +361,14 @@ class Site:
             except NoSample as reason:
                 plan = given or choice.even(len(layers), workers, str(reason))
             else:
-                choice.measured, profile = measured._replace(trials=None), measured.profile
+                choice.measured, profile = measured, measured.profile
                 if given is None or choice.plan == "replicated":
                     # The coordinator is no replica where a batch's step runs whole.
                     plan = choice.solve(profile, workers, replicas=self._cuts_step)
                 else:
                     _warn_of_faults(given, profile)
                     plan = _shared_by_speed(given, profile)
-                choice.trials = _trials_for(plan, measured)
+                choice.trials = _trials_for(plan, profile, run.later)
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
             rank_zero_info("no worker would make it faster, so the model runs here alone")
@@ -452,10 +452,12 @@ def _shared_by_speed(plan: Plan, profile: Profile) -> Plan:
     return dataclasses.replace(found, micro_batches=plan.micro_batches)
 
 
-def _trials_for(plan: Plan, measured: Measured) -> NewcomerTrials | None:
+def _trials_for(
+    plan: Plan, profile: Profile, later: NewcomerTrials | None
+) -> NewcomerTrials | None:
     """What measures a worker that joins later, with the micro-batches of a plan."""
-    size = math.ceil((measured.profile.batch_size or 1) / plan.micro_batches)
-    return None if measured.trials is None else measured.trials.at_size(size)
+    size = math.ceil((profile.batch_size or 1) / plan.micro_batches)
+    return None if later is None else later.at_size(size)
 
 
 def _warn_of_faults(plan: Plan, profile: Profile) -> None:
