@@ -11,6 +11,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -48,9 +49,11 @@ from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
 from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
 from .replicas import HostedReplicas
-from .session import Coordinator
 from .tensors_away import TensorsAway
 from .whole_batches import HandOvers
+
+if TYPE_CHECKING:
+    from .session import Coordinator
 
 _MOST_NAMES = 12
 # How often buffers are updated, and what to do about it.

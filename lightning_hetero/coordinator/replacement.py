@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -39,8 +40,10 @@ from .layers import Names, RemoteLayers
 from .losses import Loss
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
-from .stages import RemoteStages
 from .takeover import Takeovers, needed_bytes
+
+if TYPE_CHECKING:
+    from .stages import RemoteStages
 
 # Between two attempts to reach a worker that is about to start again.
 _BETWEEN_DIALS_SECONDS = 0.1
