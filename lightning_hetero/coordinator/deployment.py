@@ -39,8 +39,7 @@ from ..pipeline.boundary import Collected
 from ..pipeline.draws import Draws
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
-from ..pipeline.placement import Placement
-from ..pipeline.transfers import coming_home, leaving_home
+from ..pipeline.placement import Placement, coming_home, leaving_home
 from ..plan import Plan, StagePlan
 from ..protocol.tensors import DTYPES
 from .holdings import RemoteStage, remote_stages
