@@ -8,7 +8,7 @@
     moves       passes tensors on to other workers as layers move, and takes theirs
     replicas    adds up gradients with the workers that hold the same stages
     snapshots   tells the state for a worker that takes this one's place, or takes it
-    room        makes room for a second session beside this one
+    takeover    makes room for a second session beside this one
     telemetry   times and records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
@@ -67,8 +67,8 @@ from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
 from .replicas import ReplicaSide
-from .room import RoomSide
 from .snapshots import SnapshotSide
+from .takeover import RoomSide
 from .telemetry import RecordedSide
 from .trials import MeasuredSide, answer_probe
 
