@@ -170,7 +170,7 @@ class StageSession:
         )
         self._training.is_owned = self._replicas.is_owned
         self._snapshots = SnapshotSide(coordinator, self._layers, self._training, self._replicas)
-        self._room = RoomSide(coordinator, host, self._budget)
+        self._takeover = RoomSide(coordinator, host, self._budget)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -183,7 +183,7 @@ class StageSession:
             **self._moves.handlers,
             **self._replicas.handlers,
             **self._snapshots.handlers,
-            **self._room.handlers,
+            **self._takeover.handlers,
             m.KeepSent: self._on_keep_sent,
             m.ForgetSent: self._on_forget_sent,
             m.ReplaceNeighbor: self._on_replace_neighbor,
