@@ -25,8 +25,9 @@ from ..protocol import messages as m
 from ..recovery import Recovery
 from ..transport.address import Address
 from ..transport.channel import Channel
+from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, dial
+from ..transport.handshake import dial
 from .connections import Connections
 from .layers import RemoteLayers
 from .member import Source

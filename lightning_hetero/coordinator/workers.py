@@ -30,8 +30,8 @@ from ..launch.local import (
 )
 from ..model.allowed_imports import Allowed
 from ..transport.address import Address
+from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import Token, find_token_file
 from .member import Source

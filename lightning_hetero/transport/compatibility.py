@@ -1,16 +1,33 @@
-"""Whether two ends can work together, by what each of them tells of itself. Rules without I/O."""
+"""What each end of a conversation shows of itself, and whether two ends can work together by that.
+
+Rules without I/O.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..protocol.fields import Equipment
+from .tls import Credentials
 
 _OURS = "lightning-hetero"
 # The library whose code builds the layers; a layer means the same within a major version.
 _MODEL_CODE = "transformers"
 _UNKNOWN = "unknown"
 _MOST_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What this process shows to its peers.
+
+    Args:
+        equipment: What it runs on.
+        credentials: Prove that it has the token; None without a token.
+    """
+
+    equipment: Equipment = field(default_factory=Equipment)
+    credentials: Credentials | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -26,7 +26,7 @@ from ..protocol.frames import Frame, OpeningReader, encode_frame
 from ..protocol.session import Role, Session, opening_session
 from .address import Address, advice
 from .channel import Channel
-from .compatibility import Party, obstacles
+from .compatibility import Identity, Party, obstacles
 from .connection import (
     Connection,
     SocketConnection,
@@ -55,19 +55,6 @@ ROLES: dict[str, str] = {
 }
 # Those that a worker answers.
 WORKER_ROLES: tuple[Role, ...] = ("coordinator", "neighbor", "watcher")
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What this process shows to its peers.
-
-    Args:
-        equipment: What it runs on.
-        credentials: Prove that it has the token; None without a token.
-    """
-
-    equipment: m.Equipment = field(default_factory=m.Equipment)
-    credentials: Credentials | None = None
 
 
 def listen(address: Address, credentials: Credentials | None = None) -> socket.socket:

@@ -36,9 +36,9 @@ from lightning_hetero.protocol.frames import FrameReader
 from lightning_hetero.protocol.session import Session, answering_session, opening_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Arrival, Channel, Encode
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.connection import Traffic
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.transport.resumption import Ledger
 from lightning_hetero.worker import session as worker_session
 from lightning_hetero.worker import snapshots as worker_snapshots

@@ -17,8 +17,8 @@ from lightning_hetero.errors import WorkerLost
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.tensors import BufferPool
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.worker.owner import Owner
 
 from ..faults.relay import Relay, relay_to
