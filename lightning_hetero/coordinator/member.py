@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import WorkerError
-from ..pipeline.journal import Journal
 from ..protocol import messages as m
 from ..protocol.values import SentConstants
 from ..transport.address import Address, advice
-from ..transport.channel import Channel
+
+if TYPE_CHECKING:
+    from ..pipeline.journal import Journal
+    from ..transport.channel import Channel
 
 
 @dataclass(eq=False)
