@@ -20,8 +20,8 @@ from ..errors import WorkerUnreachable
 from ..protocol.messages import StageStatus
 from ..report.topology import short_device
 from ..transport.address import Address
+from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
 from ..transport.token import find_token_file
 from ..units import in_bytes, in_duration

@@ -15,8 +15,9 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..transport.address import Address
 from ..transport.channel import Inbox
+from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, dial
+from ..transport.handshake import dial
 from ..transport.token import read_token_file
 from .mdns import (
     Announcement,

@@ -36,6 +36,7 @@ from ..protocol.frames import Frame, encode_frame
 from ..protocol.session import answering_session
 from ..transport.address import Address, checked_name
 from ..transport.channel import Channel
+from ..transport.compatibility import Identity
 from ..transport.connection import (
     Connection,
     SocketConnection,
@@ -45,7 +46,6 @@ from ..transport.connection import (
 )
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import (
-    Identity,
     address_of,
     check_hello,
     dial,

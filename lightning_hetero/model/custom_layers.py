@@ -25,7 +25,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..errors import ModelError
 from .allowed_imports import Allowed, ImportPath, find_class
 from .attribute_values import (
+    BOOKKEEPING,
+    CHECKPOINTING,
+    MOST_CHARACTERS,
     MOST_DEPTH,
+    NAMES_OF_TORCH,
     Value,
     dtype_name,
     dtype_named,
@@ -39,15 +43,6 @@ from .layers import DecoderLayer
 
 # A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
 MOST_MODULES = 2**16
-# The most that a message may carry.
-MOST_CHARACTERS = 2**20
-
-# The last one is what `nn.Module.compile` sets.
-BOOKKEEPING = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-# An attribute of one of these names would hide a method or attribute of torch.
-NAMES_OF_TORCH = frozenset(dir(nn.Module)) | BOOKKEEPING
-# Set by gradient checkpointing of transformers; a stage recomputes on its own instead.
-CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
 
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Number = Annotated[int, msgspec.Meta(ge=0)]

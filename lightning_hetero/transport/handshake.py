@@ -1,7 +1,4 @@
-"""How a conversation is opened: dial, TLS, Hello, Welcome, each within its deadline.
-
-The second half are rules without I/O: whether two ends can work together.
-"""
+"""How a conversation is opened: dial, TLS, Hello, Welcome, each within its deadline."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -29,23 +26,18 @@ from ..protocol.frames import Frame, OpeningReader, encode_frame
 from ..protocol.session import Role, Session, opening_session
 from .address import Address, advice
 from .channel import Channel
+from .compatibility import Identity, Party, obstacles
 from .connection import (
     Connection,
     SocketConnection,
     keep_alive,
     prepare_socket,
-    receive_some,
     send_buffers,
 )
 from .deadlines import Deadlines
-from .line import Lingering, PeerGone
+from .line import Lingering, PeerGone, receive_some
 from .tls import Credentials, secured
 
-_OURS = "lightning-hetero"
-# The library whose code builds the layers; a layer means the same within a major version.
-_MODEL_CODE = "transformers"
-_UNKNOWN = "unknown"
-_MOST_SHOWN = 40
 # Connections that wait to be accepted. The system drops those beyond, and a peer tries again after
 # a second: strangers that come in a burst must not slow a coordinator like that.
 _MOST_WAITING = 1024
@@ -63,19 +55,6 @@ ROLES: dict[str, str] = {
 }
 # Those that a worker answers.
 WORKER_ROLES: tuple[Role, ...] = ("coordinator", "neighbor", "watcher")
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What this process shows to its peers.
-
-    Args:
-        equipment: What it runs on.
-        credentials: Prove that it has the token; None without a token.
-    """
-
-    equipment: m.Equipment = field(default_factory=m.Equipment)
-    credentials: Credentials | None = None
 
 
 def listen(address: Address, credentials: Credentials | None = None) -> socket.socket:
@@ -569,64 +548,3 @@ def await_opening(
         if frame is not None:
             return frame.message
     return None
-
-
-@dataclass(frozen=True)
-class Party:
-    """One end of a conversation.
-
-    Args:
-        name: Its name inside a sentence.
-        protocol: The version of the protocol that it speaks.
-        equipment: What it runs on.
-    """
-
-    name: str
-    protocol: int
-    equipment: m.Equipment
-
-
-def obstacles(one: Party, other: Party) -> list[str]:
-    """Reasons why two ends cannot work together, each with its remedy.
-
-    A version that an end does not tell counts as fitting.
-    """
-    found = []
-    if one.protocol != other.protocol:
-        ours, theirs = _version(one, _OURS), _version(other, _OURS)
-        found.append(
-            f"{one.name} speaks protocol {one.protocol} ({_OURS} {ours}) and {other.name} "
-            f"{other.protocol} ({_OURS} {theirs}); install the same version of {_OURS} on both."
-        )
-    ours, theirs = _version(one, _MODEL_CODE), _version(other, _MODEL_CODE)
-    majors = {version.partition(".")[0] for version in (ours, theirs)} - {_UNKNOWN}
-    if len(majors) > 1:
-        found.append(
-            f"{one.name} has {_MODEL_CODE} {ours} and {other.name} has {theirs}, which build "
-            "layers differently; install the same major version on both."
-        )
-    return [sentence[0].upper() + sentence[1:] for sentence in found]
-
-
-def differences(here: m.Equipment, there: m.Equipment) -> list[str]:
-    """Versions that differ without harm, as ``torch 2.6 (2.7 here)``.
-
-    There are none if an end does not tell its versions.
-    """
-    ours, theirs = here.versions, there.versions
-    if not ours or not theirs:
-        return []
-    return [
-        f"{_shown(name)} {_shown(theirs.get(name, 'missing'))} ({ours.get(name, 'missing')} here)"
-        for name in dict.fromkeys([*ours, *theirs])
-        if ours.get(name) != theirs.get(name)
-    ]
-
-
-def _version(party: Party, name: str) -> str:
-    return _shown(party.equipment.versions.get(name, _UNKNOWN))
-
-
-def _shown(text: str) -> str:
-    """A peer's text, cut so that it floods no log."""
-    return text[:_MOST_SHOWN]

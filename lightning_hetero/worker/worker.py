@@ -31,9 +31,10 @@ from ..protocol.frames import Frame, encode_frame
 from ..protocol.session import Session, answering_session
 from ..transport.address import Address
 from ..transport.channel import Channel
+from ..transport.compatibility import Identity
 from ..transport.connection import Connection, SocketConnection, prepare_socket, send_buffers
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, address_of, check_hello, receive_hello
+from ..transport.handshake import address_of, check_hello, receive_hello
 from ..transport.line import Lingering
 from ..transport.lobby import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.tls import Credentials, secured

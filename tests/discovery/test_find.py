@@ -13,7 +13,8 @@ from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.compatibility import Identity
+from lightning_hetero.transport.handshake import dial
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
 

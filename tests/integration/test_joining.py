@@ -14,7 +14,7 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Joining, PipelineProfiler, Plan, StagePlan
 from lightning_hetero.errors import JoinError, WorkerLost
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.tls import credentials_of
 from lightning_hetero.transport.token import Token, write_token_file
 

@@ -25,7 +25,6 @@ from lightning_hetero import (
     RecoveryCallback,
     StagePlan,
 )
-from lightning_hetero.coordinator import lookout
 from lightning_hetero.devices.description import describe_device
 from lightning_hetero.errors import PlanError, WorkerLost
 from lightning_hetero.plan import COORDINATOR
@@ -210,7 +209,7 @@ def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
 def test_an_idle_worker_gets_the_layers_of_one_that_is_to_end(
     undisturbed: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookout, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning_hetero.coordinator.workers.LOOK_SECONDS", 0.05)
     with worker_process() as first, worker_process() as second, worker_process() as spare:
         names = [first.address, second.address]
 
@@ -459,7 +458,7 @@ def test_one_that_is_not_known_is_measured(
 def test_a_worker_of_the_list_that_comes_back_joins(
     undisturbed: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookout, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning_hetero.coordinator.workers.LOOK_SECONDS", 0.05)
     with ExitStack() as stack:
         first, second = (stack.enter_context(worker_process()) for _ in range(2))
         names = [first.address, second.address]

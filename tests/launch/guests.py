@@ -9,8 +9,9 @@ from dataclasses import replace
 from lightning_hetero.launch.join import Door, open_door
 from lightning_hetero.protocol.messages import Equipment
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, Joined, join
+from lightning_hetero.transport.handshake import Joined, join
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
 

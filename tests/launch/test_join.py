@@ -20,7 +20,8 @@ from lightning_hetero.launch import join as joins
 from lightning_hetero.launch.launcher import Joining, Launcher, reachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address, checked_name
-from lightning_hetero.transport.handshake import Identity, await_opening, dial, join
+from lightning_hetero.transport.compatibility import Identity
+from lightning_hetero.transport.handshake import await_opening, dial, join
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
 

@@ -12,7 +12,7 @@ from lightning_hetero import HeteroPipelineStrategy, RayWorkers
 from lightning_hetero.errors import JoinError, PlanError, WorkerError
 from lightning_hetero.launch.ray import _needs
 from lightning_hetero.transport.address import Address
-from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token, read_token_file, write_token_file
 

@@ -31,7 +31,8 @@ from lightning_hetero.pipeline.stage_layers import describe_parameters, numbered
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.address import Address
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.compatibility import Identity
+from lightning_hetero.transport.handshake import dial
 
 from ..families import CONFIGS, tiny_model
 from ..models import tiny_llama
