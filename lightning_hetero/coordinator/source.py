@@ -37,8 +37,12 @@ class Source(Protocol):
             WorkerUnreachable: If it does not answer or refuses.
         """
 
-    def dial(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
-        """Open the conversation for which a second process waits at a worker's address.
+    def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Open the conversation that only a second process of a worker takes.
+
+        Args:
+            address: Where the worker listens, and its second process too.
+            session_name: The name of the conversation.
 
         Raises:
             WorkerUnreachable: If it does not answer or refuses.
@@ -66,8 +70,8 @@ class Listening:
     def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
         """Dial a worker's address; see `Source`."""
         address = self.addresses[name]
-        return *self.dial(address, session_name), address
+        return *self.admit_beside(address, session_name), address
 
-    def dial(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+    def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
         """Dial a second process; see `Source`."""
         return dial(address, "coordinator", session_name, self.deadlines, self.identity)
