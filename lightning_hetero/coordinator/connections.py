@@ -183,7 +183,7 @@ class Connections:
             WorkerUnreachable: If it does not answer or refuses.
         """
         with self._another_channel(worker):
-            channel, welcome = self._source.dial(other.address, session)
+            channel, welcome = self._source.admit_beside(other.address, session)
             channel.start(self._inbox, self._receive_pool())
             worker.channel, worker.equipment = channel, welcome.equipment
             worker.address, worker.session = other.address, session

@@ -111,8 +111,12 @@ class Source(Protocol):
             WorkerUnreachable: If it does not answer or refuses.
         """
 
-    def dial(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
-        """Open the conversation for which a second process waits at a worker's address.
+    def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Open the conversation that only a second process of a worker takes.
+
+        Args:
+            address: Where the worker listens, and its second process too.
+            session_name: The name of the conversation.
 
         Raises:
             WorkerUnreachable: If it does not answer or refuses.

@@ -61,9 +61,9 @@ class Listening:
     def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
         """Dial a worker's address; see `Source`."""
         address = self.addresses[name]
-        return *self.dial(address, session_name), address
+        return *self.admit_beside(address, session_name), address
 
-    def dial(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+    def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
         """Dial a second process; see `Source`."""
         return dial(address, "coordinator", session_name, self.deadlines, self.identity)
 

@@ -97,7 +97,8 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     Every version reads the Hello, Welcome and Failure of every other version, so that it can say
     what is wrong: new fields need a default, no field is ever removed, and unknown ones are
     ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`. A worker
-    that joins says its ``name`` in plans, and the ``address`` at which it listens.
+    that joins says its ``name`` in plans, and the ``address`` at which it listens; its second
+    process says the only ``session`` that it takes.
 
     Both ends shall keep a broken conversation for ``linger_seconds``. With the ``secret`` of its
     Welcome the conversation goes on: this is the ``attempt`` of that number, and the sender has

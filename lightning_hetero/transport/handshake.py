@@ -57,37 +57,50 @@ ROLES: dict[str, str] = {
 WORKER_ROLES: tuple[Role, ...] = ("coordinator", "neighbor", "watcher")
 
 
-def listen(address: Address, credentials: Credentials | None = None) -> socket.socket:
+def listen(
+    address: Address, credentials: Credentials | None = None, for_workers: bool = False
+) -> socket.socket:
     """Open a listening socket; port 0 takes a free one. Without credentials it is on loopback.
+
+    Args:
+        address: Where to listen.
+        credentials: Prove that this process has the token; None without a token.
+        for_workers: Whether this is a coordinator that waits for workers, and not a worker.
 
     Raises:
         WorkerError: If others could connect without a token, or the address is not available.
     """
     if credentials is None and not address.is_loopback:
         raise WorkerError(
-            f"A worker without a token listens on loopback only, and {address} is not: anyone "
-            "could use it. Make a token with `lightning-hetero token`, copy it to all machines, "
-            "and name its file with `--token-file`; or listen on 127.0.0.1."
+            f"{'A coordinator' if for_workers else 'A worker'} without a token listens on loopback "
+            f"only, and {address} is not: anyone could use it. Make a token with "
+            "`lightning-hetero token`, copy it to all machines, and name its file with "
+            f"{'`token_file=` of the strategy' if for_workers else '`--token-file`'} if it is in "
+            "another place; or listen on 127.0.0.1."
         )
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         where = (address.host, address.port)
         return socket.create_server(where, family=family, backlog=_MOST_WAITING)
     except OSError as error:
-        raise WorkerError(_why_not_listening(address, error)) from error
+        raise WorkerError(_why_not_listening(address, error, for_workers)) from error
 
 
-def _why_not_listening(address: Address, error: OSError) -> str:
+def _why_not_listening(address: Address, error: OSError, for_workers: bool) -> str:
     free = Address(address.host, 0)
     if error.errno == errno.EADDRINUSE:
+        remedy = f"`--listen`, such as `--listen {free}` for any free port"
+        if for_workers:
+            remedy = "`listen=` here and `--join` of the workers"
         return (
             f"Cannot listen on {address}: another process uses this port. Choose another one with "
-            f"`--listen`, such as `--listen {free}` for any free port, or end that process."
+            f"{remedy}, or end that process."
         )
     reason = str(error) if error.errno is None else os.strerror(error.errno)
+    option = '`listen="HOST:PORT"`' if for_workers else "`--listen HOST:PORT`"
     return (
         f"Cannot listen on {address}: {reason}. Choose an address of this machine and a port with "
-        "`--listen HOST:PORT`."
+        f"{option}."
     )
 
 
@@ -308,7 +321,12 @@ class Joined:
 
 
 def join(
-    address: Address, name: str, listener: Address, deadlines: Deadlines, identity: Identity
+    address: Address,
+    name: str,
+    listener: Address,
+    deadlines: Deadlines,
+    identity: Identity,
+    session_name: str = "",
 ) -> Joined:
     """Dial a coordinator that waits for workers, and offer to work for it.
 
@@ -319,6 +337,7 @@ def join(
             interfaces is replaced by the one that the coordinator is reached over.
         deadlines: How long each kind of waiting may take.
         identity: What this process shows.
+        session_name: The only session that this process takes; empty if it takes any.
 
     Raises:
         JoinError: If no coordinator answers there, or one end refuses the other.
@@ -329,13 +348,18 @@ def join(
             "coordinator's token file to this machine, as `lightning-hetero token` says there."
         )
     try:
-        return _join(address, name, listener, deadlines, identity)
+        return _join(address, name, listener, deadlines, identity, session_name)
     except WorkerUnreachable as error:
         raise JoinError(str(error)) from error
 
 
 def _join(
-    address: Address, name: str, listener: Address, deadlines: Deadlines, identity: Identity
+    address: Address,
+    name: str,
+    listener: Address,
+    deadlines: Deadlines,
+    identity: Identity,
+    session_name: str,
 ) -> Joined:
     far = _Far(f"the coordinator at {address}", "a coordinator that waits for workers")
     plain = _connect(address, deadlines, for_workers=True)
@@ -346,6 +370,7 @@ def _join(
         hello = m.Hello(
             m.PROTOCOL_VERSION,
             "joiner",
+            session_name,
             equipment=identity.equipment,
             name=name,
             address=str(offered),

@@ -4,7 +4,8 @@
      ▲─ a pause that grows ─┘ (nobody answers, or the door closes)
 
 So a worker may start before its coordinator, at an address that nobody knows beforehand. The
-coordinator's end is in `launch.join`.
+coordinator's end is in `launch.join`. A second process of a worker that has joined comes the same
+way, once, for the one session that it takes.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ class Joiner:
         since, waits, told = time.monotonic(), pauses(), ""
         while not worker.is_stopped:
             try:
-                joined = join(
-                    self.address, self.name, worker.listener, worker.deadlines, worker.identity
-                )
+                joined = self._dial(worker)
             except JoinError as error:
                 if time.monotonic() - since > self.rejoin_seconds:
                     on_alone(self._reason_of_end(error))
@@ -85,6 +84,36 @@ class Joiner:
             self._stay(joined, worker)
             since, waits = time.monotonic(), pauses()
             worker.wait_until_stopped(next(waits))
+
+    def run_beside(self, worker: Worker, session: str) -> None:
+        """Bring a second process into the run that has asked for it, then stop the process.
+
+        Args:
+            worker: Serves the session in the second process.
+            session: The name of the session.
+        """
+        end, waits = time.monotonic() + worker.deadlines.connect_seconds, pauses()
+        while not worker.is_stopped:
+            try:
+                joined = self._dial(worker, session)
+            except JoinError as error:
+                if time.monotonic() > end:
+                    logger.warning("the second process cannot join its run, and ends: %s", error)
+                    break
+                worker.wait_until_stopped(next(waits))
+                continue
+            self._stay(joined, worker)
+            break
+        worker.retire()
+
+    def _dial(self, worker: Worker, session: str = "") -> Joined:
+        """Dial the coordinator, for one session or for any.
+
+        Raises:
+            JoinError: If it does not let the worker in.
+        """
+        listener, deadlines, identity = worker.listener, worker.deadlines, worker.identity
+        return join(self.address, self.name, listener, deadlines, identity, session)
 
     def _stay(self, joined: Joined, worker: Worker) -> None:
         """Wait at the coordinator's door, and serve the session that it opens, if it opens one."""

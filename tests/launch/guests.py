@@ -45,10 +45,17 @@ def door(
 
 
 def knock(
-    at: Door, name: str, identity: Identity = WITH_TOKEN, listener: Address = LISTENER
+    at: Door,
+    name: str,
+    identity: Identity = WITH_TOKEN,
+    listener: Address = LISTENER,
+    session: str = "",
 ) -> Joined:
-    """Join as a worker of that name does, and stay until the block of the door ends."""
-    joined = join(at.address, name, listener, CALM, identity)
+    """Join as a worker of that name does, and stay until the block of the door ends.
+
+    With a session, join as its second process does.
+    """
+    joined = join(at.address, name, listener, CALM, identity, session)
     _joined.append(joined)
     return joined
 

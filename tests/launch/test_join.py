@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -69,6 +70,38 @@ def test_a_session_opens_over_the_connection_that_the_worker_has_dialled() -> No
         assert where == LISTENER
         with pytest.raises(WorkerUnreachable, match="No worker named a waits at .* left again"):
             opened.admit("a", "again")
+
+
+def test_a_second_process_waits_apart_for_its_session_alone() -> None:
+    with door() as opened, ThreadPoolExecutor(1) as pool:
+        knock(opened, "a")
+        opened.wait(PATIENCE_SECONDS)
+        opened.begin(None)
+        admitted = pool.submit(opened.admit_beside, LISTENER, "second")
+        others = [knock(opened, "a", session=each) for each in ("another", "second")]
+        assert opened.names() == ["a"]
+        assert opened.spares([], math.inf) == ["a"]
+        hello = await_opening(others[1].connection, PATIENCE_SECONDS, lambda: False)
+        assert isinstance(hello, m.Hello)
+        assert (hello.role, hello.session) == ("coordinator", "second")
+        joins.send_buffers(
+            others[1].connection,
+            joins.encode_frame(joins.Frame(m.Welcome(m.PROTOCOL_VERSION))),
+            PATIENCE_SECONDS,
+        )
+        channel, _ = admitted.result(PATIENCE_SECONDS)
+        channel.close()
+        assert list(opened._seconds) == ["another"]
+        others[0].connection.close()
+        assert opened.names() == ["a"]
+        assert opened._seconds == {}
+
+
+def test_a_second_process_that_does_not_come_is_named_with_its_worker() -> None:
+    with door(deadlines=replace(CALM, connect_seconds=0.05)) as opened:
+        expected = f"second process of the worker at {LISTENER} has not dialled {opened.address}"
+        with pytest.raises(WorkerUnreachable, match=expected):
+            opened.admit_beside(LISTENER, "second")
 
 
 def test_a_wildcard_is_replaced_by_the_way_to_the_coordinator() -> None:
@@ -256,10 +289,18 @@ def test_after_the_end_nobody_listens_and_who_waits_hears_it() -> None:
 
 
 def test_beyond_loopback_a_door_needs_a_token() -> None:
-    with pytest.raises(WorkerError, match="without a token listens on loopback only"):
+    told = "A coordinator without a token listens on loopback only, .* `token_file=`"
+    with pytest.raises(WorkerError, match=told):
         joins.open_door(Address("0.0.0.0", 0), Identity(), CALM, 1)  # noqa: S104
     with pytest.raises(JoinError, match="on another machine, which takes a token"):
         join(Address("192.0.2.1", 7070), "a", LISTENER, CALM, Identity())
+
+
+def test_a_port_that_is_in_use_is_an_error_with_the_remedy_for_a_coordinator() -> None:
+    with door() as opened:
+        told = f"Cannot listen on {opened.address}: .* `listen=` here and `--join` of the workers"
+        with pytest.raises(WorkerError, match=told):
+            joins.open_door(opened.address, WITH_TOKEN, CALM, 1)
 
 
 @pytest.mark.parametrize(

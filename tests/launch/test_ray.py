@@ -118,6 +118,13 @@ def test_workers_without_resources_are_refused(bundles: list[dict[str, float]]) 
         RayWorkers(bundles)
 
 
+def test_more_workers_than_bundles_cannot_be_needed() -> None:
+    with pytest.raises(
+        PlanError, match="`least` of RayWorkers is 3, and RayWorkers starts 2 at most"
+    ):
+        RayWorkers([{"CPU": 1}] * 2, least=3)
+
+
 @pytest.mark.parametrize("address", ["", "local"])
 def test_no_cluster_of_its_own_is_started(address: str) -> None:
     with pytest.raises(PlanError, match="would start a cluster on this machine alone"):
