@@ -1,4 +1,7 @@
-"""Looks now and then which workers are free that a run does not use, so that they may join it."""
+"""Looks now and then which workers are free that a run does not use, so that they may join it.
+
+Each look tells such a worker that it is a spare of the run, which `lightning-hetero top` shows.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,15 @@ class Lookout:
         addresses: By the workers' names, where they listen.
         deadlines: How long each kind of waiting may take.
         identity: What this process shows to the workers.
+        run: The name of the run.
     """
 
     def __init__(
-        self, addresses: Mapping[str, Address], deadlines: Deadlines, identity: Identity
+        self, addresses: Mapping[str, Address], deadlines: Deadlines, identity: Identity, run: str
     ) -> None:
         seconds = min(deadlines.connect_seconds, _MOST_CONNECT_SECONDS)
         self._deadlines = dataclasses.replace(deadlines, connect_seconds=seconds, linger_seconds=0)
-        self._addresses, self._identity = addresses, identity
+        self._addresses, self._identity, self._run = addresses, identity, run
         self._used: Collection[str] = ()
         self._free: list[str] = []
         self._closing = threading.Event()
@@ -58,7 +62,7 @@ class Lookout:
 
     def _is_free(self, name: str) -> bool:
         try:
-            found = ask_status(self._addresses[name], self._deadlines, self._identity)
+            found = ask_status(self._addresses[name], self._deadlines, self._identity, self._run)
         except (HeteroError, OSError):
             return False  # it does not run at present
         return found.status.stage is None

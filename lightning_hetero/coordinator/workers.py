@@ -132,11 +132,13 @@ class Fleet:
             named = self._workers if isinstance(self._workers, (list, tuple)) else ()
             addresses = self._found or {text: Address.parse(text) for text in named}
             identity = dataclasses.replace(identity, credentials=self._credentials())
-        if self._door is None:
-            self._lookout = Lookout(addresses, deadlines, identity)
         workers = [(name, addresses[name]) for name in names]
         source = source or Listening(addresses, deadlines, identity)
-        return Coordinator(workers, deadlines, identity, device, source)
+        coordinator = Coordinator(workers, deadlines, identity, device, source)
+        if self._door is None:
+            run = coordinator.connections.run
+            self._lookout = Lookout(addresses, deadlines, identity, run)
+        return coordinator
 
     def waiting(self, used: Collection[str], num_members: int) -> list[str]:
         """The names of the workers that could join the run now.
