@@ -69,6 +69,7 @@ class Connections:
         workers: Those that serve stages; before `assign`, all of them.
         ways: By micro-batch and visit of the present step, the worker of each stage on its way.
         deadlines: As given.
+        run: The name of the run, which only distinguishes runs.
         equipment: As given.
         step: The number of the present step; 0 before the first one.
         in_flight: The most micro-batches in flight in the present step.
@@ -119,7 +120,7 @@ class Connections:
         self._put_aside: deque[Arrival] = deque()
         self._receive_pool = receive_pool
         self._source = source
-        self._run = secrets.token_hex(4)
+        self.run = secrets.token_hex(4)
         # Why the run is over.
         self._end: WorkerError | None = None
         self._by_channel: dict[Channel, Member] = {}
@@ -144,7 +145,7 @@ class Connections:
 
     def new_session_name(self) -> str:
         """A name for a session of this run, which nobody can guess."""
-        return self._run + secrets.token_hex(16)
+        return self.run + secrets.token_hex(16)
 
     def _open(self, own_name: str) -> tuple[Channel, m.Equipment, Address, str]:
         """Open a session with a worker; returns its channel, equipment, address and session."""

@@ -137,11 +137,13 @@ class Fleet:
             named = self._workers if isinstance(self._workers, (list, tuple)) else ()
             addresses = self._found or {text: Address.parse(text) for text in named}
             identity = dataclasses.replace(identity, credentials=self._credentials())
-        if self._door is None:
-            self._lookout = Lookout(addresses, deadlines, identity)
         workers = [(name, addresses[name]) for name in names]
         source = source or Listening(addresses, deadlines, identity)
-        return Coordinator(workers, deadlines, identity, device, source)
+        coordinator = Coordinator(workers, deadlines, identity, device, source)
+        if self._door is None:
+            run = coordinator.connections.run
+            self._lookout = Lookout(addresses, deadlines, identity, run)
+        return coordinator
 
     def waiting(self, used: Collection[str], num_members: int) -> list[str]:
         """The names of the workers that could join the run now.
@@ -228,14 +230,15 @@ class Lookout:
         addresses: By the workers' names, where they listen.
         deadlines: How long each kind of waiting may take.
         identity: What this process shows to the workers.
+        run: The name of the run, which each look tells a free worker: it is a spare of the run.
     """
 
     def __init__(
-        self, addresses: Mapping[str, Address], deadlines: Deadlines, identity: Identity
+        self, addresses: Mapping[str, Address], deadlines: Deadlines, identity: Identity, run: str
     ) -> None:
         seconds = min(deadlines.connect_seconds, _MOST_CONNECT_SECONDS)
         self._deadlines = dataclasses.replace(deadlines, connect_seconds=seconds, linger_seconds=0)
-        self._addresses, self._identity = addresses, identity
+        self._addresses, self._identity, self._run = addresses, identity, run
         self._used: Collection[str] = ()
         self._free: list[str] = []
         self._closing = threading.Event()
@@ -262,7 +265,7 @@ class Lookout:
 
     def _is_free(self, name: str) -> bool:
         try:
-            found = ask_status(self._addresses[name], self._deadlines, self._identity)
+            found = ask_status(self._addresses[name], self._deadlines, self._identity, self._run)
         except (HeteroError, OSError):
             return False  # it does not run at present
         return found.status.stage is None

@@ -102,9 +102,10 @@ class Guest:
         return bool(arrivals.poll(0))
 
     def tell(self, note: str) -> None:
-        """Tell the worker how long to wait; one that has left hears nothing."""
+        """Tell the worker that it is a spare, and how long to wait; one that has left hears
+        nothing."""
         with contextlib.suppress(OSError, ChannelError):
-            word = encode_frame(Frame(m.Welcome(m.PROTOCOL_VERSION, note=note)))
+            word = encode_frame(Frame(m.Welcome(m.PROTOCOL_VERSION, note=note, is_spare=True)))
             send_buffers(self.connection, word, _WORD_SECONDS)
 
     def __str__(self) -> str:
@@ -429,7 +430,11 @@ class Door:
                 self._say(self._line(guest))
                 note = self._note(guest.name)
             welcome = m.Welcome(
-                m.PROTOCOL_VERSION, self._identity.equipment, time.time(), note=note
+                m.PROTOCOL_VERSION,
+                self._identity.equipment,
+                time.time(),
+                note=note,
+                is_spare=bool(self._wishes.members),
             )
             rules.sent(welcome)
             try:

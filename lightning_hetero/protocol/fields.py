@@ -270,6 +270,18 @@ class Repetition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_over: bool
 
 
+class SpareStatus(Words, frozen=True, forbid_unknown_fields=True):
+    """The run that takes a free worker if it needs another one.
+
+    Args:
+        run: Distinguishes runs; empty if the worker was not told.
+        coordinator: The coordinator of the run.
+    """
+
+    run: Name
+    coordinator: Name
+
+
 class StageStatus(Words, frozen=True, forbid_unknown_fields=True):
     """What a worker serves and does in a run.
 

@@ -35,6 +35,7 @@ from .fields import LinkStatus as LinkStatus
 from .fields import Narrowed as Narrowed
 from .fields import Repetition as Repetition
 from .fields import Sample as Sample
+from .fields import SpareStatus as SpareStatus
 from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
 from .measurements import AskClock as AskClock
@@ -98,7 +99,8 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     what is wrong: new fields need a default, no field is ever removed, and unknown ones are
     ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`. A worker
     that joins says its ``name`` in plans, and the ``address`` at which it listens; its second
-    process says the only ``session`` that it takes.
+    process says the only ``session`` that it takes. A coordinator that watches a spare says the
+    name of its run as ``session``.
 
     Both ends shall keep a broken conversation for ``linger_seconds``. With the ``secret`` of its
     Welcome the conversation goes on: this is the ``attempt`` of that number, and the sender has
@@ -127,7 +129,8 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
 class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
     """The worker accepts the conversation. ``utc_seconds`` is the time on its clock.
 
-    A coordinator says it to a worker that joins, and again with each ``note`` on how long to wait.
+    A coordinator says it to a worker that joins, and again with each ``note`` on how long to wait,
+    and whether it ``is_spare``: the run has begun without it.
 
     Both ends keep a broken conversation for ``linger_seconds``; the peer can go on with it by the
     ``secret``. The sender has ``received`` so many frames behind the Hello.
@@ -146,6 +149,7 @@ class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
     secret: Name = ""
     received: Count = 0
     note: Name = ""
+    is_spare: bool = False
 
 
 class Ping(InstantMessage, frozen=True):

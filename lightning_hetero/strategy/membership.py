@@ -115,6 +115,8 @@ class Membership:
             self._let_go(worker)
         self._gather()
         if not self.terms.joins:
+            if self.terms.recovery is not None:
+                self._waiting()  # a spare is told that it is one
             return
         if self.run.deployment.plan is not self._plan:
             self._plan = self.run.deployment.plan

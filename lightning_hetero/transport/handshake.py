@@ -313,11 +313,13 @@ class Joined:
         connection: Connected and, with a token, under TLS.
         plain: The connection below.
         note: The coordinator's words on how long to wait.
+        is_spare: Whether the run has begun without the worker.
     """
 
     connection: Connection
     plain: SocketConnection
     note: str
+    is_spare: bool
 
 
 def join(
@@ -381,7 +383,7 @@ def _join(
             session = opening_session("joiner")
             welcome = _ask_to_talk(connection, session, hello, far.name, seconds)
         on_failure.pop_all()
-    return Joined(connection, plain, welcome.note)
+    return Joined(connection, plain, welcome.note, welcome.is_spare)
 
 
 def _reachable(listener: Address, own_host: str) -> Address:

@@ -118,6 +118,8 @@ class Joiner:
     def _stay(self, joined: Joined, worker: Worker) -> None:
         """Wait at the coordinator's door, and serve the session that it opens, if it opens one."""
         logger.info("joined %s as %s; %s", self.address, self.name, joined.note)
+        if joined.is_spare:
+            worker.note_spare("", str(self.address))
         try:
             message = self._next_word(joined, worker)
             if message is not None:
@@ -125,6 +127,7 @@ class Joiner:
         except (OSError, HeteroError) as error:
             logger.warning("the coordinator at %s took no worker: %s", self.address, error)
         finally:
+            worker.note_no_spare()
             joined.connection.close()
 
     def _next_word(self, joined: Joined, worker: Worker) -> m.Message | None:
@@ -134,6 +137,8 @@ class Joiner:
             if not isinstance(message, m.Welcome):
                 return message
             logger.info("the coordinator at %s says: %s", self.address, message.note)
+            if message.is_spare:
+                worker.note_spare("", str(self.address))
 
     def _reason_of_end(self, error: JoinError) -> str:
         return (

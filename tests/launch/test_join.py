@@ -121,12 +121,14 @@ def test_those_beyond_most_wait_as_spares_and_so_do_late_ones(
         assert list(opened.begin(most=2)) == ["b", "c"]
         spare = "the run has begun with b and c, so it waits as a spare"
         assert next_note(guests["a"].connection) == spare
-        assert knock(opened, "d").note == spare
+        late = knock(opened, "d")
+        assert late.note == spare
+    assert [late.is_spare, *(guest.is_spare for guest in guests.values())] == [True, *[False] * 3]
     assert (
         "a (cpu, from 127.0.0.1) waits as a spare: the run takes 2 workers at most" in caplog.text
     )
-    late = "d (cpu, from 127.0.0.1) has joined; the run goes on with b and c, and the new one waits"
-    assert late in caplog.text
+    said = "d (cpu, from 127.0.0.1) has joined; the run goes on with b and c, and the new one waits"
+    assert said in caplog.text
 
 
 def test_spares_may_join_up_to_the_most_in_the_order_in_which_they_came() -> None:
