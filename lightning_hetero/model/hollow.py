@@ -68,6 +68,7 @@ from .override import ForwardOverride, MethodOverride, has_own_forward, override
 from .placeholders import (
     Form,
     HiddenStatesAway,
+    come_back,
     mark_as_away,
     refuse_away,
     tensors_in,
@@ -278,6 +279,7 @@ class HollowLayers:
         After an exception the caller must call `forget_calls`.
         """
         records, layer = self._records, self._modules[number]
+        args, kwargs = come_back((args, kwargs))
         is_first = number in self._span.firsts
         comes_from_layer = _never if is_first else partial(records.is_behind, number - 1)
         hidden, args, kwargs, place = take_hidden(number, args, kwargs, comes_from_layer)
@@ -325,8 +327,8 @@ class HollowLayers:
             uncertain,
         )
         found = cache(find)
-        return {
-            at: HiddenStatesAway(
+        made = (
+            HiddenStatesAway(
                 call.layer_index,
                 device,
                 lambda at=at: found()[at],  # type: ignore[misc]
@@ -334,7 +336,8 @@ class HollowLayers:
                 at,
             )
             for at in (call.hidden_at, *call.others)
-        }
+        )
+        return {states.position: self._records.note(states) for states in made}
 
     def _forms_behind(
         self,
@@ -372,7 +375,11 @@ class HollowLayers:
         """Exchange the hidden states for what the last layer of the run returns, by position."""
         calls, sent = self._records.calls, self._records.sent
         entering, assumptions = self._records.entering, self._records.assumptions
+        still_there = self._records.still_there()
+        self._records.check_operands()
         self.forget_calls()
+        names = dict.fromkeys(states.name for states in still_there)
+        calls[-1] = replace(calls[-1], comes_back=tuple(names))
         kinds = wanted_kinds()
         called = (self._modules[call.layer_index] for call in calls)
         if HIDDEN_STATES in kinds and any(map(absent_in, called)):
@@ -386,6 +393,8 @@ class HollowLayers:
         # With the embedding on a worker, the first collected hidden states come back from there.
         add_collected(None if calls[0].layer_index == EMBEDDING_LAYER else sent, collected)
         assumptions.settle(hidden)
+        for states in still_there:
+            states.here = along[states.name]
         last: LayerCall = calls[-1]
         others = {at: along[returned(last.layer_index, at)] for at in last.others}
         return {last.hidden_at: hidden, **others}
@@ -457,14 +466,16 @@ class HollowLayers:
                 "the layers on workers one after the other, in their order, or "
                 f"{_with_the_one_before(number)[1]}."
             )
-        if not self._records.is_behind(number - 1, hidden):
+        if not self._records.is_ours(hidden):
             both, remedy = _with_the_one_before(number)
             raise ModelError(
                 f"Something between {both} changed the hidden states, and both live on workers; "
                 f"{remedy}."
             )
         before, at = calls[-1], hidden.position  # type: ignore[attr-defined]
-        if at != before.hidden_at:
+        if hidden.computed or hidden.number != before.layer_index:  # type: ignore[attr-defined]
+            calls[-1] = replace(before, handed_on=hidden.name)  # type: ignore[attr-defined]
+        elif at != before.hidden_at:
             positions = {before.hidden_at, *before.others} - {at}
             calls[-1] = replace(before, hidden_at=at, others=tuple(sorted(positions)))
 
@@ -496,6 +507,7 @@ class _HollowForward(ForwardOverride):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.run.runs_here(self._number):
+            args, kwargs = come_back((args, kwargs))
             args, kwargs = self.run.enter(self._number, args, kwargs)
             result = self.below(*args, **kwargs)
             self.run.leave(self._number)

@@ -74,6 +74,7 @@ from .snapshots import SnapshotTensor as SnapshotTensor
 from .snapshots import TakeSnapshot as TakeSnapshot
 from .snapshots import Wait as Wait
 from .tensors import TensorSpec
+from .values import ArithmeticBehind as ArithmeticBehind
 from .values import CacheArgument as CacheArgument
 from .values import LayerArguments as LayerArguments
 from .values import ParameterSpec as ParameterSpec
@@ -82,7 +83,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 # What replicas send each other.
 ReplicaContent = Literal["sums", "totals", "weights"]
@@ -395,7 +396,8 @@ class Arguments(MicrobatchMessage, frozen=True):
     the coordinator. ``place`` counts the forwards of the same visit that the process runs in this
     stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
     later. A trial (``is_trial``) leaves nothing behind in the layers. The stage computes with the
-    settings ``numerics``. ``passes`` names what goes downstream with the hidden states.
+    settings ``numerics``. ``passes`` names what goes downstream with the hidden states, and
+    ``entering`` names the hidden states that come.
     """
 
     grad_enabled: bool
@@ -409,6 +411,7 @@ class Arguments(MicrobatchMessage, frozen=True):
     place: Count = 0
     numerics: Numerics = Numerics()
     passes: list[Name] = []
+    entering: Name = ""
 
 
 class MeasureLayer(IdleRequest, frozen=True):
