@@ -103,8 +103,6 @@ class LayerCall:
         """Every tensor among the arguments, with the position or name of its argument."""
         for place, value in _by_place(self.args, self.kwargs):
             yield from ((str(place), tensor) for tensor in tensors_in(value))
-        for step in self.arithmetic:
-            yield from ((step.function, tensor) for tensor in tensors_in(step.operands))
 
     @property
     def carried(self) -> list[str]:
@@ -119,10 +117,15 @@ class LayerCall:
         return of_layer | {step.name for step in self.arithmetic}
 
     @property
+    def operands(self) -> list[str]:
+        """The names of what the arithmetic behind the layer is done with, each once."""
+        return _names_in(self.arithmetic) if self.arithmetic else []
+
+    @property
     def wanted(self) -> list[str]:
         """The names of what must have come along for this call, each once."""
         made = self.made
-        names = [*self.carried, *_names_in(self.arithmetic), self.handed_on, *self.comes_back]
+        names = [*self.carried, *self.operands, self.handed_on, *self.comes_back]
         return [name for name in dict.fromkeys(names) if name and name not in made]
 
     @property

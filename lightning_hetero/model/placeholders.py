@@ -124,6 +124,19 @@ class Assumptions:
                 )
 
 
+@dataclass(eq=False)
+class Content:
+    """What a placeholder stands for.
+
+    Args:
+        name: Its name among what goes along with the hidden states.
+        here: It itself, once it has come back.
+    """
+
+    name: str
+    here: Tensor | None = None
+
+
 class HiddenStatesAway(Tensor):
     """A placeholder for the hidden states behind a layer on a worker.
 
@@ -137,15 +150,13 @@ class HiddenStatesAway(Tensor):
     Attributes:
         number: The number of the layer.
         position: As given.
-        computed: Their name if they are computed from what layers have returned, or else empty.
-        here: The hidden states, once they have come back.
+        content: Where they are found; nobody else has it, so it lives as long as the placeholder.
         form: Returns the form to a reader that does not rely on it: no assumption is noted.
     """
 
     number: int
     position: int
-    computed: str
-    here: Tensor | None
+    content: Content
     form: Callable[[], Form]
     _assumptions: Assumptions
     _place: torch.device
@@ -163,7 +174,7 @@ class HiddenStatesAway(Tensor):
         made: Self = Tensor._make_subclass(cls, nothing)
         made.number, made.form, made._assumptions = number, cache(form), assumptions
         made.position, made._place = position, device
-        made.computed, made.here = "", None
+        made.content = Content(returned(number, position))
         return made
 
     def is_of(self, assumptions: Assumptions) -> bool:
@@ -173,12 +184,12 @@ class HiddenStatesAway(Tensor):
     def become(self, other: HiddenStatesAway) -> None:
         """Stand for other hidden states from now on, as after a change in place."""
         self.number, self.position, self.form = other.number, other.position, other.form
-        self.computed = other.computed
+        self.content.name = other.name
 
     @property
     def name(self) -> str:
         """Their name among what goes along."""
-        return self.computed or returned(self.number, self.position)
+        return self.content.name
 
     def told(self, what: str) -> Tensor:
         """A tensor on ``meta`` from which the model may read the shape or dtype."""
@@ -225,12 +236,12 @@ def come_back(tree: Any) -> Any:
     if not any(_is_back(tensor) for tensor in tensors_in(tree)):
         return tree
     return apply_to_collection(
-        tree, HiddenStatesAway, lambda states: states if states.here is None else states.here
+        tree, HiddenStatesAway, lambda states: states.content.here if _is_back(states) else states
     )
 
 
 def _is_back(tensor: Tensor) -> bool:
-    return isinstance(tensor, HiddenStatesAway) and tensor.here is not None
+    return isinstance(tensor, HiddenStatesAway) and tensor.content.here is not None
 
 
 def _computed(wanted: Wanted) -> HiddenStatesAway:
@@ -345,7 +356,8 @@ def _name_of(function: Any) -> str:
 _SENTENCE = (
     "wants the content of a parameter or buffer of a layer that lives on a worker, which is not "
     "here; read it with `state_dict()` and write it with `load_state_dict()`, average weights with "
-    "`lightning_hetero.callbacks.StageWeightAveraging`, or keep the layer with the coordinator."
+    "`lightning_hetero.callbacks.StageWeightAveraging`, or keep the layer with the coordinator. If "
+    "the model calls parts of the layer itself, name these parts as `layers`."
 )
 # Reads what is known here. Each step reads these of every parameter, so they are not searched for
 # tensors first.

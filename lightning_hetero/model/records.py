@@ -22,7 +22,14 @@ from .arithmetic import ENTERED, Arithmetic, Carried, Wanted, computed, entering
 from .half_layers import is_second_half
 from .layer_call import LayerCall
 from .layers import EMBEDDING_LAYER, DecoderLayer
-from .placeholders import Assumptions, Form, HiddenStatesAway, refuse_away, tensors_in
+from .placeholders import (
+    Assumptions,
+    Content,
+    Form,
+    HiddenStatesAway,
+    refuse_away,
+    tensors_in,
+)
 
 
 class Records(threading.local):
@@ -34,7 +41,7 @@ class Records(threading.local):
         entering: What enters the first layer besides them, by name.
         along: What finds the form of what goes along, by name.
         assumptions: What the model was told of placeholders without certainty.
-        away: The placeholders of this forward, as far as the model still has them.
+        away: What the placeholders of this forward stand for, as far as the model still has them.
     """
 
     calls: Any = None
@@ -42,7 +49,7 @@ class Records(threading.local):
     entering: Mapping[str, Tensor] = MappingProxyType({})
     along: Mapping[str, Callable[[], Form]] = MappingProxyType({})
     assumptions: Any = None
-    away: Sequence[weakref.ref[HiddenStatesAway]] = ()
+    away: Sequence[weakref.ref[Content]] = ()
     # The model's own tensors in arithmetic, and their versions, which count changes in place.
     _operands: Sequence[tuple[Tensor, int]] = ()
     _grad_enabled: bool = True
@@ -58,7 +65,7 @@ class Records(threading.local):
     def forget(self) -> None:
         """Drop what was recorded."""
         self.calls = self.sent = None
-        self.entering = self.along = MappingProxyType({})
+        self.entering, self.along = MappingProxyType({}), MappingProxyType({})
         self.away, self._operands = (), ()
 
     def is_behind(self, number: int, value: Any) -> bool:
@@ -71,16 +78,27 @@ class Records(threading.local):
 
     def note(self, states: HiddenStatesAway) -> HiddenStatesAway:
         """Note a placeholder that the model gets."""
-        self.away = (*self.away, weakref.ref(states))
+        self.away = (*self.away, weakref.ref(states.content))
         self.along = {**self.along, states.name: states.form}
         return states
 
-    def still_there(self) -> list[HiddenStatesAway]:
-        """The placeholders that the model still has, if it does arithmetic with them."""
-        if not any(call.arithmetic for call in self.calls):
-            return []
+    def still_there(self, given: Sequence[Tensor]) -> list[Content]:
+        """What the model may compute with behind the last layer: what it still has of the hidden
+        states that layers have got, and of the results of arithmetic.
+
+        Args:
+            given: What the last layer gets. Nearly every model still has that, and only those use
+                it again that have done so with what earlier layers have got.
+        """
+        calls: list[LayerCall] = self.calls
+        results = {step.name for call in calls for step in call.arithmetic}
+        states = {ENTERED, *results, *(call.name_behind for call in calls)}
         found = (reference() for reference in self.away)
-        return [states for states in found if states is not None]
+        there = [each for each in found if each is not None and each.name in states]
+        if any(name in states - call.made for call in calls for name in call.operands):
+            return there
+        passed = [each.content for each in given if isinstance(each, HiddenStatesAway)]
+        return [content for content in there if content not in passed]
 
     def compute(self, wanted: Wanted) -> HiddenStatesAway:
         """Have arithmetic done behind the layer that was called last.
@@ -111,8 +129,14 @@ class Records(threading.local):
         find = cache(partial(_form_of_result, step, forms, torch.is_grad_enabled()))
         device = self.sent.device
         made = HiddenStatesAway(call.layer_index, device, find, self.assumptions)
-        made.computed = name
+        made.content.name = name
         return self.note(made)
+
+    def name_of(self, hidden: Tensor) -> str | None:
+        """The name of hidden states among what goes along; None if they do not."""
+        if hidden is self.sent:
+            return ENTERED
+        return hidden.name if self.is_ours(hidden) else None  # type: ignore[attr-defined]
 
     def check_operands(self) -> None:
         """Refuse a change of what the model has used in arithmetic.

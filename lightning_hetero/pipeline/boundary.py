@@ -20,6 +20,7 @@ from torch import Tensor
 from ..devices.copies import Land, already_here
 from ..errors import BatchError
 from ..model.layer_call import ENTERED, LayerCall, is_carried, returned
+from ..model.placeholders import tensors_in
 from ..protocol.fields import Numerics
 
 
@@ -156,8 +157,10 @@ class Surroundings:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The tensors among the layers' arguments."""
-        return [tensor for call in self.calls for _, tensor in call.named_tensors()]
+        """The tensors among the layers' arguments and the operands behind them."""
+        of_layers = [tensor for call in self.calls for _, tensor in call.named_tensors()]
+        operands = [step.operands for call in self.calls for step in call.arithmetic]
+        return [*of_layers, *tensors_in(operands)]
 
     @property
     def has_cache(self) -> bool:

@@ -162,7 +162,7 @@ def test_prediction_equals_one_device(model: type[models.Base], allowing: list[s
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", [models.Conditions, models.Biases])
+@pytest.mark.parametrize("model", [models.Conditions, models.Biases, models.Forecasts])
 def test_a_plan_from_measurements_trains(model: type[models.Base], allowing: list[str]) -> None:
     layers = LISTS.get(model, "layers")
     strategy = HeteroPipelineStrategy(allowing, "auto", layers=layers, micro_batches=3)
