@@ -17,7 +17,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..errors import RemoteProtocolError
-from ..model.layer_call import CacheUse, Carried, LayerCall, is_carried
+from ..model.arithmetic import Arithmetic, Carried, is_arithmetic, is_carried
+from ..model.layer_call import CacheUse, LayerCall
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -121,6 +122,8 @@ def encode_arguments(
             call.place,
             call.hidden_at,
             list(call.others),
+            [_encode_arithmetic(step, packer) for step in call.arithmetic],
+            call.handed_on,
         )
         for call in surroundings.calls
         if call.layer_index in layers
@@ -138,6 +141,7 @@ def encode_arguments(
         numerics=surroundings.numerics,
         default_dtype=dtype_name(surroundings.default_dtype),
         passes=surroundings.passes_behind(layers),
+        entering=surroundings.name_before(layers),
         **vars(leg),
     )
     return message, packer.tensors
@@ -170,6 +174,8 @@ def decode_arguments(
             call.place,
             call.hidden_at,
             tuple(call.others),
+            tuple(_decode_arithmetic(step, tensors, constants) for step in call.arithmetic),
+            call.handed_on,
         )
         for call in message.calls
     ]
@@ -194,6 +200,7 @@ def decode_arguments(
         numerics=message.numerics,
         default_dtype=default_dtype,
         passes=message.passes,
+        entering=message.entering,
     )
     if surroundings.has_cache and message.grad_enabled:
         raise RemoteProtocolError("A key-value cache carries no gradients.")
@@ -208,6 +215,20 @@ def _to_nodes(tree: Any) -> Any:
 
 def _from_nodes(tree: Any) -> Any:
     return apply_to_collection(tree, CarriedNode, lambda node: Carried(node.name))
+
+
+def _encode_arithmetic(step: Arithmetic, packer: Packer) -> m.ArithmeticBehind:
+    operands = packer.pack(_to_nodes(step.operands), f"An operand of {step.function!r}")
+    return m.ArithmeticBehind(step.name, step.function, operands, step.is_in_place)
+
+
+def _decode_arithmetic(
+    step: m.ArithmeticBehind, tensors: tuple[Tensor, ...], constants: KeptConstants
+) -> Arithmetic:
+    operands = _from_nodes(unpack(step.operands, tensors, constants))
+    if not isinstance(operands, tuple) or not is_arithmetic(step.function, operands):
+        raise RemoteProtocolError(f"Nobody computes {step.function!r} of {operands!r:.60}.")
+    return Arithmetic(step.name, step.function, operands, step.is_in_place)
 
 
 def _encode_cache(use: CacheUse, packer: Packer) -> m.CacheArgument:

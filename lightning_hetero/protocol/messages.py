@@ -75,6 +75,7 @@ from .snapshots import SnapshotTensor as SnapshotTensor
 from .snapshots import TakeSnapshot as TakeSnapshot
 from .snapshots import Wait as Wait
 from .tensors import TensorSpec
+from .values import ArithmeticBehind as ArithmeticBehind
 from .values import CacheArgument as CacheArgument
 from .values import LayerArguments as LayerArguments
 from .values import ParameterSpec as ParameterSpec
@@ -83,7 +84,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 # What replicas send each other.
 ReplicaContent = Literal["sums", "totals", "weights"]
@@ -401,7 +402,8 @@ class Arguments(MicrobatchMessage, frozen=True):
     stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
     later. A trial (``is_trial``) leaves nothing behind in the layers. The stage computes with the
     settings ``numerics``, and makes tensors of ``default_dtype`` where layers name none.
-    ``passes`` names what goes downstream with the hidden states.
+    ``passes`` names what goes downstream with the hidden states, and ``entering`` names the hidden
+    states that come.
     """
 
     grad_enabled: bool
@@ -416,6 +418,7 @@ class Arguments(MicrobatchMessage, frozen=True):
     numerics: Numerics = Numerics()
     default_dtype: Name = "float32"
     passes: list[Name] = []
+    entering: Name = ""
 
 
 class MeasureLayer(IdleRequest, frozen=True):
