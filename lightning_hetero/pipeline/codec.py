@@ -179,20 +179,14 @@ def decode_arguments(
         )
         for call in message.calls
     ]
-    autocast = message.autocast_dtype
-    if autocast is not None and autocast not in DTYPES:
-        raise RemoteProtocolError(f"The dtype {autocast!r} of autocast is unknown.")
-    default_dtype = DTYPES.get(message.default_dtype)
-    if default_dtype not in _DEFAULT_DTYPES:
-        raise RemoteProtocolError(f"{message.default_dtype!r} is no default dtype of torch.")
     if len(set(message.collect)) < len(message.collect) or any(
         kind.startswith("_") or is_carried(kind) for kind in message.collect
     ):
         raise RemoteProtocolError(f"The outputs {message.collect} cannot be collected.")
-    dtype = None if autocast is None else DTYPES[autocast]
+    autocast_dtype, default_dtype = _dtypes_of(message)
     surroundings = Surroundings(
         message.grad_enabled,
-        dtype,
+        autocast_dtype,
         calls,
         message.collect,
         is_trial=message.is_trial,
@@ -207,6 +201,17 @@ def decode_arguments(
     if message.is_trial and message.grad_enabled:
         raise RemoteProtocolError("A trial carries no gradients.")
     return surroundings
+
+
+def _dtypes_of(message: m.Arguments) -> tuple[torch.dtype | None, torch.dtype]:
+    """The dtype of autocast, None without autocast, and the default dtype."""
+    autocast = message.autocast_dtype
+    if autocast is not None and autocast not in DTYPES:
+        raise RemoteProtocolError(f"The dtype {autocast!r} of autocast is unknown.")
+    default_dtype = DTYPES.get(message.default_dtype)
+    if default_dtype not in _DEFAULT_DTYPES:
+        raise RemoteProtocolError(f"{message.default_dtype!r} is no default dtype of torch.")
+    return None if autocast is None else DTYPES[autocast], default_dtype
 
 
 def _to_nodes(tree: Any) -> Any:
