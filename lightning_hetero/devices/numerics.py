@@ -36,6 +36,15 @@ _SUMS = {
 }
 
 
+class _Last:
+    """What was set last: to look at all settings takes longer than to compare two of these."""
+
+    numerics: Numerics | None = None
+
+
+_LAST = _Last()
+
+
 def prepare_process() -> None:
     """Let a worker's process compute deterministically later, if a coordinator wants that, and
     let processes that it forks use CUDA: a look for GPUs must not begin to use them."""
@@ -63,14 +72,21 @@ def numerics_here() -> Numerics:
 
 
 def compute_with(numerics: Numerics) -> None:
-    """Set the settings of this process, if they differ.
+    """Set the settings of this process, if they are not those that were set last.
 
     Raises:
         ModelError: If this torch does not know one of them.
     """
-    here = numerics_here()
-    if numerics == here:
+    if numerics == _LAST.numerics:
         return
+    here = numerics_here()
+    _LAST.numerics = None
+    if numerics != here:
+        _set(numerics, here)
+    _LAST.numerics = numerics
+
+
+def _set(numerics: Numerics, here: Numerics) -> None:
     if numerics.matmul_precision != here.matmul_precision:
         _set_matmul_precision(numerics.matmul_precision)
     if numerics.other_precisions != here.other_precisions:
@@ -129,12 +145,13 @@ def _check(wanted: Numerics) -> None:
 
 def _sums() -> dict[str, bool]:
     matmul = torch.backends.cuda.matmul
-    reduced = {f"{dtype}_reduced_sums": getattr(matmul, name) for dtype, name in _SUMS.items()}
-    split = {
-        f"{dtype}_split_sums": getattr(matmul, f"{name}_split_k", True)
-        for dtype, name in _SUMS.items()
-    }
-    return reduced | split
+    found = {}
+    for dtype, name in _SUMS.items():
+        is_reduced = getattr(matmul, name)
+        found[f"{dtype}_reduced_sums"] = is_reduced
+        # torch takes False only where sums are not reduced either.
+        found[f"{dtype}_split_sums"] = is_reduced or getattr(matmul, f"{name}_split_k", True)
+    return found
 
 
 def _matmul_precision() -> str:
