@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from ..devices.description import equipment_here
 from ..devices.device import devices_beside
 from ..discovery.find import find_workers
+from ..errors import WorkerUnreachable
 from ..launch.cluster import ClusterFile, read_cluster
 from ..launch.join import Door, open_door
 from ..launch.launcher import Joining, Launcher
@@ -53,7 +55,9 @@ class Fleet:
         workers: int | Sequence[str] | Literal["auto"] | Launcher | ClusterFile,
         token_file: str | Path | None,
     ) -> None:
+        self._start_command = ""
         if isinstance(workers, ClusterFile):
+            self._start_command = f"lightning-hetero up {shlex.quote(workers.path)}"
             cluster = read_cluster(workers.path)
             workers, token_file = cluster.addresses, token_file or cluster.token_file
         self._workers = workers
@@ -136,7 +140,14 @@ class Fleet:
             self._lookout = Lookout(addresses, deadlines, identity)
         workers = [(name, addresses[name]) for name in names]
         source = source or Listening(addresses, deadlines, identity)
-        return Coordinator(workers, deadlines, identity, device, source)
+        try:
+            return Coordinator(workers, deadlines, identity, device, source)
+        except WorkerUnreachable as error:
+            if not self._start_command:
+                raise
+            raise WorkerUnreachable(
+                f"{error} `{self._start_command}` starts what does not run."
+            ) from error
 
     def waiting(self, used: Collection[str], num_members: int) -> list[str]:
         """The names of the workers that could join the run now.
