@@ -43,7 +43,7 @@ def read_yaml(path: str | Path, error_class: type[Exception]) -> Any:
         raise error_class(f"There is no file {str(path)!r}; check the name.") from None
     except OSError as error:
         raise error_class(
-            f"The file {str(path)!r} cannot be read: {error.strerror or error}."
+            f"The file {str(path)!r} cannot be read: {error.strerror or error}; name another file."
         ) from error
     except ValueError as error:
         raise error_class(f"The file {str(path)!r} is not text in UTF-8: {error}.") from error

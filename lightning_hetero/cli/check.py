@@ -6,20 +6,20 @@ import argparse
 import logging
 import sys
 import warnings
-from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from ..devices.description import equipment_here
-from ..errors import HeteroError
+from ..devices.description import equipment_here, named_device
 from ..verify.device_check import Finding, check_device
+from .options import check_folder, writing
 
 _MARKS = {True: "ok", False: "**FAILS**", None: ""}
 
 
 def run(options: argparse.Namespace) -> None:
-    devices = [torch.device(name) for name in options.device or _devices_here()]
+    check_folder("report", options.output)
+    devices = [named_device(name) for name in options.device or _devices_here()]
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     console, lines, is_good = Console(stderr=True), [], True
@@ -33,7 +33,8 @@ def run(options: argparse.Namespace) -> None:
     if options.output is None:
         print(report, end="")
     else:
-        _write(options.output, report)
+        with writing("report", options.output):
+            options.output.write_text(report, encoding="utf-8")
     sys.exit(0 if is_good else 1)
 
 
@@ -56,13 +57,3 @@ def _heading(device: torch.device) -> list[str]:
 def _row(finding: Finding) -> str:
     found = " ".join(finding.found.replace("|", "/").split())
     return f"| {finding.what} | {found} | {_MARKS[finding.is_good]} |"
-
-
-def _write(path: Path, report: str) -> None:
-    try:
-        path.write_text(report, encoding="utf-8")
-    except OSError as error:
-        raise HeteroError(
-            f"The report cannot be written to {str(path)!r}: {error.strerror or error}; name "
-            "another file."
-        ) from error

@@ -74,7 +74,11 @@ def _add_worker_options(worker: argparse.ArgumentParser) -> None:
         "--threads", type=_count, metavar="N", help="compute threads on the CPU (default: torch's)"
     )
     worker.add_argument(
-        "--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"]
+        "--log-level",
+        default="INFO",
+        type=str.upper,
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+        help="how much the worker logs (default: %(default)s)",
     )
     worker.add_argument(
         "--allow",
@@ -412,8 +416,8 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "plan": ("decide from measurements which device holds which layers", _add_plan_options),
     "schema": ("write the JSON schema of a plan or a profile, for editors", _add_schema_options),
     "diagram": ("draw which process of a plan holds which layers", _add_diagram_options),
-    "verify": ("whether the workers compute what one device computes", _add_verify_options),
-    "check": ("whether training is right on the devices of this machine", _add_check_options),
+    "verify": ("tell whether the workers compute what one device computes", _add_verify_options),
+    "check": ("tell whether training is right on the devices of this machine", _add_check_options),
     "top": ("show live what workers do", _add_top_options),
     "report": ("write an HTML page about a run", _add_report_options),
 }
@@ -536,6 +540,20 @@ def new_file(name: str) -> Path:
     return path
 
 
+def check_folder(what: str, path: Path | None) -> None:
+    """Refuse a file without a folder, before the work whose result it takes.
+
+    Args:
+        what: The content of the file, such as ``"report"``.
+        path: The file; None if there is none.
+
+    Raises:
+        HeteroError: If the folder is not there.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise _no_folder(what, path)
+
+
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
     """Write a file in this block; the error of a file that cannot be written names it.
@@ -546,12 +564,16 @@ def writing(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise HeteroError(
-            f"The {what} cannot be written to {str(path)!r}: there is no folder "
-            f"{str(path.parent)!r}; make it, or name another file."
-        ) from error
+        raise _no_folder(what, path) from error
     except OSError as error:
         raise HeteroError(
             f"The {what} cannot be written to {str(path)!r}: {error.strerror or error}; name "
             "another file."
         ) from error
+
+
+def _no_folder(what: str, path: Path) -> HeteroError:
+    return HeteroError(
+        f"The {what} cannot be written to {str(path)!r}: there is no folder {str(path.parent)!r}; "
+        "make it, or name another file."
+    )

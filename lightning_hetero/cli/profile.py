@@ -12,12 +12,13 @@ from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
 from ..strategy.deploy import Site, chosen_profiling
 from ..strategy.strategy import HeteroPipelineStrategy
-from .options import new_file, writing
+from .options import check_folder, new_file, writing
 from .project import project_of
 
 
 def run(options: argparse.Namespace) -> None:
     path = options.output or new_file("profile.yaml")
+    check_folder("profile", path)
     project = project_of(options)
     strategy = HeteroPipelineStrategy.of(project.trainer)
 

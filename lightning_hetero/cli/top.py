@@ -49,6 +49,7 @@ _COLOURS = {
     "gone": "red",
     "lost": "red",
 }
+_WIDTH = sum(COLUMNS.values()) + len(COLUMNS) - 1
 _BAR_CELLS = 4
 _MOST_OF_DEVICE = 16
 
@@ -160,7 +161,7 @@ def _stage(seen: WorkerStatus | None) -> StageStatus | None:
 def run(options: argparse.Namespace) -> None:
     deadlines = replace(Deadlines(), connect_seconds=options.patience)
     identity = Identity(credentials=credentials_of(find_token_file(options.token_file)))
-    console = Console()
+    console = _console()
     sightings = [Sighting(str(address)) for address in options.workers]
     with ThreadPoolExecutor(len(options.workers)) as asking:
 
@@ -179,6 +180,20 @@ def run(options: argparse.Namespace) -> None:
                 time.sleep(options.interval)
                 sightings = look(sightings)
                 live.update(table(sightings), refresh=True)
+
+
+def _console() -> Console:
+    """Where the table is shown; a file or a pipe takes all columns."""
+    console = Console()
+    if not console.is_terminal:
+        return Console(width=max(console.width, _WIDTH))
+    if console.width < _WIDTH:
+        console.print(
+            f"The table has {_WIDTH} columns, and this terminal shows {console.width}; make it "
+            "wider to see the devices and the links.",
+            highlight=False,
+        )
+    return console
 
 
 def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerStatus | str:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from ..devices.description import named_device
 from ..devices.device import all_survive_fork
 from ..devices.numerics import prepare_process
 from ..discovery.mdns import announced_worker
@@ -136,7 +137,7 @@ def _worker(
         owner = replace(owner, on_run_end=_show)
     return Worker(
         place.listener,
-        _torch_device(options.device) if found is None else torch.device(found.device),
+        named_device(options.device) if found is None else torch.device(found.device),
         allowed=allowed,
         credentials=credentials,
         owner=owner,
@@ -271,35 +272,3 @@ def _tell_ready() -> None:
     # If the parent process has ended meanwhile, this process ends too.
     with contextlib.suppress(OSError):
         os.write(sys.stdin.fileno(), b"\n")
-
-
-def _torch_device(name: str) -> torch.device:
-    """The device of that name, after a test that it works.
-
-    Raises:
-        HeteroError: If this machine does not have the device.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if name == "auto":
-        name = "cpu" if accelerator is None else f"{accelerator.type}:0"
-    try:
-        device = torch.device(name)
-        # Memory can be had without a kernel, of which torch may have none for an old or new GPU.
-        torch.ones(1, device=device).add_(1).tolist()
-    except (RuntimeError, AssertionError) as error:
-        here = ["cpu"]
-        if accelerator is not None:
-            here += [f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count())]
-        raise HeteroError(_why_not(name, here, error)) from error
-    return device
-
-
-def _why_not(name: str, here: Sequence[str], error: BaseException) -> str:
-    """Why torch does not compute on a device, of those that are here."""
-    said = str(error).partition("\n")[0].rstrip(".")
-    if name not in here and f"{name}:0" not in here:
-        return f"The device {name!r} cannot be used here; this machine has {', '.join(here)}."
-    return (
-        f"The device {name!r} is here, and torch {torch.__version__} cannot compute on it: {said}. "
-        "Install a build of torch for this device, or use another one, such as `--device cpu`."
-    )

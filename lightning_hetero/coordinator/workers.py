@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shlex
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from ..devices.description import equipment_here
 from ..devices.device import devices_beside
 from ..discovery.find import ask_status, find_workers
-from ..errors import HeteroError
+from ..errors import HeteroError, WorkerUnreachable
 from ..launch.cluster import ClusterFile, read_cluster
 from ..launch.join import Door, open_door
 from ..launch.launcher import Joining, Launcher
@@ -58,7 +59,9 @@ class Fleet:
         workers: int | Sequence[str] | Literal["auto"] | Launcher | ClusterFile,
         token_file: str | Path | None,
     ) -> None:
+        self._start_command = ""
         if isinstance(workers, ClusterFile):
+            self._start_command = f"lightning-hetero up {shlex.quote(workers.path)}"
             cluster = read_cluster(workers.path)
             workers, token_file = cluster.addresses, token_file or cluster.token_file
         self._workers = workers
@@ -139,7 +142,14 @@ class Fleet:
             identity = dataclasses.replace(identity, credentials=self._credentials())
         workers = [(name, addresses[name]) for name in names]
         source = source or Listening(addresses, deadlines, identity)
-        coordinator = Coordinator(workers, deadlines, identity, device, source)
+        try:
+            coordinator = Coordinator(workers, deadlines, identity, device, source)
+        except WorkerUnreachable as error:
+            if not self._start_command:
+                raise
+            raise WorkerUnreachable(
+                f"{error} `{self._start_command}` starts what does not run."
+            ) from error
         if self._door is None:
             run = coordinator.connections.run
             self._lookout = Lookout(addresses, deadlines, identity, run)

@@ -10,6 +10,7 @@ import socket
 import statistics
 import sysconfig
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 import transformers
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from ..errors import HeteroError
 from ..plan import Dtype
 from ..protocol.messages import DeviceDescribed, Equipment
 from ..protocol.tensors import dtype_name
@@ -141,3 +143,38 @@ def _multiply_seconds(device: Device, dtype: torch.dtype) -> float:
 
     run()
     return statistics.median(run() for _ in range(3))
+
+
+def named_device(name: str) -> torch.device:
+    """The device of that name, after a test that it works.
+
+    Args:
+        name: A device of torch, or ``"auto"`` for the first accelerator, else the processor.
+
+    Raises:
+        HeteroError: If this machine does not have the device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        name = "cpu" if accelerator is None else f"{accelerator.type}:0"
+    try:
+        device = torch.device(name)
+        # Memory can be had without a kernel, of which torch may have none for an old or new GPU.
+        torch.ones(1, device=device).add_(1).tolist()
+    except (RuntimeError, AssertionError) as error:
+        here = ["cpu"]
+        if accelerator is not None:
+            here += [f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count())]
+        raise HeteroError(_why_not(name, here, error)) from error
+    return device
+
+
+def _why_not(name: str, here: Sequence[str], error: BaseException) -> str:
+    """Why torch does not compute on a device, of those that are here."""
+    said = str(error).partition("\n")[0].rstrip(".")
+    if name not in here and f"{name}:0" not in here:
+        return f"The device {name!r} cannot be used here; this machine has {', '.join(here)}."
+    return (
+        f"The device {name!r} is here, and torch {torch.__version__} cannot compute on it: {said}. "
+        "Install a build of torch for this device, or use another one, such as `--device cpu`."
+    )

@@ -36,12 +36,14 @@ _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 _SSH_FAILED = 255
 
 # The shell's part that all scripts share: where the worker's files are, and whether it runs. The
-# number of a process that has ended may be another one's, so its words are looked at too.
+# number of a process that has ended may be another one's, so its words are looked at too. A process
+# that ends has lost its words and still has its port, so it is gone when the system says so.
 _COMMON = """
 umask 077
 cd || exit 1
 folder={folder}; pid="$folder/{name}.pid"; log="$folder/{name}.log"; token="$folder/{name}.token"
 say() {{ echo "{mark} $*"; }}
+is_gone() {{ case "$(ps -o stat= -p "$(cat "$pid")" 2>/dev/null)" in ""|Z*) ;; *) false ;; esac; }}
 runs() {{ [ -f "$pid" ] && ps -ww -o args= -p "$(cat "$pid")" 2>/dev/null | grep -qF "$token"; }}
 """
 _SCRIPTS: dict[Action, str] = {
@@ -62,7 +64,7 @@ say fault "$(tail -n 4 "$log" | tr '\\n' ' ')"
 if ! runs; then say stopped; rm -f "$token" "$pid"; exit; fi
 kill -TERM "$(cat "$pid")"
 for second in $(seq {seconds}); do
-  if ! runs; then say ended; rm -f "$token" "$pid"; exit; fi
+  if is_gone; then say ended; rm -f "$token" "$pid"; exit; fi
   sleep 1
 done
 say draining "$(cat "$pid")"
@@ -71,7 +73,7 @@ say draining "$(cat "$pid")"
 if ! runs; then say stopped; rm -f "$token" "$pid"; exit; fi
 kill -TERM "$(cat "$pid")"; sleep 1; kill -TERM "$(cat "$pid")" 2>/dev/null
 for second in $(seq {seconds}); do
-  if ! runs; then say ended; rm -f "$token" "$pid"; exit; fi
+  if is_gone; then say ended; rm -f "$token" "$pid"; exit; fi
   sleep 1
 done
 kill -KILL "$(cat "$pid")"; rm -f "$token" "$pid"; say ended

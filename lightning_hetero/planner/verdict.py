@@ -10,7 +10,7 @@ from typing import Literal
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..pipeline.placement import Placement
@@ -430,7 +430,9 @@ def _slowest_medium(candidate: Candidate) -> tuple[str, float]:
 
 def render(verdict: Verdict) -> RenderableType:
     """The verdict as a table and sentences, for a terminal."""
-    table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
+    # A narrow terminal folds what it cannot show, and cuts no name.
+    columns = [Column(name, overflow="fold") for name in COLUMNS]
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     embedding_is_here = not any(stage.embedding for stage in verdict.stages)
     for stage in verdict.stages:
         table.add_row(*(Text(cell) for cell in _cells(stage, embedding_is_here)))

@@ -96,7 +96,7 @@ def change_of_speed(name: str, first: Timing, again: Timing) -> str | None:
     if _agree(before, after):
         return None
     return (
-        f"{name} took {1000 * before:.3g} ms for a {_job_text(first)} when its measuring "
+        f"{name} took {1000 * before:.3g} ms for {_job_text(first)} when its measuring "
         f"began, and {1000 * after:.3g} ms at its end: its speed changed meanwhile, because of "
         "another program, a quota or heat, so a plan by these figures may be far from the best. "
         f"{MEASURE_AGAIN}"
@@ -117,7 +117,8 @@ def _agree(one: float, other: float) -> bool:
 
 def _job_text(timing: Timing) -> str:
     size = timing.micro_batch_size
-    return f"{timing.part} on {'1 sample' if size == 1 else f'{size} samples'}"
+    article = "an" if timing.part[:1].upper() in "AEIOU" else "a"
+    return f"{article} {timing.part} on {'1 sample' if size == 1 else f'{size} samples'}"
 
 
 def is_calmer(first: Timing, again: Timing) -> bool:
@@ -231,7 +232,7 @@ def corrections(name: str, first: Sequence[Timing], again: Sequence[Timing]) -> 
     for before, after in zip(first, with_shorter(first, again), strict=True):
         if not _agree(seconds_of(before), seconds_of(after)):
             yield (
-                f"{name} took {1000 * seconds_of(before):.3g} ms for a {_job_text(before)}, which "
+                f"{name} took {1000 * seconds_of(before):.3g} ms for {_job_text(before)}, which "
                 f"was doubtful, and {1000 * seconds_of(after):.3g} ms when it was measured again; "
                 "the shorter time is kept"
             )
@@ -244,7 +245,7 @@ def still_varying(name: str, timings: Sequence[Timing]) -> str | None:
         return None
     most = max(varying, key=lambda timing: timing.spread)
     return (
-        f"{name} took very different times for equal runs: for a {_job_text(most)} the median is "
+        f"{name} took very different times for equal runs: for {_job_text(most)} the median is "
         f"{most.spread:.0%} above the fastest, and {len(varying)} of its {len(timings)} timings "
         "differ by more than a quarter. Something else uses the device, so a plan by these figures "
         f"may be far from the best. {MEASURE_AGAIN}"

@@ -282,6 +282,7 @@ def _remedy(folder: Path) -> str:
     below = [
         path.parent
         for name in FILES
+        if name != PLAN_NAME  # a plan lies in folders of projects too
         for above in ("*", "*/*")
         for path in folder.glob(f"{above}/{name}")
     ]

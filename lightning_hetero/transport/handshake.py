@@ -42,6 +42,11 @@ from .tls import Credentials, secured
 # a second: strangers that come in a burst must not slow a coordinator like that.
 _MOST_WAITING = 1024
 
+_CUT_OFF = (ChannelError, ConnectionResetError, BrokenPipeError)
+_MAY_NEED_IT = (
+    "This process has no token: if the coordinator has one, copy its token file to this machine."
+)
+
 # To connect again: a few round trips, and at least this.
 _LEAST_CONNECT_SECONDS = 0.5
 _CONNECT_MARGIN = 4.0
@@ -352,7 +357,9 @@ def join(
     try:
         return _join(address, name, listener, deadlines, identity, session_name)
     except WorkerUnreachable as error:
-        raise JoinError(str(error)) from error
+        # A door with a token says no word to a peer without TLS, not even that it wants TLS.
+        is_mute = identity.credentials is None and isinstance(error.__cause__, _CUT_OFF)
+        raise JoinError(f"{error} {_MAY_NEED_IT}" if is_mute else str(error)) from error
 
 
 def _join(

@@ -143,6 +143,6 @@ class Joiner:
     def _reason_of_end(self, error: JoinError) -> str:
         return (
             f"No coordinator has let this worker in at {self.address} for "
-            f"{self.rejoin_seconds:g} s, so it ends. {error} Start the training, and then the "
-            "worker again; `--rejoin-seconds` sets how long it dials."
+            f"{self.rejoin_seconds:g} s, so it ends. {error} See that a training waits there for "
+            "workers, and start the worker again; `--rejoin-seconds` sets how long it dials."
         )

@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor
 
 from lightning_hetero import cli
-from lightning_hetero.cli.worker import _torch_device
+from lightning_hetero.devices.description import named_device
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.plan import Plan, StagePlan
@@ -227,7 +227,7 @@ def test_a_device_for_which_torch_has_no_kernel_is_refused_with_torch_s_reason(
         r"'cpu' is here, and torch \S+ cannot compute on it: CUDA error: no kernel .* device\. Inst"
     )
     with pytest.raises(HeteroError, match=told):
-        _torch_device(name)
+        named_device(name)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from ..conftest import worker_process
 from ..integration.moves import Moves
 from ..integration.shapes import REPLICAS, SHAPES, shaped
 from ..models import TinyModule, loader, trainer
+from ..transport.pairs import closed_address
 from .answers import answer
 from .command import run
 
@@ -207,6 +208,18 @@ def test_in_130_columns_nothing_is_cut() -> None:
     for whole in (name, "training", "layers", "%", "↓20.0/↑10.0"):
         assert whole in shown
     assert "…" not in shown
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_narrow_terminal_is_told_and_a_file_gets_all_columns(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(Console, "is_terminal", is_terminal)
+    assert run(monkeypatch, "top", str(closed_address()), "--once") == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("this terminal shows 80; make it wider" in shown) == is_terminal
+    assert ("links, MB/s" in shown) != is_terminal
 
 
 def drawn(*sightings: Sighting, width: int = 130) -> list[str]:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lightning_hetero import ClusterFile, HeteroPipelineStrategy, cli
-from lightning_hetero.errors import ClusterError
+from lightning_hetero.errors import ClusterError, WorkerUnreachable
 from lightning_hetero.launch.cluster import Machine, carry_out, read_cluster
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.token import FILE_VARIABLE, Token
@@ -124,6 +124,9 @@ def test_up_train_status_and_down(
     assert not list(folder.glob("*.token"))
     text, code = said(monkeypatch, capsys, "down", "--now", str(cluster))
     assert (text, code) == ("here  did not run\nthere  did not run\n", 0)
+    told = f"No worker answers at .* `lightning-hetero up {cluster}` starts what does not run"
+    with pytest.raises(WorkerUnreachable, match=told):
+        fit(TinyModule(), HeteroPipelineStrategy(ClusterFile(str(cluster)), "even"))
 
 
 def test_what_is_missing_on_a_machine_is_said(

@@ -191,11 +191,18 @@ def test_a_line_is_shown_in_the_order_of_its_layers() -> None:
     )
 
 
-def shown(verdict: Verdict) -> str:
-    console = Console(width=150)
+def shown(verdict: Verdict, width: int = 150) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(render(verdict))
     return captured.get()
+
+
+def test_a_narrow_terminal_cuts_no_name() -> None:
+    verdict = judge(solve(small()))
+    for width in (80, 60):
+        assert "…" not in shown(verdict, width)
+    assert "coordinator" in shown(verdict, 80)
 
 
 def test_the_table_shows_every_stage_and_the_sentences_the_rest() -> None:

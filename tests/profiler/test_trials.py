@@ -241,6 +241,11 @@ def test_doubtful_timings_take_at_most_half_of_a_devices_time() -> None:
     assert affordable(timings, 0.5, 1.0) == []
 
 
+def test_a_part_has_its_article() -> None:
+    [told] = corrections("here", [timed("embedding", 0.4)], [timed("embedding", 0.02)])
+    assert "for an embedding on 1 sample" in told
+
+
 def test_the_shorter_time_is_kept_and_a_correction_says_so() -> None:
     first = [timed("head", 0.417), timed("full", 0.010), timed("full", 0.020, 2)]
     second = [timed("head", 0.019), timed("full", 0.011)]

@@ -323,6 +323,13 @@ def test_a_folder_of_runs_names_the_latest(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
+def test_a_folder_with_a_plan_alone_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "plan.yaml").touch()
+    with pytest.raises(PictureError, match="has no file of a run. Name the folder with"):
+        read_run(tmp_path)
+
+
 def record(shares: dict[int, float], **others: Any) -> RunRecord:
     curves = {f"stage/{n}/busy_share": [(0.0, 0.0), (1.0, share)] for n, share in shares.items()}
     return RunRecord("run", metrics=curves | others.pop("metrics", {}), plan=PLAN, **others)  # type: ignore[arg-type]

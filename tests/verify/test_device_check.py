@@ -47,6 +47,22 @@ def test_the_report_says_what_is_right_and_ends_with_that(
     assert "| bits of one device, deterministic, 6 steps | all weights equal | ok |" in report
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--device quantum:7", "The device 'quantum:7' cannot be used here; this machine has "),
+        ("--device cpu -o /nowhere/check.md", "there is no folder '/nowhere'; make it"),
+    ],
+)
+def test_what_cannot_be_checked_or_written_is_told_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, words: str, told: str
+) -> None:
+    monkeypatch.setattr(device_check, "CHECKS", [])
+    monkeypatch.setattr(sys, "argv", f"x check {words}".split())
+    with pytest.raises(SystemExit, match=told):
+        cli.main()
+
+
 def test_wrong_losses_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     train = Bench.train
 
