@@ -56,8 +56,8 @@ from lightning_hetero.report.topology import (
 )
 from lightning_hetero.telemetry.ranges import Range
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 from tests.report.chromium import COMMAND, evaluate
 
 HERE = Path(__file__).parent

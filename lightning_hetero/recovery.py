@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,11 @@ def recovery_of(value: bool | Recovery) -> Recovery | None:
     if isinstance(value, Recovery):
         return value
     return Recovery() if value else None
+
+
+def too_few(names: Collection[str], least: int) -> str:
+    """Why a run with these workers cannot go on, as a sentence; empty if it can."""
+    if len(names) >= least:
+        return ""
+    count = "1 worker takes" if len(names) == 1 else f"{len(names)} workers take"
+    return f"Only {count} part, and the run needs {least} (`least_workers` of `Recovery`)."

@@ -342,3 +342,96 @@ class Rivals(Base):
     def configure_optimizers(self) -> Any:
         both = (self.generator, self.discriminator)
         return [torch.optim.SGD(each.parameters(), lr=0.5) for each in both], []
+
+
+class Mixed(nn.Module):
+    """A layer without a residual connection of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = line()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.mix(hidden).tanh()
+        return result
+
+
+class Sums(Base):
+    """The model adds what a layer returns to what the layer has got."""
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList(Mixed() for _ in range(4))
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+class Forecasts(Base):
+    """Each block takes away what it explains, and the model adds the forecasts up."""
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList(Explaining() for _ in range(4))
+        self.level = nn.Parameter(torch.zeros(WIDTH))
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        forecast = condition[:, None] * self.level
+        for layer in self.layers:
+            backcast, block_forecast = layer(hidden)
+            hidden = hidden - backcast
+            forecast = forecast + block_forecast
+        return forecast
+
+
+class Explaining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.past, self.future = line(), line()
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.past(hidden).tanh(), self.future(hidden).tanh()
+
+
+class Masked(Sums):
+    """Padded places are set to zero before each layer, in place, and to other numbers later."""
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList(line() for _ in range(4))
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        is_there = (hidden.detach()[..., :1] > -1.0).double()
+        for layer in self.layers:
+            hidden *= is_there
+            hidden = layer(hidden)
+        return hidden.masked_fill(is_there == 0, 0.5)
+
+
+class Scales(Sums):
+    """Scales that train, on either side of every function."""
+
+    def build(self) -> None:
+        super().build()
+        self.scales = nn.Parameter(torch.ones(4, WIDTH))
+        self.gate = nn.Parameter(torch.full((), 0.3))
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        padded = torch.arange(LENGTH)[None, :, None] == 0
+        for scale, layer in zip(self.scales, self.layers, strict=True):
+            result = layer(hidden)
+            gated = self.gate * hidden + (1 - self.gate) * result * scale
+            hidden = (2.0 - gated) / 1.5 - 1.0 / (result.add(3)) + -result
+            hidden = hidden.masked_fill(padded, -0.5)
+        return hidden
+
+
+class Pairs(Base):
+    """Attention and a perceptron side by side, in a list of pairs."""
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList(nn.ModuleList([Mixed(), Mixed()]) for _ in range(2))
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for attend, think in self.layers:  # type: ignore[misc]
+            hidden = hidden + attend(hidden) + think(hidden)
+        return hidden

@@ -35,6 +35,18 @@ def squared_relu(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 
 
+class Ramp(nn.Module):
+    """Makes tensors in its forward, and names no dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        steps = torch.linspace(0, 1, WIDTH) / torch.tensor(3.0)
+        return hidden + torch.tanh(self.mix(hidden)) * steps
+
+
 class Gain(nn.Module):
     """Has a bare parameter, a buffer that is saved and one that is not."""
 
@@ -109,6 +121,24 @@ class Stack(nn.Module):
         mask = mask.expand(len(tokens), 1, -1, -1)
         for number, block in enumerate(self.blocks):
             hidden = block(hidden, mask, scale=1.0 / (1 + number))
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Ramps(nn.Module):
+    """The same with blocks that make tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Ramp() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
         logits: Tensor = self.head(hidden)
         return logits
 

@@ -159,9 +159,9 @@ def commands() -> list[Path]:
     + [("watch-a-run.md", PipelineTimeline), ("watch-a-run.md", StageMonitor)]
     + [
         ("joining.md", Joining),
-        ("joining.md", SshWorkers),
-        ("joining.md", RayWorkers),
-        ("joining.md", SlurmWorkers),
+        ("launchers.md", SshWorkers),
+        ("launchers.md", RayWorkers),
+        ("launchers.md", SlurmWorkers),
     ]
     + [("checkpoints.md", StageWeightAveraging), ("models.md", from_pretrained)],
 )

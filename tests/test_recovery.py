@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_hetero import Recovery
 from lightning_hetero.errors import RecoveryError
-from lightning_hetero.recovery import recovery_of
+from lightning_hetero.recovery import recovery_of, too_few
 
 from .models import TinyModule
 
@@ -36,6 +36,12 @@ def test_other_values_out_of_bounds_are_refused_too(name: str, value: Any) -> No
 def test_a_number_of_workers_is_whole_and_from_one_on(value: Any) -> None:
     with pytest.raises(RecoveryError, match="^`least_workers` is .*whole number from 1 on.$"):
         Recovery(least_workers=value)
+
+
+def test_too_few_workers_are_told_with_both_numbers() -> None:
+    assert too_few(["a", "b"], 2) == ""
+    assert "Only 1 worker takes part, and the run needs 2" in too_few(["a"], 2)
+    assert "Only 0 workers take part, and the run needs 1" in too_few([], 1)
 
 
 def test_true_takes_the_defaults() -> None:

@@ -23,14 +23,13 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import psutil
 import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
@@ -40,6 +39,7 @@ from torch.utils.data import DataLoader
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import lightning_hetero
+from benchmarks.processes import WorkerProcess, memory_bytes, worker_process
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 CONFIG = LlamaConfig(
@@ -119,22 +119,22 @@ class Decoder(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-4)
 
 
-class PeakMemory(pl.Callback):
-    """The greatest resident memory of processes over what they had at the start."""
+class Memory(pl.Callback):
+    """What processes have behind the last step, and the most that each had so far.
 
-    def __init__(self, processes: dict[str, str]) -> None:
-        self.processes = processes
-        self.baselines: dict[str, int] = {}
+    Every run has processes of its own on the workers, so they are looked up in each step.
+    """
+
+    def __init__(self, workers: Mapping[str, WorkerProcess]) -> None:
+        self._workers = workers
+        self.bytes: dict[str, int] = {}
         self.peaks: dict[str, int] = {}
 
-    def start(self) -> None:
-        for name, pid in self.processes.items():
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts anew
-            self.baselines[name] = memory_bytes(pid, "VmRSS")
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        for name, pid in self.processes.items():
-            self.peaks[name] = memory_bytes(pid, "VmHWM") - self.baselines[name]
+    def on_train_batch_end(self, *_: Any) -> None:
+        pids = {name: worker.pid for name, worker in self._workers.items()}
+        for name, pid in {"coordinator": os.getpid(), **pids}.items():
+            self.bytes[name] = memory_bytes(pid, "VmRSS")
+            self.peaks[name] = memory_bytes(pid, "VmHWM")
 
 
 class SavingMemory(pl.Callback):
@@ -147,7 +147,7 @@ class SavingMemory(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == NUM_STEPS:
             before = memory_bytes("self", "VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")
+            start_peak_anew()
             trainer.save_checkpoint(self.path)
             self.peak = memory_bytes("self", "VmHWM") - before
 
@@ -166,33 +166,14 @@ class MovingMemory(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == NUM_STEPS - 1:
             before = memory_bytes("self", "VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")
+            start_peak_anew()
             trainer.strategy.move_layers(self.plan)
             self.peak = memory_bytes("self", "VmHWM") - before
 
 
-def memory_bytes(pid: str, entry: str) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    (kibibytes,) = re.findall(rf"{entry}:\s+(\d+) kB", status)
-    return int(kibibytes) * 1024
-
-
-@contextmanager
-def worker() -> Iterator[tuple[str, str]]:
-    """A worker process; its address and its pid."""
-    command = [sys.executable, "-m", "lightning_hetero", "worker"]
-    command += ["--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        for line in process.stderr:
-            if "listening on" in line:
-                # The process of the next session.
-                [session] = psutil.Process(process.pid).children()
-                yield line.split("listening on ")[1].split(",")[0], str(session.pid)
-                break
-    finally:
-        process.terminate()
-        process.wait()
+def start_peak_anew() -> None:
+    """Let the peak of this process be what it has now."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def saved_bytes(run: Callable[[], Tensor], parameters: set[int]) -> int:
@@ -260,19 +241,19 @@ def train(folder: Path, job: Job) -> list[tuple[str, int, int]]:
     num_layers = CONFIG.num_hidden_layers
     of_layer, of_head = activation_bytes(job)
     with ExitStack() as stack:
-        first, second = (stack.enter_context(worker()) for _ in range(2))
+        first, second = (stack.enter_context(worker_process([])) for _ in range(2))
         ranges = {
             "worker 1": range(num_layers // 2),
             "worker 2": range(num_layers // 2, num_layers),
         }
-        addresses = [first[0], second[0]]
+        addresses = [first.address, second.address]
         plan = plan_of(addresses, num_layers // 2)
-        peaks = PeakMemory({"coordinator": "self", "worker 1": first[1], "worker 2": second[1]})
-        fit(Decoder(folder / "tiny", job), HeteroPipelineStrategy(addresses, plan), [])
+        before, during = (Memory({"worker 1": first, "worker 2": second}) for _ in range(2))
+        fit(Decoder(folder / "tiny", job), HeteroPipelineStrategy(addresses, plan), [before])
+        start_peak_anew()
         saving = SavingMemory(folder / "saved.ckpt")
-        peaks.start()
         module = Decoder(folder / "model", job)
-        fit(module, HeteroPipelineStrategy(addresses, plan), [peaks, saving])
+        fit(module, HeteroPipelineStrategy(addresses, plan), [during, saving])
         moving = MovingMemory(plan_of(addresses, num_layers // 2 - NUM_MOVING))
         again = Decoder(folder / "model", job)
         fit(again, HeteroPipelineStrategy(addresses, plan), [moving])
@@ -282,7 +263,7 @@ def train(folder: Path, job: Job) -> list[tuple[str, int, int]]:
     }
     largest = 4 * max(CONFIG.vocab_size, CONFIG.intermediate_size) * CONFIG.hidden_size
     needed["coordinator"] = needed_bytes(module, range(0), of_head * IN_FLIGHT + 2 * largest)
-    rows = [(name, needed[name], peaks.peaks[name]) for name in sorted(needed)]
+    rows = [(n, needed[n], during.peaks[n] - before.bytes[n]) for n in sorted(needed)]
     # Adam's two moments travel with the weights, and the gradients do not.
     moved = needed_bytes(module, range(NUM_MOVING), 0)
     moved -= sum(p.nbytes for p in layers_of(module, NUM_MOVING) if p.requires_grad)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,12 @@ class Arena:
             facts = process.wait_for("losses")
             process.finish()
         return self._outcome([facts])
+
+    def both_alone(self, peer: str) -> list[Outcome]:
+        """Run a peer of one process on each core at the same time: what two processes have of this
+        machine that share nothing but its memory."""
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda core: self.alone(peer, core), (0, 1)))
 
     def run(self, peer: str, split: int) -> Outcome:
         """Run a peer of two processes."""

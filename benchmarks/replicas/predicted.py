@@ -41,6 +41,11 @@ def plan_for(worker: str, own: int | None) -> Plan:
     return slowed.plan_for(worker, own)
 
 
+def named(own: int | None) -> str:
+    """The plan in words."""
+    return "line, 4 layers here" if own is None else f"replicas {MICRO_BATCHES - own}:{own}"
+
+
 def predicted_seconds(plan: Plan, profile: Profile) -> float:
     """The planner's step.
 
@@ -84,8 +89,12 @@ def run(core: int, how: How, options: argparse.Namespace, console: Console) -> N
     found: dict[tuple[float, int | None], list[tuple[float, float]]] = {c: [] for c in CASES}
     for number in range(options.rounds):
         for (share, own), pairs in found.items():
-            pairs.append(compare(core, share, own, how, options))
-        console.print(f"predicted: round {number + 1} of {options.rounds} done")
+            predicted, measured = compare(core, share, own, how, options)
+            pairs.append((predicted, measured))
+            console.print(
+                f"round {number + 1}: {named(own)}, worker's core at {share:g}: "
+                f"{predicted:.3f} s predicted, {measured:.3f} s measured"
+            )
     table = Table(title=f"steps of {MICRO_BATCHES} micro-batches; goal: within {GOAL:.0%}")
     columns = ("worker's core", "plan", "predicted, s", "measured, s", "error", "of the rounds")
     for column in columns:
@@ -94,7 +103,7 @@ def run(core: int, how: How, options: argparse.Namespace, console: Console) -> N
         errors = [predicted / measured - 1 for predicted, measured in pairs]
         table.add_row(
             f"{share:g}",
-            "line, 4 layers here" if own is None else f"replicas {MICRO_BATCHES - own}:{own}",
+            named(own),
             f"{median(predicted for predicted, _ in pairs):.3f}",
             f"{median(measured for _, measured in pairs):.3f}",
             f"{median(errors):+.1%}",

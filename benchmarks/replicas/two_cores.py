@@ -1,7 +1,8 @@
 """One stage on the coordinator and a worker, a pinned core each, against peers in the same rounds.
 
 A round runs, one after the other: the first core alone, the second one alone, a model of half the
-layers, the replicas, and the case's peers. All must have the same losses.
+layers, the replicas, and the case's peers. All must have the same losses. Then both cores train
+alone at the same time, which tells what this machine has for two processes that send nothing.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Case:
         return {**splits, CUT: HALVES_HERE, PLANNED: NUM_LAYERS // 2}
 
 
+FEW = (2, 4, 8)
 SLOW_PEERS = (DDP, UNEQUAL_DDP, SERVER, PLANNED)
 SLOW_IN_FLIGHT = 8
 """While a slow worker runs one micro-batch, the coordinator runs up to five."""
@@ -72,7 +74,11 @@ SLOW_IN_FLIGHT = 8
 CASES = [
     Case("adapters", 16, 7, 1.85, (DDP,), has_adapters=True),
     Case("weights", 16, 7, 1.75, (DDP,)),
-    *(Case(f"few-{count}", count, count // 2, 1.70, (CUT,)) for count in (2, 4, 8)),
+    *(Case(f"few-{count}", count, count // 2, 1.70, (CUT,)) for count in FEW),
+    *(
+        Case(f"few-{count}-adapters", count, count // 2, 1.70, (CUT,), has_adapters=True)
+        for count in FEW
+    ),
     Case("half", 16, 10, 1.35, SLOW_PEERS, 0.5, in_flight=SLOW_IN_FLIGHT),
     Case("quarter", 16, 13, 1.13, SLOW_PEERS, 0.25, in_flight=SLOW_IN_FLIGHT),
 ]
@@ -111,6 +117,7 @@ class Contest:
             trains=options.model + ending,
         )
         self._measured = Measured(self._arena.setting, (NUM_LAYERS, SHORT))
+        self._at_once: list[float] = []
         self._peers = [REPLICAS]
         for peer in case.peers:
             reason = why_not(peer, self._arena)
@@ -125,7 +132,10 @@ class Contest:
         run_round(self._arena, self._measured, self._peers, splits)
         self._leave_out_lines()
         measured = self._measured
+        speeds = [outcome.tokens_per_second for outcome in self._arena.both_alone(ONE_CORE)]
+        self._at_once.append(sum(speeds) / measured.outcomes[ONE_CORE][-1].tokens_per_second)
         ratios = [f"{peer} {measured.ratios(peer)[-1]:.2f}" for peer in measured.outcomes]
+        ratios.append(f"both alone at once {self._at_once[-1]:.2f}")
         self._console.print(f"{self.case.name}: × one core: {', '.join(ratios)}")
 
     def _leave_out_lines(self) -> None:
@@ -168,7 +178,9 @@ class Contest:
             f"{case.name}: {reached:.3f} × one core; goal {case.goal:g}; bound {bound:.3f}, of "
             f"which {reached / bound:.0%} is reached. The second core has {speed:.2f} × the first "
             f"one's speed, and all but the layers takes as long as {head:.2f} layers; with these, "
-            f"{best} of {case.micro_batches} micro-batches here are fastest."
+            f"{best} of {case.micro_batches} micro-batches here are fastest. Both cores alone at "
+            f"the same time do {median(self._at_once):.2f} × one core, where their sum one after "
+            f"the other is {1 + speed:.2f}."
         )
 
 

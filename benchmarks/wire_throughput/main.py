@@ -25,9 +25,10 @@ from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.protocol.session import answering_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel, Inbox
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.connection import SocketConnection, prepare_socket, send_buffers
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial, receive_hello
+from lightning_hetero.transport.handshake import dial, receive_hello
 from lightning_hetero.transport.tls import Credentials, secured
 from lightning_hetero.transport.token import Token
 

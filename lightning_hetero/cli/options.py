@@ -24,6 +24,8 @@ Value = TypeVar("Value")
 
 DEFAULT_LISTEN = Address("127.0.0.1", 9999)
 _MOST_SECONDS = 366 * 86400.0
+# Between two looks, for an answer, and to measure a link.
+_LEAST_SECONDS = 0.01
 
 
 class Parser(argparse.ArgumentParser):
@@ -233,14 +235,14 @@ def _add_doctor_options(doctor: argparse.ArgumentParser) -> None:
     )
     doctor.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=10.0,
         metavar="SECONDS",
         help="deadline of each step of the connection (default: %(default)s)",
     )
     doctor.add_argument(
         "--seconds",
-        type=float,
+        type=_seconds,
         default=2.0,
         metavar="SECONDS",
         help="about how long to measure each link (default: %(default)s)",
@@ -488,8 +490,10 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    if not _LEAST_SECONDS <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds from {_LEAST_SECONDS} to 3600"
+        )
     return seconds
 
 

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from ..discovery.find import WorkerStatus, ask_status
 from ..errors import WorkerUnreachable
-from ..protocol.messages import StageStatus
+from ..protocol.messages import SpareStatus, StageStatus
 from ..report.topology import short_device
 from ..transport.address import Address
+from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
 from ..transport.token import find_token_file
 from ..units import in_bytes, in_duration
@@ -45,6 +45,7 @@ _COLOURS = {
     "in a run": "yellow",
     "idle": "yellow",
     "free": "cyan",
+    "spare": "cyan",
     "gone": "red",
     "lost": "red",
 }
@@ -88,7 +89,7 @@ class Sighting:
         if self.problem:
             return "not there" if self.seen is None else "gone" if self.stage is None else "lost"
         if self.stage is None:
-            return "free"
+            return "free" if self.spare is None else "spare"
         if self.stage.is_measuring:
             return "measuring"
         if self.stage.repetition is not None and not self.stage.repetition.is_over:
@@ -101,6 +102,11 @@ class Sighting:
     def stage(self) -> StageStatus | None:
         """The stage that the worker serves; None if it serves none."""
         return _stage(self.seen)
+
+    @property
+    def spare(self) -> SpareStatus | None:
+        """The run for which the worker waits; None if it waits for none."""
+        return None if self.seen is None else self.seen.status.spare
 
     @property
     def traffic(self) -> list[Traffic]:
@@ -235,7 +241,8 @@ def _is_short(device: str) -> bool:
 def _cells_of_run(each: Sighting) -> list[Text]:
     stage = each.stage
     if stage is None:
-        return [Text("")] * 4
+        waits_for = "" if each.spare is None else _run_from(each.spare)
+        return [Text(waits_for), *[Text("")] * 3]
     held = "\n".join(
         f"{each.number}: {each.first_layer} to {each.end_layer - 1}"
         for each in stage.stages
@@ -244,11 +251,16 @@ def _cells_of_run(each: Sighting) -> list[Text]:
     if each.state == "idle":
         held = "none"
     return [
-        Text(f"{stage.run}\n{stage.coordinator.rpartition(':')[0]}"),
+        Text(_run_from(stage)),
         Text(held),
         Text(str(stage.step or "")),
         Text("" if each.busy_share is None else _bar(each.busy_share)),
     ]
+
+
+def _run_from(status: StageStatus | SpareStatus) -> str:
+    host = status.coordinator.rpartition(":")[0]
+    return f"{status.run}\n{host}" if status.run else host
 
 
 def _bar(share: float) -> str:

@@ -8,8 +8,8 @@ import torch
 
 from ..devices.description import equipment_here
 from ..discovery.find import find_workers
+from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
 from ..transport.token import find_token_file
 

@@ -322,8 +322,9 @@ class _SentForward:
     def _tried(self, layers: Mapping[int, nn.Module]) -> Tensor | None:
         """The output of the layers on ``meta``; None where its form depends on values."""
         hidden = torch.empty(self.spec.shape, dtype=self.spec.torch_dtype, device="meta")
-        along = {ENTERED: hidden, **self.surroundings.carried}
-        with suppress(ModelError, KeyError):
+        carried = self.surroundings.carried
+        along = {ENTERED: hidden, **{name: _to_meta(each) for name, each in carried.items()}}
+        with suppress(ModelError, KeyError, RuntimeError):
             for call in self.surroundings.calls:
                 layer, number = layers[call.layer_index], call.layer_index
                 with shapes_only(layer):
@@ -331,9 +332,14 @@ class _SentForward:
                 if found is None:
                     return None
                 along |= {returned(number, at): tensor for at, tensor in found.tensors.items()}
-                hidden = found.tensors[call.hidden_at]
+                call.with_tensors(_to_meta).compute(along)
+                hidden = along[call.name_behind]
             return hidden
         return None
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("meta")
 
 
 def check_narrowed(narrowed: Sequence[m.Narrowed | None], wire_dtype: WireDtype | None) -> None:

@@ -35,10 +35,9 @@ from ..protocol.frames import Frame
 from ..protocol.tensors import BufferPool
 from ..transport.address import Address
 from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
+from ..transport.compatibility import differences
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, differences
-from .member import Member
-from .source import Listening, Source
+from .member import Member, Source
 
 Wanted = TypeVar("Wanted", bound=m.Message)
 
@@ -59,18 +58,19 @@ class Connections:
     """Talks to the workers of a run. Not thread-safe.
 
     Args:
-        workers: The name and address of each worker.
+        names: The names of the workers.
+        source: Where the workers are found.
         deadlines: How long each kind of waiting may take.
-        identity: The equipment and credentials that this process shows to the workers.
+        equipment: What this process runs on, as it tells the workers.
         receive_pool: Makes the memory into which a channel reads tensors.
-        source: Where the workers are found; None dials their addresses.
 
     Attributes:
         members: The connected workers, by their numbers; an idle one that is lost is left out.
         workers: Those that serve stages; before `assign`, all of them.
         ways: By micro-batch and visit of the present step, the worker of each stage on its way.
         deadlines: As given.
-        equipment: The equipment of this process, as it told the workers.
+        run: The name of the run, which only distinguishes runs.
+        equipment: As given.
         step: The number of the present step; 0 before the first one.
         in_flight: The most micro-batches in flight in the present step.
         asides: Takes messages that answer no request, by their kind.
@@ -89,13 +89,13 @@ class Connections:
 
     def __init__(
         self,
-        workers: Sequence[tuple[str, Address]],
+        names: Sequence[str],
+        source: Source,
         deadlines: Deadlines,
-        identity: Identity,
+        equipment: m.Equipment,
         receive_pool: Callable[[], BufferPool],
-        source: Source | None = None,
     ) -> None:
-        self.equipment = identity.equipment
+        self.equipment = equipment
         self.deadlines = deadlines
         self.members: list[Member] = []
         self.workers: list[Member] = []
@@ -119,13 +119,13 @@ class Connections:
         # What has come while a certain answer was awaited; it comes before the inbox.
         self._put_aside: deque[Arrival] = deque()
         self._receive_pool = receive_pool
-        self._source = source or Listening(dict(workers), deadlines, identity)
-        self._run = secrets.token_hex(4)
+        self._source = source
+        self.run = secrets.token_hex(4)
         # Why the run is over.
         self._end: WorkerError | None = None
         self._by_channel: dict[Channel, Member] = {}
         try:
-            for number, (name, _) in enumerate(workers, start=1):
+            for number, name in enumerate(names, start=1):
                 self._add(number, name)
         except BaseException:
             self.close()
@@ -145,7 +145,7 @@ class Connections:
 
     def new_session_name(self) -> str:
         """A name for a session of this run, which nobody can guess."""
-        return self._run + secrets.token_hex(16)
+        return self.run + secrets.token_hex(16)
 
     def _open(self, own_name: str) -> tuple[Channel, m.Equipment, Address, str]:
         """Open a session with a worker; returns its channel, equipment, address and session."""
@@ -184,7 +184,7 @@ class Connections:
             WorkerUnreachable: If it does not answer or refuses.
         """
         with self._another_channel(worker):
-            channel, welcome = self._source.dial(other.address, session)
+            channel, welcome = self._source.admit_beside(other.address, session)
             channel.start(self._inbox, self._receive_pool())
             worker.channel, worker.equipment = channel, welcome.equipment
             worker.address, worker.session = other.address, session

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -37,8 +38,8 @@ from ..model.tensors import is_frozen, named_tensors
 from ..pipeline.boundary import Collected
 from ..pipeline.draws import Draws
 from ..pipeline.handover import Request, surroundings_here
-from ..pipeline.placement import Placement
-from ..pipeline.transfers import coming_home, leaving_home
+from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
+from ..pipeline.placement import Placement, coming_home, leaving_home
 from ..plan import Plan, StagePlan
 from ..protocol.tensors import DTYPES
 from .holdings import RemoteStage, remote_stages
@@ -47,9 +48,11 @@ from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
 from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
 from .replicas import HostedReplicas
-from .session import Coordinator
 from .tensors_away import TensorsAway
-from .whole_batches import NOTHING_SAID, BatchOptions, HandOvers
+from .whole_batches import HandOvers
+
+if TYPE_CHECKING:
+    from .session import Coordinator
 
 _MOST_NAMES = 12
 # How often buffers are updated, and what to do about it.
@@ -142,13 +145,7 @@ class Deployment:
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._names = {number: layer.name for number, layer in away.items()}
         self._away = {number: layer.module for number, layer in away.items()}
-        numbers = {n for stage in plan.stages if stage.is_hosted for n in stage.layer_indices}
-        hosted = {number: layer for number, layer in self._away.items() if number in numbers}
-        if hosted and list_begins(away):
-            raise ModelError(
-                "The plan has the coordinator as a replica of a stage, which works with one list "
-                "of layers only, and `layers` names several. Take the coordinator from the stage."
-            )
+        hosted = self._hosted_layers(away)
         self._look_at_tensors(hosted, before)
         recorder = coordinator.telemetry.recorder
         self.hand_overs = HandOvers(
@@ -173,9 +170,30 @@ class Deployment:
             before.hosted.detach()
         self.hosted: HostedReplicas | None = None
         if hosted:
-            self.hosted = HostedReplicas(Placement.of(plan), hosted, coordinator, self._hollow)
+            self.hosted = self._replicas_of(hosted)
         self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(away, connections, coordinator.layers, differing)
+
+    def _hosted_layers(self, away: Mapping[int, DecoderLayer]) -> dict[int, nn.Module]:
+        """The layers of which this process is to be a replica, of those on workers.
+
+        Raises:
+            ModelError: If these are several lists of layers.
+        """
+        hosted = {n for stage in self.plan.stages if stage.is_hosted for n in stage.layer_indices}
+        if hosted and list_begins(away):
+            raise ModelError(
+                "The plan has the coordinator as a replica of a stage, which works with one list "
+                "of layers only, and `layers` names several. Take the coordinator from the stage."
+            )
+        return {number: layer.module for number, layer in away.items() if number in hosted}
+
+    def _replicas_of(self, hosted: Mapping[int, nn.Module]) -> HostedReplicas:
+        """What runs the layers of which this process is a replica."""
+        coordinator, placement = self.coordinator, Placement.of(self.plan)
+        remote, stages = coordinator.layers, coordinator.stages
+        recorder = coordinator.telemetry.recorder
+        return HostedReplicas(placement, hosted, remote, stages, recorder, self._hollow)
 
     def _look_at_tensors(self, hosted: Collection[int], before: Deployment | None) -> None:
         """Find out which tensors are on workers, here and there, or trained."""

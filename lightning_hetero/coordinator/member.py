@@ -1,16 +1,20 @@
-"""A member: a worker of the run as the coordinator sees it."""
+"""Members: the workers of a run as the coordinator sees them, and where it finds them."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import WorkerError
-from ..pipeline.journal import Journal
 from ..protocol import messages as m
 from ..protocol.values import SentConstants
 from ..transport.address import Address, advice
-from ..transport.channel import Channel
+
+if TYPE_CHECKING:
+    from ..pipeline.journal import Journal
+    from ..transport.channel import Channel
 
 
 @dataclass(eq=False)
@@ -81,3 +85,39 @@ class Member:
         what = f"stage {' and '.join(map(str, self.stages))}" if self.stages else "the worker"
         where = self.name if self.name == str(self.address) else f"{self.name} ({self.address})"
         return f"{what} on {where}"
+
+
+class Source(Protocol):
+    """Where the coordinator finds its workers: at addresses that it dials, or at the door.
+
+    A worker has a name of its own there, by which another process of it is found again after a
+    loss. The door, where workers wait that have dialled this process, is `launch.join.Door`.
+    """
+
+    def names(self) -> Sequence[str]:
+        """The workers that may be there now."""
+
+    def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
+        """Open a conversation with a worker.
+
+        Args:
+            name: The worker's own name.
+            session_name: The name of the conversation.
+
+        Returns:
+            The channel, which is not started yet; the worker's Welcome; where it listens now.
+
+        Raises:
+            WorkerUnreachable: If it does not answer or refuses.
+        """
+
+    def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Open the conversation that only a second process of a worker takes.
+
+        Args:
+            address: Where the worker listens, and its second process too.
+            session_name: The name of the conversation.
+
+        Raises:
+            WorkerUnreachable: If it does not answer or refuses.
+        """

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -30,18 +31,19 @@ from torch import Tensor
 from ..errors import ChannelError, HeteroError, RemoteProtocolError, WorkerError, WorkerUnreachable
 from ..model.tensors import named_tensors
 from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
-from ..planner.membership import too_few
 from ..protocol import messages as m
 from ..protocol.frames import Frame
-from ..recovery import Recovery
+from ..recovery import Recovery, too_few
 from .connections import Connections
 from .holdings import kind_of
 from .layers import Names, RemoteLayers
 from .losses import Loss
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
-from .stages import RemoteStages
 from .takeover import Takeovers, needed_bytes
+
+if TYPE_CHECKING:
+    from .stages import RemoteStages
 
 # Between two attempts to reach a worker that is about to start again.
 _BETWEEN_DIALS_SECONDS = 0.1

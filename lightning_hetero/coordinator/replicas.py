@@ -36,7 +36,7 @@ from ..transport.channel import send_copied
 from .connections import refuse_sums
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
-from .session import Coordinator
+from .stages import RemoteStages
 
 
 class HostedReplicas:
@@ -45,7 +45,9 @@ class HostedReplicas:
     Args:
         placement: Says which micro-batches this process runs; it must have a hosted stage.
         layers: The layers of the hosted stage by their numbers.
-        coordinator: Has deployed them.
+        remote: Has deployed them.
+        stages: Runs the steps of the stages on workers.
+        recorder: Records the spans of this process.
         hollow: The run of hollow layers that they belong to.
 
     Attributes:
@@ -57,17 +59,19 @@ class HostedReplicas:
         self,
         placement: Placement,
         layers: Mapping[int, nn.Module],
-        coordinator: Coordinator,
+        remote: RemoteLayers,
+        stages: RemoteStages,
+        recorder: Recorder,
         hollow: HollowLayers,
     ) -> None:
-        self.note_tokens = coordinator.stages.note_tokens
+        self.note_tokens = stages.note_tokens
         self.placement = placement
         self._number = next(s.number for s in placement.stages if s.is_hosted)
         self._layers = layers
-        self._remote = remote = coordinator.layers
+        self._remote = remote
         self._hollow = hollow
-        self._copies = coordinator.stages.copies
-        self._sums = _WorkerSums(remote, coordinator.telemetry.recorder)
+        self._copies = stages.copies
+        self._sums = _WorkerSums(remote, recorder)
         self._held = _held_tensors(layers)
         found = self._present()
         self.names_of: Mapping[Tensor, str] = {

@@ -13,27 +13,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ..devices.device import check_has_backend, device_for
 from ..plan import Narrowing
+from ..protocol import messages as m
 from ..recovery import Recovery
 from ..transport.address import Address
+from ..transport.channel import Channel
+from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity
+from ..transport.handshake import dial
 from .connections import Connections
 from .layers import RemoteLayers
+from .member import Source
 from .neighbors import Neighbors
 from .optimizer_parts import OptimizerParts
 from .replacement import Replacements
-from .source import Source
 from .stages import RemoteStages
 from .telemetry import Telemetry
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Workers that listen, each at an address that stays.
+
+    Args:
+        addresses: By the workers' own names.
+        deadlines: How long each kind of waiting may take.
+        identity: What this process shows to the workers.
+    """
+
+    addresses: Mapping[str, Address]
+    deadlines: Deadlines
+    identity: Identity
+
+    def names(self) -> Sequence[str]:
+        """All of them, as nobody knows which of them run."""
+        return list(self.addresses)
+
+    def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
+        """Dial a worker's address; see `Source`."""
+        address = self.addresses[name]
+        return *self.admit_beside(address, session_name), address
+
+    def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Dial a second process; see `Source`."""
+        return dial(address, "coordinator", session_name, self.deadlines, self.identity)
 
 
 class Coordinator:
@@ -62,7 +94,11 @@ class Coordinator:
     ) -> None:
         check_has_backend(device)
         copies = device_for(device).copies()
-        self.connections = Connections(workers, deadlines, identity, copies.receive_pool, source)
+        names = [name for name, _ in workers]
+        source = source or Listening(dict(workers), deadlines, identity)
+        self.connections = Connections(
+            names, source, deadlines, identity.equipment, copies.receive_pool
+        )
         self.neighbors = Neighbors(self.connections)
         self.telemetry = Telemetry(self.connections, device)
         self.replacements: Replacements | None = None

@@ -126,8 +126,7 @@ class SnapshotFiles:
                 for name, tensor, state in contents:
                     if is_wanted(name):
                         said = m.LoadTensor(name, list(state))
-                        for buffer in encode_frame(Frame(said, (tensor, *state.values()))):
-                            file.write(buffer)
+                        file.writelines(encode_frame(Frame(said, (tensor, *state.values()))))
                     yield name, tensor, state
         except OSError as error:
             raise _not_written(self.base(worker), error) from error

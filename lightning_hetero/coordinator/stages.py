@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,8 +34,10 @@ from ..protocol.values import Digests, Packer
 from ..transport.channel import send_copied
 from .answers import DueAnswers, check_narrowed
 from .connections import Connections
-from .layers import RemoteLayers
 from .member import Member
+
+if TYPE_CHECKING:
+    from .layers import RemoteLayers
 
 
 class OutgoingArguments:

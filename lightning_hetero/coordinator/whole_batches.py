@@ -12,9 +12,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
-from typing import Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -32,6 +31,7 @@ from ..pipeline.handover import (
     first_of_request,
     takes_sequence_first,
 )
+from ..pipeline.microbatch import GO_ON, STOPPING_DIFFERENCE, BatchOptions
 from ..pipeline.recorder import Recorder
 from ..pipeline.tolerance import coarsest, norm_error, rounding_of_hidden
 from ..pipeline.turns import current_turn
@@ -39,31 +39,10 @@ from ..plan import Plan
 from ..protocol.tensors import DTYPES
 from .stages import RemoteStages
 
-CheckFirstBatch = Literal["stop", "warn", "off"]
-
-# A larger difference stops the run.
-STOPPING_DIFFERENCE = 0.01
-GO_ON = "To go on all the same, set `check_first_batch='warn'`."
 _NUM_COMPARED = 2
 
 # Runs pieces without gradients, and joins what comes back along a dimension.
 Trial = Callable[[Sequence[Request], int], Activation]
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """The user's options for batches.
-
-    Args:
-        dim: The dimension that counts samples; None if the strategy must find it.
-        check: Whether a difference between a batch and its pieces stops the run.
-    """
-
-    dim: int | None = None
-    check: CheckFirstBatch = "off"
-
-
-NOTHING_SAID = BatchOptions()
 
 
 class WholeBatches:

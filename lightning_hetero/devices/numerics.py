@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,29 @@ from ..protocol.fields import Numerics
 
 # cuBLAS computes deterministically only with this, which torch reads at the first product.
 _CUBLAS_WORKSPACE = ":4096:8"
+
+# What is an attribute of torch, by its name in `Numerics`.
+_SWITCHES: dict[str, tuple[Any, str]] = {
+    "cudnn": (torch.backends.cudnn, "enabled"),
+    "cudnn_benchmark": (torch.backends.cudnn, "benchmark"),
+    "cudnn_deterministic": (torch.backends.cudnn, "deterministic"),
+    "onednn": (torch.backends.mkldnn, "enabled"),
+    "onednn_deterministic": (torch.backends.mkldnn, "deterministic"),
+    "float16_accumulation": (torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+}
+_SUMS = {
+    "float16": "allow_fp16_reduced_precision_reduction",
+    "bfloat16": "allow_bf16_reduced_precision_reduction",
+}
+
+
+class _Last:
+    """What was set last: to look at all settings takes longer than to compare two of these."""
+
+    numerics: Numerics | None = None
+
+
+_LAST = _Last()
 
 
 def prepare_process() -> None:
@@ -33,59 +57,136 @@ def numerics_here() -> Numerics:
     cuda = torch.backends.cuda
     return Numerics(
         _matmul_precision(),
+        _joined(_other_backends()),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+        half_math_attention=cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        fast_encoder=torch.backends.mha.get_fastpath_enabled(),
+        **_sums(),
+        **{field: getattr(owner, name) for field, (owner, name) in _SWITCHES.items()},
     )
 
 
 def compute_with(numerics: Numerics) -> None:
-    """Set the settings of this process, if they differ.
+    """Set the settings of this process, if they are not those that were set last.
 
     Raises:
-        ModelError: If this torch does not know the precision.
+        ModelError: If this torch does not know one of them.
     """
-    here = numerics_here()
-    if numerics == here:
+    if numerics == _LAST.numerics:
         return
+    here = numerics_here()
+    _LAST.numerics = None
+    if numerics != here:
+        _set(numerics, here)
+    _LAST.numerics = numerics
+
+
+def _set(numerics: Numerics, here: Numerics) -> None:
     if numerics.matmul_precision != here.matmul_precision:
         _set_matmul_precision(numerics.matmul_precision)
+    if numerics.other_precisions != here.other_precisions:
+        _set_precisions(_other_backends(), numerics.other_precisions)
     torch.use_deterministic_algorithms(numerics.deterministic, warn_only=numerics.only_warns)
     cuda = torch.backends.cuda
     cuda.enable_flash_sdp(numerics.flash_attention)
     cuda.enable_mem_efficient_sdp(numerics.memory_efficient_attention)
     cuda.enable_math_sdp(numerics.math_attention)
     cuda.enable_cudnn_sdp(numerics.cudnn_attention)
+    cuda.allow_fp16_bf16_reduction_math_sdp(numerics.half_math_attention)
+    torch.backends.mha.set_fastpath_enabled(numerics.fast_encoder)
+    for field, (owner, name) in _SWITCHES.items():
+        if getattr(numerics, field) != getattr(here, field):
+            setattr(owner, name, getattr(numerics, field))
+    for dtype, name in _SUMS.items():
+        is_reduced = getattr(numerics, f"{dtype}_reduced_sums")
+        is_split = getattr(numerics, f"{dtype}_split_sums")
+        # The pair is newer than torch 2.9.
+        setattr(cuda.matmul, name, is_reduced if is_split else (is_reduced, False))
+    _check(numerics)
+
+
+@contextlib.contextmanager
+def making(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, torch makes tensors of this dtype where none is named.
+
+    Not for longer: the state of an optimizer that is made meanwhile would have it too.
+    """
+    before = torch.get_default_dtype()
+    if before == dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _check(wanted: Numerics) -> None:
+    """torch only warns of words that it does not know, and older versions know fewer settings.
+
+    Raises:
+        ModelError: If a setting is not as wanted.
+    """
+    here = numerics_here()
+    for field in wanted.__struct_fields__:
+        if getattr(here, field) != getattr(wanted, field):
+            raise ModelError(
+                f"torch {torch.__version__} does not take the coordinator's setting {field} = "
+                f"{getattr(wanted, field)!r} over, and would compute other numbers; use the same "
+                "version of torch here and there, or the default of this setting there."
+            )
+
+
+def _sums() -> dict[str, bool]:
+    matmul = torch.backends.cuda.matmul
+    found = {}
+    for dtype, name in _SUMS.items():
+        is_reduced = getattr(matmul, name)
+        found[f"{dtype}_reduced_sums"] = is_reduced
+        # torch takes False only where sums are not reduced either.
+        found[f"{dtype}_split_sums"] = is_reduced or getattr(matmul, f"{name}_split_k", True)
+    return found
 
 
 def _matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        # The newer setting is in use. It exists from torch 2.9 on.
-        return "/".join(backend.fp32_precision for backend in _newer_backends())
+        # The newer setting is in use.
+        return _joined(_newer_backends())
 
 
 def _set_matmul_precision(wanted: str) -> None:
-    with contextlib.suppress(RuntimeError, AttributeError), warnings.catch_warnings():
-        # torch only warns of words that it does not know.
+    if "/" in wanted:
+        _set_precisions(_newer_backends(), wanted)
+        return
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        words = wanted.split("/")
-        if len(words) == 1:
-            torch.set_float32_matmul_precision(wanted)
-        else:
-            for backend, word in zip(_newer_backends(), words, strict=False):
-                backend.fp32_precision = word
-    if _matmul_precision() != wanted:
-        raise ModelError(
-            f"torch {torch.__version__} cannot multiply with the coordinator's precision "
-            f"{wanted!r}; use the same version of torch there, or call "
-            "`torch.set_float32_matmul_precision`."
-        )
+        torch.set_float32_matmul_precision(wanted)
 
 
-def _newer_backends() -> tuple[Any, Any]:
+def _set_precisions(backends: tuple[Any, ...], wanted: str) -> None:
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for backend, word in zip(backends, wanted.split("/"), strict=False):
+            backend.fp32_precision = word
+
+
+def _joined(backends: tuple[Any, ...]) -> str:
+    return "/".join(backend.fp32_precision for backend in backends)
+
+
+def _newer_backends() -> tuple[Any, ...]:
     return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+def _other_backends() -> tuple[Any, ...]:
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
+    return cudnn.conv, mkldnn.conv, mkldnn.rnn

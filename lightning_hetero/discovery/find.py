@@ -15,8 +15,9 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..transport.address import Address
 from ..transport.channel import Inbox
+from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, dial
+from ..transport.handshake import dial
 from ..transport.token import read_token_file
 from .mdns import (
     Announcement,
@@ -141,14 +142,22 @@ class WorkerStatus:
     status: m.Status
 
 
-def ask_status(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerStatus:
+def ask_status(
+    address: Address, deadlines: Deadlines, identity: Identity, run: str = ""
+) -> WorkerStatus:
     """Ask a worker what it does; its run is not interrupted.
+
+    Args:
+        address: Where the worker listens.
+        deadlines: How long each kind of waiting may take.
+        identity: What this process shows to the worker.
+        run: The name of the run whose spare the worker is, which it tells others for a while.
 
     Raises:
         WorkerUnreachable: If the worker does not answer, or refuses.
     """
     inbox = Inbox()
-    channel, welcome = dial(address, "watcher", "", deadlines, identity)
+    channel, welcome = dial(address, "watcher", run, deadlines, identity)
     channel.start(inbox)
     try:
         content = inbox.get(timeout=deadlines.connect_seconds).content

@@ -21,7 +21,7 @@ from ..planner.profile import Link, Profile
 from ..planner.solver import solve
 from ..protocol import messages as m
 from ..transport.address import Address
-from ..transport.handshake import Party, differences, obstacles
+from ..transport.compatibility import Party, differences, obstacles
 from ..units import in_bytes, in_percent, in_seconds
 
 Check = Literal[

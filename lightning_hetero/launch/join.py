@@ -5,7 +5,8 @@
 
 A peer without the token gets no word of ours: one that does not speak TLS gets no byte at all. A
 peer with the token that cannot be used is told the reason. A worker that waits says nothing, and
-neither the worker nor this process needs a thread for that. The worker's end is in `worker.join`.
+neither the worker nor this process needs a thread for that. A second process of a worker (see
+`worker.beside`) comes for one session, and waits apart. The worker's end is in `worker.join`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ..protocol.frames import Frame, encode_frame
 from ..protocol.session import answering_session
 from ..transport.address import Address, checked_name
 from ..transport.channel import Channel
+from ..transport.compatibility import Identity
 from ..transport.connection import (
     Connection,
     SocketConnection,
@@ -45,10 +47,8 @@ from ..transport.connection import (
 )
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import (
-    Identity,
     address_of,
     check_hello,
-    dial,
     listen,
     open_over,
     receive_opening,
@@ -83,6 +83,7 @@ class Guest:
         host: Where it has dialled from.
         connection: Connected and, with a token, under TLS.
         plain: The connection below.
+        session: The only session that it takes; empty for a worker, which takes any.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Guest:
     host: str
     connection: Connection
     plain: SocketConnection
+    session: str = ""
 
     @property
     def has_left(self) -> bool:
@@ -100,9 +102,10 @@ class Guest:
         return bool(arrivals.poll(0))
 
     def tell(self, note: str) -> None:
-        """Tell the worker how long to wait; one that has left hears nothing."""
+        """Tell the worker that it is a spare, and how long to wait; one that has left hears
+        nothing."""
         with contextlib.suppress(OSError, ChannelError):
-            word = encode_frame(Frame(m.Welcome(m.PROTOCOL_VERSION, note=note)))
+            word = encode_frame(Frame(m.Welcome(m.PROTOCOL_VERSION, note=note, is_spare=True)))
             send_buffers(self.connection, word, _WORD_SECONDS)
 
     def __str__(self) -> str:
@@ -174,6 +177,8 @@ class Door:
         self._changed = threading.Condition()
         # In the order in which they came.
         self._guests: dict[str, Guest] = {}
+        # Second processes, by their sessions.
+        self._seconds: dict[str, Guest] = {}
         self._refused: deque[str] = deque(maxlen=_MOST_REFUSED)
         self._lobby = Lobby(_MOST_GREETINGS)
         self._refusals = RefusalLog()
@@ -190,7 +195,8 @@ class Door:
         """Send everybody away who waits; those that dial again later find nobody."""
         with self._changed:
             self._is_closed = True
-            guests, self._guests = list(self._guests.values()), {}
+            guests = [*self._guests.values(), *self._seconds.values()]
+            self._guests, self._seconds = {}, {}
         self._closing.close()  # wakes the thread
         if self._thread.ident is not None:
             self._thread.join()
@@ -290,16 +296,44 @@ class Door:
                 f"No worker named {name} waits at {self.address}, as it has left again; look at "
                 "what it printed, and start it again."
             )
+        return *self._open(guest, session_name, lambda: name in self.names()), guest.address
+
+    def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        """Open the conversation for which a second process of a worker comes to this door.
+
+        It dials as its worker did, since this process may have no way to the worker's address.
+
+        Raises:
+            WorkerUnreachable: If it does not come in time, has left, or refuses.
+        """
+        seconds = self._deadlines.connect_seconds
+        with self._changed:
+            self._changed.wait_for(lambda: session_name in self._seconds, seconds)
+            guest = self._seconds.pop(session_name, None)
+        if guest is None:
+            raise WorkerUnreachable(
+                f"The second process of the worker at {address} has not dialled {self.address} "
+                f"within {seconds:g} s; look at what that worker printed."
+            )
+        return self._open(guest, session_name, lambda: False)
+
+    def _open(
+        self, guest: Guest, session_name: str, has_joined_again: Callable[[], bool]
+    ) -> tuple[Channel, m.Welcome]:
+        """Open a conversation over the connection that a guest has dialled.
+
+        Raises:
+            WorkerUnreachable: If the guest has left, or refuses.
+        """
         try:
-            opened = open_over(
+            return open_over(
                 guest.connection,
                 guest.address,
                 session_name,
                 self._deadlines,
                 self._identity,
-                lambda: name in self.names(),
+                has_joined_again,
             )
-            return *opened, guest.address
         except (OSError, ChannelError, RemoteProtocolError) as error:
             guest.connection.close()
             raise WorkerUnreachable(
@@ -308,14 +342,6 @@ class Door:
         except BaseException:
             guest.connection.close()
             raise
-
-    def dial(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
-        """Open the conversation for which a second process of a worker waits at its address.
-
-        Raises:
-            WorkerUnreachable: If this process cannot reach it, or it refuses.
-        """
-        return dial(address, "coordinator", session_name, self._deadlines, self._identity)
 
     def _take_connections(self) -> None:
         with self._closed, selectors.DefaultSelector() as arrivals:
@@ -382,7 +408,8 @@ class Door:
     ) -> Guest:
         hello = check_hello(message, self._identity, "the coordinator", ("joiner",))
         where = Address.parse(hello.address)
-        return Guest(checked_name(hello.name), where, hello.equipment, host, connection, plain)
+        name, session = checked_name(hello.name), hello.session
+        return Guest(name, where, hello.equipment, host, connection, plain, session)
 
     def _let_in(self, guest: Guest, hello: m.Message) -> None:
         """Add a worker to those that wait, and tell it so.
@@ -396,29 +423,43 @@ class Door:
             self._forget_gone()
             self._check_room(guest)
             # Before the worker can act on its Welcome, nobody else can take its name.
-            self._guests[guest.name] = guest
-            self._say(self._line(guest))
-            note = self._note(guest.name)
+            waiting, key = self._place_of(guest)
+            waiting[key] = guest
+            note = "the run takes it in at once"
+            if not guest.session:
+                self._say(self._line(guest))
+                note = self._note(guest.name)
             welcome = m.Welcome(
-                m.PROTOCOL_VERSION, self._identity.equipment, time.time(), note=note
+                m.PROTOCOL_VERSION,
+                self._identity.equipment,
+                time.time(),
+                note=note,
+                is_spare=bool(self._wishes.members),
             )
             rules.sent(welcome)
             try:
                 send_buffers(guest.connection, encode_frame(Frame(welcome)), _WORD_SECONDS)
             except BaseException:
-                del self._guests[guest.name]
+                del waiting[key]
                 raise
             self._changed.notify_all()
+
+    def _place_of(self, guest: Guest) -> tuple[dict[str, Guest], str]:
+        """Where a guest waits, and under which key."""
+        if guest.session:
+            return self._seconds, guest.session
+        return self._guests, guest.name
 
     def _check_room(self, guest: Guest) -> None:
         if self._is_closed:
             raise JoinError("The run has ended; the next run takes workers again.")
-        if (other := self._guests.get(guest.name)) is not None:
+        waiting, key = self._place_of(guest)
+        if (other := waiting.get(key)) is not None:
             raise JoinError(
                 f"A worker named {guest.name} has joined already, from {other.host}; start each "
                 "worker with a `--name` of its own."
             )
-        if len(self._guests) >= _MOST_GUESTS:
+        if len(waiting) >= _MOST_GUESTS:
             raise JoinError(
                 f"{_MOST_GUESTS} workers wait here already, which is the most; start fewer."
             )
@@ -436,10 +477,12 @@ class Door:
 
     def _forget_gone(self) -> None:
         """Take leave of workers that wait no more; the caller holds the lock."""
-        for guest in [guest for guest in self._guests.values() if guest.has_left]:
-            del self._guests[guest.name]
-            guest.connection.close()
-            self._say(f"{guest} has left before the run took it")
+        for guest in [*self._guests.values(), *self._seconds.values()]:
+            if guest.has_left:
+                waiting, key = self._place_of(guest)
+                del waiting[key]
+                guest.connection.close()
+                self._say(f"{guest} has left before the run took it")
 
     def _missing(self) -> str:
         with self._changed:
@@ -499,7 +542,8 @@ def open_door(
     Raises:
         WorkerError: If the address is not available, or is beyond loopback without a token.
     """
-    door = Door(listen(address, identity.credentials), identity, deadlines, least, named, say)
+    listener = listen(address, identity.credentials, for_workers=True)
+    door = Door(listener, identity, deadlines, least, named, say)
     door.open()
     return door
 

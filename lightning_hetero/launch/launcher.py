@@ -100,8 +100,12 @@ class Joining:
         return []
 
 
-def check_wishes(launcher: Launcher) -> None:
+def check_wishes(launcher: Launcher, num_started: float = math.inf) -> None:
     """Check the numbers and the address of a launcher.
+
+    Args:
+        launcher: The launcher.
+        num_started: How many workers it starts; infinite if nobody knows.
 
     Raises:
         PlanError: With the name of the argument.
@@ -111,6 +115,11 @@ def check_wishes(launcher: Launcher) -> None:
     if not _is_count(launcher.least):
         raise PlanError(
             f"`least` of {name} is {launcher.least!r}; it must be a whole number from 1."
+        )
+    if launcher.least > num_started:
+        raise PlanError(
+            f"`least` of {name} is {launcher.least}, and {name} starts {num_started} at most; "
+            "lower `least`, or let it start more workers."
         )
     if launcher.most is not None and not (
         _is_count(launcher.most) and launcher.most >= launcher.least

@@ -93,7 +93,7 @@ class RayWorkers:
         self.least = self.least or len(self.bundles)
         if self.join is not None:
             Address.parse(self.join)
-        check_wishes(self)
+        check_wishes(self, len(self.bundles))
         self._placed: _Placed | None = None
 
     def start(self, join: Address, token: Token | None) -> None:

@@ -83,7 +83,7 @@ class SshWorkers:
         self.least = self.least or len(self.hosts)
         if self.join is not None:
             Address.parse(self.join)
-        check_wishes(self)
+        check_wishes(self, len(self.hosts))
         self._commands: list[Command] = []
 
     def start(self, join: Address, token: Token | None) -> None:

@@ -38,6 +38,15 @@ from .hf_config import plain_config, read_config
 
 # Deeper than any real setting, and far below Python's recursion limit.
 MOST_DEPTH = 32
+# The most text that a message may carry.
+MOST_CHARACTERS = 2**20
+
+# The attributes of each module that are torch's own. The last one is what `nn.Module.compile` sets.
+BOOKKEEPING = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+# An attribute of one of these names would hide a method or attribute of torch.
+NAMES_OF_TORCH = frozenset(dir(nn.Module)) | BOOKKEEPING
+# Set by gradient checkpointing of transformers; a stage recomputes on its own instead.
+CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
 
 _CONTAINERS: dict[Any, Any] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)

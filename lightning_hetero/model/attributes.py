@@ -31,8 +31,17 @@ from transformers import PretrainedConfig
 
 from ..errors import ModelError
 from .allowed_imports import Allowed, ImportPath
-from .attribute_values import MOST_DEPTH, Value, is_computed, read_value, write_value
-from .custom_layers import BOOKKEEPING, CHECKPOINTING, MOST_CHARACTERS, NAMES_OF_TORCH
+from .attribute_values import (
+    BOOKKEEPING,
+    CHECKPOINTING,
+    MOST_CHARACTERS,
+    MOST_DEPTH,
+    NAMES_OF_TORCH,
+    Value,
+    is_computed,
+    read_value,
+    write_value,
+)
 
 # Under manual optimization the strategy overrides a layer's `zero_grad`; no forward calls it.
 _NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}

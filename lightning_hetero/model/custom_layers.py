@@ -25,7 +25,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..errors import ModelError
 from .allowed_imports import Allowed, ImportPath, find_class
 from .attribute_values import (
+    BOOKKEEPING,
+    CHECKPOINTING,
+    MOST_CHARACTERS,
     MOST_DEPTH,
+    NAMES_OF_TORCH,
     Value,
     dtype_name,
     dtype_named,
@@ -34,19 +38,11 @@ from .attribute_values import (
     read_value,
     write_value,
 )
+from .layer_code import code_of
 from .layers import DecoderLayer
 
 # A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
 MOST_MODULES = 2**16
-# The most that a message may carry.
-MOST_CHARACTERS = 2**20
-
-# The last one is what `nn.Module.compile` sets.
-BOOKKEEPING = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-# An attribute of one of these names would hide a method or attribute of torch.
-NAMES_OF_TORCH = frozenset(dir(nn.Module)) | BOOKKEEPING
-# Set by gradient checkpointing of transformers; a stage recomputes on its own instead.
-CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
 
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
@@ -84,12 +80,14 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
         modules: All modules, children before their parents.
         parameters: All parameters.
         imports: The Python modules besides torch's that define the classes and functions.
+        code: The digest of each function that the layers run; see `layer_code`.
     """
 
     layers: dict[int, Number]
     modules: list[ModuleNode]
     parameters: list[TensorNode]
     imports: list[str]
+    code: dict[str, str] = {}
 
     def to_json(self) -> str:
         """The recipe as text for the wire.
@@ -120,7 +118,8 @@ def describe_blocks(layers: Sequence[tuple[int, DecoderLayer]]) -> BlocksRecipe:
         for parameter in description.parameter_numbers
     ]
     imports = sorted({path.module for path in description.paths if not path.is_of_torch})
-    return BlocksRecipe(numbers, description.modules, parameters, imports)
+    code = code_of(layer.module for _, layer in layers)
+    return BlocksRecipe(numbers, description.modules, parameters, imports, code)
 
 
 class _Description:

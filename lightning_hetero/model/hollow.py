@@ -22,7 +22,8 @@ Layers may be kept: they are hollow too, and their weights are here all the same
 
 A model may have several lists of layers, such as those of an encoder and a decoder: each is a run
 of its own, with an exchange at its end. Tensors that carry gradients may go along with the hidden
-states, from the model or from one layer to later ones; see `layer_call.py`.
+states, from the model or from one layer to later ones, and the model may do arithmetic with them;
+see `arithmetic.py`.
 
 Nothing here knows which process computes.
 """
@@ -36,6 +37,7 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
+    Sequence,
 )
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -44,6 +46,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
@@ -68,6 +71,7 @@ from .override import ForwardOverride, MethodOverride, has_own_forward, override
 from .placeholders import (
     Form,
     HiddenStatesAway,
+    come_back,
     mark_as_away,
     refuse_away,
     tensors_in,
@@ -82,6 +86,14 @@ from .tensors import (
     named_tensors,
     set_tensor,
     state_in,
+)
+
+# What torch calls for every module of this process.
+_HOOKS_OF_ALL_MODULES = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
 )
 
 # From hidden states, recorded calls, kinds of outputs, and what goes along with the hidden states
@@ -278,6 +290,7 @@ class HollowLayers:
         After an exception the caller must call `forget_calls`.
         """
         records, layer = self._records, self._modules[number]
+        args, kwargs = come_back((args, kwargs))
         is_first = number in self._span.firsts
         comes_from_layer = _never if is_first else partial(records.is_behind, number - 1)
         hidden, args, kwargs, place = take_hidden(number, args, kwargs, comes_from_layer)
@@ -292,6 +305,7 @@ class HollowLayers:
             self.caches.begin(number, layer, args, kwargs)
         self._check_adapters(number)
         sent: Tensor = records.sent
+        given = [hidden, *tensors_in((args, kwargs))]
         args, kwargs, cache = self.caches.leave_out(layer, sent, args, kwargs)
         args, kwargs = records.carry((args, kwargs))
         refuse_away(f"Layer {number}", (args, kwargs))
@@ -303,7 +317,7 @@ class HollowLayers:
         records.calls.append(call)
         found: Mapping[int, Tensor]
         if number in self._span.lasts:
-            found = self._leave()
+            found = self._leave(given)
         else:
             found = self._behind(call, hidden, sent.device)
             self._pass_by(number)
@@ -325,8 +339,8 @@ class HollowLayers:
             uncertain,
         )
         found = cache(find)
-        return {
-            at: HiddenStatesAway(
+        made = (
+            HiddenStatesAway(
                 call.layer_index,
                 device,
                 lambda at=at: found()[at],  # type: ignore[misc]
@@ -334,7 +348,8 @@ class HollowLayers:
                 at,
             )
             for at in (call.hidden_at, *call.others)
-        }
+        )
+        return {states.position: self._records.note(states) for states in made}
 
     def _forms_behind(
         self,
@@ -368,11 +383,19 @@ class HollowLayers:
             for at, tensor in found.items()
         }
 
-    def _leave(self) -> dict[int, Tensor]:
-        """Exchange the hidden states for what the last layer of the run returns, by position."""
+    def _leave(self, given: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Exchange the hidden states for what the last layer of the run returns, by position.
+
+        Args:
+            given: What the last layer gets.
+        """
         calls, sent = self._records.calls, self._records.sent
         entering, assumptions = self._records.entering, self._records.assumptions
+        still_there = self._records.still_there(given)
+        self._records.check_operands()
         self.forget_calls()
+        names = dict.fromkeys(content.name for content in still_there)
+        calls[-1] = replace(calls[-1], comes_back=tuple(names))
         kinds = wanted_kinds()
         called = (self._modules[call.layer_index] for call in calls)
         if HIDDEN_STATES in kinds and any(map(absent_in, called)):
@@ -386,6 +409,8 @@ class HollowLayers:
         # With the embedding on a worker, the first collected hidden states come back from there.
         add_collected(None if calls[0].layer_index == EMBEDDING_LAYER else sent, collected)
         assumptions.settle(hidden)
+        for content in still_there:
+            content.here = along.get(content.name)
         last: LayerCall = calls[-1]
         others = {at: along[returned(last.layer_index, at)] for at in last.others}
         return {last.hidden_at: hidden, **others}
@@ -457,16 +482,22 @@ class HollowLayers:
                 "the layers on workers one after the other, in their order, or "
                 f"{_with_the_one_before(number)[1]}."
             )
-        if not self._records.is_behind(number - 1, hidden):
+        name = self._records.name_of(hidden)
+        if name is None:
             both, remedy = _with_the_one_before(number)
             raise ModelError(
                 f"Something between {both} changed the hidden states, and both live on workers; "
                 f"{remedy}."
             )
-        before, at = calls[-1], hidden.position  # type: ignore[attr-defined]
-        if at != before.hidden_at:
-            positions = {before.hidden_at, *before.others} - {at}
-            calls[-1] = replace(before, hidden_at=at, others=tuple(sorted(positions)))
+        before = calls[-1]
+        results = {
+            returned(before.layer_index, at): at for at in (before.hidden_at, *before.others)
+        }
+        if name not in results:
+            calls[-1] = replace(before, handed_on=name)
+        elif results[name] != before.hidden_at:
+            positions = sorted({*results.values()} - {results[name]})
+            calls[-1] = replace(before, hidden_at=results[name], others=tuple(positions))
 
     def __reduce__(self) -> NoReturn:
         raise no_copy(self._modules)
@@ -496,6 +527,7 @@ class _HollowForward(ForwardOverride):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.run.runs_here(self._number):
+            args, kwargs = come_back((args, kwargs))
             args, kwargs = self.run.enter(self._number, args, kwargs)
             result = self.below(*args, **kwargs)
             self.run.leave(self._number)
@@ -568,6 +600,13 @@ def _check_has_no_code_of_its_own(layer: DecoderLayer) -> None:
     """Refuse hooks, and a ``forward`` on an instance, such as a library's kernel: workers lack
     both."""
     modules = list(layer.module.named_modules())
+    of_all = [name for name in _HOOKS_OF_ALL_MODULES if getattr(torch_modules, name)]
+    if of_all:
+        raise ModelError(
+            "A hook of all modules is registered (`torch.nn.modules.module.register_module_"
+            "forward_hook` or one of its kind), which would not fire on a worker. Remove it, or "
+            "register it on the modules that stay with the coordinator."
+        )
     hooked = [name for name, module in modules if has_hooks(module)]
     hooked += [
         name

@@ -1,11 +1,7 @@
 """One call of a decoder layer as a value, and what the layer returns.
 
-Hidden states go from layer to layer. Other tensors may go along with them, and carry gradients:
-
-    @0, @1, …    what enters the first layer: the hidden states, and others, such as conditioning
-    @4.0, @4.1   what layer 4 returns: the hidden states, and others, such as a position bias
-
-In the arguments of a call `Carried` stands for such a tensor, by its name.
+Hidden states go from layer to layer. Other tensors may go along with them, and carry gradients. In
+the arguments of a call `Carried` stands for such a tensor, by its name; see `arithmetic.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +17,12 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..errors import ModelError
+from .arithmetic import ENTERED as ENTERED
+from .arithmetic import Arithmetic
+from .arithmetic import Carried as Carried
+from .arithmetic import entering as entering
+from .arithmetic import is_carried as is_carried
+from .arithmetic import returned as returned
 from .attributes import unchanged
 from .placeholders import tensors_in
 from .tensors import narrowed
@@ -29,31 +31,6 @@ logger = logging.getLogger(__name__)
 
 # An argument's position, or its name.
 Place = int | str
-
-# The name of the hidden states before the first layer.
-ENTERED = "@0"
-_MARK = "@"
-
-
-class Carried(str):
-    """Stands in a call's arguments for a tensor that goes along with the hidden states."""
-
-    __slots__ = ()
-
-
-def entering(number: int) -> str:
-    """The name of a tensor that goes to the first layer; 0 for the hidden states."""
-    return f"{_MARK}{number}"
-
-
-def returned(layer_index: int, position: int) -> str:
-    """The name of a tensor in the result of a layer."""
-    return f"{_MARK}{layer_index}.{position}"
-
-
-def is_carried(kind: str) -> bool:
-    """Whether a name is that of a tensor that goes along, and of no kind of collected output."""
-    return kind.startswith(_MARK)
 
 
 @dataclass(frozen=True)
@@ -93,6 +70,10 @@ class LayerCall:
         place: The argument in which the layer gets the hidden states.
         hidden_at: The position of the hidden states in the tuple.
         others: The positions of other tensors in it.
+        arithmetic: What is computed behind the layer, in this order.
+        handed_on: The name of the hidden states that the next layer gets; empty for those that this
+            layer returns.
+        comes_back: The names of what the model gets besides the result; of the last layer only.
     """
 
     layer_index: int
@@ -105,6 +86,9 @@ class LayerCall:
     place: Place = 0
     hidden_at: int = 0
     others: tuple[int, ...] = ()
+    arithmetic: tuple[Arithmetic, ...] = ()
+    handed_on: str = ""
+    comes_back: tuple[str, ...] = ()
 
     def set_modes(self, layer: nn.Module) -> None:
         """Put a layer and the modules inside it into the modes that they had when it was called."""
@@ -123,10 +107,36 @@ class LayerCall:
     @property
     def carried(self) -> list[str]:
         """The names of the tensors that go along and that the layer gets, each once."""
-        found: list[str] = []
-        # This looks at every name and changes none.
-        apply_to_collection((self.args, self.kwargs), Carried, found.append)
-        return list(dict.fromkeys(found))
+        return _names_in((self.args, self.kwargs))
+
+    @property
+    def made(self) -> set[str]:
+        """The names of what the layer returns and of what is computed behind it."""
+        positions = (self.hidden_at, *self.others)
+        of_layer = {returned(self.layer_index, position) for position in positions}
+        return of_layer | {step.name for step in self.arithmetic}
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of what the arithmetic behind the layer is done with, each once."""
+        return _names_in(self.arithmetic) if self.arithmetic else []
+
+    @property
+    def wanted(self) -> list[str]:
+        """The names of what must have come along for this call, each once."""
+        made = self.made
+        names = [*self.carried, *self.operands, self.handed_on, *self.comes_back]
+        return [name for name in dict.fromkeys(names) if name and name not in made]
+
+    @property
+    def name_behind(self) -> str:
+        """The name of the hidden states that the next layer gets."""
+        return self.handed_on or returned(self.layer_index, self.hidden_at)
+
+    def compute(self, tensors: dict[str, Tensor]) -> None:
+        """Do the arithmetic behind the layer, and add the results to what goes along, by name."""
+        for step in self.arithmetic:
+            tensors[step.name] = step.run(tensors)
 
     def with_carried(self, tensors: Mapping[str, Tensor]) -> LayerCall:
         """This call with tensors in the places of their names."""
@@ -142,8 +152,18 @@ class LayerCall:
         def convert(tensor: Tensor) -> Tensor:
             return narrowed(tensor, new) if tensor.dtype == old else tensor
 
-        args, kwargs = apply_to_collection((self.args, self.kwargs), Tensor, convert)
-        return replace(self, args=args, kwargs=kwargs)
+        return self.with_tensors(convert)
+
+    def with_tensors(
+        self,
+        change: Callable[[Tensor], Tensor],
+        change_operand: Callable[[Tensor], Tensor] | None = None,
+    ) -> LayerCall:
+        """This call with a function applied to every tensor, those of arithmetic included unless
+        there is another function for them."""
+        args, kwargs = apply_to_collection((self.args, self.kwargs), Tensor, change)
+        arithmetic = apply_to_collection(self.arithmetic, Tensor, change_operand or change)
+        return replace(self, args=args, kwargs=kwargs, arithmetic=arithmetic)
 
 
 def take_hidden(
@@ -194,6 +214,14 @@ def _likely_place(tensors: Mapping[Place, Tensor]) -> Place | None:
     trained = [place for place in wide if tensors[place].requires_grad]
     named = [place for place in numbers if place in (0, "hidden_states")]
     return next(iter((*named, *trained, *wide, *numbers)), first)
+
+
+def _names_in(tree: Any) -> list[str]:
+    """The names of what goes along in nested arguments, each once."""
+    found: list[str] = []
+    # This looks at every name and changes none.
+    apply_to_collection(tree, Carried, found.append)
+    return list(dict.fromkeys(found))
 
 
 def put_hidden(

@@ -4,7 +4,9 @@
     away       passed on, never computed with  away
 
 `HiddenStatesAway` stands for hidden states between two layers on workers. A model may pass them
-from layer to layer and read their shape, dtype and device.
+from layer to layer, read their shape, dtype and device, and do the arithmetic of `arithmetic.py`
+with them, whose result is another placeholder. Those that the model still has behind the last layer
+come back together with its result.
 
 `TensorAway` and `ParameterAway` are the classes of the parameters and buffers of layers on workers.
 torch would ignore much of what a program does with them: ``average.add_(parameter)`` adds nothing
@@ -22,11 +24,13 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 from typing_extensions import Self
 
 from ..errors import ModelError
+from .arithmetic import Wanted, returned, wanted_arithmetic
 from .layers import EMBEDDING_LAYER, describe_layer
 
 _CASTS = {
@@ -81,9 +85,13 @@ class Assumptions:
 
     They are checked against the hidden states that come back: if layers change neither shape nor
     dtype, both are the same behind every layer.
+
+    Args:
+        compute: Has arithmetic with the placeholders done where they are; None if nobody can.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compute: Callable[[Wanted], HiddenStatesAway] | None = None) -> None:
+        self.compute = compute
         self._made: list[tuple[str, int, Any]] = []
         self._returned: Tensor | None = None
 
@@ -116,6 +124,19 @@ class Assumptions:
                 )
 
 
+@dataclass(eq=False)
+class Content:
+    """What a placeholder stands for.
+
+    Args:
+        name: Its name among what goes along with the hidden states.
+        here: It itself, once it has come back.
+    """
+
+    name: str
+    here: Tensor | None = None
+
+
 class HiddenStatesAway(Tensor):
     """A placeholder for the hidden states behind a layer on a worker.
 
@@ -129,11 +150,13 @@ class HiddenStatesAway(Tensor):
     Attributes:
         number: The number of the layer.
         position: As given.
+        content: Where they are found; nobody else has it, so it lives as long as the placeholder.
         form: Returns the form to a reader that does not rely on it: no assumption is noted.
     """
 
     number: int
     position: int
+    content: Content
     form: Callable[[], Form]
     _assumptions: Assumptions
     _place: torch.device
@@ -151,11 +174,22 @@ class HiddenStatesAway(Tensor):
         made: Self = Tensor._make_subclass(cls, nothing)
         made.number, made.form, made._assumptions = number, cache(form), assumptions
         made.position, made._place = position, device
+        made.content = Content(returned(number, position))
         return made
 
     def is_of(self, assumptions: Assumptions) -> bool:
         """Whether it was made in the forward with these assumptions."""
         return self._assumptions is assumptions
+
+    def become(self, other: HiddenStatesAway) -> None:
+        """Stand for other hidden states from now on, as after a change in place."""
+        self.number, self.position, self.form = other.number, other.position, other.form
+        self.content.name = other.name
+
+    @property
+    def name(self) -> str:
+        """Their name among what goes along."""
+        return self.content.name
 
     def told(self, what: str) -> Tensor:
         """A tensor on ``meta`` from which the model may read the shape or dtype."""
@@ -169,6 +203,10 @@ class HiddenStatesAway(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        given = (args, kwargs)
+        back = come_back(given)
+        if back is not given:
+            return function(*back[0], **back[1])
         states, *others = args or (None,)
         if isinstance(states, HiddenStatesAway):
             for what, functions in _OF_FORM.items():
@@ -180,6 +218,9 @@ class HiddenStatesAway(Tensor):
                 return id(states)
             if _changes_nothing(function, states, others, kwargs):
                 return states
+        wanted = wanted_arithmetic(function, args, kwargs)
+        if wanted is not None:
+            return _computed(wanted)
         return _refuse(_caller_in_words(function), (args, kwargs))
 
     @classmethod
@@ -188,6 +229,33 @@ class HiddenStatesAway(Tensor):
     ) -> NoReturn:
         # Functions written in C++ skip `__torch_function__`.
         _refuse(f"`{operation}`", (args, kwargs))
+
+
+def come_back(tree: Any) -> Any:
+    """Nested arguments with hidden states in the place of placeholders for which they are here."""
+    if not any(_is_back(tensor) for tensor in tensors_in(tree)):
+        return tree
+    return apply_to_collection(
+        tree, HiddenStatesAway, lambda states: states.content.here if _is_back(states) else states
+    )
+
+
+def _is_back(tensor: Tensor) -> bool:
+    return isinstance(tensor, HiddenStatesAway) and tensor.content.here is not None
+
+
+def _computed(wanted: Wanted) -> HiddenStatesAway:
+    """The placeholder for the result of arithmetic."""
+    away = next(each for each in wanted.operands if isinstance(each, HiddenStatesAway))
+    compute = away._assumptions.compute
+    if compute is None:
+        _refuse(f"`{wanted.function}`", wanted.operands)
+    result = compute(wanted)
+    if not wanted.is_in_place:
+        return result
+    changed: HiddenStatesAway = wanted.operands[0]
+    changed.become(result)
+    return changed
 
 
 def _changes_nothing(
@@ -288,7 +356,8 @@ def _name_of(function: Any) -> str:
 _SENTENCE = (
     "wants the content of a parameter or buffer of a layer that lives on a worker, which is not "
     "here; read it with `state_dict()` and write it with `load_state_dict()`, average weights with "
-    "`lightning_hetero.callbacks.StageWeightAveraging`, or keep the layer with the coordinator."
+    "`lightning_hetero.callbacks.StageWeightAveraging`, or keep the layer with the coordinator. If "
+    "the model calls parts of the layer itself, name these parts as `layers`."
 )
 # Reads what is known here. Each step reads these of every parameter, so they are not searched for
 # tensors first.

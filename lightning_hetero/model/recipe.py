@@ -40,6 +40,7 @@ from .hf_config import (
     plain_config,
     read_config,
 )
+from .layer_code import check_code, code_of
 from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions, models_around, name_of
 
 # Layers are built on `meta`, which takes time but no memory. The deepest published decoders have
@@ -67,6 +68,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
         adapters: The adapters inside the layers.
         embedding: The options of the input embedding, if it is among the layers.
         absent: The absent children of halves, by the numbers of the halves.
+        code: The digest of each function that the layers run; see `layer_code`.
     """
 
     model_class: str
@@ -78,6 +80,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
     adapters: Adapters | None = None
     embedding: EmbeddingOptions | None = None
     absent: dict[int, dict[str, bool]] = {}
+    code: dict[str, str] = {}
     imports: ClassVar[list[str]] = []
     """The Python modules that the worker's owner must have allowed: none."""
 
@@ -135,6 +138,7 @@ def write_recipe(
             (EmbeddingOptions.of(layer.module) for n, layer in layers if n == EMBEDDING_LAYER), None
         ),
         absent={number: absent for number, layer in layers if (absent := absent_in(layer.module))},
+        code=code_of((layer.module for _, layer in layers), owner.config._attn_implementation),
     )
 
 
@@ -144,10 +148,13 @@ def build_layers(
     """Build the layers of a recipe on the ``meta`` device, keyed by their numbers.
 
     Raises:
-        ModelError: If the recipe names code, layers or options that are missing or not allowed.
+        ModelError: If the recipe names code, layers or options that are missing or not allowed, or
+            if the layers' code is not the coordinator's.
     """
     if isinstance(recipe, BlocksRecipe):
-        return build_blocks(recipe, allowed)
+        layers = build_blocks(recipe, allowed)
+        check_code(code_of(layers.values()), recipe.code)
+        return layers
     model_class = getattr(transformers, recipe.model_class, None)
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ModelError(
@@ -162,7 +169,7 @@ def build_layers(
     config = _read_config(model_class, recipe)
     try:
         with hubs_shut_off(), _Budget():
-            return _build_parts(model_class, config, recipe)
+            layers = _build_parts(model_class, config, recipe)
     except ModelError:
         raise
     except Exception as error:  # the code of transformers and peft, with data from the network
@@ -170,6 +177,8 @@ def build_layers(
             f"{recipe.model_class} cannot be built from the recipe ({in_one_line(error)}); install "
             "the coordinator's versions of torch and transformers on this worker."
         ) from error
+    check_code(code_of(layers.values(), config._attn_implementation), recipe.code)
+    return layers
 
 
 class _Budget(TorchFunctionMode):

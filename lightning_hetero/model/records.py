@@ -6,8 +6,10 @@ Each thread records for itself. What goes along with the hidden states gets its 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,10 +18,18 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from .arithmetic import ENTERED, Arithmetic, Carried, Wanted, computed, entering
 from .half_layers import is_second_half
-from .layer_call import ENTERED, Carried, LayerCall, entering, returned
+from .layer_call import LayerCall
 from .layers import EMBEDDING_LAYER, DecoderLayer
-from .placeholders import Assumptions, HiddenStatesAway, tensors_in
+from .placeholders import (
+    Assumptions,
+    Content,
+    Form,
+    HiddenStatesAway,
+    refuse_away,
+    tensors_in,
+)
 
 
 class Records(threading.local):
@@ -29,31 +39,140 @@ class Records(threading.local):
         calls: The calls of the layers so far; None outside of the run.
         sent: The hidden states before the first layer.
         entering: What enters the first layer besides them, by name.
-        along: What goes along, by name: tensors that have entered, and placeholders.
+        along: What finds the form of what goes along, by name.
         assumptions: What the model was told of placeholders without certainty.
+        away: What the placeholders of this forward stand for, as far as the model still has them.
     """
 
     calls: Any = None
     sent: Any = None
     entering: Mapping[str, Tensor] = MappingProxyType({})
-    along: Mapping[str, Tensor] = MappingProxyType({})
+    along: Mapping[str, Callable[[], Form]] = MappingProxyType({})
     assumptions: Any = None
+    away: Sequence[weakref.ref[Content]] = ()
+    # The model's own tensors in arithmetic, and their versions, which count changes in place.
+    _operands: Sequence[tuple[Tensor, int]] = ()
+    _grad_enabled: bool = True
 
     def begin(self, sent: Tensor) -> None:
         """Begin a run with these hidden states."""
         self.calls, self.sent = [], sent
-        self.entering, self.along = {}, {ENTERED: sent}
-        self.assumptions = Assumptions()
+        self.entering, self.along = {}, {ENTERED: lambda: Form(sent)}
+        self.away, self._operands = (), ()
+        self._grad_enabled = torch.is_grad_enabled()
+        self.assumptions = Assumptions(self.compute)
 
     def forget(self) -> None:
         """Drop what was recorded."""
         self.calls = self.sent = None
-        self.entering = self.along = MappingProxyType({})
+        self.entering, self.along = MappingProxyType({}), MappingProxyType({})
+        self.away, self._operands = (), ()
 
     def is_behind(self, number: int, value: Any) -> bool:
         """Whether a value is a placeholder for what a layer of this run has returned."""
-        is_ours = isinstance(value, HiddenStatesAway) and value.is_of(self.assumptions)
-        return is_ours and value.number == number
+        return self.is_ours(value) and value.number == number
+
+    def is_ours(self, value: Any) -> bool:
+        """Whether a value is a placeholder of this forward."""
+        return isinstance(value, HiddenStatesAway) and value.is_of(self.assumptions)
+
+    def note(self, states: HiddenStatesAway) -> HiddenStatesAway:
+        """Note a placeholder that the model gets."""
+        self.away = (*self.away, weakref.ref(states.content))
+        self.along = {**self.along, states.name: states.form}
+        return states
+
+    def still_there(self, given: Sequence[Tensor]) -> list[Content]:
+        """What the model may compute with behind the last layer: what it still has of the hidden
+        states that layers have got, and of the results of arithmetic.
+
+        Args:
+            given: What the last layer gets. Nearly every model still has that, and only those use
+                it again that have done so with what earlier layers have got.
+        """
+        calls: list[LayerCall] = self.calls
+        results = {step.name for call in calls for step in call.arithmetic}
+        states = {ENTERED, *results, *(call.name_behind for call in calls)}
+        found = (reference() for reference in self.away)
+        there = [each for each in found if each is not None and each.name in states]
+        if any(name in states - call.made for call in calls for name in call.operands):
+            return there
+        passed = [each.content for each in given if isinstance(each, HiddenStatesAway)]
+        return [content for content in there if content not in passed]
+
+    def compute(self, wanted: Wanted) -> HiddenStatesAway:
+        """Have arithmetic done behind the layer that was called last.
+
+        Raises:
+            ModelError: If it cannot be done there.
+        """
+        if not self.calls or not all(map(self._is_known, wanted.operands)):
+            refuse_away(f"`{wanted.function}`", wanted.operands)
+        if torch.is_grad_enabled() != self._grad_enabled:
+            raise ModelError(
+                f"`{wanted.function}` is called under another grad mode than the layers around it, "
+                "which are on workers. Take `torch.no_grad()` away, or keep the layers with the "
+                "coordinator."
+            )
+        call: LayerCall = self.calls[-1]
+        if wanted.is_in_place and not self.is_behind(call.layer_index, wanted.operands[0]):
+            raise ModelError(
+                f"`{wanted.function}` changes a tensor in place, with hidden states that are on a "
+                f"worker. Only what layer {call.layer_index} has returned can be changed so there; "
+                "write `x = x + y` for `x += y`, or keep the layers with the coordinator."
+            )
+        name = computed(call.layer_index, len(call.arithmetic))
+        operands = tuple(self._operand(each, wanted) for each in wanted.operands)
+        step = Arithmetic(name, wanted.function, operands, wanted.is_in_place)
+        self.calls[-1] = replace(call, arithmetic=(*call.arithmetic, step))
+        forms = {str(each): self.along[each] for each in operands if isinstance(each, Carried)}
+        find = cache(partial(_form_of_result, step, forms, torch.is_grad_enabled()))
+        device = self.sent.device
+        made = HiddenStatesAway(call.layer_index, device, find, self.assumptions)
+        made.content.name = name
+        return self.note(made)
+
+    def name_of(self, hidden: Tensor) -> str | None:
+        """The name of hidden states among what goes along; None if they do not."""
+        if hidden is self.sent:
+            return ENTERED
+        return hidden.name if self.is_ours(hidden) else None  # type: ignore[attr-defined]
+
+    def check_operands(self) -> None:
+        """Refuse a change of what the model has used in arithmetic.
+
+        Raises:
+            ModelError: With the form of the tensor.
+        """
+        for tensor, version in self._operands:
+            if tensor._version != version:
+                raise ModelError(
+                    f"A {tensor.dtype} of the shape {tuple(tensor.shape)} was changed in place "
+                    "after the model had computed with it between two layers on workers, which get "
+                    "it later. Change a copy of it (`clone`)."
+                )
+
+    def _is_known(self, operand: Any) -> bool:
+        if isinstance(operand, HiddenStatesAway):
+            return self.is_ours(operand)
+        return not isinstance(operand, Tensor) or not operand.is_meta
+
+    def _operand(self, operand: Any, wanted: Wanted) -> Any:
+        """What stands for an operand on the way to a worker."""
+        if isinstance(operand, HiddenStatesAway):
+            return Carried(operand.name)
+        if operand is self.sent:
+            return Carried(ENTERED)
+        if not isinstance(operand, Tensor):
+            return operand
+        if not operand.is_inference():
+            self._operands = (*self._operands, (operand, operand._version))
+        if operand.ndim and operand.ndim != self.sent.ndim:
+            # Its dimensions meet the last ones of the others.
+            away = next(each for each in wanted.operands if isinstance(each, HiddenStatesAway))
+            missing = away.told("shape").ndim - operand.ndim
+            operand = operand.reshape((1,) * missing + tuple(operand.shape))
+        return self._carried(operand)
 
     def carry(self, tree: Any) -> Any:
         """A call's arguments with `Carried` in the place of what goes along."""
@@ -70,9 +189,7 @@ class Records(threading.local):
         if not self._goes_along(tensor):
             return tensor
         if isinstance(tensor, HiddenStatesAway):
-            name = returned(tensor.number, tensor.position)
-            self.along = {**self.along, name: tensor}
-            return Carried(name)
+            return Carried(tensor.name)
         for name, other in ((ENTERED, self.sent), *self.entering.items()):
             if other is tensor:
                 return Carried(name)
@@ -83,16 +200,30 @@ class Records(threading.local):
             )
         name = entering(1 + len(self.entering))
         self.entering = {**self.entering, name: tensor}
-        self.along = {**self.along, name: tensor}
+        self.along = {**self.along, name: lambda: Form(tensor)}
         return Carried(name)
 
     def forms(self, call: LayerCall) -> Callable[[], dict[str, Tensor]]:
         """Finds the forms of what goes along to a layer, when they are wanted."""
         found = {name: self.along[name] for name in call.carried}
-        return lambda: {
-            name: tensor.form().on_meta if isinstance(tensor, HiddenStatesAway) else tensor
-            for name, tensor in found.items()
-        }
+        return lambda: {name: form().on_meta for name, form in found.items()}
+
+
+def _form_of_result(
+    step: Arithmetic, forms: Mapping[str, Callable[[], Form]], grad_enabled: bool
+) -> Form:
+    """Find the form of the result of arithmetic by trying it on ``meta``."""
+    found = {name: form() for name, form in forms.items()}
+    on_meta = {name: form.on_meta.detach().to("meta") for name, form in found.items()}
+    there = step._replace(operands=apply_to_collection(step.operands, Tensor, _to_meta))
+    result = there.run(on_meta)
+    trains = grad_enabled and any(form.on_meta.requires_grad for form in found.values())
+    result = torch.empty_like(result, requires_grad=trains and result.is_floating_point())
+    return Form(result, frozenset().union(*(form.uncertain for form in found.values())))
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("meta")
 
 
 @dataclass(frozen=True)

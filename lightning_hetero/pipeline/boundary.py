@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..devices.copies import Land, already_here
 from ..errors import BatchError
-from ..model.layer_call import LayerCall, is_carried, returned
+from ..model.layer_call import ENTERED, LayerCall, is_carried, returned
+from ..model.placeholders import tensors_in
 from ..protocol.fields import Numerics
 
 
@@ -136,9 +137,12 @@ class Surroundings:
         place: How many forwards of the same visit the stage's process runs in it before this one;
             None for those whose arguments have come.
         numerics: The settings that change numbers.
+        default_dtype: What torch makes tensors of that layers make without a dtype; Lightning's
+            ``precision="64-true"`` and ``"bf16-true"`` set it for the forward.
         carried: What enters the first layer besides the hidden states, by name; only the
             coordinator has it here.
         passes: The names of what leaves the stage along with the hidden states.
+        entering: The name of the hidden states that enter the stage.
     """
 
     grad_enabled: bool
@@ -149,13 +153,17 @@ class Surroundings:
     is_trial: bool = False
     place: int | None = None
     numerics: Numerics = Numerics()
+    default_dtype: torch.dtype = torch.float32
     carried: Mapping[str, Tensor] = field(default_factory=dict)
     passes: Sequence[str] = ()
+    entering: str = ENTERED
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The tensors among the layers' arguments."""
-        return [tensor for call in self.calls for _, tensor in call.named_tensors()]
+        """The tensors among the layers' arguments and the operands behind them."""
+        of_layers = [tensor for call in self.calls for _, tensor in call.named_tensors()]
+        operands = [step.operands for call in self.calls for step in call.arithmetic]
+        return [*of_layers, *tensors_in(operands)]
 
     @property
     def has_cache(self) -> bool:
@@ -172,11 +180,15 @@ class Surroundings:
         later = [call for call in later if own and call.layer_index > own[-1].layer_index]
         if own and not later:
             last = own[-1]
-            return [returned(last.layer_index, position) for position in last.others]
-        made = {returned(call.layer_index, at) for call in later for at in _positions(call)}
-        wanted = dict.fromkeys(str(name) for call in later for name in call.carried)
-        return [name for name in wanted if name not in made]
+            others = [returned(last.layer_index, position) for position in last.others]
+            return [*others, *(name for name in last.comes_back if name not in others)]
+        # The hidden states themselves go once, whatever else they are wanted for.
+        there = {name for call in later for name in call.made} | {c.name_behind for c in own[-1:]}
+        wanted = dict.fromkeys(str(name) for call in later for name in call.wanted)
+        return [name for name in wanted if name not in there]
 
-
-def _positions(call: LayerCall) -> tuple[int, ...]:
-    return (call.hidden_at, *call.others)
+    def name_before(self, layers: Container[int]) -> str:
+        """The name of the hidden states that enter the stage with these layers."""
+        first = next((call.layer_index for call in self.calls if call.layer_index in layers), 0)
+        before = [call for call in self.calls if call.layer_index < first]
+        return before[-1].name_behind if before else ENTERED

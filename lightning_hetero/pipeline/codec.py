@@ -17,7 +17,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..errors import RemoteProtocolError
-from ..model.layer_call import CacheUse, Carried, LayerCall, is_carried
+from ..model.arithmetic import Arithmetic, Carried, is_arithmetic, is_carried
+from ..model.layer_call import CacheUse, LayerCall
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -27,6 +28,10 @@ from .boundary import Activation, Collected, Gradients, Surroundings
 from .rule import Key
 
 _STEPS = 127
+
+
+# Those that `torch.set_default_dtype` takes.
+_DEFAULT_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def narrow(tensor: Tensor, wire_dtype: WireDtype | None) -> list[Tensor]:
@@ -117,6 +122,8 @@ def encode_arguments(
             call.place,
             call.hidden_at,
             list(call.others),
+            [_encode_arithmetic(step, packer) for step in call.arithmetic],
+            call.handed_on,
         )
         for call in surroundings.calls
         if call.layer_index in layers
@@ -132,7 +139,9 @@ def encode_arguments(
         kept=packer.kept,
         is_trial=surroundings.is_trial,
         numerics=surroundings.numerics,
+        default_dtype=dtype_name(surroundings.default_dtype),
         passes=surroundings.passes_behind(layers),
+        entering=surroundings.name_before(layers),
         **vars(leg),
     )
     return message, packer.tensors
@@ -165,26 +174,27 @@ def decode_arguments(
             call.place,
             call.hidden_at,
             tuple(call.others),
+            tuple(_decode_arithmetic(step, tensors, constants) for step in call.arithmetic),
+            call.handed_on,
         )
         for call in message.calls
     ]
-    autocast = message.autocast_dtype
-    if autocast is not None and autocast not in DTYPES:
-        raise RemoteProtocolError(f"The dtype {autocast!r} of autocast is unknown.")
     if len(set(message.collect)) < len(message.collect) or any(
         kind.startswith("_") or is_carried(kind) for kind in message.collect
     ):
         raise RemoteProtocolError(f"The outputs {message.collect} cannot be collected.")
-    dtype = None if autocast is None else DTYPES[autocast]
+    autocast_dtype, default_dtype = _dtypes_of(message)
     surroundings = Surroundings(
         message.grad_enabled,
-        dtype,
+        autocast_dtype,
         calls,
         message.collect,
         is_trial=message.is_trial,
         place=message.place,
         numerics=message.numerics,
+        default_dtype=default_dtype,
         passes=message.passes,
+        entering=message.entering,
     )
     if surroundings.has_cache and message.grad_enabled:
         raise RemoteProtocolError("A key-value cache carries no gradients.")
@@ -193,12 +203,37 @@ def decode_arguments(
     return surroundings
 
 
+def _dtypes_of(message: m.Arguments) -> tuple[torch.dtype | None, torch.dtype]:
+    """The dtype of autocast, None without autocast, and the default dtype."""
+    autocast = message.autocast_dtype
+    if autocast is not None and autocast not in DTYPES:
+        raise RemoteProtocolError(f"The dtype {autocast!r} of autocast is unknown.")
+    default_dtype = DTYPES.get(message.default_dtype)
+    if default_dtype not in _DEFAULT_DTYPES:
+        raise RemoteProtocolError(f"{message.default_dtype!r} is no default dtype of torch.")
+    return None if autocast is None else DTYPES[autocast], default_dtype
+
+
 def _to_nodes(tree: Any) -> Any:
     return apply_to_collection(tree, Carried, lambda name: CarriedNode(str(name)))
 
 
 def _from_nodes(tree: Any) -> Any:
     return apply_to_collection(tree, CarriedNode, lambda node: Carried(node.name))
+
+
+def _encode_arithmetic(step: Arithmetic, packer: Packer) -> m.ArithmeticBehind:
+    operands = packer.pack(_to_nodes(step.operands), f"An operand of {step.function!r}")
+    return m.ArithmeticBehind(step.name, step.function, operands, step.is_in_place)
+
+
+def _decode_arithmetic(
+    step: m.ArithmeticBehind, tensors: tuple[Tensor, ...], constants: KeptConstants
+) -> Arithmetic:
+    operands = _from_nodes(unpack(step.operands, tensors, constants))
+    if not isinstance(operands, tuple) or not is_arithmetic(step.function, operands):
+        raise RemoteProtocolError(f"Nobody computes {step.function!r} of {operands!r:.60}.")
+    return Arithmetic(step.name, step.function, operands, step.is_in_place)
 
 
 def _encode_cache(use: CacheUse, packer: Packer) -> m.CacheArgument:

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..devices.numerics import numerics_here
@@ -104,9 +103,14 @@ def surroundings_here(
     device = hidden.device.type
     grad_enabled = torch.is_grad_enabled()
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    numerics = numerics_here()
     return Surroundings(
-        grad_enabled, autocast_dtype, calls, collect, numerics=numerics, carried=carried
+        grad_enabled,
+        autocast_dtype,
+        calls,
+        collect,
+        numerics=numerics_here(),
+        default_dtype=torch.get_default_dtype(),
+        carried=carried,
     )
 
 
@@ -456,10 +460,12 @@ def _piece(request: Request, start: int, end: int, dim: int) -> Request:
             return tensor
         return cuts.setdefault(id(tensor), tensor.narrow(along, start, end - start))
 
-    calls = []
-    for call in request.surroundings.calls:
-        args, kwargs = apply_to_collection((call.args, call.kwargs), Tensor, cut)
-        calls.append(replace(call, args=args, kwargs=kwargs))
+    def cut_operand(tensor: Tensor) -> Tensor:
+        # It has as many dimensions as the hidden states.
+        has_samples = tensor.ndim > dim and tensor.shape[dim] == size
+        return tensor.narrow(dim, start, end - start) if has_samples else tensor
+
+    calls = [call.with_tensors(cut, cut_operand) for call in request.surroundings.calls]
     hidden = request.hidden.narrow(dim, start, end - start)
     carried = {name: cut(tensor) for name, tensor in request.surroundings.carried.items()}
     return Request(hidden, replace(request.surroundings, calls=calls, carried=carried))

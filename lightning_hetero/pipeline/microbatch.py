@@ -20,6 +20,28 @@ IGNORED_LABEL = -100
 
 LossWeighting = Literal["auto", "samples", "labels", "sum"] | Callable[[Any], float]
 
+CheckFirstBatch = Literal["stop", "warn", "off"]
+
+# A larger difference between a batch and its pieces stops the run.
+STOPPING_DIFFERENCE = 0.01
+GO_ON = "To go on all the same, set `check_first_batch='warn'`."
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """The user's options for batches.
+
+    Args:
+        dim: The dimension that counts samples; None if the strategy must find it.
+        check: Whether a difference between a batch and its pieces stops the run.
+    """
+
+    dim: int | None = None
+    check: CheckFirstBatch = "off"
+
+
+NOTHING_SAID = BatchOptions()
+
 
 @dataclass(frozen=True)
 class Samples:

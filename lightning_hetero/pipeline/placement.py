@@ -7,6 +7,8 @@ and nothing is decided while a step runs. So every run adds the same numbers in 
 
     stage      0 ──▶ 1 ──▶ 2 ──▶ 3 ──▶ 0       the coordinator's layers are stage 0, wherever
     process    0     1     2     1     0       they are; a is process 1, b is process 2
+
+Two placements tell what changes hands when layers move from one to the other (`transfers`).
 """
 
 from __future__ import annotations
@@ -233,3 +235,49 @@ class Placement:
         """The holder that the layer's tensors are asked from."""
         holders = self.holders(layer)
         return COORDINATOR if COORDINATOR in holders else holders[0]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A layer that goes from a process that has it to one that does not.
+
+    Args:
+        layer: The layer's number.
+        source: The name of the process that has it.
+        target: The name of the process that gets it.
+    """
+
+    layer: int
+    source: str
+    target: str
+
+
+def transfers(before: Placement, after: Placement) -> tuple[Transfer, ...]:
+    """Every layer that a process gets by a move, in the order of the layers; others are left out.
+
+    A layer comes from the process whose result of an optimizer step counted. The coordinator is
+    the source of what no worker has, and gets what no worker has any more.
+    """
+    stages = (*before.stages, *after.stages)
+    layers = sorted({layer for stage in stages for layer in stage.layers})
+    return tuple(
+        Transfer(layer, before.owner(layer), target)
+        for layer in layers
+        for target in after.holders(layer)
+        if target not in before.holders(layer)
+    )
+
+
+def coming_home(before: Placement, after: Placement) -> set[int]:
+    """The layers that the coordinator gets when layers move."""
+    return {each.layer for each in transfers(before, after) if each.target == COORDINATOR}
+
+
+def leaving_home(before: Placement, after: Placement) -> set[int]:
+    """The layers that the coordinator has, and that only workers have when layers have moved."""
+    layers = {layer for stage in after.stages for layer in stage.layers}
+    return {
+        layer
+        for layer in layers
+        if COORDINATOR in before.holders(layer) and COORDINATOR not in after.holders(layer)
+    }

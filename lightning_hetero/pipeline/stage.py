@@ -19,12 +19,12 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..devices.numerics import compute_with
+from ..devices.numerics import compute_with, making
 from ..errors import ModelError, RemoteProtocolError
 from ..model.attributes import AttributeState
 from ..model.captured_outputs import collect_embedded, collecting
 from ..model.kv_cache import cache_index
-from ..model.layer_call import ENTERED, CacheUse, LayerCall, put_hidden, returned, tensors_of
+from ..model.layer_call import CacheUse, LayerCall, put_hidden, returned, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
 from .boundary import Activation, Collected, Gradients, Surroundings, leaf_of
 from .draws import seed_action
@@ -520,6 +520,7 @@ class Stage:
         with (
             torch.set_grad_enabled(keep_graph),
             self._autocast(self.dtype or surroundings.autocast_dtype),
+            making(surroundings.default_dtype),
             collecting(surroundings.collect) as collected,
         ):
             along = Along(hidden, carried, surroundings)
@@ -562,11 +563,14 @@ class Along:
     def __init__(
         self, hidden: Tensor, carried: Mapping[str, Tensor], surroundings: Surroundings
     ) -> None:
-        calls = surroundings.calls
         self._leaving = surroundings.passes
-        self._wanted = {*self._leaving, *(name for call in calls for name in call.carried)}
-        # Where the first layer of all is in this stage, they enter here.
-        self._tensors = {ENTERED: hidden, **carried}
+        # By name, the last layer that it is wanted for.
+        self._until: dict[str, int] = {}
+        for call in surroundings.calls:
+            own = call.made if call.arithmetic else ()
+            self._until |= dict.fromkeys((*call.wanted, *own), call.layer_index)
+        self._tensors = {**carried, surroundings.entering: hidden}
+        self._given = hidden
 
     def fill(self, call: LayerCall) -> LayerCall:
         """The call with tensors in the places of their names.
@@ -579,12 +583,46 @@ class Along:
         return call.with_carried({name: self._tensors[name] for name in names})
 
     def take(self, tensors: Mapping[int, Tensor], call: LayerCall) -> Tensor:
-        """Keep what a layer has returned as far as it is wanted; returns the hidden states."""
-        for position, tensor in tensors.items():
-            name = returned(call.layer_index, position)
-            if name in self._wanted:
-                self._tensors[name] = tensor
-        return tensors[call.hidden_at]
+        """Keep what a layer has returned as far as it is wanted, and do the arithmetic behind it.
+
+        Returns:
+            The hidden states for the next layer.
+
+        Raises:
+            RemoteProtocolError: If a tensor has not come.
+            ModelError: If a change in place would change something else too.
+        """
+        named = {returned(call.layer_index, at): tensor for at, tensor in tensors.items()}
+        kept = {*self._leaving, *self._until}
+        self._tensors |= {name: tensor for name, tensor in named.items() if name in kept}
+        if not call.arithmetic and not call.handed_on:
+            self._given = tensors[call.hidden_at]
+            return self._given
+        self._check_there(call.wanted)
+        self._check_in_place(call, named)
+        call.compute(self._tensors)
+        self._given = self._tensors[call.name_behind]
+        for name in [*self._tensors]:
+            if name not in self._leaving and self._until.get(name, -1) <= call.layer_index:
+                del self._tensors[name]
+        return self._given
+
+    def _check_in_place(self, call: LayerCall, results: Mapping[str, Tensor]) -> None:
+        """Refuse a change in place of a tensor that has another name too.
+
+        Raises:
+            ModelError: With the layer.
+        """
+        for step in call.arithmetic:
+            changed = results.get(step.operands[0]) if step.is_in_place else None
+            others = {**self._tensors, **results, "": self._given}
+            others.pop(step.operands[0], None)
+            if changed is not None and any(map(partial(_share_memory, changed), others.values())):
+                raise ModelError(
+                    f"The model changes in place what layer {call.layer_index} has returned, and "
+                    "that is also what the layer was given, or it returned it twice. Write "
+                    "`x = x * y` for `x *= y`, or keep the layer with the coordinator."
+                )
 
     def leaving(self) -> list[tuple[str, Tensor]]:
         """What leaves the stage along with the hidden states, by name."""
@@ -596,6 +634,10 @@ class Along:
             raise RemoteProtocolError(
                 f"The tensor {missing[0]!r} is wanted, and it has not come with the hidden states."
             )
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _taken_gradient(leaf: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ number of micro-batches stays, and with it the order of all sums.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
@@ -187,14 +187,6 @@ def left_by_bytes(
         if all(own <= room_bytes.get(worker, 0) for worker, own in taken.items()):
             return found
     return None
-
-
-def too_few(names: Collection[str], least: int) -> str:
-    """Why a run with these workers cannot go on, as a sentence; empty if it can."""
-    if len(names) >= least:
-        return ""
-    count = "1 worker takes" if len(names) == 1 else f"{len(names)} workers take"
-    return f"Only {count} part, and the run needs {least} (`least_workers` of `Recovery`)."
 
 
 def _most_layers(plan: Plan) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from msgspec import structs
 from ..atomic_file import replacing
 from ..errors import ProfileError
 from ..planner.profile import Profile
-from .newcomer import NewcomerTrials
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +23,10 @@ class Measured(NamedTuple):
     Args:
         profile: The profile.
         path: The file.
-        trials: What measures a worker that joins later; None if nothing was measured this time.
     """
 
     profile: Profile
     path: Path | None
-    trials: NewcomerTrials | None = None
 
 
 def distrust(measured: Measured, reasons: Mapping[str, str]) -> list[str]:

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -212,7 +212,7 @@ def _ends(link: Link) -> tuple[str, str]:
     return link.source, link.target
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProfilingRun:
     """Measures the model of a run before it is deployed.
 
@@ -223,6 +223,9 @@ class ProfilingRun:
         workers: Their names.
         options: How to measure.
         cuts_boundary: Whether ``training_step`` sees whole batches.
+
+    Attributes:
+        later: What measures a worker that joins later; None as long as nothing has been measured.
     """
 
     module: pl.LightningModule
@@ -231,6 +234,7 @@ class ProfilingRun:
     workers: Sequence[str]
     options: ProfilingOptions
     cuts_boundary: bool
+    later: NewcomerTrials | None = field(default=None, init=False)
 
     def measured(self) -> Measured:
         """Read the cache, measure the missing devices and links, and write the cache.
@@ -262,13 +266,12 @@ class ProfilingRun:
         measured = [] if known is None else [device.name for device in known.devices]
         missing = [name for name in names if name not in measured]
         pairs = pairs_without_link(names, [] if known is None else known.links)
-        later: NewcomerTrials | None = None
         if known is None or missing or pairs:
             with _ends_here(self.module, self.layers):
                 measuring = self._measuring(sample, optimizer, described, identity)
                 found = measuring.measure(missing, pairs)
                 known = merged(found if kept is None else compared(found, kept), known)
-                later = NewcomerTrials.of(measuring.sighting.subject)
+                self.later = NewcomerTrials.of(measuring.sighting.subject)
             write_known(path, known)
         else:
             rank_zero_info(
@@ -276,7 +279,7 @@ class ProfilingRun:
                 f"{_TO_MEASURE_AGAIN}"
             )
         present = with_present_memory(restricted(known, names), described, held_bytes)
-        return Measured(present, path, later)
+        return Measured(present, path)
 
     def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Identity:
         could_leave = embedding_to_leave(self.module, self.layers) is not None

@@ -99,16 +99,39 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             or two of the newer one, for CUDA and for oneDNN, with a slash between them.
         deterministic: Whether operations have to be deterministic.
         only_warns: Whether those that are not only warn.
+        other_precisions: The same for convolutions of CUDA, convolutions of oneDNN and recurrent
+            layers of oneDNN.
         flash_attention: Whether torch may take this kernel of attention; and so on.
+        cudnn: Whether torch may take the kernels of this library; and so on.
+        cudnn_benchmark: Whether cuDNN tries its kernels, and takes the fastest.
+        cudnn_deterministic: Whether cuDNN takes deterministic kernels alone.
+        float16_reduced_sums: Whether sums within products of this type may be rounded on the way.
+        float16_split_sums: Whether such sums may be cut in pieces; and so on.
+        float16_accumulation: Whether products of this type are summed in it.
+        half_math_attention: Whether the plain kernel of attention sums in the type of its input.
+        fast_encoder: Whether `torch.nn.TransformerEncoderLayer` may take its short way.
     """
 
     matmul_precision: Name = "highest"
+    other_precisions: Name = "tf32/none/none"
     deterministic: bool = False
     only_warns: bool = False
     flash_attention: bool = True
     memory_efficient_attention: bool = True
     math_attention: bool = True
     cudnn_attention: bool = True
+    cudnn: bool = True
+    cudnn_benchmark: bool = False
+    cudnn_deterministic: bool = False
+    onednn: bool = True
+    onednn_deterministic: bool = False
+    float16_reduced_sums: bool = True
+    float16_split_sums: bool = True
+    bfloat16_reduced_sums: bool = True
+    bfloat16_split_sums: bool = True
+    float16_accumulation: bool = False
+    half_math_attention: bool = False
+    fast_encoder: bool = True
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -245,6 +268,18 @@ class Repetition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_step: Count
     seconds: LongSeconds
     is_over: bool
+
+
+class SpareStatus(Words, frozen=True, forbid_unknown_fields=True):
+    """The run that takes a free worker if it needs another one.
+
+    Args:
+        run: Distinguishes runs; empty if the worker was not told.
+        coordinator: The coordinator of the run.
+    """
+
+    run: Name
+    coordinator: Name
 
 
 class StageStatus(Words, frozen=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from .fields import (
     Seconds,
     Share,
     Span,
+    SpareStatus,
     StageStatus,
     Text,
     Totals,
@@ -190,10 +191,12 @@ class StageRecord(StageReport, Words, frozen=True):
 class Status(Message, frozen=True):
     """What a worker does, for a watcher; ``stage`` is None while the worker is free.
 
-    ``moment_seconds`` is on the worker's own clock; two answers give rates.
+    ``moment_seconds`` is on the worker's own clock; two answers give rates. ``spare`` is the run
+    for which a free worker waits; None if it waits for none.
     """
 
     said = by(Speaker.WATCHED, State.TELLING, then=State.CLOSED)
     moment_seconds: LongSeconds
     used_bytes: Bytes
     stage: StageStatus | None
+    spare: SpareStatus | None = None

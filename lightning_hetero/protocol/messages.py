@@ -35,6 +35,7 @@ from .fields import LinkStatus as LinkStatus
 from .fields import Narrowed as Narrowed
 from .fields import Repetition as Repetition
 from .fields import Sample as Sample
+from .fields import SpareStatus as SpareStatus
 from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
 from .measurements import AskClock as AskClock
@@ -74,6 +75,7 @@ from .snapshots import SnapshotTensor as SnapshotTensor
 from .snapshots import TakeSnapshot as TakeSnapshot
 from .snapshots import Wait as Wait
 from .tensors import TensorSpec
+from .values import ArithmeticBehind as ArithmeticBehind
 from .values import CacheArgument as CacheArgument
 from .values import LayerArguments as LayerArguments
 from .values import ParameterSpec as ParameterSpec
@@ -82,7 +84,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 # What replicas send each other.
 ReplicaContent = Literal["sums", "totals", "weights"]
@@ -97,7 +99,9 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     Every version reads the Hello, Welcome and Failure of every other version, so that it can say
     what is wrong: new fields need a default, no field is ever removed, and unknown ones are
     ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`. A worker
-    that joins says its ``name`` in plans, and the ``address`` at which it listens.
+    that joins says its ``name`` in plans, and the ``address`` at which it listens; its second
+    process says the only ``session`` that it takes. A coordinator that watches a spare says the
+    name of its run as ``session``.
 
     Both ends shall keep a broken conversation for ``linger_seconds``. With the ``secret`` of its
     Welcome the conversation goes on: this is the ``attempt`` of that number, and the sender has
@@ -126,7 +130,8 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
 class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
     """The worker accepts the conversation. ``utc_seconds`` is the time on its clock.
 
-    A coordinator says it to a worker that joins, and again with each ``note`` on how long to wait.
+    A coordinator says it to a worker that joins, and again with each ``note`` on how long to wait,
+    and whether it ``is_spare``: the run has begun without it.
 
     Both ends keep a broken conversation for ``linger_seconds``; the peer can go on with it by the
     ``secret``. The sender has ``received`` so many frames behind the Hello.
@@ -145,6 +150,7 @@ class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
     secret: Name = ""
     received: Count = 0
     note: Name = ""
+    is_spare: bool = False
 
 
 class Ping(InstantMessage, frozen=True):
@@ -395,7 +401,9 @@ class Arguments(MicrobatchMessage, frozen=True):
     the coordinator. ``place`` counts the forwards of the same visit that the process runs in this
     stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
     later. A trial (``is_trial``) leaves nothing behind in the layers. The stage computes with the
-    settings ``numerics``. ``passes`` names what goes downstream with the hidden states.
+    settings ``numerics``, and makes tensors of ``default_dtype`` where layers name none.
+    ``passes`` names what goes downstream with the hidden states, and ``entering`` names the hidden
+    states that come.
     """
 
     grad_enabled: bool
@@ -408,7 +416,9 @@ class Arguments(MicrobatchMessage, frozen=True):
     downstream: Count = 0
     place: Count = 0
     numerics: Numerics = Numerics()
+    default_dtype: Name = "float32"
     passes: list[Name] = []
+    entering: Name = ""
 
 
 class MeasureLayer(IdleRequest, frozen=True):

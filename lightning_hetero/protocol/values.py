@@ -198,6 +198,22 @@ class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: Value
 
 
+class ArithmeticBehind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function of tensors and numbers that a stage computes behind a layer.
+
+    Args:
+        name: The name of the result.
+        function: The function, one of those in `model/arithmetic.py`.
+        operands: A tuple.
+        is_in_place: Whether the model changed the first operand itself.
+    """
+
+    name: Name
+    function: Name
+    operands: Value
+    is_in_place: bool = False
+
+
 class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the model called one layer, without its hidden states and its key-value cache.
 
@@ -207,6 +223,8 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         place: Position or name of the argument with the hidden states.
         hidden_at: Position of the hidden states in the tuple.
         others: Positions of other tensors in it.
+        arithmetic: What the stage computes behind the layer.
+        handed_on: The name of the next layer's hidden states; empty for those in the result.
     """
 
     layer_index: LayerNumber
@@ -219,6 +237,8 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     place: Count | Name = 0
     hidden_at: Count = 0
     others: list[Count] = []
+    arithmetic: list[ArithmeticBehind] = []
+    handed_on: Name = ""
 
 
 class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -410,12 +410,6 @@ def _said(text: str) -> str:
     return "".join(codes.get(character, character) for character in text if character.isprintable())
 
 
-PICTURE_NAME = "architecture"
-"""The file name of a run's picture, without its suffix."""
-
-PLAN_NAME = "plan.yaml"
-"""The file name of a run's plan."""
-
 FORMATS: dict[str, Callable[[Topology], bytes]] = {
     ".svg": lambda topology: diagram(topology).encode(),
     ".png": lambda topology: png(diagram(topology)),

@@ -19,8 +19,11 @@ from ..plan import Plan
 from ..telemetry.ranges import Range, ranges_of
 from ..units import in_duration, in_micro_batches, in_percent
 from .charts import Curve, typical
-from .diagram import PICTURE_NAME, PLAN_NAME
 
+PICTURE_NAME = "architecture"
+"""The file name of a run's picture, without its suffix."""
+PLAN_NAME = "plan.yaml"
+"""The file name of a run's plan."""
 TOPOLOGY = f"{PICTURE_NAME}.svg"
 METRICS = "metrics.csv"
 TIMELINE = "timeline.json"

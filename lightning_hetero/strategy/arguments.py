@@ -27,12 +27,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
-from ..coordinator.whole_batches import BatchOptions
 from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
 from ..model.compiled_layers import compiles_only
 from ..model.layers import DecoderLayer
-from ..pipeline.microbatch import CutBatch, LossWeighting
+from ..pipeline.microbatch import BatchOptions, CutBatch, LossWeighting
 from ..plan import Plan
 from ..recovery import Recovery
 

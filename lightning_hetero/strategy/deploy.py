@@ -34,7 +34,6 @@ from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..pipeline.optimizer import own_optimizer_modules
 from ..plan import Plan, StagePlan
 from ..planner.feasibility import as_measured, check_plan, with_shares
-from ..planner.membership import too_few
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
 from ..planner.verdict import judge, render
@@ -43,7 +42,7 @@ from ..profiler.kept import Measured
 from ..profiler.measure import ProfilingOptions
 from ..profiler.newcomer import NewcomerTrials
 from ..profiler.run import ProfilingRun
-from ..recovery import Recovery
+from ..recovery import Recovery, too_few
 from ..telemetry.ranges import share_as_text
 from ..transport.deadlines import Deadlines
 from .arguments import (
@@ -362,14 +361,14 @@ class Site:
             except NoSample as reason:
                 plan = given or choice.even(len(layers), workers, str(reason))
             else:
-                choice.measured, profile = measured._replace(trials=None), measured.profile
+                choice.measured, profile = measured, measured.profile
                 if given is None or choice.plan == "replicated":
                     # The coordinator is no replica where a batch's step runs whole.
                     plan = choice.solve(profile, workers, replicas=self._cuts_step)
                 else:
                     _warn_of_faults(given, profile)
                     plan = _shared_by_speed(given, profile)
-                choice.trials = _trials_for(plan, measured)
+                choice.trials = _trials_for(plan, profile, run.later)
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
             rank_zero_info("no worker would make it faster, so the model runs here alone")
@@ -453,10 +452,12 @@ def _shared_by_speed(plan: Plan, profile: Profile) -> Plan:
     return dataclasses.replace(found, micro_batches=plan.micro_batches)
 
 
-def _trials_for(plan: Plan, measured: Measured) -> NewcomerTrials | None:
+def _trials_for(
+    plan: Plan, profile: Profile, later: NewcomerTrials | None
+) -> NewcomerTrials | None:
     """What measures a worker that joins later, with the micro-batches of a plan."""
-    size = math.ceil((measured.profile.batch_size or 1) / plan.micro_batches)
-    return None if measured.trials is None else measured.trials.at_size(size)
+    size = math.ceil((profile.batch_size or 1) / plan.micro_batches)
+    return None if later is None else later.at_size(size)
 
 
 def _warn_of_faults(plan: Plan, profile: Profile) -> None:

@@ -23,11 +23,18 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchmetrics import Metric
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.whole_batches import GO_ON, STOPPING_DIFFERENCE, CheckFirstBatch
 from ..devices.device import device_for, is_out_of_memory
 from ..devices.main_memory import free_main_memory
 from ..errors import BatchError, HeteroError
-from ..pipeline.microbatch import IGNORED_LABEL, CutBatch, LossWeighting, Samples
+from ..pipeline.microbatch import (
+    GO_ON,
+    IGNORED_LABEL,
+    STOPPING_DIFFERENCE,
+    CheckFirstBatch,
+    CutBatch,
+    LossWeighting,
+    Samples,
+)
 from ..pipeline.results import loss_of
 from ..pipeline.tolerance import coarsest, rounding_of_loss
 from ..profiler.dry_run import no_trace

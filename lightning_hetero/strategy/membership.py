@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -32,7 +33,6 @@ from ..planner.membership import (
     joined,
     left,
     left_by_bytes,
-    too_few,
 )
 from ..planner.profile import DeviceProfile, Profile
 from ..planner.replan import LEAST_GAIN
@@ -45,9 +45,11 @@ from ..profiler.newcomer import (
     with_newcomer,
 )
 from ..protocol import messages as m
-from ..recovery import Recovery
+from ..recovery import Recovery, too_few
 from ..units import in_bytes
-from .training_run import TrainingRun
+
+if TYPE_CHECKING:
+    from .training_run import TrainingRun
 
 # The part of a machine's memory that layers may take where nothing is measured.
 _SHARE_OF_MEMORY = 0.8
@@ -113,6 +115,8 @@ class Membership:
             self._let_go(worker)
         self._gather()
         if not self.terms.joins:
+            if self.terms.recovery is not None:
+                self._waiting()  # a spare is told that it is one
             return
         if self.run.deployment.plan is not self._plan:
             self._plan = self.run.deployment.plan

@@ -2,8 +2,7 @@
 
 `RemoteSteps` diverts a precision plugin, since Lightning sends every clipping and every step
 through it. No other module uses the private names that this relies on: the plugin's
-`_after_closure`, the state that a GradScaler keeps for each optimizer, and `_should_accumulate`,
-Lightning's own rule for the batches behind which the optimizer steps.
+`_after_closure`, and the state that a GradScaler keeps for each optimizer.
 
 `FollowedZeroGrad` is for manual optimization, where user code calls `zero_grad`. Under automatic
 optimization the backwards on the stages have already run when Lightning calls `zero_grad`, so the
@@ -17,7 +16,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -41,11 +39,6 @@ from ..pipeline.recorder import APPLY, Recorder
 from .arguments import scaler_of
 
 Versions = set[tuple[int, int]]
-
-
-def steps_behind_batch(trainer: pl.Trainer) -> bool:
-    """Whether Lightning lets the optimizer step behind the present batch."""
-    return not trainer.fit_loop._should_accumulate()
 
 
 def record_own_steps(

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment, check_is_whole
-from ..coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from ..coordinator.workers import Fleet
 from ..devices.main_memory import share_one_arena
 from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
@@ -34,7 +33,7 @@ from ..model.four_bit import accepting_states, keep_layout
 from ..model.half_layers import cut_layers, join_layers
 from ..model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from ..model.lazy_weights import weights_in_checkpoint
-from ..pipeline.microbatch import LossWeighting
+from ..pipeline.microbatch import BatchOptions, CheckFirstBatch, LossWeighting
 from ..pipeline.optimizer import AveragingAction
 from ..plan import Plan
 from ..recovery import Recovery, recovery_of

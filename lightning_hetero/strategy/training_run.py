@@ -45,8 +45,8 @@ from ..planner.profile import EMBEDDING, HEAD, Profile
 from ..planner.replan import StageSeconds
 from ..profiler.kept import Measured
 from ..protocol.messages import Equipment
-from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
-from ..report.run_record import FACTS, LostWorker, Process, RunFacts
+from ..report.diagram import picture_for
+from ..report.run_record import FACTS, PICTURE_NAME, PLAN_NAME, LostWorker, Process, RunFacts
 from ..report.topology import Memory, Place, Topology, marks_of, topology_of, with_profile
 from .arguments import StepOptions, check_precision
 from .first_batch import first_batch_check

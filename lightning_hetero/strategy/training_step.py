@@ -40,7 +40,6 @@ from ..pipeline.results import (
     weighted_mean,
 )
 from .arguments import FirstCheck, StepOptions, scaler_of
-from .optimizers import steps_behind_batch
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ class MicrobatchedStep(BatchStep):
         plan = self._deployment.plan
         self._flags.begin_step(len(work))
         stages = self._deployment.coordinator.stages
-        stages.is_before_step = steps_behind_batch(self._module.trainer)
+        stages.is_before_step = _steps_behind_batch(self._module.trainer)
         with ExitStack() as stack:
             stack.enter_context(self._deployment.hand_overs.cut_step())
             stack.callback(stand_in(self._module, "log", log.log))
@@ -438,6 +437,12 @@ class FrozenFlags:
                 "would be lost. Set it in `on_train_batch_start` or earlier, or use "
                 "micro_batching='boundary'."
             )
+
+
+def _steps_behind_batch(trainer: pl.Trainer) -> bool:
+    """Whether Lightning lets the optimizer step behind the present batch."""
+    # Lightning's own rule has a private name, which no other module uses.
+    return not trainer.fit_loop._should_accumulate()
 
 
 def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

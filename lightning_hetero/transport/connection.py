@@ -1,4 +1,4 @@
-"""Connections: they carry bytes in both directions between two processes, and frames in them."""
+"""Connections: they carry bytes in both directions between two processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..errors import ChannelError, RemoteProtocolError
-from ..protocol.frames import Frame, FrameReader
+from ..errors import ChannelError
 
 # Linux allows 1024 buffers in one call; a frame of more goes in several.
 _MOST_BUFFERS = 512
@@ -187,30 +186,6 @@ def prepare_socket(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connected.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
-
-
-def receive_some(
-    connection: Connection, reader: FrameReader, peer: str = "The peer"
-) -> Frame | None:
-    """Read the bytes that have arrived; return the frame if they complete one.
-
-    Raises:
-        TimeoutError: If nothing arrives within the connection's timeout.
-        ChannelError: If the peer has ended the connection.
-        RemoteProtocolError: If the bytes are no frame.
-    """
-    missing = reader.buffer()
-    num_bytes = connection.receive_into(missing, sure_bytes=len(missing))
-    if num_bytes > 0:
-        return reader.advance(num_bytes)
-    try:
-        reader.close()
-    except RemoteProtocolError as error:
-        raise ChannelError(
-            f"{peer} ended the connection in the middle of a message, as happens when a process is "
-            "killed."
-        ) from error
-    raise ChannelError(f"{peer} ended the connection without a Goodbye.")
 
 
 def send_buffers(

@@ -1,7 +1,4 @@
-"""How a conversation is opened: dial, TLS, Hello, Welcome, each within its deadline.
-
-The second half are rules without I/O: whether two ends can work together.
-"""
+"""How a conversation is opened: dial, TLS, Hello, Welcome, each within its deadline."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -29,23 +26,18 @@ from ..protocol.frames import Frame, OpeningReader, encode_frame
 from ..protocol.session import Role, Session, opening_session
 from .address import Address, advice
 from .channel import Channel
+from .compatibility import Identity, Party, obstacles
 from .connection import (
     Connection,
     SocketConnection,
     keep_alive,
     prepare_socket,
-    receive_some,
     send_buffers,
 )
 from .deadlines import Deadlines
-from .line import Lingering, PeerGone
+from .line import Lingering, PeerGone, receive_some
 from .tls import Credentials, secured
 
-_OURS = "lightning-hetero"
-# The library whose code builds the layers; a layer means the same within a major version.
-_MODEL_CODE = "transformers"
-_UNKNOWN = "unknown"
-_MOST_SHOWN = 40
 # Connections that wait to be accepted. The system drops those beyond, and a peer tries again after
 # a second: strangers that come in a burst must not slow a coordinator like that.
 _MOST_WAITING = 1024
@@ -65,50 +57,50 @@ ROLES: dict[str, str] = {
 WORKER_ROLES: tuple[Role, ...] = ("coordinator", "neighbor", "watcher")
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What this process shows to its peers.
+def listen(
+    address: Address, credentials: Credentials | None = None, for_workers: bool = False
+) -> socket.socket:
+    """Open a listening socket; port 0 takes a free one. Without credentials it is on loopback.
 
     Args:
-        equipment: What it runs on.
-        credentials: Prove that it has the token; None without a token.
-    """
-
-    equipment: m.Equipment = field(default_factory=m.Equipment)
-    credentials: Credentials | None = None
-
-
-def listen(address: Address, credentials: Credentials | None = None) -> socket.socket:
-    """Open a listening socket; port 0 takes a free one. Without credentials it is on loopback.
+        address: Where to listen.
+        credentials: Prove that this process has the token; None without a token.
+        for_workers: Whether this is a coordinator that waits for workers, and not a worker.
 
     Raises:
         WorkerError: If others could connect without a token, or the address is not available.
     """
     if credentials is None and not address.is_loopback:
         raise WorkerError(
-            f"A worker without a token listens on loopback only, and {address} is not: anyone "
-            "could use it. Make a token with `lightning-hetero token`, copy it to all machines, "
-            "and name its file with `--token-file`; or listen on 127.0.0.1."
+            f"{'A coordinator' if for_workers else 'A worker'} without a token listens on loopback "
+            f"only, and {address} is not: anyone could use it. Make a token with "
+            "`lightning-hetero token`, copy it to all machines, and name its file with "
+            f"{'`token_file=` of the strategy' if for_workers else '`--token-file`'} if it is in "
+            "another place; or listen on 127.0.0.1."
         )
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         where = (address.host, address.port)
         return socket.create_server(where, family=family, backlog=_MOST_WAITING)
     except OSError as error:
-        raise WorkerError(_why_not_listening(address, error)) from error
+        raise WorkerError(_why_not_listening(address, error, for_workers)) from error
 
 
-def _why_not_listening(address: Address, error: OSError) -> str:
+def _why_not_listening(address: Address, error: OSError, for_workers: bool) -> str:
     free = Address(address.host, 0)
     if error.errno == errno.EADDRINUSE:
+        remedy = f"`--listen`, such as `--listen {free}` for any free port"
+        if for_workers:
+            remedy = "`listen=` here and `--join` of the workers"
         return (
             f"Cannot listen on {address}: another process uses this port. Choose another one with "
-            f"`--listen`, such as `--listen {free}` for any free port, or end that process."
+            f"{remedy}, or end that process."
         )
     reason = str(error) if error.errno is None else os.strerror(error.errno)
+    option = '`listen="HOST:PORT"`' if for_workers else "`--listen HOST:PORT`"
     return (
         f"Cannot listen on {address}: {reason}. Choose an address of this machine and a port with "
-        "`--listen HOST:PORT`."
+        f"{option}."
     )
 
 
@@ -321,15 +313,22 @@ class Joined:
         connection: Connected and, with a token, under TLS.
         plain: The connection below.
         note: The coordinator's words on how long to wait.
+        is_spare: Whether the run has begun without the worker.
     """
 
     connection: Connection
     plain: SocketConnection
     note: str
+    is_spare: bool
 
 
 def join(
-    address: Address, name: str, listener: Address, deadlines: Deadlines, identity: Identity
+    address: Address,
+    name: str,
+    listener: Address,
+    deadlines: Deadlines,
+    identity: Identity,
+    session_name: str = "",
 ) -> Joined:
     """Dial a coordinator that waits for workers, and offer to work for it.
 
@@ -340,6 +339,7 @@ def join(
             interfaces is replaced by the one that the coordinator is reached over.
         deadlines: How long each kind of waiting may take.
         identity: What this process shows.
+        session_name: The only session that this process takes; empty if it takes any.
 
     Raises:
         JoinError: If no coordinator answers there, or one end refuses the other.
@@ -350,13 +350,18 @@ def join(
             "coordinator's token file to this machine, as `lightning-hetero token` says there."
         )
     try:
-        return _join(address, name, listener, deadlines, identity)
+        return _join(address, name, listener, deadlines, identity, session_name)
     except WorkerUnreachable as error:
         raise JoinError(str(error)) from error
 
 
 def _join(
-    address: Address, name: str, listener: Address, deadlines: Deadlines, identity: Identity
+    address: Address,
+    name: str,
+    listener: Address,
+    deadlines: Deadlines,
+    identity: Identity,
+    session_name: str,
 ) -> Joined:
     far = _Far(f"the coordinator at {address}", "a coordinator that waits for workers")
     plain = _connect(address, deadlines, for_workers=True)
@@ -367,6 +372,7 @@ def _join(
         hello = m.Hello(
             m.PROTOCOL_VERSION,
             "joiner",
+            session_name,
             equipment=identity.equipment,
             name=name,
             address=str(offered),
@@ -377,7 +383,7 @@ def _join(
             session = opening_session("joiner")
             welcome = _ask_to_talk(connection, session, hello, far.name, seconds)
         on_failure.pop_all()
-    return Joined(connection, plain, welcome.note)
+    return Joined(connection, plain, welcome.note, welcome.is_spare)
 
 
 def _reachable(listener: Address, own_host: str) -> Address:
@@ -569,64 +575,3 @@ def await_opening(
         if frame is not None:
             return frame.message
     return None
-
-
-@dataclass(frozen=True)
-class Party:
-    """One end of a conversation.
-
-    Args:
-        name: Its name inside a sentence.
-        protocol: The version of the protocol that it speaks.
-        equipment: What it runs on.
-    """
-
-    name: str
-    protocol: int
-    equipment: m.Equipment
-
-
-def obstacles(one: Party, other: Party) -> list[str]:
-    """Reasons why two ends cannot work together, each with its remedy.
-
-    A version that an end does not tell counts as fitting.
-    """
-    found = []
-    if one.protocol != other.protocol:
-        ours, theirs = _version(one, _OURS), _version(other, _OURS)
-        found.append(
-            f"{one.name} speaks protocol {one.protocol} ({_OURS} {ours}) and {other.name} "
-            f"{other.protocol} ({_OURS} {theirs}); install the same version of {_OURS} on both."
-        )
-    ours, theirs = _version(one, _MODEL_CODE), _version(other, _MODEL_CODE)
-    majors = {version.partition(".")[0] for version in (ours, theirs)} - {_UNKNOWN}
-    if len(majors) > 1:
-        found.append(
-            f"{one.name} has {_MODEL_CODE} {ours} and {other.name} has {theirs}, which build "
-            "layers differently; install the same major version on both."
-        )
-    return [sentence[0].upper() + sentence[1:] for sentence in found]
-
-
-def differences(here: m.Equipment, there: m.Equipment) -> list[str]:
-    """Versions that differ without harm, as ``torch 2.6 (2.7 here)``.
-
-    There are none if an end does not tell its versions.
-    """
-    ours, theirs = here.versions, there.versions
-    if not ours or not theirs:
-        return []
-    return [
-        f"{_shown(name)} {_shown(theirs.get(name, 'missing'))} ({ours.get(name, 'missing')} here)"
-        for name in dict.fromkeys([*ours, *theirs])
-        if ours.get(name) != theirs.get(name)
-    ]
-
-
-def _version(party: Party, name: str) -> str:
-    return _shown(party.equipment.versions.get(name, _UNKNOWN))
-
-
-def _shown(text: str) -> str:
-    """A peer's text, cut so that it floods no log."""
-    return text[:_MOST_SHOWN]

@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..errors import ChannelError, HeteroError, WorkerError
+from ..errors import ChannelError, HeteroError, RemoteProtocolError, WorkerError
 from ..protocol.frames import Frame, FrameReader
-from .connection import Connection, receive_some, send_buffers
+from .connection import Connection, send_buffers
 from .deadlines import Deadlines
 from .resumption import Ledger, pauses
 
@@ -67,6 +67,30 @@ def reason_of(cause: Exception, peer: str) -> str:
     if isinstance(cause, HeteroError):
         return str(cause)
     return f"The connection to {peer} was cut ({cause})."
+
+
+def receive_some(
+    connection: Connection, reader: FrameReader, peer: str = "The peer"
+) -> Frame | None:
+    """Read the bytes that have arrived; return the frame if they complete one.
+
+    Raises:
+        TimeoutError: If nothing arrives within the connection's timeout.
+        ChannelError: If the peer has ended the connection.
+        RemoteProtocolError: If the bytes are no frame.
+    """
+    missing = reader.buffer()
+    num_bytes = connection.receive_into(missing, sure_bytes=len(missing))
+    if num_bytes > 0:
+        return reader.advance(num_bytes)
+    try:
+        reader.close()
+    except RemoteProtocolError as error:
+        raise ChannelError(
+            f"{peer} ended the connection in the middle of a message, as happens when a process is "
+            "killed."
+        ) from error
+    raise ChannelError(f"{peer} ended the connection without a Goodbye.")
 
 
 class Line:

@@ -7,7 +7,8 @@ When nobody else can take a lost worker's place, a machine of the run takes it b
 All of these processes accept connections at the worker's one address, and the system gives each
 connection to any of them. A second process answers only those that name its session, and the first
 one all others. Who comes to the wrong process is told to dial again, and that process leaves the
-next connections to the others for a moment.
+next connections to the others for a moment. Where the worker has joined its run, a second process
+dials the coordinator too, which may have no way to that address.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
      ▲─ a pause that grows ─┘ (nobody answers, or the door closes)
 
 So a worker may start before its coordinator, at an address that nobody knows beforehand. The
-coordinator's end is in `launch.join`.
+coordinator's end is in `launch.join`. A second process of a worker that has joined comes the same
+way, once, for the one session that it takes.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ class Joiner:
         since, waits, told = time.monotonic(), pauses(), ""
         while not worker.is_stopped:
             try:
-                joined = join(
-                    self.address, self.name, worker.listener, worker.deadlines, worker.identity
-                )
+                joined = self._dial(worker)
             except JoinError as error:
                 if time.monotonic() - since > self.rejoin_seconds:
                     on_alone(self._reason_of_end(error))
@@ -86,9 +85,41 @@ class Joiner:
             since, waits = time.monotonic(), pauses()
             worker.wait_until_stopped(next(waits))
 
+    def run_beside(self, worker: Worker, session: str) -> None:
+        """Bring a second process into the run that has asked for it, then stop the process.
+
+        Args:
+            worker: Serves the session in the second process.
+            session: The name of the session.
+        """
+        end, waits = time.monotonic() + worker.deadlines.connect_seconds, pauses()
+        while not worker.is_stopped:
+            try:
+                joined = self._dial(worker, session)
+            except JoinError as error:
+                if time.monotonic() > end:
+                    logger.warning("the second process cannot join its run, and ends: %s", error)
+                    break
+                worker.wait_until_stopped(next(waits))
+                continue
+            self._stay(joined, worker)
+            break
+        worker.retire()
+
+    def _dial(self, worker: Worker, session: str = "") -> Joined:
+        """Dial the coordinator, for one session or for any.
+
+        Raises:
+            JoinError: If it does not let the worker in.
+        """
+        listener, deadlines, identity = worker.listener, worker.deadlines, worker.identity
+        return join(self.address, self.name, listener, deadlines, identity, session)
+
     def _stay(self, joined: Joined, worker: Worker) -> None:
         """Wait at the coordinator's door, and serve the session that it opens, if it opens one."""
         logger.info("joined %s as %s; %s", self.address, self.name, joined.note)
+        if joined.is_spare:
+            worker.note_spare("", str(self.address))
         try:
             message = self._next_word(joined, worker)
             if message is not None:
@@ -96,6 +127,7 @@ class Joiner:
         except (OSError, HeteroError) as error:
             logger.warning("the coordinator at %s took no worker: %s", self.address, error)
         finally:
+            worker.note_no_spare()
             joined.connection.close()
 
     def _next_word(self, joined: Joined, worker: Worker) -> m.Message | None:
@@ -105,6 +137,8 @@ class Joiner:
             if not isinstance(message, m.Welcome):
                 return message
             logger.info("the coordinator at %s says: %s", self.address, message.note)
+            if message.is_spare:
+                worker.note_spare("", str(self.address))
 
     def _reason_of_end(self, error: JoinError) -> str:
         return (

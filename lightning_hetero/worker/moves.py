@@ -8,12 +8,11 @@ from torch import Tensor
 
 from ..errors import LocalProtocolError, RemoteProtocolError
 from ..model.tensors import Content
-from ..pipeline.optimizer import MOST_BESIDE
 from ..protocol import messages as m
 from ..protocol.values import Packer, Value, unpack
 from ..transport.channel import Channel, Handler
 from .layers import MOST_COPIES, StageLayers
-from .optimizer_parts import TrainedSide
+from .optimizer_parts import TrainedSide, check_state
 
 
 class MovedSide:
@@ -87,20 +86,3 @@ class MovedSide:
             check_state(message.name, found, tensor(message.content))
         self._training.take(message.name, states, average)
         self._coordinator.send(m.Loaded(message.name))
-
-
-def check_state(name: str, state: object, content: Tensor) -> None:
-    """Refuse an optimizer's state that is larger than its parameter.
-
-    Raises:
-        RemoteProtocolError: With the parameter's name.
-    """
-    if not isinstance(state, dict):
-        raise RemoteProtocolError(f"The optimizer state of {name!r} came as {state!r:.60}.")
-    most = max(content.numel(), MOST_BESIDE)
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.numel() > most:
-            raise RemoteProtocolError(
-                f"The optimizer state {key!r} of {name!r} has {value.numel()} numbers, and at most "
-                f"{most} can belong to the parameter."
-            )

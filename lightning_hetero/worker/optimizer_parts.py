@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError
+from ..errors import ModelError, RemoteProtocolError
 from ..model.tensors import named_tensors
 from ..pipeline.optimizer import (
+    MOST_BESIDE,
     Clipping,
     Group,
     StageOptimizer,
@@ -258,3 +259,20 @@ class TrainedSide:
         # A parameter that its layer has twice is known by the last of its names.
         names = {parameter: name for name, parameter in parameters.items()}
         return {name: p.grad for p, name in names.items() if p.grad is not None}
+
+
+def check_state(name: str, state: object, content: Tensor) -> None:
+    """Refuse an optimizer's state that is larger than its parameter.
+
+    Raises:
+        RemoteProtocolError: With the parameter's name.
+    """
+    if not isinstance(state, dict):
+        raise RemoteProtocolError(f"The optimizer state of {name!r} came as {state!r:.60}.")
+    most = max(content.numel(), MOST_BESIDE)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() > most:
+            raise RemoteProtocolError(
+                f"The optimizer state {key!r} of {name!r} has {value.numel()} numbers, and at most "
+                f"{most} can belong to the parameter."
+            )

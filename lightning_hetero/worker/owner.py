@@ -17,8 +17,8 @@ from ..model.allowed_imports import Allowed
 from ..protocol import messages as m
 from ..protocol.tensors import Buffer
 from ..recovery import LINGER_SECONDS
+from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity
 from .beside import Beside
 from .shelf import KeptTensors
 

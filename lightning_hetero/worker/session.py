@@ -8,7 +8,7 @@
     moves       passes tensors on to other workers as layers move, and takes theirs
     replicas    adds up gradients with the workers that hold the same stages
     snapshots   tells the state for a worker that takes this one's place, or takes it
-    room        makes room for a second session beside this one
+    takeover    makes room for a second session beside this one
     telemetry   times and records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
@@ -67,8 +67,8 @@ from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
 from .replicas import ReplicaSide
-from .room import RoomSide
 from .snapshots import SnapshotSide
+from .takeover import RoomSide
 from .telemetry import RecordedSide
 from .trials import MeasuredSide, answer_probe
 
@@ -170,7 +170,7 @@ class StageSession:
         )
         self._training.is_owned = self._replicas.is_owned
         self._snapshots = SnapshotSide(coordinator, self._layers, self._training, self._replicas)
-        self._room = RoomSide(coordinator, host, self._budget)
+        self._takeover = RoomSide(coordinator, host, self._budget)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -183,7 +183,7 @@ class StageSession:
             **self._moves.handlers,
             **self._replicas.handlers,
             **self._snapshots.handlers,
-            **self._room.handlers,
+            **self._takeover.handlers,
             m.KeepSent: self._on_keep_sent,
             m.ForgetSent: self._on_forget_sent,
             m.ReplaceNeighbor: self._on_replace_neighbor,

@@ -459,8 +459,8 @@ def serve_one_session(
     pipe.say(f"ready {worker.device} {equipment}")
     if second is not None:
         threading.Thread(target=_tell, args=(worker, second, pipe), daemon=True).start()
-    elif joiner is not None:
-        threading.Thread(target=_join, args=(worker, joiner, pipe), daemon=True).start()
+    if joiner is not None:
+        threading.Thread(target=_join, args=(worker, joiner, pipe, second), daemon=True).start()
     worker.serve_session(place.began_seconds, lambda: pipe.say("over"))
 
 
@@ -570,15 +570,19 @@ def _tell(worker: Worker, second: Second, pipe: _Voice) -> None:
         worker.wait_until_stopped(_TELLING_SECONDS)
 
 
-def _join(worker: Worker, joiner: Joiner, pipe: _Voice) -> None:
-    """Bring the worker into runs until it is stopped, or nobody lets it in."""
+def _join(worker: Worker, joiner: Joiner, pipe: _Voice, second: Second | None) -> None:
+    """Bring the worker into runs until it is stopped, or nobody lets it in; a second process
+    into its one run."""
 
     def leave(reason: str) -> None:
         pipe.say(f"alone {reason}")
         worker.drain()
 
     try:
-        joiner.run(worker, leave)
+        if second is None:
+            joiner.run(worker, leave)
+        else:
+            joiner.run_beside(worker, second.session)
     except Exception as error:
         # Without this thread the worker would wait for nothing.
         logger.exception("joining %s failed", joiner.address)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import selectors
 import socket
 import threading
@@ -31,9 +32,10 @@ from ..protocol.frames import Frame, encode_frame
 from ..protocol.session import Session, answering_session
 from ..transport.address import Address
 from ..transport.channel import Channel
+from ..transport.compatibility import Identity
 from ..transport.connection import Connection, SocketConnection, prepare_socket, send_buffers
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, address_of, check_hello, receive_hello
+from ..transport.handshake import address_of, check_hello, receive_hello
 from ..transport.line import Lingering
 from ..transport.lobby import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.tls import Credentials, secured
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 _LAST_WORD_SECONDS = 1.0
 # Time for those who are in their handshake when the only session ends.
 _FAREWELL_SECONDS = 3.0
+# For so long after the latest look of a run, which comes every five seconds, a worker is its spare.
+_SPARE_SECONDS = 15.0
 
 
 class _Replaced(WorkerError):
@@ -117,6 +121,8 @@ class Worker:
         self._lobby = Lobby(MOST_GREETINGS)
         self._refusals = RefusalLog()
         self._session: StageSession | None = None
+        # The run for which a free worker waits, and until when.
+        self._spare: tuple[m.SpareStatus, float] | None = None
         self._began_seconds = time.monotonic()
         self._session_changed = threading.Condition()
         self._forgetting = threading.Timer(KEPT_SECONDS, self._host.kept.forget)
@@ -225,6 +231,20 @@ class Worker:
         """Go on after `pause`."""
         self._wish(m.Resumed())
 
+    def note_spare(self, run: str, coordinator: str, seconds: float = math.inf) -> None:
+        """Tell watchers for so long, while the worker is free, that it is a spare of a run.
+
+        Args:
+            run: The name of the run; empty if it is not known.
+            coordinator: The address of the run's coordinator.
+            seconds: How long that holds.
+        """
+        self._spare = m.SpareStatus(run, coordinator), time.monotonic() + seconds
+
+    def note_no_spare(self) -> None:
+        """Tell watchers no longer that the worker is a spare."""
+        self._spare = None
+
     @property
     def has_run(self) -> bool:
         """Whether a run is under way."""
@@ -287,6 +307,8 @@ class Worker:
                 self.beside.leave_next()
                 raise _Elsewhere("another process of this worker serves that session; dial again.")
             if hello.role == "watcher":
+                if hello.session:
+                    self.note_spare(hello.session, peer, _SPARE_SECONDS)
                 self._tell(connection, hello)
                 plain.close_after_last_word(_LAST_WORD_SECONDS)
                 return None
@@ -387,7 +409,11 @@ class Worker:
         if stage is not None:
             stages = [each for status in (own, *others) for each in status.stages]
             stage = msgspec.structs.replace(stage, stages=sorted(stages, key=lambda s: s.number))
-        return m.Status(time.monotonic() - self._began_seconds, used_bytes, stage)
+        now, spare = time.monotonic(), self._spare
+        waits_for = None
+        if stage is None and spare is not None and now < spare[1]:
+            waits_for = spare[0]
+        return m.Status(now - self._began_seconds, used_bytes, stage, waits_for)
 
     @property
     def own_status(self) -> SecondStatus:

@@ -201,6 +201,7 @@ def test_a_worker_allows_the_named_packages_and_the_script(
     [
         (["--listen", "0.0.0.0:9999"], "loopback only"),
         (["--token-file", "/nowhere/token"], "There is no token file '/nowhere/token'"),
+        (["--name", "fast"], "`--name fast` needs `--join HOST:PORT`"),
         (["--device", "quantum"], "The device 'quantum' cannot be used here; this machine has cpu"),
     ],
 )

@@ -155,6 +155,18 @@ def test_a_free_worker_that_vanishes_is_gone() -> None:
     assert gone.state == "gone"
 
 
+@pytest.mark.parametrize("run", ["a1b2c3d4", ""])
+def test_a_spare_shows_the_run_for_which_it_waits(run: str) -> None:
+    """A worker at the door of a run knows its coordinator only."""
+    spare = m.SpareStatus(run, "10.77.0.1:5")
+    seen = WorkerStatus(m.Equipment(), m.Status(1.0, 2**20, None, spare))
+    sighting = seen_again(Sighting("w:1"), seen)
+    assert sighting.state == "spare"
+    shown = " ".join(drawn(sighting))
+    assert all(word in shown for word in ("spare", run, "10.77.0.1 "))
+    assert seen_again(sighting, "No worker answers.").state == "gone"
+
+
 @pytest.mark.parametrize(
     ("is_over", "state", "said"),
     [

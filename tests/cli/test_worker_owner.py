@@ -20,7 +20,8 @@ from lightning_hetero.errors import WorkerError
 from lightning_hetero.launch.manifests import ServiceManager, manifest_text
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.compatibility import Identity
+from lightning_hetero.transport.handshake import dial
 from lightning_hetero.worker.owner import RunRecord
 
 from ..forked import Script, running_script

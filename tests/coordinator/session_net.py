@@ -26,7 +26,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.coordinator import connections, replacement, snapshots, source
+from lightning_hetero.coordinator import connections, replacement, snapshots
+from lightning_hetero.coordinator import session as coordinator_session
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import ChannelError, WorkerUnreachable
 from lightning_hetero.model.allowed_imports import Allowed
@@ -35,9 +36,9 @@ from lightning_hetero.protocol.frames import FrameReader
 from lightning_hetero.protocol.session import Session, answering_session, opening_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Arrival, Channel, Encode
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.connection import Traffic
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.transport.resumption import Ledger
 from lightning_hetero.worker import session as worker_session
 from lightning_hetero.worker import snapshots as worker_snapshots
@@ -398,7 +399,7 @@ class Net:
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(connections, "SimpleQueue", lambda: NetInbox(self))
-            patch.setattr(source, "dial", self.dial)
+            patch.setattr(coordinator_session, "dial", self.dial)
             patch.setattr(worker_session, "dial", None)
             patch.setattr(worker_snapshots, "threading", thread)
             patch.setattr(snapshots, "ThreadPoolExecutor", lambda *_: _AtOnce())

@@ -12,12 +12,13 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_hetero.coordinator.connections import Connections
 from lightning_hetero.coordinator.member import Member
 from lightning_hetero.coordinator.neighbors import Neighbors
+from lightning_hetero.coordinator.session import Listening
 from lightning_hetero.errors import WorkerLost
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.tensors import BufferPool
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.worker.owner import Owner
 
 from ..faults.relay import Relay, relay_to
@@ -43,9 +44,9 @@ def connected(allowed_seconds: float = 120.0) -> Iterator[tuple[Connections, Rel
         serving_worker(owner=owner) as (_, second),
         relay_to(str(second)) as relay,
     ):
-        addresses = [first, Address.parse(relay.address)]
-        named = [(str(address), address) for address in addresses]
-        connections = Connections(named, DEADLINES, Identity(), BufferPool)
+        addresses = {str(each): each for each in (first, Address.parse(relay.address))}
+        source = Listening(addresses, DEADLINES, Identity())
+        connections = Connections([*addresses], source, DEADLINES, m.Equipment(), BufferPool)
         Neighbors(connections)
         try:
             yield connections, relay

@@ -20,8 +20,8 @@ from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundin
 from lightning_hetero.pipeline.optimizer import Group
 from lightning_hetero.pipeline.placement import Placement
 from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 
 from ..models import tiny_llama
 from ..transport.pairs import worker_thread

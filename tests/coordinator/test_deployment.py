@@ -17,8 +17,8 @@ from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import StageCaches
 from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 
 from ..models import VOCABULARY, tiny_llama
 from ..transport.pairs import worker_thread

@@ -28,8 +28,8 @@ from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.worker.optimizer_parts import TrainedSide
 
 from ..models import tiny_llama

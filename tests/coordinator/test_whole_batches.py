@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.whole_batches import BatchOptions, WholeBatches
+from lightning_hetero.coordinator.whole_batches import WholeBatches
 from lightning_hetero.errors import BatchError, StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Surroundings, join_activations
 from lightning_hetero.pipeline.handover import Request
+from lightning_hetero.pipeline.microbatch import BatchOptions
 from lightning_hetero.plan import Plan, StagePlan
 
 Layer = Callable[[Tensor], Tensor]

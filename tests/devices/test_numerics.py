@@ -41,6 +41,15 @@ def test_the_defaults_are_those_of_torch() -> None:
         {"flash_attention": False, "cudnn_attention": False},
         {"memory_efficient_attention": False},
         {"math_attention": False},
+        {"cudnn": False, "onednn": False},
+        {"cudnn_benchmark": True},
+        {"cudnn_deterministic": True, "onednn_deterministic": True},
+        {"float16_reduced_sums": False, "float16_split_sums": False},
+        {"bfloat16_reduced_sums": False},
+        {"bfloat16_reduced_sums": False, "bfloat16_split_sums": False},
+        {"float16_accumulation": True},
+        {"half_math_attention": True},
+        {"fast_encoder": False},
     ],
     ids=str,
 )
@@ -59,12 +68,19 @@ def test_settings_travel_with_a_micro_batch(changed: dict[str, object]) -> None:
 
 
 def test_an_unknown_precision_is_refused_with_both_sides() -> None:
-    with pytest.raises(ModelError, match=r"torch \S+ cannot multiply .* 'exact'"):
+    with pytest.raises(ModelError, match=r"torch \S+ does not .* matmul_precision = 'exact'"):
         compute_with(Numerics("exact"))
 
 
-@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch is older")
-def test_the_newer_setting_travels_too() -> None:
+def test_every_setting_has_a_case_here() -> None:
+    """Or one that is added to the message, and never set, would be no setting."""
+    cases = test_settings_travel_with_a_micro_batch.pytestmark[0].args[1]
+    covered = {field for case in cases for field in case} | {"other_precisions"}
+    assert covered == set(Numerics.__struct_fields__)
+
+
+def test_newer_settings_travel_too() -> None:
+    """In a process of its own, as torch does not let them be mixed with older ones."""
     script = """
 import torch
 from lightning_hetero.devices.numerics import compute_with, numerics_here
@@ -77,3 +93,21 @@ print(torch.backends.cuda.matmul.fp32_precision)
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert found.stdout.split() == ["tf32/none", "tf32"], found.stderr
+
+
+@pytest.mark.parametrize("older", [True, False], ids=["older", "newer"])
+def test_the_precision_of_convolutions_travels_whichever_setting_was_used(older: bool) -> None:
+    change = "cudnn.allow_tf32 = False" if older else "cudnn.conv.fp32_precision = 'ieee'"
+    script = f"""
+import torch
+from lightning_hetero.devices.numerics import compute_with, numerics_here
+from lightning_hetero.protocol.fields import Numerics
+torch.backends.{change}
+changed = numerics_here()
+compute_with(Numerics())
+print(torch.backends.cudnn.conv.fp32_precision)
+compute_with(changed)
+print(torch.backends.cudnn.conv.fp32_precision != "tf32", numerics_here() == changed)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.stdout.split() == ["tf32", "True", "True"], found.stderr

@@ -13,9 +13,11 @@ from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.compatibility import Identity
+from lightning_hetero.transport.handshake import dial
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
+from lightning_hetero.worker import worker
 
 from ..transport.pairs import QUICK, worker_thread
 
@@ -30,6 +32,22 @@ def test_a_free_worker_tells_its_state_and_equipment() -> None:
     assert found.equipment.machine
 
 
+def test_a_free_worker_tells_for_a_while_whose_spare_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with worker_thread() as address:
+        seen = ask_status(address, QUICK, Identity(), run="a1b2c3d4").status
+        asked = ask_status(address, QUICK, Identity()).status
+        monkeypatch.setattr(worker, "_SPARE_SECONDS", 0.0)
+        ask_status(address, QUICK, Identity(), run="a1b2c3d4")
+        later = ask_status(address, QUICK, Identity()).status
+    for status in (seen, asked):
+        assert status.spare is not None
+        assert status.spare.run == "a1b2c3d4"
+        assert status.spare.coordinator.startswith("127.0.0.1:")
+    assert later.spare is None
+
+
 def test_a_busy_worker_answers_and_its_run_goes_on() -> None:
     with worker_thread() as address:
         channel, _ = dial(address, "coordinator", "a" * 32, QUICK, Identity())
@@ -41,10 +59,11 @@ def test_a_busy_worker_answers_and_its_run_goes_on() -> None:
         )
         channel.send(m.DescribeDevice())
         assert inbox.get(timeout=20).content.message.device  # type: ignore[attr-defined]
-        measured = ask_status(address, QUICK, Identity())
+        measured = ask_status(address, QUICK, Identity(), run="another")
         channel.close(m.Goodbye())
     assert Sighting("w:1", first).state == "in a run"
     assert Sighting("w:1", measured).state == "measuring"
+    assert measured.status.spare is None
     assert first.status.stage is not None
     assert second.status.stage is not None
     # Enough to tell runs apart, and too little to join one.

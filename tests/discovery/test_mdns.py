@@ -36,8 +36,8 @@ from lightning_hetero.discovery.mdns import (
 )
 from lightning_hetero.errors import DiscoveryError, TokenError
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token, write_token_file
 

@@ -75,3 +75,15 @@ def test_a_plan_needs_its_profile(
 ) -> None:
     code, _ = doctor(monkeypatch, capsys, "127.0.0.1:1", "--plan", "plan.yaml")
     assert "name the profile of its model" in str(code)
+
+
+@pytest.mark.parametrize("option", ["--timeout", "--seconds"])
+@pytest.mark.parametrize("value", ["-1", "0", "nan", "long"])
+def test_a_time_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "doctor", "a:1", f"{option}={value}"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    told = f"{option}: '{value}' is not a number of seconds from 0.01 to 3600"
+    assert told in capsys.readouterr().err

@@ -18,7 +18,8 @@ from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.transport.address import Address
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.compatibility import Identity
+from lightning_hetero.transport.handshake import dial
 from lightning_hetero.transport.tls import Credentials, _load_certificate, utc_now
 from lightning_hetero.transport.token import Authority, Token
 

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -24,13 +25,18 @@ class Relay:
     Args:
         target: Where to.
         there: The block in which a connection is made on the target's machine.
+        delay_seconds: How long the next piece takes; both directions of all connections ask.
     """
 
     def __init__(
-        self, target: Address, there: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        target: Address,
+        there: Callable[[], AbstractContextManager[None]] = nullcontext,
+        delay_seconds: Callable[[], float] | None = None,
     ) -> None:
         self._target = target
         self._there = there
+        self._delay_seconds = delay_seconds
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._flows = threading.Event()
         self._flows.set()
@@ -115,6 +121,8 @@ class Relay:
                 continue
             try:
                 piece = source.recv(_PIECE_BYTES)
+                if self._delay_seconds is not None:
+                    time.sleep(self._delay_seconds())
                 _send_all(sink, piece, cut)
             except TimeoutError:
                 continue
@@ -139,9 +147,11 @@ def _send_all(sink: socket.socket, piece: bytes, cut: threading.Event) -> None:
 
 @contextmanager
 def relay_to(
-    address: str, there: Callable[[], AbstractContextManager[None]] = nullcontext
+    address: str,
+    there: Callable[[], AbstractContextManager[None]] = nullcontext,
+    delay_seconds: Callable[[], float] | None = None,
 ) -> Iterator[Relay]:
-    relay = Relay(Address.parse(address), there)
+    relay = Relay(Address.parse(address), there, delay_seconds)
     try:
         yield relay
     finally:

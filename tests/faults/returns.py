@@ -22,8 +22,9 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.handshake import dial
 from lightning_hetero.transport.tls import credentials_of
 from lightning_hetero.transport.token import Token, write_token_file
 

@@ -15,7 +15,7 @@ import torch
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import RemoteProtocolError
-from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.compatibility import Identity
 
 from ..conftest import worker_process
 from ..faults.scene import be_quiet

@@ -21,8 +21,8 @@ from lightning_hetero.protocol.frames import Frame, FrameReader, OpeningReader
 from lightning_hetero.protocol.session import Session, State, answering_session, opening_session
 from lightning_hetero.protocol.values import KeptConstants
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 
 HANG_SECONDS = 60.0
 # For the worker to answer what it was asked, before the next thing is said.

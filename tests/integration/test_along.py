@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler, Plan, StagePlan
@@ -35,6 +35,10 @@ ONE_LIST = (
     models.Tables,
     models.Skips,
     models.Tabled,
+    models.Sums,
+    models.Forecasts,
+    models.Masked,
+    models.Scales,
 )
 ALL = (*ONE_LIST, *LISTS)
 
@@ -106,7 +110,10 @@ def test_training_equals_one_device(
     assert_equal(trained(model, strategy), plain(model))
 
 
-AGAIN = (models.Conditions, models.Biases, models.Residuals, models.Skips)
+AGAIN = (
+    *(models.Conditions, models.Biases, models.Residuals, models.Skips),
+    *(models.Forecasts, models.Masked, models.Scales),
+)
 
 
 @pytest.mark.parametrize("model", AGAIN, ids=lambda model: model.__name__)
@@ -117,7 +124,11 @@ def test_layers_that_run_again_in_the_backward_equal_one_device(
     assert_equal(trained(model, strategy), plain(model))
 
 
-@pytest.mark.parametrize("model", [models.Biases, models.Memories], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "model",
+    [models.Biases, models.Memories, models.Forecasts, models.Scales],
+    ids=lambda m: m.__name__,
+)
 def test_other_places_equal_one_device(model: type[models.Base], allowing: list[str]) -> None:
     count = sum(sizes_of(model))
     first, second = allowing
@@ -138,7 +149,10 @@ def test_a_stage_may_compute_in_another_dtype(
     assert_equal(trained(model, strategy), plain(model), tolerance=0.05)
 
 
-WHOLE = (models.Conditions, models.Biases, models.Shared, models.Tables, models.Memories)
+WHOLE = (
+    *(models.Conditions, models.Biases, models.Shared, models.Tables, models.Memories),
+    *(models.Forecasts, models.Masked, models.Scales),
+)
 
 
 @pytest.mark.parametrize("model", WHOLE, ids=lambda model: model.__name__)
@@ -149,7 +163,7 @@ def test_prediction_equals_one_device(model: type[models.Base], allowing: list[s
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", [models.Conditions, models.Biases])
+@pytest.mark.parametrize("model", [models.Conditions, models.Biases, models.Forecasts])
 def test_a_plan_from_measurements_trains(
     model: type[models.Base], allowing: list[str], tmp_path: Path
 ) -> None:
@@ -157,6 +171,83 @@ def test_a_plan_from_measurements_trains(
     strategy = HeteroPipelineStrategy(allowing, "auto", layers=layers, micro_batches=3)
     quick = PipelineProfiler(0.5, path=tmp_path / "profile.yaml")
     assert_equal(trained(model, strategy, callbacks=[quick]), plain(model))
+
+
+def layers_of_pairs(module: Any) -> list[Any]:
+    return [layer for pair in module.layers for layer in pair]
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2)])
+def test_layers_side_by_side_equal_one_device(sizes: tuple[int, int], allowing: list[str]) -> None:
+    plan = plan_of(allowing, sizes)
+    strategy = HeteroPipelineStrategy(allowing, plan, layers=layers_of_pairs)
+    assert_equal(trained(models.Pairs, strategy), plain(models.Pairs))
+
+
+class Frozen(models.Sums):
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for layer in self.layers:
+            result = layer(hidden)
+            with torch.no_grad():
+                hidden = hidden + result
+        return hidden
+
+
+class OnToTheSame(models.Sums):
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        mask = torch.ones_like(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden) * mask
+            mask *= 0.5
+        return hidden
+
+
+class OlderInPlace(models.Sums):
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        first = self.layers[0](hidden)
+        second = self.layers[1](first)
+        first += second
+        return self.layers[3](self.layers[2](first))
+
+
+class Same(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class InPlaceOfBoth(models.Sums):
+    def build(self) -> None:
+        super().build()
+        self.layers[1] = Same()
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        first = self.layers[0](hidden)
+        second = self.layers[1](first)
+        second *= 2.0
+        return self.layers[3](self.layers[2](first + second))
+
+
+class Narrow(models.Sums):
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        first = self.layers[0](hidden)
+        return self.layers[3](self.layers[2](self.layers[1](first) + hidden[:, :, :, None]))
+
+
+REFUSED = {
+    Frozen: "under another grad mode",
+    OnToTheSame: "was changed in place after the model had computed with it",
+    OlderInPlace: "Only what layer 1 has returned can be changed so",
+    InPlaceOfBoth: "that is also what the layer was given",
+    Narrow: "for equal numbers of dimensions only",
+}
+
+
+@pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.__name__)
+def test_arithmetic_that_would_differ_is_refused(
+    model: type[models.Base], allowing: list[str]
+) -> None:
+    with pytest.raises(HeteroError, match=REFUSED[model]):
+        trained(model, strategy_for(model, allowing, (2, 2)))
 
 
 class Crossing(models.Memories):

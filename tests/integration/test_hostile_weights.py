@@ -20,8 +20,8 @@ from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, write_recipe
 from lightning_hetero.model.tensors import locate, named_tensors, stored_in_four_bits
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 
 from ..families import tiny_model
 

@@ -21,7 +21,7 @@ from lightning_hetero import (
 )
 from lightning_hetero.errors import JoinError, WorkerLost
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.tls import credentials_of
 from lightning_hetero.transport.token import Token, write_token_file
 

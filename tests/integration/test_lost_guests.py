@@ -30,6 +30,9 @@ from ..conftest import WorkerProcess, worker_process
 from ..equality import differing
 from ..models import TinyModule, fit, loader
 from ..transport.pairs import PATIENCE_SECONDS
+from .namespaces import join, new_host, reason_against_hosts
+
+REASON = reason_against_hosts()
 
 NUM_STEPS = 6
 PLAN = Plan(
@@ -48,20 +51,22 @@ class Scene:
 
     Args:
         folder: For the token and the snapshots.
+        where: The address at which they join; by default a free one.
     """
 
-    def __init__(self, folder: Path, exits: ExitStack) -> None:
+    def __init__(self, folder: Path, exits: ExitStack, where: str = "") -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.where = f"127.0.0.1:{listener.getsockname()[1]}"
+            self.where = where or f"127.0.0.1:{listener.getsockname()[1]}"
         self.token_file, self._folder, self._exits = folder / "token", folder, exits
         write_token_file(self.token_file, Token.new())
         self.strategy: HeteroPipelineStrategy | None = None
         self.told: list[tuple[str, str]] = []
 
-    def start(self, name: str) -> WorkerProcess:
+    def start(self, name: str, *options: str, by_command: bool = False) -> WorkerProcess:
         """Start a worker that joins; each time it listens on another port."""
-        options = ("--join", self.where, "--token-file", str(self.token_file), "--name", name)
-        return self._exits.enter_context(worker_process(*options))
+        joins = ("--join", self.where, "--token-file", str(self.token_file), "--name", name)
+        started = worker_process(*joins, *options, by_command=by_command)
+        return self._exits.enter_context(started)
 
     def await_guest(self, name: str) -> None:
         """Wait until a worker of that name waits at the door."""
@@ -187,6 +192,46 @@ def test_one_that_nobody_replaces_ends_the_run_with_the_remedy(scene: Scene) -> 
     right = scene.start("right")
     with pytest.raises(WorkerLost, match="cannot be replaced: .*`least_workers`"):
         scene.run({1: lambda: end(right)}, wait_seconds=0.3, least_workers=2)
+
+
+@pytest.mark.parametrize("kind", ["fork", "spawn"])
+def test_a_machine_that_has_joined_takes_over_beside_its_own_layers(
+    kind: str, scene: Scene, undisturbed: TinyModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.start("left", "--sessions", kind)
+    right = scene.start("right")
+    with caplog.at_level("INFO"):
+        assert_same(scene.run({2: lambda: end(right)}, wait_seconds=0.3), undisturbed)
+    assert scene.told == [("lost", "right"), ("restored", "right")]
+    assert "takes the place of right beside its own layers" in caplog.text
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_a_machine_that_nobody_can_dial_takes_over_and_so_does_another_process_of_it(
+    undisturbed: TinyModule, tmp_path: Path
+) -> None:
+    """As behind a router that lets nothing in: its second process dials as it did itself."""
+    with ExitStack() as exits:
+        home, behind = (exits.enter_context(new_host()) for _ in range(2))
+        join("way", home, "10.93.0.1/24", behind, "10.93.0.2/24")
+        behind.run("ip", "addr", "add", "192.168.1.7/32", "dev", "lo")
+        scene = Scene(tmp_path, exits, "10.93.0.1:7070")
+        with behind.here():
+            workers = {
+                name: scene.start(name, "--listen", "192.168.1.7:0", by_command=True)
+                for name in ("left", "right")
+            }
+
+        def kill_second() -> None:
+            workers["left"].session.kill()
+
+        with home.here():
+            with pytest.raises(OSError, match="unreachable"):
+                socket.create_connection(("192.168.1.7", 9), PATIENCE_SECONDS)
+            settings = {"wait_seconds": 0.3, "linger_seconds": 1.0}
+            found = scene.run({2: lambda: end(workers["right"]), 4: kill_second}, **settings)
+    assert_same(found, undisturbed)
+    assert scene.told == [("lost", "right"), ("restored", "right")] * 2
 
 
 def test_one_that_is_silent_is_not_waited_for_when_another_has_joined_under_its_name(

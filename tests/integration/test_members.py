@@ -25,13 +25,18 @@ from lightning_hetero import (
     RecoveryCallback,
     StagePlan,
 )
-from lightning_hetero.coordinator import lookout
+from lightning_hetero.cli.top import Sighting
 from lightning_hetero.devices.description import describe_device
+from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import PlanError, WorkerLost
 from lightning_hetero.plan import COORDINATOR
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, LinkSpeed, Part, Profile
 from lightning_hetero.profiler.kept import Measured
 from lightning_hetero.profiler.run import ProfilingRun
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.tls import Credentials, credentials_of
 from lightning_hetero.transport.token import Token, write_token_file
 
 from ..conftest import WorkerProcess, worker_process
@@ -133,6 +138,13 @@ def until(is_so: Callable[[], Any]) -> None:
         assert time.monotonic() < end, "It did not come in time."
 
 
+def state_of(address: str, credentials: Credentials | None = None) -> tuple[str, str]:
+    """What `top` shows of a worker, and of which run it is a spare."""
+    identity = Identity(credentials=credentials)
+    seen = ask_status(Address.parse(address), Deadlines(), identity)
+    return Sighting(address, seen).state, "" if seen.status.spare is None else seen.status.spare.run
+
+
 def ask_to_end(worker: WorkerProcess) -> Callable[[Any], None]:
     """Sends SIGTERM to a worker, and waits until the run knows of it."""
 
@@ -210,7 +222,7 @@ def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
 def test_an_idle_worker_gets_the_layers_of_one_that_is_to_end(
     undisturbed: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookout, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning_hetero.coordinator.workers.LOOK_SECONDS", 0.05)
     with worker_process() as first, worker_process() as second, worker_process() as spare:
         names = [first.address, second.address]
 
@@ -227,6 +239,26 @@ def test_an_idle_worker_gets_the_layers_of_one_that_is_to_end(
     assert_same(found, undisturbed)
     assert events.told == [("joined", spare.address), ("left", names[1])]
     assert events.plans[-1].workers == [names[0], spare.address]
+
+
+@pytest.mark.parametrize("recovery", [True, False])
+def test_an_idle_worker_tells_that_it_is_a_spare_of_a_run_with_recovery(
+    worker_processes: list[WorkerProcess], recovery: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no worker may join, since the plan is the user's."""
+    monkeypatch.setattr("lightning_hetero.coordinator.workers.LOOK_SECONDS", 0.05)
+    names = [worker.address for worker in worker_processes]
+    runs: list[str] = []
+
+    def look(strategy: Any) -> None:
+        if recovery:
+            until(lambda: state_of(names[2])[0] == "spare")
+        runs.append(strategy.deployment.coordinator.connections.run)
+
+    strategy = HeteroPipelineStrategy(names, plan_over(names), recovery=recovery)
+    train(strategy, Events({1: look}), max_steps=2)
+    assert (state_of(names[2]) == ("spare", runs[0])) == recovery
+    assert state_of(names[0]) == ("free", "")
 
 
 def test_without_recovery_a_worker_that_is_to_end_stays_for_the_run(
@@ -383,7 +415,14 @@ def test_no_more_than_the_most_join(undisturbed: TinyModule, where: str, token_f
     with ExitStack() as stack:
         door = Door(stack, where, token_file)
         door.start("left")
-        events = Events({3: door.late("right")})
+        credentials = credentials_of(token_file)
+
+        def come(strategy: Any) -> None:
+            right = door.start("right")
+            until(lambda: strategy._fleet._door.names())
+            until(lambda: state_of(right.address, credentials)[0] == "spare")
+
+        events = Events({3: come})
         found = train(door.strategy("auto", most=1), events)
     assert_same(found, undisturbed)
     assert events.told == []
@@ -459,7 +498,7 @@ def test_one_that_is_not_known_is_measured(
 def test_a_worker_of_the_list_that_comes_back_joins(
     undisturbed: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookout, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning_hetero.coordinator.workers.LOOK_SECONDS", 0.05)
     with ExitStack() as stack:
         first, second = (stack.enter_context(worker_process()) for _ in range(2))
         names = [first.address, second.address]

@@ -16,8 +16,8 @@ from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import WorkerError
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 
 from ..conftest import worker_process
 from ..equality import assert_close, weights_of

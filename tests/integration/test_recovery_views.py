@@ -25,8 +25,8 @@ from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import RunFacts, findings, read_run
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit, loader

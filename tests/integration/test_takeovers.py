@@ -16,8 +16,9 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import WorkerLost, WorkerUnreachable
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.handshake import dial
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit, loader

@@ -9,8 +9,9 @@ from dataclasses import replace
 from lightning_hetero.launch.join import Door, open_door
 from lightning_hetero.protocol.messages import Equipment
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, Joined, join
+from lightning_hetero.transport.handshake import Joined, join
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
 
@@ -44,10 +45,17 @@ def door(
 
 
 def knock(
-    at: Door, name: str, identity: Identity = WITH_TOKEN, listener: Address = LISTENER
+    at: Door,
+    name: str,
+    identity: Identity = WITH_TOKEN,
+    listener: Address = LISTENER,
+    session: str = "",
 ) -> Joined:
-    """Join as a worker of that name does, and stay until the block of the door ends."""
-    joined = join(at.address, name, listener, CALM, identity)
+    """Join as a worker of that name does, and stay until the block of the door ends.
+
+    With a session, join as its second process does.
+    """
+    joined = join(at.address, name, listener, CALM, identity, session)
     _joined.append(joined)
     return joined
 

@@ -17,7 +17,8 @@ import pytest
 
 from lightning_hetero.errors import ChannelError, JoinError
 from lightning_hetero.transport.address import Address
-from lightning_hetero.transport.handshake import Identity, Joined, await_opening, join
+from lightning_hetero.transport.compatibility import Identity
+from lightning_hetero.transport.handshake import Joined, await_opening, join
 
 from ..forked import running_script
 from ..transport.pairs import PATIENCE_SECONDS

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +21,8 @@ from lightning_hetero.launch import join as joins
 from lightning_hetero.launch.launcher import Joining, Launcher, reachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address, checked_name
-from lightning_hetero.transport.handshake import Identity, await_opening, dial, join
+from lightning_hetero.transport.compatibility import Identity
+from lightning_hetero.transport.handshake import await_opening, dial, join
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
 
@@ -70,6 +72,38 @@ def test_a_session_opens_over_the_connection_that_the_worker_has_dialled() -> No
             opened.admit("a", "again")
 
 
+def test_a_second_process_waits_apart_for_its_session_alone() -> None:
+    with door() as opened, ThreadPoolExecutor(1) as pool:
+        knock(opened, "a")
+        opened.wait(PATIENCE_SECONDS)
+        opened.begin(None)
+        admitted = pool.submit(opened.admit_beside, LISTENER, "second")
+        others = [knock(opened, "a", session=each) for each in ("another", "second")]
+        assert opened.names() == ["a"]
+        assert opened.spares([], math.inf) == ["a"]
+        hello = await_opening(others[1].connection, PATIENCE_SECONDS, lambda: False)
+        assert isinstance(hello, m.Hello)
+        assert (hello.role, hello.session) == ("coordinator", "second")
+        joins.send_buffers(
+            others[1].connection,
+            joins.encode_frame(joins.Frame(m.Welcome(m.PROTOCOL_VERSION))),
+            PATIENCE_SECONDS,
+        )
+        channel, _ = admitted.result(PATIENCE_SECONDS)
+        channel.close()
+        assert list(opened._seconds) == ["another"]
+        others[0].connection.close()
+        assert opened.names() == ["a"]
+        assert opened._seconds == {}
+
+
+def test_a_second_process_that_does_not_come_is_named_with_its_worker() -> None:
+    with door(deadlines=replace(CALM, connect_seconds=0.05)) as opened:
+        expected = f"second process of the worker at {LISTENER} has not dialled {opened.address}"
+        with pytest.raises(WorkerUnreachable, match=expected):
+            opened.admit_beside(LISTENER, "second")
+
+
 def test_a_wildcard_is_replaced_by_the_way_to_the_coordinator() -> None:
     with door() as opened:
         joined = knock(opened, "a", listener=Address("0.0.0.0", 17))  # noqa: S104
@@ -87,12 +121,14 @@ def test_those_beyond_most_wait_as_spares_and_so_do_late_ones(
         assert list(opened.begin(most=2)) == ["b", "c"]
         spare = "the run has begun with b and c, so it waits as a spare"
         assert next_note(guests["a"].connection) == spare
-        assert knock(opened, "d").note == spare
+        late = knock(opened, "d")
+        assert late.note == spare
+    assert [late.is_spare, *(guest.is_spare for guest in guests.values())] == [True, *[False] * 3]
     assert (
         "a (cpu, from 127.0.0.1) waits as a spare: the run takes 2 workers at most" in caplog.text
     )
-    late = "d (cpu, from 127.0.0.1) has joined; the run goes on with b and c, and the new one waits"
-    assert late in caplog.text
+    said = "d (cpu, from 127.0.0.1) has joined; the run goes on with b and c, and the new one waits"
+    assert said in caplog.text
 
 
 def test_spares_may_join_up_to_the_most_in_the_order_in_which_they_came() -> None:
@@ -255,10 +291,18 @@ def test_after_the_end_nobody_listens_and_who_waits_hears_it() -> None:
 
 
 def test_beyond_loopback_a_door_needs_a_token() -> None:
-    with pytest.raises(WorkerError, match="without a token listens on loopback only"):
+    told = "A coordinator without a token listens on loopback only, .* `token_file=`"
+    with pytest.raises(WorkerError, match=told):
         joins.open_door(Address("0.0.0.0", 0), Identity(), CALM, 1)  # noqa: S104
     with pytest.raises(JoinError, match="on another machine, which takes a token"):
         join(Address("192.0.2.1", 7070), "a", LISTENER, CALM, Identity())
+
+
+def test_a_port_that_is_in_use_is_an_error_with_the_remedy_for_a_coordinator() -> None:
+    with door() as opened:
+        told = f"Cannot listen on {opened.address}: .* `listen=` here and `--join` of the workers"
+        with pytest.raises(WorkerError, match=told):
+            joins.open_door(opened.address, WITH_TOKEN, CALM, 1)
 
 
 @pytest.mark.parametrize(

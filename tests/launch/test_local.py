@@ -14,8 +14,9 @@ import pytest
 
 from lightning_hetero.errors import WorkerError, WorkerUnreachable
 from lightning_hetero.launch import local
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.handshake import dial
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
 

@@ -12,7 +12,7 @@ from lightning_hetero import HeteroPipelineStrategy, RayWorkers
 from lightning_hetero.errors import JoinError, PlanError, WorkerError
 from lightning_hetero.launch.ray import _needs
 from lightning_hetero.transport.address import Address
-from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token, read_token_file, write_token_file
 
@@ -116,6 +116,13 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.Monkey
 def test_workers_without_resources_are_refused(bundles: list[dict[str, float]]) -> None:
     with pytest.raises(PlanError, match="`bundles` of RayWorkers is"):
         RayWorkers(bundles)
+
+
+def test_more_workers_than_bundles_cannot_be_needed() -> None:
+    with pytest.raises(
+        PlanError, match="`least` of RayWorkers is 3, and RayWorkers starts 2 at most"
+    ):
+        RayWorkers([{"CPU": 1}] * 2, least=3)
 
 
 @pytest.mark.parametrize("address", ["", "local"])

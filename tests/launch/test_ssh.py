@@ -152,6 +152,13 @@ def test_what_is_no_machine_is_refused(hosts: list[str]) -> None:
         SshWorkers(hosts)
 
 
+def test_more_workers_than_machines_cannot_be_needed() -> None:
+    with pytest.raises(
+        PlanError, match="`least` of SshWorkers is 2, and SshWorkers starts 1 at most"
+    ):
+        SshWorkers(["gpu1"], least=2)
+
+
 def test_a_config_names_it() -> None:
     made = strategy_of_config("lightning_hetero.SshWorkers", hosts=["gpu1", "gpu2"], least=1)
     assert made._fleet._workers == SshWorkers(["gpu1", "gpu2"], least=1)

@@ -50,7 +50,11 @@ class Elsewhere:
     ) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         self.calls.append(calls)
         around = Surroundings(torch.is_grad_enabled(), None, calls, collect)
-        around = replace(around, passes=around.passes_behind(self.layers))
+        around = replace(
+            around,
+            passes=around.passes_behind(self.layers),
+            entering=around.name_before(self.layers),
+        )
         along = Along(hidden, carried, around)
         with collecting(collect) as collected:
             for call in map(along.fill, calls):

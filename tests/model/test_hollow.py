@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from torch.utils import swap_tensors
 from transformers import Cache
 
@@ -297,6 +298,25 @@ def test_a_hook_that_would_not_fire_is_refused_by_name(part: str, hook: str) -> 
         Hollowed(model)
 
 
+@pytest.mark.parametrize(
+    "register",
+    [
+        torch_modules.register_module_forward_pre_hook,
+        torch_modules.register_module_forward_hook,
+        torch_modules.register_module_full_backward_pre_hook,
+        torch_modules.register_module_full_backward_hook,
+    ],
+)
+def test_a_hook_of_all_modules_is_refused(register: Any) -> None:
+    handle = register(lambda *_: None)
+    try:
+        with pytest.raises(ModelError, match="A hook of all modules is registered"):
+            Hollowed(tiny_llama(5))
+    finally:
+        handle.remove()
+    Hollowed(tiny_llama(5))
+
+
 def test_a_refused_hook_leaves_the_model_as_it_was() -> None:
     model = tiny_llama(5)
     expected = model(tokens()).logits.detach()
@@ -546,15 +566,21 @@ def test_other_hidden_states_between_layers_are_refused(hollowed: Hollowed) -> N
         hollowed.layers[2](torch.ones(hidden.shape))
 
 
-def test_hidden_states_of_an_earlier_layer_are_refused(hollowed: Hollowed) -> None:
+def test_a_layer_may_get_hidden_states_of_an_earlier_one() -> None:
+    seen: list[list[str]] = []
+
+    def exchange(hidden: Tensor, calls: list[LayerCall], *_: Any) -> Any:
+        seen.append([call.name_behind for call in calls])
+        return hidden, []
+
+    layers = Hollowed(tiny_llama(5), exchange).layers
     entered = hidden_states()
-    hollowed.layers[1](entered)
-    with pytest.raises(ModelError, match="between layers 1 and 2 changed the hidden states"):
-        hollowed.layers[2](entered)
-    hidden = hollowed.layers[1](hidden_states())
-    hollowed.layers[2](hidden)
-    with pytest.raises(ModelError, match="between layers 2 and 3 changed the hidden states"):
-        hollowed.layers[3](hidden)
+    layers[1](entered)
+    layers[3](layers[2](entered))
+    hidden = layers[1](hidden_states())
+    layers[2](hidden)
+    layers[3](hidden)
+    assert seen == [["@0", "@2.0", "@3.0"], ["@1.0", "@1.0", "@3.0"]]
 
 
 def test_hidden_states_that_were_exchanged_for_others_are_refused(hollowed: Hollowed) -> None:

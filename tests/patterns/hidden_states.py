@@ -107,6 +107,17 @@ class SkipConnection(Learner):
         return self.leave(hidden + first)
 
 
+class SumsBetweenLayers(Learner):
+    """Has residual connections and masks of its own."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.enter(inputs)
+        is_kept = (hidden[..., :1].detach() > -1.0).float()
+        for layer in self.layers:
+            hidden = hidden + 0.5 * layer(hidden) * is_kept
+        return self.leave(hidden)
+
+
 PATTERNS = [
     Pattern(
         "deep supervision",
@@ -126,15 +137,11 @@ PATTERNS = [
         "layer mixing",
         "The head sees a weighted mean of all layers' hidden states.",
         LayerMixing,
-        refused=AWAY,
-        remedy=ALL_BUT_THE_LAST,
     ),
     Pattern(
         "hidden states kept in a list",
         "The loss uses hidden states that the forward kept.",
         KeptForTheLoss,
-        refused=AWAY,
-        remedy=ALL_BUT_THE_LAST,
     ),
     Pattern(
         "logged norms",
@@ -147,7 +154,10 @@ PATTERNS = [
         "skip connection",
         "What an early layer gave is added behind the last one.",
         SkipConnection,
-        refused=AWAY,
-        remedy={"here": 1},
+    ),
+    Pattern(
+        "sums between layers",
+        "The model adds to the hidden states what each layer returns, times a mask.",
+        SumsBetweenLayers,
     ),
 ]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
+from lightning_hetero.model.arithmetic import Arithmetic, Carried
 from lightning_hetero.model.layer_call import CacheUse, LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients, Surroundings
 from lightning_hetero.pipeline.codec import (
@@ -127,9 +128,10 @@ def carried(content: Content) -> Frame:
 @pytest.mark.parametrize("grad_enabled", [False, True])
 def test_arguments_arrive_as_they_were(grad_enabled: bool, dtype: torch.dtype | None) -> None:
     mask = torch.ones(2, 3)
+    behind = (Arithmetic("@4+0", "multiply", (Carried("@4.0"), mask), is_in_place=True),)
     calls = [
-        LayerCall(4, True, (None, mask), {"rope": (mask, 2.0)}, 2),
-        LayerCall(5, False, (), {"mask": mask}),
+        LayerCall(4, True, (None, mask), {"rope": (mask, 2.0)}, 2, arithmetic=behind),
+        LayerCall(5, False, (), {"mask": mask}, handed_on="@4+0"),
     ]
     sent = Surroundings(grad_enabled, dtype, calls, ["router_logits", "attentions"])
     frame = carried(encode_arguments(7, KEY, sent, range(4, 6), Packer()))
@@ -145,6 +147,20 @@ def test_arguments_arrive_as_they_were(grad_enabled: bool, dtype: torch.dtype | 
     assert first.kwargs["rope"][1] == 2.0
     for tensor in (first.args[1], first.kwargs["rope"][0], second.kwargs["mask"]):
         assert torch.equal(tensor, mask)
+    [step] = first.arithmetic
+    assert (step.name, step.function, step.is_in_place) == ("@4+0", "multiply", True)
+    assert (step.operands[0], second.handed_on) == ("@4.0", "@4+0")
+    assert isinstance(step.operands[0], Carried)
+    assert torch.equal(step.operands[1], mask)
+
+
+def test_arithmetic_that_nobody_knows_is_refused() -> None:
+    step = Arithmetic("@4+0", "system", (Carried("@4.0"), "ls"))
+    sent = Surroundings(False, None, [LayerCall(4, True, (), {}, arithmetic=(step,))])
+    frame = carried(encode_arguments(7, KEY, sent, (4,), Packer()))
+    assert isinstance(frame.message, m.Arguments)
+    with pytest.raises(RemoteProtocolError, match=r"Nobody computes 'system' of \('@4\.0', 'ls'\)"):
+        decode_arguments(frame.message, frame.tensors, KeptConstants())
 
 
 def test_a_trial_arrives_as_one_and_carries_no_gradients() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import install_output_capuring_hook
 
 from lightning_hetero.errors import BatchError, ModelError
+from lightning_hetero.model.arithmetic import Arithmetic, Carried
 from lightning_hetero.model.captured_outputs import collecting
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import (
@@ -417,6 +418,28 @@ def test_a_tensor_that_layers_share_is_still_shared_in_a_piece() -> None:
     for piece in cut_request(request_with(4, mask=torch.ones(4, 1, LENGTH)), 2):
         first, second = (call.kwargs["mask"] for call in piece.surroundings.calls)
         assert first is second
+
+
+def test_operands_are_cut_where_their_samples_meet_those_of_the_hidden_states() -> None:
+    per_sample, per_feature = torch.rand(4, 1, 3), torch.rand(1, 1, 3)
+    per_position = torch.rand(1, 4, 1)
+    names = ("multiply", "add", "subtract")
+    steps = tuple(
+        Arithmetic(f"@0+{number}", name, (Carried("@0"), operand))
+        for number, (name, operand) in enumerate(
+            zip(names, (per_sample, per_feature, per_position), strict=True)
+        )
+    )
+    for dim, cut in ((0, per_sample), (1, per_position)):
+        hidden = torch.rand(4, LENGTH, 3) if dim == 0 else torch.rand(LENGTH, 4, 3)
+        calls = [LayerCall(0, True, (), {}, arithmetic=steps)]
+        pieces = cut_request(Request(hidden, Surroundings(True, None, calls)), 2, dim)
+        for piece, start in zip(pieces, (0, 2), strict=True):
+            for step, whole in zip(piece.surroundings.calls[0].arithmetic, steps, strict=True):
+                found, expected = step.operands[1], whole.operands[1]
+                if expected is cut:
+                    expected = expected.narrow(dim, start, 2)
+                assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("size", "num_pieces"), [(1, 4), (4, 1)])

@@ -17,7 +17,6 @@ from lightning_hetero.planner.membership import (
     joined,
     left,
     left_by_bytes,
-    too_few,
 )
 from lightning_hetero.planner.profile import Profile
 from lightning_hetero.planner.replan import StageSeconds, expected_seconds
@@ -176,12 +175,6 @@ def test_a_machine_that_serves_for_two_gives_layers_away() -> None:
     )
     assert change.is_worth_it
     assert "b" not in change.plan.workers
-
-
-def test_too_few_workers_are_told_with_both_numbers() -> None:
-    assert too_few(["a", "b"], 2) == ""
-    assert "Only 1 worker takes part, and the run needs 2" in too_few(["a"], 2)
-    assert "Only 0 workers take part, and the run needs 1" in too_few([], 1)
 
 
 def test_a_profile_follows_the_present_speeds() -> None:

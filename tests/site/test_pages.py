@@ -21,8 +21,8 @@ from ..pages import DOCS, ROOT
 
 LONGEST = 150
 PAGES = sorted(DOCS.rglob("*.md"))
-# References, and two pages that are to be cut in two.
-LONG = {"plan-and-profile.md", "patterns.md", "strategy.md", "joining.md", "recovery.md"}
+# References.
+LONG = {"plan-and-profile.md", "patterns.md", "strategy.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))

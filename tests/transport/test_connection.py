@@ -19,8 +19,8 @@ from lightning_hetero.transport.connection import (
     SocketConnection,
     awaited_bytes,
     prepare_socket,
-    receive_some,
 )
+from lightning_hetero.transport.line import receive_some
 from lightning_hetero.transport.tls import Credentials, secured
 from lightning_hetero.transport.token import Token
 

@@ -25,9 +25,10 @@ from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.transport import tls
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.connection import Connection, SocketConnection, send_buffers
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.handshake import dial
 from lightning_hetero.transport.tls import Credentials, secured
 from lightning_hetero.transport.token import RENEWAL, Authority, Token, write_token_file
 

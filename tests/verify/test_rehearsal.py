@@ -51,13 +51,14 @@ model: {{class_path: my_project.Module}}
 data: {{class_path: my_project.Data}}
 """
 
-# What a card might do: a product that is a little off, forward or only backward.
-_MODEL = "import transformers.models.llama.modeling_llama as l, torch; f = l.LlamaMLP.forward"
-WRONG_FORWARD = f"{_MODEL}; l.LlamaMLP.forward = lambda self, x: f(self, x) * 1.001"
-WRONG_BACKWARD = (
-    f"{_MODEL}; g = lambda y: (y.register_hook(lambda d: d * 1.001), y)[1]; "
-    "l.LlamaMLP.forward = lambda self, x: g(f(self, x))"
+# What a card might do: a product that is a little off, forward or only backward. The code of the
+# layers is the coordinator's, or the worker would be refused before.
+_HOOK = (
+    "from torch.nn.modules.module import register_module_forward_hook as hook; "
+    "hook(lambda m, _, y: {} if type(m).__name__ == 'LlamaMLP' else None)"
 )
+WRONG_FORWARD = _HOOK.format("y * 1.001")
+WRONG_BACKWARD = _HOOK.format("(y.register_hook(lambda d: d * 1.001), y)[1]")
 
 
 @pytest.fixture

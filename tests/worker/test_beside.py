@@ -11,9 +11,10 @@ from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.fields import StageRange
 from lightning_hetero.transport.channel import Inbox
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.compatibility import Identity
+from lightning_hetero.transport.handshake import dial
 from lightning_hetero.worker.beside import MOST_BESIDE, Beside, Second, SecondStatus
-from lightning_hetero.worker.room import room_bytes
+from lightning_hetero.worker.takeover import room_bytes
 
 from ..transport.pairs import QUICK, serving_worker
 

@@ -13,7 +13,7 @@ from lightning_hetero.launch.join import Door
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.channel import Inbox
-from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.worker.join import Joiner, pauses
 from lightning_hetero.worker.worker import Worker

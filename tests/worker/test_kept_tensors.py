@@ -22,8 +22,8 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.tensors import fingerprint_of
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.worker.shelf import KeptTensors
 
 from ..models import tiny_llama

@@ -16,9 +16,10 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.protocol.session import opening_session
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.connection import SocketConnection
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial, greet
+from lightning_hetero.transport.handshake import dial, greet
 from lightning_hetero.transport.tls import Credentials, secured
 from lightning_hetero.transport.token import Token
 from lightning_hetero.worker.owner import Owner

@@ -18,8 +18,8 @@ from lightning_hetero.model.tensors import named_contents, named_tensors
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.values import Packer
 from lightning_hetero.transport.channel import Channel
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.worker.layers import StageLayers
 from lightning_hetero.worker.moves import MovedSide
 from lightning_hetero.worker.optimizer_parts import TrainedSide

@@ -24,8 +24,9 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.protocol.tensors import TensorSpec, empty_memory
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial, listen, receive_opening
+from lightning_hetero.transport.handshake import dial, listen, receive_opening
 from lightning_hetero.worker.owner import Budget, Owner, RunRecord
 from lightning_hetero.worker.worker import Worker
 

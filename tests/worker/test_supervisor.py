@@ -31,8 +31,9 @@ from lightning_hetero.model.tensors import named_contents
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Inbox
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.handshake import dial
 from lightning_hetero.worker.supervisor import Place, hear_turn
 
 from ..conftest import WorkerProcess, worker_process

@@ -26,8 +26,8 @@ from lightning_hetero.profiler.measure import measure_links, prepare_workers
 from lightning_hetero.profiler.sample_layers import Blueprint
 from lightning_hetero.profiler.trials import Outcome, Trial, outcome_of
 from lightning_hetero.protocol import messages as m
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.transport.link_probe import PROBE_BYTES, measure_link
 
 from ..models import VOCABULARY, tiny_llama

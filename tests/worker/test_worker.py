@@ -14,9 +14,10 @@ import pytest
 from lightning_hetero.errors import WorkerError, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.connection import Connection, send_buffers
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, address_of, dial, listen
+from lightning_hetero.transport.handshake import address_of, dial, listen
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
 from lightning_hetero.worker import worker as worker_module

@@ -1,0 +1,70 @@
+"""Chemistry and biology."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from project import NUM_STEPS, Project
+
+
+def train_chemprop(options: dict[str, Any], folder: Path) -> None:
+    """A message-passing network of Chemprop; the perceptron behind it has the layers."""
+    import lightning.pytorch as pl
+    import numpy as np
+    from chemprop import data, models, nn
+    from torch.utils.data import DataLoader
+
+    chance = random.Random(1)
+    parts = ["C", "CC", "CO", "CN", "CS", "C(Cl)", "C(=O)", "c1ccccc1C"]
+    smiles = ["".join(chance.choices(parts, k=4)) for _ in range(16 * NUM_STEPS)]
+    points = [
+        data.MoleculeDatapoint.from_smi(each, np.array([float(len(each))])) for each in smiles
+    ]
+    batches = list(data.build_dataloader(data.MoleculeDataset(points), batch_size=16))
+    for batch in batches:
+        # Lightning converts no graph to the precision of the Trainer.
+        batch.bmg.V, batch.bmg.E = batch.bmg.V.double(), batch.bmg.E.double()
+    network = nn.RegressionFFN(hidden_dim=32, n_layers=4)
+    model = models.MPNN(nn.BondMessagePassing(d_h=300), nn.MeanAggregation(), network)
+    pl.Trainer(**options, max_epochs=1).fit(model, DataLoader(batches, batch_size=None))
+
+
+def train_scvi(options: dict[str, Any], folder: Path) -> None:
+    """A variational autoencoder of scvi-tools for counts of genes in cells."""
+    import anndata
+    import numpy as np
+    import scvi
+
+    counts = np.random.default_rng(1).poisson(2.0, size=(16 * NUM_STEPS, 40))
+    cells = anndata.AnnData(counts.astype(np.float32))
+    scvi.model.SCVI.setup_anndata(cells)
+    scvi.settings.seed = 1
+    model = scvi.model.SCVI(
+        cells, n_hidden=32, n_layers=4, dropout_rate=0.0, deeply_inject_covariates=False
+    )
+    model.train(max_epochs=1, train_size=1.0, batch_size=16, **options)
+
+
+def layers_of_scvi(module: Any) -> list[Any]:
+    """The layers of the encoder, which calls the parts of each block by itself."""
+    blocks = module.module.z_encoder.encoder.fc_layers
+    return [layer for block in blocks for layer in block if layer is not None]
+
+
+PROJECTS = (
+    Project(
+        "chemprop",
+        "chemprop",
+        # Its batches are graphs.
+        {"layers": "predictor.ffn", "micro_batching": "boundary"},
+        train_chemprop,
+    ),
+    Project(
+        "scvi-tools",
+        "scvi",
+        {"layers": layers_of_scvi, "micro_batching": "boundary"},
+        train_scvi,
+    ),
+)

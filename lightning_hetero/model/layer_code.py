@@ -1,0 +1,340 @@
+"""What code layers run, as digests: two machines can tell whether theirs is the same.
+
+Workers build layers from what is installed there. Another version of transformers, an older copy of
+a project, or a patch in one process (``LlamaMLP.forward = mine``) would change numbers, and nobody
+would be told.
+
+    forward of the layers' classes ─▶ functions and methods that it names ─▶ those that these name
+
+Each has a place, where it was found (``transformers.models.llama.modeling_llama.rotate_half``), and
+a digest of its code without comments, docstring and annotations. The code of torch, and what a
+module imports from another library, has none: versions may differ there, and machines have kernels
+of their own. If somebody has put it in the place of a function that the module itself defines, it
+counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import linecache
+import os
+import site
+import sys
+import sysconfig
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, cached_property
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..errors import ModelError
+from .allowed_imports import MAIN, SCRIPT
+
+# Their code is not compared. What stands in the place of a method of theirs is.
+_PLATFORM = frozenset({"torch", "bitsandbytes", "kernels"})
+# What it has differs with the libraries of kernels that a machine has.
+_VARIED = "transformers"
+# Methods that torch calls.
+_ENTRIES = ("__init__", "__call__", "forward", "backward", "setup_context")
+_EMPTY_CLASSES = {object, nn.Module, torch.autograd.Function}
+_MOST_NAMED = 3
+_DIGEST_BYTES = 8
+# What says nothing about numbers.
+_SILENT_FIELDS = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_params"})
+
+
+class _Code(NamedTuple):
+    """The digest of a function, the dotted names in it, and the names of attributes."""
+
+    digest: str
+    chains: frozenset[tuple[str, ...]] = frozenset()
+    attributes: frozenset[str] = frozenset()
+
+
+def code_of(layers: Iterable[nn.Module], attention: str | None = None) -> dict[str, str]:
+    """The digest of each function that the layers may run, by the place where it was found.
+
+    Args:
+        layers: With their children.
+        attention: The name of the function of attention that they look up in transformers.
+    """
+    survey = _Survey()
+    for module in (module for layer in layers for module in layer.modules()):
+        survey.add_module(module)
+    if attention is not None and attention in ALL_ATTENTION_FUNCTIONS:
+        survey.add(f"the attention {attention!r}", ALL_ATTENTION_FUNCTIONS[attention])
+    return survey.finish()
+
+
+def check_code(here: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Refuse layers whose code is not that of the coordinator.
+
+    Raises:
+        ModelError: With the places that differ, or else with those that are on one side only.
+    """
+    places = sorted({**wanted, **here})
+    differ = [p for p in places if p in wanted and p in here and here[p] != wanted[p]]
+    # What a function no longer calls is missing on one side, and is no news.
+    differ = differ or [
+        place
+        for place in places
+        if (place in wanted) != (place in here) and _package(place) != _VARIED
+    ]
+    if differ:
+        more = len(differ) - _MOST_NAMED
+        raise ModelError(
+            f"The code of {', '.join(differ[:_MOST_NAMED])}{f' and {more} more' * (more > 0)} is "
+            "not the same on this worker and on the coordinator, so this worker would compute "
+            "other numbers. Install the same version of that code on both. If one of the processes "
+            "has replaced a function of a library, put the new one into a class of your own, in a "
+            "module that workers import."
+        )
+
+
+class _Survey:
+    """Follows names from function to function."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+        self._left: list[tuple[str, FunctionType]] = []
+        self._classes: set[type] = set()
+        # Methods that nothing has named so far, by their names.
+        self._unnamed: defaultdict[str, list[tuple[str, FunctionType]]] = defaultdict(list)
+        self._named = {*_ENTRIES}
+
+    def finish(self) -> dict[str, str]:
+        """All digests, when every function was followed."""
+        while self._left:
+            place, outermost = self._left.pop()
+            *wrappers, own = _links(outermost)
+            words = [_code_of(own.__code__).digest]
+            self._follow_all(own)
+            for wrapper in wrappers:
+                home = _defined_in(wrapper)
+                if not _is_installed(home):
+                    words.append(_code_of(wrapper.__code__).digest)
+                    self._follow_all(wrapper)
+                elif _package(home) not in {*_PLATFORM, _VARIED, _package(_defined_in(own))}:
+                    words.append(_package(home))
+            self._found[place] = words[0] if len(words) == 1 else _digest(words)
+        return dict(sorted(self._found.items()))
+
+    def add_module(self, module: nn.Module) -> None:
+        """The methods of a module's class, and the functions among its attributes."""
+        self.add_class(type(module))
+        for value in vars(module).values():
+            for function in _functions_in(getattr(value, "__func__", value)):
+                home = _defined_in(function)
+                if not _is_of_platform(home):
+                    self.add(f"{_told(home)}.{function.__qualname__}", function)
+
+    def add_class(self, kind: type) -> None:
+        """The methods of a class that torch calls, and those that what is followed names."""
+        for base in set(kind.__mro__) - self._classes - _EMPTY_CLASSES:
+            self._classes.add(base)
+            for name, value in vars(base).items():
+                for function in _functions_in(value):
+                    if not all(_is_of_platform(_defined_in(link)) for link in _links(function)):
+                        place = f"{_told(base.__module__)}.{base.__qualname__}.{name}"
+                        self._unnamed[name].append((place, function))
+                    elif name == "forward":
+                        self._follow_all(function)
+        self._name(self._named)
+
+    def _name(self, names: Iterable[str]) -> None:
+        """Take the methods of these names: somebody may call them."""
+        self._named.update(names)
+        for name in self._unnamed.keys() & names:
+            for place, function in self._unnamed.pop(name):
+                self.add(place, function)
+
+    def add(self, place: str, function: FunctionType) -> None:
+        """A function at a place."""
+        if place not in self._found:
+            self._found[place] = ""
+            self._left.append((place, function))
+
+    def _follow_all(self, function: FunctionType) -> None:
+        code = _code_of(function.__code__)
+        self._name(code.attributes)
+        for names in code.chains:
+            self._follow(function, names)
+
+    def _follow(self, function: FunctionType, names: tuple[str, ...]) -> None:
+        """What a function means by a dotted name, such as ``nn.functional.silu``."""
+        caller, name = _defined_in(function), names[0]
+        module, found = caller, function.__globals__.get(name)
+        for name_inside in names[1:]:
+            if not isinstance(found, ModuleType):
+                break
+            module, name, found = found.__name__, name_inside, vars(found).get(name_inside)
+        place = f"{_told(module)}.{name}"
+        if isinstance(found, FunctionType):
+            if _counts(_defined_in(found), module, name, caller):
+                self.add(place, found)
+        elif isinstance(found, type):
+            is_near = _package(found.__module__) == _package(caller)
+            is_function = is_near and issubclass(found, torch.autograd.Function)
+            if is_function or not _is_installed(found.__module__):
+                self.add_class(found)
+        elif name.isupper() and type(found) in (int, float) and not _is_of_platform(module):
+            self._found[place] = repr(found)
+
+
+def _links(function: FunctionType) -> Iterator[FunctionType]:
+    """A function, and those that it wraps: the last one is what was decorated."""
+    link: Any = function
+    while isinstance(link, FunctionType):
+        yield link
+        link = vars(link).get("__wrapped__")
+
+
+def _defined_in(function: FunctionType) -> str:
+    """The module that has a function's code: `functools.wraps` tells another one."""
+    return str(function.__globals__.get("__name__", ""))
+
+
+def _counts(home: str, module: str, name: str, caller: str) -> bool:
+    """Whether the code of a function of ``home`` is compared that a caller finds in ``module``.
+
+    The user's own code is, and that of the caller's library. What another library has is not,
+    unless it is in the place of a function of the caller's library.
+    """
+    if not _is_installed(home):
+        return True
+    if _is_of_platform(caller) or _is_of_platform(home):
+        return False
+    if _package(home) == _package(caller):
+        return True
+    return _package(module) == _package(caller) and name in _names_defined_in(module)
+
+
+def _is_of_platform(module: str) -> bool:
+    return _package(module) in _PLATFORM
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _told(module: str) -> str:
+    """The name of a module that is the same on both sides, also for the user's script."""
+    main = sys.modules[MAIN]
+    if module == MAIN and main.__spec__ is not None:
+        return main.__spec__.name
+    return MAIN if module == SCRIPT else module
+
+
+@cache
+def _installed_folders() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()]
+    return tuple(f"{Path(folder).resolve()}{os.sep}" for folder in folders)
+
+
+@cache
+def _is_installed(module: str) -> bool:
+    """Whether a module belongs to Python or to an installed library, and is no user's own file."""
+    if module in (MAIN, SCRIPT) or module not in sys.modules:
+        return False
+    file = getattr(sys.modules[module], "__file__", None)
+    if file is None:
+        return True
+    return str(Path(file).resolve()).startswith(_installed_folders())
+
+
+@cache
+def _names_defined_in(module: str) -> frozenset[str]:
+    """The names that the top level of a module's own code defines."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return frozenset()
+    defined = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    targets = (t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets)
+    return frozenset([*defined, *(t.id for t in targets if isinstance(t, ast.Name))])
+
+
+def _functions_in(value: Any) -> Iterator[FunctionType]:
+    """The functions of an attribute of a class."""
+    if isinstance(value, property):
+        found = [value.fget, value.fset]
+    elif isinstance(value, cached_property):
+        found = [value.func]
+    elif isinstance(value, (staticmethod, classmethod)):
+        found = [value.__func__]
+    else:
+        found = [value]
+    return (each for each in found if isinstance(each, FunctionType))
+
+
+@cache
+def _code_of(code: CodeType) -> _Code:
+    lines = linecache.getlines(code.co_filename)
+    source = textwrap.dedent("".join(lines[code.co_firstlineno - 1 : _last_line(code)]))
+    if not source:
+        # Made by `exec`, as dataclasses make theirs; that follows from what they are made of.
+        return _Code("without source")
+    try:
+        (tree,) = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        # A lambda, or the last lines of an expression are missing.
+        return _Code(_digest([source.strip()]))
+    decorators = {id(each) for d in getattr(tree, "decorator_list", ()) for each in ast.walk(d)}
+    nodes = [node for node in ast.walk(tree) if id(node) not in decorators]
+    chains = frozenset(map(_chain, nodes)) - {()}
+    attributes = frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
+    return _Code(_digest(_words(tree)), chains, attributes)
+
+
+def _last_line(code: CodeType) -> int:
+    """The last line that has an instruction, in functions inside this one too."""
+    inside = (_last_line(each) for each in code.co_consts if isinstance(each, CodeType))
+    return max([*(line or 0 for _, _, line in code.co_lines()), *inside])
+
+
+def _digest(words: Iterable[str]) -> str:
+    whole = hashlib.blake2b("\0".join(words).encode(), digest_size=_DIGEST_BYTES)
+    return whole.hexdigest()
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """A tree as words, the same for all versions of Python: `ast.dump` changes with them."""
+    yield type(node).__name__
+    for field, value in ast.iter_fields(node):
+        if field in _SILENT_FIELDS or value is None or value == []:
+            continue
+        yield field
+        values = value if isinstance(value, list) else [value]
+        if field == "body" and _is_text(values[0]):
+            values = values[1:]
+        for each in values:
+            if isinstance(each, ast.AST):
+                yield from _words(each)
+            else:
+                yield repr(each)
+    yield "end"
+
+
+def _is_text(statement: object) -> bool:
+    """Whether a statement is a docstring."""
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
+        return False
+    return isinstance(statement.value.value, str)
+
+
+def _chain(node: ast.AST) -> tuple[str, ...]:
+    """The words of a dotted name; none if the node is something else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return (node.id, *reversed(names)) if isinstance(node, ast.Name) else ()

@@ -1,0 +1,91 @@
+"""What each end of a conversation shows of itself, and whether two ends can work together by that.
+
+Rules without I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..protocol.fields import Equipment
+from .tls import Credentials
+
+_OURS = "lightning-hetero"
+# The library whose code builds the layers; a layer means the same within a major version.
+_MODEL_CODE = "transformers"
+_UNKNOWN = "unknown"
+_MOST_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What this process shows to its peers.
+
+    Args:
+        equipment: What it runs on.
+        credentials: Prove that it has the token; None without a token.
+    """
+
+    equipment: Equipment = field(default_factory=Equipment)
+    credentials: Credentials | None = None
+
+
+@dataclass(frozen=True)
+class Party:
+    """One end of a conversation.
+
+    Args:
+        name: Its name inside a sentence.
+        protocol: The version of the protocol that it speaks.
+        equipment: What it runs on.
+    """
+
+    name: str
+    protocol: int
+    equipment: Equipment
+
+
+def obstacles(one: Party, other: Party) -> list[str]:
+    """Reasons why two ends cannot work together, each with its remedy.
+
+    A version that an end does not tell counts as fitting.
+    """
+    found = []
+    if one.protocol != other.protocol:
+        ours, theirs = _version(one, _OURS), _version(other, _OURS)
+        found.append(
+            f"{one.name} speaks protocol {one.protocol} ({_OURS} {ours}) and {other.name} "
+            f"{other.protocol} ({_OURS} {theirs}); install the same version of {_OURS} on both."
+        )
+    ours, theirs = _version(one, _MODEL_CODE), _version(other, _MODEL_CODE)
+    majors = {version.partition(".")[0] for version in (ours, theirs)} - {_UNKNOWN}
+    if len(majors) > 1:
+        found.append(
+            f"{one.name} has {_MODEL_CODE} {ours} and {other.name} has {theirs}, which build "
+            "layers differently; install the same major version on both."
+        )
+    return [sentence[0].upper() + sentence[1:] for sentence in found]
+
+
+def differences(here: Equipment, there: Equipment) -> list[str]:
+    """Versions that differ without harm, as ``torch 2.6 (2.7 here)``.
+
+    There are none if an end does not tell its versions.
+    """
+    ours, theirs = here.versions, there.versions
+    if not ours or not theirs:
+        return []
+    return [
+        f"{_shown(name)} {_shown(theirs.get(name, 'missing'))} ({ours.get(name, 'missing')} here)"
+        for name in dict.fromkeys([*ours, *theirs])
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def _version(party: Party, name: str) -> str:
+    return _shown(party.equipment.versions.get(name, _UNKNOWN))
+
+
+def _shown(text: str) -> str:
+    """A peer's text, cut so that it floods no log."""
+    return text[:_MOST_SHOWN]

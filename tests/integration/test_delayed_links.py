@@ -1,0 +1,61 @@
+"""Replicas over links with random delays: when something comes changes no bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+
+from ..equality import differing
+from ..faults.relay import relay_to
+from ..models import TinyModule, fit, loader
+from .groups import fit_in_groups
+
+BATCH_SIZE = 6
+PIECES = 6
+NUM_STEPS = 3
+NUM_LAYERS = 5
+
+
+def in_a_line(workers: list[str]) -> Plan:
+    """Two workers share the first stage, and two the second."""
+    first, second, third = workers
+    stages = [
+        StagePlan([first, second], (0, 2), shares=[1, 1]),
+        StagePlan([second, third], (2, NUM_LAYERS), shares=[2, 1], optimizer="split"),
+    ]
+    return Plan(stages, micro_batches=PIECES)
+
+
+def with_the_coordinator(workers: list[str]) -> Plan:
+    """The coordinator and two workers hold all layers."""
+    names = ["coordinator", *workers[:2]]
+    stages = [StagePlan(names, (0, NUM_LAYERS), shares=[1, 2, 3])]
+    return Plan(stages, micro_batches=PIECES)
+
+
+def delays_seconds(seed: int) -> Callable[[], float]:
+    """Of the pieces of a link: mostly short, now and then as long as several micro-batches."""
+    draws = random.Random(seed)
+    return lambda: draws.choice((0.0, 0.0, 0.001, 0.003, 0.02)) * draws.random()
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("make", [in_a_line, with_the_coordinator])
+def test_delays_change_no_bit(
+    make: Callable[[list[str]], Plan], seed: int, workers: list[str]
+) -> None:
+    with ExitStack() as stack:
+        relays = [
+            stack.enter_context(relay_to(worker, delay_seconds=delays_seconds(10 * seed + place)))
+            for place, worker in enumerate(workers)
+        ]
+        plan = make([relay.address for relay in relays])
+        strategy = HeteroPipelineStrategy(plan.workers, plan)
+        found = fit(TinyModule(), strategy, loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE))
+    expected = fit_in_groups(TinyModule(), plan, loader(NUM_STEPS * BATCH_SIZE, 1))
+    assert differing(found, expected) == []

@@ -1,0 +1,207 @@
+"""Digests of what layers run: equal for equal code, and unequal for a patch anywhere."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.layer_code import check_code, code_of
+
+from ..models import tiny_llama
+
+LLAMA = "transformers.models.llama.modeling_llama"
+
+
+def code_of_llama() -> dict[str, str]:
+    model = tiny_llama(1)
+    return code_of(model.model.layers, model.config._attn_implementation)
+
+
+def changed_places(before: dict[str, str]) -> set[str]:
+    after = code_of_llama()
+    return {place for place in {**before, **after} if before.get(place) != after.get(place)}
+
+
+def test_all_that_a_layer_of_transformers_calls_is_there() -> None:
+    found = code_of_llama()
+    called = ("LlamaMLP.forward", "LlamaAttention.forward", "apply_rotary_pos_emb", "rotate_half")
+    assert {f"{LLAMA}.{name}" for name in called} <= found.keys()
+    assert "the attention 'sdpa'" in found
+    assert not [place for place in found if place.startswith("torch.")]
+    check_code(found, code_of_llama())
+
+
+def mine(*arguments: Any, **options: Any) -> Any:
+    """Computes something else."""
+    return arguments[1] * 2
+
+
+def wrapped_like(function: Any) -> Any:
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options) * 1.01
+
+    return called
+
+
+@pytest.mark.parametrize("patch", [lambda _: mine, wrapped_like], ids=["replaced", "wrapped"])
+@pytest.mark.parametrize(
+    ("owner", "name", "place"),
+    [
+        (LlamaMLP, "forward", f"{LLAMA}.LlamaMLP.forward"),
+        (modeling_llama, "rotate_half", f"{LLAMA}.rotate_half"),
+        (nn.Linear, "forward", "torch.nn.modules.linear.Linear.forward"),
+        (functional, "silu", "torch.nn.functional.silu"),
+        (functional, "linear", "torch.nn.functional.linear"),
+        (
+            functional,
+            "scaled_dot_product_attention",
+            "torch.nn.functional.scaled_dot_product_attention",
+        ),
+        (torch, "cat", "torch.cat"),
+    ],
+)
+def test_a_patch_is_noticed(
+    owner: Any, name: str, place: str, patch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = code_of_llama()
+    monkeypatch.setattr(owner, name, patch(getattr(owner, name)))
+    assert place in changed_places(before)
+    with pytest.raises(ModelError, match=r"The code of .* is not the same on this worker"):
+        check_code(before, code_of_llama())
+
+
+def test_a_function_of_attention_under_the_name_of_another_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = code_of_llama()
+    monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS, "sdpa", mine)
+    assert "the attention 'sdpa'" in changed_places(before)
+
+
+def test_a_class_in_the_place_of_a_child_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(LlamaAttention):
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            return super().forward(*arguments, **options)
+
+    before = code_of_llama()
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", Mine)
+    assert any(place.endswith("Mine.forward") for place in changed_places(before))
+
+
+OWN = '''
+import torch
+from torch import nn
+
+SCALE = 0.5
+{top}
+
+def helper(x: torch.Tensor):
+    """{text}"""
+    return x * {factor}
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * {forward}
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = {act}
+
+    # {text}
+    def forward(self, x):
+        return self.act(Doubled.apply(helper(x))) * SCALE
+
+
+def squared(x):
+    return x * x{more}
+'''
+PLAIN = {
+    "top": "",
+    "text": "says",
+    "factor": 3,
+    "forward": 2,
+    "act": "torch.sin",
+    "more": "",
+}
+
+
+def code_of_own(folder: Path, **changes: Any) -> dict[str, str]:
+    """The code of the layer in a copy of the module with these changes."""
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN.format(**{**PLAIN, **changes}))
+    spec = importlib.util.spec_from_file_location("own_of_test", folder / "own.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "own_of_test", module)
+        spec.loader.exec_module(module)
+        layer = module.Layer()
+        if changes.get("act") == "None":
+            layer.act = module.squared
+        return code_of([layer])
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"factor": 4}, "helper"),
+        ({"forward": 5}, "Doubled.forward"),
+        ({"act": "torch.cos"}, "Layer.__init__"),
+        ({"top": "SCALE = 0.25"}, "SCALE"),
+    ],
+)
+def test_other_code_of_a_project_is_noticed(changes: Any, place: str, tmp_path: Path) -> None:
+    one, other = code_of_own(tmp_path / "one"), code_of_own(tmp_path / "other", **changes)
+    differ = {each for each in {**one, **other} if one.get(each) != other.get(each)}
+    assert differ == {f"own_of_test.{place}"}
+
+
+def test_a_function_that_is_an_attribute_is_followed(tmp_path: Path) -> None:
+    one = code_of_own(tmp_path / "one", act="None")
+    other = code_of_own(tmp_path / "other", act="None", more=" + 1")
+    with pytest.raises(ModelError, match=r"own_of_test\.squared"):
+        check_code(one, other)
+
+
+def test_comments_and_docstrings_are_no_code(tmp_path: Path) -> None:
+    changes = {"text": "says something else", "top": "# a comment"}
+    assert code_of_own(tmp_path / "one") == code_of_own(tmp_path / "other", **changes)
+
+
+def test_a_long_list_of_places_is_cut() -> None:
+    with pytest.raises(ModelError, match=r"The code of a, b, c and 2 more is not"):
+        check_code(dict.fromkeys("abcde", ""), {})
+
+
+def test_places_on_both_sides_are_named_before_what_they_call() -> None:
+    with pytest.raises(ModelError, match="The code of caller is not"):
+        check_code({"caller": "1", "a called one": "2"}, {"caller": "3"})
+
+
+def test_numbers_of_the_machine_that_are_no_constants_do_not_count() -> None:
+    class Counting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + len(sys.argv)
+
+    assert [place.rpartition(".")[2] for place in code_of([Counting()])] == ["forward"]
