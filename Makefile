@@ -19,6 +19,8 @@ help: ## List these commands
 demo: $(INSTALLED) ## Train a small model from scratch on two local workers
 	$(BIN)/python examples/train_from_scratch/train.py $(ARGS)
 
+# Tests start many processes. Each of them compiles everything where nobody may keep what is compiled.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 

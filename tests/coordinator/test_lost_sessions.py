@@ -151,7 +151,8 @@ MODULES: dict[str, type[TinyModule]] = {
     "generating": Generating,
     "loaded": Loading,
 }
-NUM_SEEDS = int(os.environ.get("TEST_SCHEDULES", "4"))
+# The random schedules of each case, or more if too little happens in them.
+NUM_SEEDS = int(os.environ.get("TEST_SCHEDULES", "2"))
 
 
 @dataclass(frozen=True)
@@ -275,9 +276,15 @@ CASES = [case for case in product(PLANS, OPTIONS) if case not in REFUSED]
 
 @pytest.mark.parametrize(("plan", "options"), CASES)
 def test_random_losses_change_no_bit(plan: str, options: str, tmp_path: Path) -> None:
-    found = [disturbed(plan, options, seed, tmp_path) for seed in range(NUM_SEEDS)]
-    assert sum(result.num_replaced for _, result in found) > 0
-    assert sum(net.num_cut for net, _ in found) > 0
+    num_replaced = num_cut = 0
+    for seed in range(2 * NUM_SEEDS):
+        if seed >= NUM_SEEDS and num_replaced > 0 and num_cut > 0:
+            break
+        net, found = disturbed(plan, options, seed, tmp_path)
+        num_replaced += found.num_replaced
+        num_cut += net.num_cut
+    assert num_replaced > 0
+    assert num_cut > 0
     assert not list(tmp_path.iterdir())
 
 

@@ -6,27 +6,21 @@ there. `autoload` tells how to run the whole command there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from lightning_hetero.verify import device_check
 from lightning_hetero.verify.device_check import Bench, Finding, check_device
 
-from .process import on_fake_device
+from ..verify.small_check import CONFIG, SEQUENCE_LENGTH
+from .process import fake_worker, on_fake_device
 
 
 def findings_of(part: str, addresses: dict[str, str]) -> list[Finding]:
     """The rows of one part, of a smaller model and over workers that run already."""
-    device_check._CONFIG = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=device_check.NUM_LAYERS,
-        num_attention_heads=2,
-        vocab_size=64,
-        use_cache=False,
-    )
-    device_check._SEQUENCE_LENGTH = 16
+    device_check._CONFIG, device_check._SEQUENCE_LENGTH = CONFIG, SEQUENCE_LENGTH
     device_check.TIMED_STEPS, device_check.PROFILE_SECONDS = 3, 2.0
     device_check.COPIED_BYTES, device_check.MULTIPLIED_ROWS = 2**20, 64
     device_check.CHECKS = [getattr(device_check, part)]
@@ -45,9 +39,22 @@ def test_what_has_a_judgement_is_right(
     assert [finding for finding in found if finding.is_good is not True] == []
 
 
-@pytest.mark.parametrize(
-    ("part", "num_rows"), [("copies", 5), ("waiting", 1), ("costs", 2), ("memory", 1)]
-)
+@pytest.fixture
+def unused_worker(fake_device: str) -> Iterator[str]:
+    """The address of a worker whose process has had no session yet."""
+    with fake_worker(fake_device, "fake:0") as address:
+        yield address
+
+
+@on_fake_device
+def test_the_planner_counts_the_memory_of_a_worker(unused_worker: str) -> None:
+    """The most memory is that since the start of a process, and a worker here has one for all
+    sessions."""
+    [found] = findings_of("memory", {"fake:0": unused_worker})
+    assert found.is_good is True, found
+
+
+@pytest.mark.parametrize(("part", "num_rows"), [("copies", 5), ("waiting", 1), ("costs", 2)])
 @on_fake_device
 def test_what_is_measured_is_there(part: str, num_rows: int, first_worker: str) -> None:
     found = findings_of(part, {"fake:0": first_worker})

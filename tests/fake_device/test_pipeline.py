@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -53,14 +54,16 @@ def boundary(workers: Sequence[str], device: str) -> Found:
 def moves_and_resume(workers: Sequence[str], device: str) -> Found:
     """Layers move in the middle, with the state of a fused optimizer; then the run goes on."""
     Module.is_fused = True
-    data, path = loader(3 * BATCH_SIZE, BATCH_SIZE), Path.cwd() / f"{device}.ckpt"
-    for epochs, checkpoint in ((1, None), (2, path)):
-        strategy = HeteroPipelineStrategy(workers, line(workers))
-        callbacks = [Moves({1: line(workers, (2, 3, 3)), 2: line(workers, (0, 1, 4))})]
-        run = trainer(strategy, max_epochs=epochs, callbacks=callbacks, **on(device))
-        module = Module(NUM_LAYERS)
-        run.fit(module, data, ckpt_path=checkpoint)
-        run.save_checkpoint(path)
+    data = loader(3 * BATCH_SIZE, BATCH_SIZE)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "last.ckpt"
+        for epochs, checkpoint in ((1, None), (2, path)):
+            strategy = HeteroPipelineStrategy(workers, line(workers))
+            callbacks = [Moves({1: line(workers, (2, 3, 3)), 2: line(workers, (0, 1, 4))})]
+            run = trainer(strategy, max_epochs=epochs, callbacks=callbacks, **on(device))
+            module = Module(NUM_LAYERS)
+            run.fit(module, data, ckpt_path=checkpoint)
+            run.save_checkpoint(path)
     return result_of(module)
 
 

@@ -95,6 +95,7 @@ def travel(strategy: Any, folder: Path, module: Journey | None = None) -> Result
         loader(BATCH_SIZE, BATCH_SIZE),
         callbacks=[checkpoint],
         logger=logger,
+        default_root_dir=folder,
         log_every_n_steps=1,
         gradient_clip_val=0.5,
         val_check_interval=2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler, Plan, StagePlan
 from lightning_hetero.errors import HeteroError, ModelError, StageFailed
 
 from .. import along_layers as models
@@ -55,9 +56,9 @@ def data() -> DataLoader[Tensor]:
     return DataLoader(samples, batch_size=BATCH)  # type: ignore[arg-type]
 
 
-def trained(model: type[models.Base], strategy: Any = "auto") -> models.Base:
+def trained(model: type[models.Base], strategy: Any = "auto", **options: Any) -> models.Base:
     module = model()
-    trainer(strategy, max_epochs=1).fit(module, data())
+    trainer(strategy, max_epochs=1, **options).fit(module, data())
     return module
 
 
@@ -163,10 +164,13 @@ def test_prediction_equals_one_device(model: type[models.Base], allowing: list[s
 
 
 @pytest.mark.parametrize("model", [models.Conditions, models.Biases, models.Forecasts])
-def test_a_plan_from_measurements_trains(model: type[models.Base], allowing: list[str]) -> None:
+def test_a_plan_from_measurements_trains(
+    model: type[models.Base], allowing: list[str], tmp_path: Path
+) -> None:
     layers = LISTS.get(model, "layers")
     strategy = HeteroPipelineStrategy(allowing, "auto", layers=layers, micro_batches=3)
-    assert_equal(trained(model, strategy), plain(model))
+    quick = PipelineProfiler(0.5, path=tmp_path / "profile.yaml")
+    assert_equal(trained(model, strategy, callbacks=[quick]), plain(model))
 
 
 def layers_of_pairs(module: Any) -> list[Any]:

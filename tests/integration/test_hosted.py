@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_hetero import (
     HeteroPipelineStrategy,
+    PipelineProfiler,
     PipelineTimeline,
     Plan,
     StageMonitor,
@@ -497,7 +498,7 @@ def test_layers_move_to_and_from_plans_with_the_coordinator_as_a_replica(
 
 
 def test_the_replicated_plan_gives_everyone_all_layers_and_shares_by_speed(
-    workers: list[str],
+    workers: list[str], tmp_path: Path
 ) -> None:
     plans: list[Plan] = []
 
@@ -506,7 +507,8 @@ def test_the_replicated_plan_gives_everyone_all_layers_and_shares_by_speed(
             plans.append(trainer.strategy.deployment.plan)
 
     strategy = HeteroPipelineStrategy(workers[:2], "replicated", micro_batches=6)
-    module = fit(TinyModule(), strategy, loader(24, 12), max_steps=2, callbacks=[Noting()])
+    callbacks = [PipelineProfiler(0.5, path=tmp_path / "profile.yaml"), Noting()]
+    module = fit(TinyModule(), strategy, loader(24, 12), max_steps=2, callbacks=callbacks)
     plan = plans[0]
     (stage,) = plan.stages
     assert sorted(stage.workers) == sorted([*workers[:2], "coordinator"])

@@ -11,7 +11,14 @@ from queue import SimpleQueue
 
 import pytest
 
-from lightning_hetero import HeteroPipelineStrategy, Joining, PipelineProfiler, Plan, StagePlan
+from lightning_hetero import (
+    HeteroPipelineStrategy,
+    Joining,
+    PipelineProfiler,
+    Plan,
+    Recovery,
+    StagePlan,
+)
 from lightning_hetero.errors import JoinError, WorkerLost
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.compatibility import Identity
@@ -92,14 +99,14 @@ def test_the_numbers_are_those_of_workers_that_were_dialled_also_in_the_next_run
 
 @pytest.mark.usefixtures("guests")
 def test_connections_to_them_may_come_back_and_nothing_else_is_said(
-    where: str, token_file: Path, by_address: TinyModule
+    where: str, token_file: Path, by_address: TinyModule, tmp_path: Path
 ) -> None:
     strategy = HeteroPipelineStrategy(
         Joining(where, least=2, wait_seconds=PATIENCE_SECONDS),
         "even",
         micro_batches=4,
         token_file=token_file,
-        recovery=True,
+        recovery=Recovery(folder=tmp_path),
     )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -289,28 +289,31 @@ def test_weights_that_a_checkpoint_holds_are_not_lost(
 
 
 SCRIPT = """
-import os, signal, torch
+import sys
 from lightning_hetero import HeteroPipelineStrategy
-from tests.local_workers import local_workers
 from tests.models import TinyModule, loader, trainer
 
 class Module(TinyModule):
     def on_train_end(self):
-        victim = local_workers()[1]
-        victim.kill()
-        victim.wait()
+        print("trained", flush=True)
+        sys.stdin.readline()
 
-torch.set_num_threads(1)
-strategy = HeteroPipelineStrategy(workers=2, plan="even", micro_batches=2)
+strategy = HeteroPipelineStrategy(sys.argv[1:], plan="even", micro_batches=2)
 trainer(strategy, max_steps=2).fit(Module(3), loader(32, 8))
 print("returned")
 """
 
 
-def test_a_script_whose_weights_are_lost_ends_with_an_error() -> None:
-    with running_script(SCRIPT) as process:
+def test_a_script_whose_weights_are_lost_ends_with_an_error(workers: list[str]) -> None:
+    with (
+        worker_process() as victim,
+        running_script(SCRIPT, workers[0], victim.address) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "trained\n"
+        kill(victim)
         output, errors = process.communicate(timeout=100)
         assert process.returncode == 1
     assert "returned" not in output
     assert "WeightsLost: The weights of layers 1 to 2 have not come home" in errors
-    assert "stage 2 on local-2" in errors
+    assert f"stage 2 on {victim.address}" in errors

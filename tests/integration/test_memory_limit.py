@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from ..conftest import worker_process
+from ..forked import running_script
 
 CONFIG = LlamaConfig(
     hidden_size=768,
@@ -24,25 +23,22 @@ CONFIG = LlamaConfig(
 # What a process may take after its imports. The weights are 220 MiB.
 LIMIT_BYTES = 170 * 2**20
 
-# Small stacks: the threads' stacks count, although they are hardly used.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-SHELL = ["sh", "-c", 'ulimit -s 1024; exec "$@"', "limited"]
-
-LIMITED = f"""
-import re, resource, sys
+LIMIT = f"""
+import os, re, resource, threading
 from pathlib import Path
-import peft
-import lightning_hetero.cli
-from tests.models import loader, trainer
+# Stacks of threads count, although they are hardly used.
+threading.stack_size(2**20)
 # The size of what only this process may write to: heap, stacks, private mappings.
 now = int(re.findall(r"VmData:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (now + {LIMIT_BYTES},) * 2)
 """
-WORKER = f"{LIMITED}\nlightning_hetero.cli.main()"
-TRAINING = f"""{LIMITED}
+TRAINING = f"""{LIMIT}
+import sys
 import lightning.pytorch as pl
+import peft
 import torch
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, from_pretrained
+from tests.models import loader, trainer
 
 folder, *workers = sys.argv[1:]
 
@@ -79,39 +75,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@contextmanager
-def limited_worker() -> Iterator[str]:
-    command = [*SHELL, sys.executable, "-c", WORKER, "worker", "--listen", "127.0.0.1:0"]
-    command += ["--threads", "1", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    try:
-        assert process.stderr is not None
-        address = next(
-            line.split("listening on ")[1].split(",")[0]
-            for line in process.stderr
-            if "listening on" in line
-        )
-        yield address
-    finally:
-        process.kill()
-        process.wait()
-
-
-def train(folder: Path, workers: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [*SHELL, sys.executable, "-c", TRAINING, str(folder), *workers]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=ENVIRONMENT)
+def train(folder: Path, workers: list[str]) -> tuple[int | None, str, str]:
+    """How a limited process that trains has ended, and what it has said."""
+    with running_script(TRAINING, str(folder), *workers) as process:
+        said, errors = process.communicate(timeout=100)
+        return process.returncode, said, errors
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
 def test_three_processes_train_a_model_that_one_cannot_hold(folder: Path) -> None:
-    with ExitStack() as stack:
-        workers = [stack.enter_context(limited_worker()) for _ in range(2)]
-        together = train(folder, workers)
-    assert together.returncode == 0, together.stderr
-    losses = [float(line.split()[1]) for line in together.stdout.splitlines() if "loss" in line]
+    with worker_process(before=LIMIT) as first, worker_process(before=LIMIT) as second:
+        code, said, errors = train(folder, [first.address, second.address])
+    assert code == 0, errors
+    losses = [float(line.split()[1]) for line in said.splitlines() if "loss" in line]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 
-    alone = train(folder, [])
-    assert alone.returncode != 0
-    assert "memory" in alone.stderr.lower()
+    code, _, errors = train(folder, [])
+    assert code != 0
+    assert "memory" in errors.lower()

@@ -30,7 +30,7 @@ NUM_STEPS = 8
 @pytest.fixture(scope="module")
 def allowing() -> Iterator[list[str]]:
     """Two workers whose owner allowed the tests' layers."""
-    options = ("--allow", "tests.own_layers", "--allow", __name__)
+    options = ("--allow", "tests.own_layers", "--allow", "tests.loose_layers", "--allow", __name__)
     with worker_process(*options) as first, worker_process(*options) as second:
         yield [first.address, second.address]
 
@@ -315,12 +315,12 @@ class LooseModule(PartlyFrozen):
         """Every part of a block trains."""
 
 
-def test_blocks_with_code_in_their_attributes_equal_one_device() -> None:
+def test_blocks_with_code_in_their_attributes_equal_one_device(allowing: list[str]) -> None:
     samples = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     data = DataLoader(samples, batch_size=4)  # type: ignore[arg-type]
     plain, ours = LooseModule(), LooseModule()
     trainer(max_epochs=2).fit(plain, data)
-    strategy = HeteroPipelineStrategy(1, "even", layers="blocks", micro_batches=2)
+    strategy = HeteroPipelineStrategy(allowing[:1], "even", layers="blocks", micro_batches=2)
     trainer(strategy, max_epochs=2).fit(ours, data)
     for name, tensor in plain.state_dict().items():
         assert torch.allclose(tensor, ours.state_dict()[name], rtol=1e-5, atol=1e-7), name

@@ -148,18 +148,21 @@ with relay_to(sys.argv[1]) as relay:
                 print("waits", flush=True)
             return super().training_step(batch, batch_idx)
 
-    strategy = HeteroPipelineStrategy([relay.address], "even", recovery=Recovery(600))
+    recovery = Recovery(600, folder=sys.argv[2])
+    strategy = HeteroPipelineStrategy([relay.address], "even", recovery=recovery)
     strategy.deadlines = Deadlines(leave_seconds=1.0)
     trainer(strategy, max_steps=3).fit(Module(), loader(36, 12))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda each: each.name)
-def test_a_signal_ends_a_run_that_waits_for_a_connection(number: signal.Signals) -> None:
+def test_a_signal_ends_a_run_that_waits_for_a_connection(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     options = ("--linger-seconds", "600")
     with (
         worker_process(*options) as worker,
-        running_script(WAITING, worker.address) as process,
+        running_script(WAITING, worker.address, str(tmp_path)) as process,
     ):
         assert process.stdout is not None
         assert process.stdout.readline() == "waits\n"

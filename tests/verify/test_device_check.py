@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,25 @@ from lightning_hetero.errors import ModelError
 from lightning_hetero.verify import device_check
 from lightning_hetero.verify.device_check import Bench, Finding, check_device
 
+from .small_check import CONFIG, SEQUENCE_LENGTH
+
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check with a small model."""
+    monkeypatch.setattr(device_check, "_CONFIG", CONFIG)
+    monkeypatch.setattr(device_check, "_SEQUENCE_LENGTH", SEQUENCE_LENGTH)
+
+
+@pytest.fixture(autouse=True)
+def same_logs() -> Iterator[None]:
+    """The command logs less of Lightning, and later tests of this process look at logs."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 def broken(bench: Bench) -> Iterator[Finding]:
@@ -63,7 +82,7 @@ def test_what_cannot_be_checked_or_written_is_told_before_the_work(
         cli.main()
 
 
-def test_wrong_losses_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_losses_are_told(monkeypatch: pytest.MonkeyPatch, workers: list[str]) -> None:
     train = Bench.train
 
     def off(bench: Bench, here: str, strategy: object = None, *args: object, **options: object):  # type: ignore[no-untyped-def]
@@ -72,6 +91,8 @@ def test_wrong_losses_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         return module
 
     monkeypatch.setattr(Bench, "train", off)
+    monkeypatch.setattr(Bench, "worker_on", lambda *_: workers[0])
+    monkeypatch.setattr(Bench, "_token_file", lambda *_: None)
     monkeypatch.setattr(device_check, "CHECKS", [device_check.losses])
     findings = list(check_device(CPU))
     assert [finding.is_good for finding in findings] == [False, False]
