@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 # Between two attempts to reach a worker that is about to start again.
 _BETWEEN_DIALS_SECONDS = 0.1
 _MOST_UNDER_WAY = 2
+# Where nobody comes back in time, so many attempts may end since a process that came is lost too.
+_MOST_TRIES_ELSEWHERE = 3
 # A worker's part of a snapshot is at most so many times its tensors, and some more.
 _MOST_TIMES = 8
 _MOST_BESIDE_BYTES = 2**24
@@ -303,7 +305,12 @@ class Replacements:
             if self._coming is not None:
                 self._forget(self._coming)
                 self._coming = None
-            while not self._is_restored(lost, self._is_late(lost)):
+            num_tries = 0
+            while True:
+                is_late = self._is_late(lost)
+                num_tries += is_late
+                if self._is_restored(lost, is_late, num_tries >= _MOST_TRIES_ELSEWHERE):
+                    break
                 time.sleep(_BETWEEN_DIALS_SECONDS)
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
@@ -351,18 +358,21 @@ class Replacements:
             return f"The coordinator forwards what passes between it and {names}, and keeps none."
         return worker.journal.fault
 
-    def _is_restored(self, lost: dict[Member, Loss], is_last_try: bool) -> bool:
+    def _is_restored(self, lost: dict[Member, Loss], is_late: bool, is_last_try: bool) -> bool:
         """Try to restore all lost workers; others that are lost meanwhile join them.
 
+        Args:
+            lost: The lost workers.
+            is_late: Whether the time is over in which they may come back.
+            is_last_try: Whether no other try follows.
+
         Raises:
-            WorkerError: If a worker cannot be replaced, or the last try has failed.
+            WorkerError: If a worker cannot be replaced, or it is late and nobody is there.
             ChannelError: If a new process was lost in the last try.
         """
         began_seconds, connections = time.perf_counter(), self._connections
         try:
-            for worker in lost:
-                # Nobody starts a second process again but this run.
-                self._dial(worker, lost, is_last_try or worker.is_beside)
+            self._dial(lost, is_late)
             self._check_enough()
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
@@ -370,7 +380,8 @@ class Replacements:
             for other in self._connections.workers:
                 if other not in lost and not other.channel.peer_answers(connections.leaving()):
                     self._note_lost(other, error, lost)
-            if connections.is_ending() or (is_last_try and len(lost) == num_lost):
+            is_hopeless = is_last_try or (is_late and isinstance(error, WorkerUnreachable))
+            if connections.is_ending() or (is_hopeless and len(lost) == num_lost):
                 raise
             return False
         now_seconds = time.perf_counter()
@@ -385,21 +396,28 @@ class Replacements:
         self.on_change()
         return True
 
-    def _dial(self, worker: Member, lost: Collection[Member], may_be_elsewhere: bool) -> None:
-        """Dial the process in the place of a lost worker: its own next one, else an idle worker,
+    def _dial(self, lost: Collection[Member], is_late: bool) -> None:
+        """Dial the process in the place of each lost worker: its own next one, else an idle worker,
         else a second process on a machine of the run.
+
+        A machine that is back can serve for others too, so those come first.
 
         Raises:
             WorkerUnreachable: If there is none.
             ChannelError: If another worker is lost meanwhile.
         """
-        try:
-            self._dial_own_next(worker)
-        except WorkerUnreachable as error:
-            if not may_be_elsewhere:
-                raise
+        absent: dict[Member, WorkerUnreachable] = {}
+        for worker in lost:
+            try:
+                self._dial_own_next(worker)
+            except WorkerUnreachable as error:
+                # Nobody starts a second process again but this run.
+                if not (is_late or worker.is_beside):
+                    raise
+                absent[worker] = error
+        for worker, error in absent.items():
             if any(self._takes_over(each, worker) for each in self._connections.spares):
-                return
+                continue
             try:
                 self._dial_beside(worker, lost)
             except WorkerUnreachable as why_not:

@@ -13,8 +13,9 @@ breaks a connection that comes back: what was on its way is lost, and sent again
 
 from __future__ import annotations
 
+import copy
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -25,12 +26,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import PretrainedConfig
 
 from lightning_hetero.coordinator import connections, replacement, snapshots
+from lightning_hetero.coordinator import layers as coordinator_layers
 from lightning_hetero.coordinator import session as coordinator_session
+from lightning_hetero.coordinator import workers as fleet
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import ChannelError, WorkerUnreachable
 from lightning_hetero.model.allowed_imports import Allowed
+from lightning_hetero.model.custom_layers import BlocksRecipe
+from lightning_hetero.model.recipe import NOTHING_ALLOWED, Recipe, build_layers
+from lightning_hetero.pipeline import stage_layers
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import FrameReader
 from lightning_hetero.protocol.session import Session, answering_session, opening_session
@@ -50,6 +58,31 @@ from lightning_hetero.worker.shelf import KeptTensors
 CPU = torch.device("cpu")
 EQUIPMENT = equipment_here(CPU)
 DEADLINES = Deadlines()
+# Where a run is, by what its coordinator has said.
+_PLACES: dict[type, str] = {
+    m.BeginStep: "the begin of a step",
+    m.Activation: "a forward",
+    m.Gradient: "a backward",
+    m.ReduceGradients: "an exchange of replicas",
+    m.ClipGradients: "clipping",
+    m.ApplyOptimizer: "an optimizer step",
+    m.Deploy: "a move or a new process",
+}
+
+
+# Layers as the real code has built them, by their recipe and what is allowed.
+_BUILT: dict[tuple[str, Allowed], nn.ModuleDict] = {}
+
+
+def _built(recipe: Recipe | BlocksRecipe, allowed: Allowed = NOTHING_ALLOWED) -> nn.ModuleDict:
+    """A copy of the layers of a recipe: to build them took a quarter of a schedule's time."""
+    key = repr(recipe), allowed
+    if key not in _BUILT:
+        _BUILT[key] = build_layers(recipe, allowed)
+    found = _BUILT[key]
+    configs = (each for module in found.modules() for each in vars(module).values())
+    shared = {id(each): each for each in configs if isinstance(each, PretrainedConfig)}
+    return copy.deepcopy(found, shared)
 
 
 class NetChannel(Channel):
@@ -67,6 +100,8 @@ class NetChannel(Channel):
         self.reader = FrameReader()
         # Whether the process at this end has ended, or has closed the channel.
         self.is_cut = False
+        # Whether this is the coordinator's end.
+        self.is_coordinators = False
 
     def start(self, inbox: Any, pool: Any = None) -> None:
         self.inbox = inbox
@@ -74,6 +109,7 @@ class NetChannel(Channel):
     def _queue(self, message: m.Message, encode: Encode) -> None:
         self._session.sent(message)
         frame = b"".join(encode())
+        self.net.note_said(self, message)
         self.traffic.sent_bytes += len(frame)
         if not self.is_cut and not self.other.is_cut:
             self.ledger.keep(type(message).__name__, [memoryview(frame)])
@@ -143,10 +179,16 @@ class NetChannel(Channel):
 class NetSession:
     """A worker's session, which acts when the net lets it."""
 
-    def __init__(self, net: Net, address: str, name: str, channel: NetChannel) -> None:
+    def __init__(
+        self, net: Net, address: str, name: str, channel: NetChannel, is_second: bool
+    ) -> None:
         self.net, self.address = net, address
+        # Whether it serves beside the first one of its machine.
+        self.is_second = is_second
         self.channels = [channel]
         self.is_alive = True
+        # Whether the rule has an action to run; only what the session does changes that.
+        self._has_action = False
         host = Host(CPU, DEADLINES, Allowed(), Identity(EQUIPMENT), Owner(), KeptTensors())
         host.beside.ask = self._open_second
         self._beside = host.beside
@@ -180,7 +222,7 @@ class NetSession:
         """What the session may do next."""
         if not self.session._inbox.empty():
             yield self._take
-        if self.session._runner.next_action() is not None:
+        if self._has_action:
             yield self._act
 
     def _take(self) -> None:
@@ -188,12 +230,14 @@ class NetSession:
             self.session._take(self.session._inbox.get())
         except SessionOver:
             self.is_alive = False
+        self._has_action = self.session._runner.next_action() is not None
 
     def _act(self) -> None:
         action = self.session._runner.next_action()
         assert action is not None
         self.session._perform(action)
         self.session._carry_out_due()
+        self._has_action = self.session._runner.next_action() is not None
 
 
 class _Later:
@@ -261,14 +305,14 @@ class Net:
         seed: Start of the chance.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self.chance = random.Random(seed)
         self.sessions: list[NetSession] = []
         # By address and name: sessions for which a second process waits.
         self.waiting: set[tuple[str, str]] = set()
         self.channels: list[NetChannel] = []
         self.later: list[tuple[NetSession, Callable[[], None]]] = []
-        self.num_events = self.num_dialled = 0
+        self.num_events = 0
         self.is_over = False
         # By the number of the event before it: the address whose sessions are killed.
         self.kills: dict[int, str] = {}
@@ -276,7 +320,10 @@ class Net:
         self.cuts: set[int] = set()
         # The addresses where nobody serves again.
         self.gone: set[str] = set()
-        self.num_killed = self.num_cut = self.num_beside = 0
+        # How often each thing has happened.
+        self.counts: Counter[str] = Counter()
+        # Where the run is, and what is known of its latest snapshot.
+        self.place, self.has_whole_snapshot, self.is_taking_one = "", False, False
         self.acting: Any = None
         self._seconds = 0.0
 
@@ -290,6 +337,7 @@ class Net:
         for end in (theirs, ours):
             (end.sent if end is theirs else end.received)(welcome)
         one, other = NetChannel(self, ours, peer), NetChannel(self, theirs, "the other")
+        one.is_coordinators = role == "coordinator"
         one.other, other.other = other, one
         self.channels += [one, other]
         return one, other
@@ -300,16 +348,30 @@ class Net:
         for each in self.alive_at(where):
             # The process of a session that the coordinator has closed is about to end.
             each.is_alive = not each.channels[0].other.is_cut
-        if (where, name) in self.waiting and self.alive_at(where):
-            self.num_beside += 1
-        elif self.alive_at(where):
+        alive, is_second = self.alive_at(where), (where, name) in self.waiting
+        if is_second and alive:
+            self.counts["takeover"] += 1
+        elif any(not each.is_second for each in alive):
             raise WorkerUnreachable(f"The worker at {where} is busy.")
         elif where in self.gone and any(each.address == where for each in self.sessions):
             raise WorkerUnreachable(f"No worker answers at {where}.")
+        elif self.counts["kill"]:
+            is_again = any(each.address == where for each in self.sessions)
+            self.counts["respawn" if is_again else "spare"] += 1
         ours, theirs = self.pair("coordinator", where)
-        self.num_dialled += 1
-        self.sessions.append(NetSession(self, where, name, theirs))
+        self.sessions.append(NetSession(self, where, name, theirs, is_second))
         return ours, m.Welcome(m.PROTOCOL_VERSION, EQUIPMENT)
+
+    def note_said(self, channel: NetChannel, message: m.Message) -> None:
+        """Note what the coordinator says: it tells where a run is."""
+        if not channel.is_coordinators:
+            return
+        self.place = _PLACES.get(type(message), self.place)
+        if isinstance(message, m.TakeSnapshot):
+            self.is_taking_one = True
+        elif isinstance(message, (m.ForgetSent, m.Replay)):  # it is whole, or given up for a loss
+            self.is_taking_one = False
+            self.has_whole_snapshot |= isinstance(message, m.ForgetSent)
 
     def alive_at(self, address: str) -> list[NetSession]:
         """The sessions that serve at an address; one beside the other after a takeover."""
@@ -320,7 +382,10 @@ class Net:
         victims = self.alive_at(address)
         if len(victims) > 1 and address not in self.gone and self.chance.random() < 0.5:
             victims = [self.chance.choice(victims)]
-        self.num_killed += bool(victims)
+        if victims:
+            had = "a whole snapshot" if self.has_whole_snapshot else "no snapshot yet"
+            had = "a snapshot under way" if self.is_taking_one else had
+            self.counts.update(["kill", f"kill with {had}", f"kill in {self.place}"])
         for victim in victims:
             self._kill(victim)
 
@@ -337,7 +402,7 @@ class Net:
         if found:
             channel = self.chance.choice(found)
             channel.break_off()
-            self.num_cut += 1
+            self.counts["link cut"] += 1
             self.later.append((channel, partial(self._come_back, channel)))  # type: ignore[arg-type]
 
     @staticmethod
@@ -378,9 +443,12 @@ class Net:
                 return True
         self.acting = chosen[0]
         # A worker's random numbers are its own, and so are torch's modes.
-        modes = torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
-        with modes[0], modes[1], modes[2]:
-            chosen[1]()
+        random_state = torch.default_generator.get_state()
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                chosen[1]()
+        finally:
+            torch.default_generator.set_state(random_state)
         return True
 
     def monotonic(self) -> float:
@@ -404,6 +472,10 @@ class Net:
             patch.setattr(worker_snapshots, "threading", thread)
             patch.setattr(snapshots, "ThreadPoolExecutor", lambda *_: _AtOnce())
             patch.setattr(replacement, "time", clock)
+            patch.setattr(fleet.Lookout, "free", lambda _self, _used: [])
+            patch.setattr(stage_layers, "build_layers", _built)
+            patch.setattr(coordinator_layers, "build_layers", _built)
+            patch.setattr(fleet, "equipment_here", lambda _device: EQUIPMENT)
             try:
                 yield
             finally:

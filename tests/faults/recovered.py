@@ -1,6 +1,6 @@
 """Every fault at every place of a run with recovery, as a table: is the run the undisturbed one?
 
-python -m tests.faults.recovered              all: about a quarter of an hour
+python -m tests.faults.recovered              all: about twenty minutes
 python -m tests.faults.recovered SIGSTOP      those whose name has this in it, such as "RST, spare"
 
 Ctrl-C ends it with the rows that there are. A link of network namespaces needs root.
@@ -35,7 +35,7 @@ from .scene import FAULTS, QUICK, SILENCE_SECONDS, Scene, Victim, be_quiet
 PLACES = (
     *("load", "forward", "backward", "clip", "step", "checkpoint", "evaluation", "generation"),
 )
-RECONNECT, RESPAWN, SPARE = "reconnect", "respawn", "spare"
+RECONNECT, RESPAWN, SPARE, TAKEOVER = "reconnect", "respawn", "spare", "takeover"
 # Every worker is told to wait at most so long for a broken connection.
 LINGER_SECONDS = 60.0
 SHORT_SECONDS = 0.2
@@ -69,6 +69,8 @@ class Way:
         linger_seconds: How long a broken connection is waited for.
         wait_seconds: How long another process at the victim's address is waited for.
         needs_cable: Whether the victim is at the far end of a cable.
+        how: What comes back: the connection, another process at the same address, a spare, or a
+            second process on the other worker's machine.
     """
 
     strike: Callable[[Victim], Any]
@@ -77,6 +79,7 @@ class Way:
     linger_seconds: float = LINGER_SECONDS
     wait_seconds: float = 30.0
     needs_cable: bool = False
+    how: str = RECONNECT
 
 
 def ways() -> dict[tuple[str, str], Way]:
@@ -84,34 +87,51 @@ def ways() -> dict[tuple[str, str], Way]:
     # By then a silent peer is given up, and so is the attempt to reach it again.
     late = SILENCE_SECONDS + SHORT_SECONDS + ATTEMPT_SECONDS + 1.0
     short = {"linger_seconds": SHORT_SECONDS}
-    spare = {"linger_seconds": SHORT_SECONDS, "wait_seconds": 0.3}
-    return {
+    elsewhere = {"linger_seconds": SHORT_SECONDS, "wait_seconds": 0.3}
+    refused = Way(_reset_and_refuse, **elsewhere)
+    frozen = Way(stop.strike, stop.undo, **elsewhere)
+    stalled = Way(stall.strike, stall.undo, **elsewhere)
+    unplugged = Way(link.strike, link.undo, needs_cable=True, **elsewhere)
+    killed = Way(lambda victim: victim.worker.process.kill(), **elsewhere)
+    found = {
         ("kill -9", RESPAWN): Way(lambda victim: victim.worker.session.kill()),
-        ("kill -9", SPARE): Way(lambda victim: victim.worker.process.kill(), **spare),
+        ("kill -9", SPARE): killed,
+        ("kill -9", TAKEOVER): killed,
         ("SIGSTOP", RECONNECT): Way(stop.strike, stop.undo, late),
         ("SIGSTOP", RESPAWN): Way(stop.strike, stop.undo, late, **short),
-        ("SIGSTOP", SPARE): Way(stop.strike, stop.undo, **spare),
+        ("SIGSTOP", SPARE): frozen,
+        ("SIGSTOP", TAKEOVER): frozen,
         ("RST", RECONNECT): Way(FAULTS["RST"].strike),
         ("RST", RESPAWN): Way(FAULTS["RST"].strike, linger_seconds=0.0),
-        ("RST", SPARE): Way(_reset_and_refuse, **spare),
+        ("RST", SPARE): refused,
+        ("RST", TAKEOVER): refused,
         ("stall", RECONNECT): Way(stall.strike, _heal_and_reset, 0.3),
         ("stall", RESPAWN): Way(stall.strike, stall.undo, late, **short),
-        ("stall", SPARE): Way(stall.strike, stall.undo, **spare),
+        ("stall", SPARE): stalled,
+        ("stall", TAKEOVER): stalled,
         ("link down", RECONNECT): Way(link.strike, link.undo, 0.3, needs_cable=True),
         ("link down", RESPAWN): Way(link.strike, link.undo, late, needs_cable=True, **short),
-        ("link down", SPARE): Way(link.strike, link.undo, needs_cable=True, **spare),
+        ("link down", SPARE): unplugged,
+        ("link down", TAKEOVER): unplugged,
     }
+    return {name: replace(way, how=name[1]) for name, way in found.items()}
 
 
 class Ending(RecoveryCallback):
-    """Ends a fault when another process has the victim's place, which the victim then disturbs."""
+    """Ends a fault when another process has the victim's place, which the victim then disturbs.
+
+    Attributes:
+        came: By name, what took the place of each lost worker.
+    """
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
-        self.names: list[str] = []
+        self.came: list[tuple[str, str]] = []
 
     def on_worker_restored(self, trainer: Any, name: str, step: int, seconds: float) -> None:
-        self.names.append(name)
+        member = trainer.strategy.deployment.coordinator.connections.named(name)
+        how = TAKEOVER if member.is_beside else RESPAWN if member.own_name == name else SPARE
+        self.came.append((name, how))
         self._end()
 
 
@@ -196,17 +216,19 @@ class Stage:
         expected = self.undisturbed
         with ExitStack() as stack:
             other = stack.enter_context(self._worker())
-            spare = stack.enter_context(self._worker())
+            spares = [stack.enter_context(self._worker())] if way.how == SPARE else []
             victim = stack.enter_context(Scene(self.folder).victim(self.line))
             ending = Ending(lambda: way.undo(victim))
 
             def strike() -> None:
                 way.strike(victim)
                 if way.after_seconds is not None:
-                    later(way.after_seconds, lambda: way.undo(victim))
+                    timer = later(way.after_seconds, lambda: way.undo(victim))
+                    # The run may end earlier, and the victim with it.
+                    stack.callback(timer.cancel)
 
             pair = [victim.address, other.address] if is_first else [other.address, victim.address]
-            names = [*pair, *([spare.address] if way.wait_seconds < 1 else [])]
+            names = [*pair, *(spare.address for spare in spares)]
             folder = self._new_folder()
             settings = Recovery(
                 linger_seconds=way.linger_seconds,
@@ -229,9 +251,9 @@ class Stage:
                 way.undo(victim)
             wrong = found.differing(expected)
             wrong += [] if struck else ["never struck"]
-            comes_back = way.linger_seconds == LINGER_SECONDS and way.wait_seconds > 1
-            if not comes_back and ending.names != [victim.address]:
-                wrong.append(f"replaced: {ending.names}")
+            expected_to_come = [] if way.how == RECONNECT else [(victim.address, way.how)]
+            if ending.came != expected_to_come:
+                wrong.append(f"replaced: {ending.came}")
             return ", ".join(wrong)
 
 

@@ -3,6 +3,7 @@
 python -m tests.faults.spot                       ten minutes, and then one device for comparison
 python -m tests.faults.spot --minutes 2           shorter
 python -m tests.faults.spot --steps 2000          as many steps: memory and open files, as a soak
+python -m tests.faults.spot --steps 2000 --without-faults    the same run where nothing breaks
 
 It draws the loss over that of one device, and prints what was lost, how long each loss took, and
 how the memory and the open files of all processes grow. Ctrl-C ends the faults early.
@@ -110,21 +111,22 @@ class Module(pl.LightningModule):
 
 @dataclass
 class Look:
-    """The memory and the open files of a worker, or of the coordinator, at a moment."""
+    """The memory and the open files of a worker, or of the coordinator, in a step."""
 
     seconds: float
+    step: int
     rss_bytes: int
     num_files: int
 
 
-def look_at(processes: Sequence[psutil.Process], began: float) -> Look:
+def look_at(processes: Sequence[psutil.Process], seconds: float, step: int) -> Look:
     """Of all of these together; one that has just ended counts nothing."""
     rss_bytes = num_files = 0
     for each in processes:
         with suppress(psutil.Error):
             memory, files = each.memory_info().rss, each.num_fds()
             rss_bytes, num_files = rss_bytes + memory, num_files + files
-    return Look(time.monotonic() - began, rss_bytes, num_files)
+    return Look(seconds, step, rss_bytes, num_files)
 
 
 @dataclass
@@ -153,11 +155,21 @@ class Machine:
 
 @dataclass
 class Faults:
-    """Kills and cuts at their times until it is told to end."""
+    """Kills and cuts at their times until it is told to end.
+
+    Args:
+        machines: The machines of the run.
+        kill_seconds: From kill to kill.
+        cut_seconds: From cut to cut.
+        breaks: Whether anything breaks; else it only looks at memory and files.
+        present_step: Tells the number of steps so far.
+    """
 
     machines: Sequence[Machine]
     kill_seconds: float
     cut_seconds: float
+    breaks: bool = True
+    present_step: Callable[[], int] = lambda: 0
     done: list[tuple[float, str]] = field(default_factory=list)
     looks: dict[str, list[Look]] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -167,7 +179,7 @@ class Faults:
         began = time.monotonic()
         threads = [
             threading.Thread(target=act, args=(began,), daemon=True)
-            for act in (self._break, self._watch)
+            for act in (self._watch, *[self._break] * self.breaks)
         ]
         for thread in threads:
             thread.start()
@@ -198,15 +210,16 @@ class Faults:
 
     def _watch(self, began: float) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            here = psutil.Process()
-            self.looks.setdefault("coordinator", []).append(look_at([here], began))
+            here, step = psutil.Process(), self.present_step()
+            seconds = time.monotonic() - began
+            self.looks.setdefault("coordinator", []).append(look_at([here], seconds, step))
             for machine in self.machines:
                 # A worker that has just been killed is looked at the next time.
                 with suppress(psutil.Error):
                     worker = psutil.Process(machine.worker.process.pid)
                     family = [worker, *worker.children()]
                     looks = self.looks.setdefault(machine.relay.address, [])
-                    looks.append(look_at(family, began))
+                    looks.append(look_at(family, seconds, step))
 
 
 @dataclass(frozen=True)
@@ -246,7 +259,6 @@ def run_spot(options: argparse.Namespace, folder: Path) -> Spot:
         strategy = HeteroPipelineStrategy(
             names, Plan(stages, NUM_MICROBATCHES), recovery=settings, check_first_batch="off"
         )
-        faults = Faults(machines, options.kill_seconds, options.cut_seconds)
         began = time.monotonic()
 
         def is_over(num_steps: int) -> bool:
@@ -255,6 +267,13 @@ def run_spot(options: argparse.Namespace, folder: Path) -> Spot:
             return time.monotonic() - began > 60 * options.minutes
 
         module, taking = Module(is_over), Taking()
+        faults = Faults(
+            machines,
+            options.kill_seconds,
+            options.cut_seconds,
+            breaks=not options.without_faults,
+            present_step=lambda: len(module.losses),
+        )
         run = trainer(strategy, max_epochs=1, callbacks=[taking], logger=False)
         with faults.going_on():
             run.fit(module, DataLoader(Sequences(), batch_size=BATCH_SIZE))
@@ -307,16 +326,19 @@ def show_losses(spot: Spot, console: Console) -> None:
 
 
 def show_growth(spot: Spot, console: Console) -> None:
-    table = Table("processes", "MiB at first", "at last", "MiB per hour", "files", "files per hour")
+    table = Table(
+        "processes", "MiB at first", "at last", "MiB per 1,000 steps", "files", "files per hour"
+    )
     for name, looks in spot.faults.looks.items():
         # Memory is taken in the first fifth.
         steady = looks[len(looks) // 5 :]
         if len(steady) < 3:
             continue
         hours = [look.seconds / 3600 for look in steady]
+        thousands = [look.step / 1000 for look in steady]
         memory = [look.rss_bytes / 2**20 for look in steady]
         files = [float(look.num_files) for look in steady]
-        slopes = [linear_regression(hours, each).slope for each in (memory, files)]
+        slopes = [linear_regression(thousands, memory).slope, linear_regression(hours, files).slope]
         table.add_row(
             name,
             f"{memory[0]:.0f}",
@@ -350,6 +372,7 @@ def main() -> None:
     parser.add_argument("--kill-seconds", type=float, default=30.0, help="from kill to kill")
     parser.add_argument("--cut-seconds", type=float, default=20.0, help="from cut to cut")
     parser.add_argument("--every-seconds", type=float, default=10.0, help="between two snapshots")
+    parser.add_argument("--without-faults", action="store_true", help="for comparison")
     parser.add_argument("--folder", type=Path, default=Path("spot"))
     options = parser.parse_args()
     be_quiet()

@@ -166,8 +166,8 @@ class Striker:
             yield
 
 
-def later(seconds: float, *actions: Callable[[], None]) -> None:
-    """Do something after a while; the fault lasts that long."""
+def later(seconds: float, *actions: Callable[[], None]) -> threading.Timer:
+    """Do something after a while, unless the timer is cancelled; the fault lasts that long."""
 
     def act() -> None:
         for action in actions:
@@ -176,6 +176,7 @@ def later(seconds: float, *actions: Callable[[], None]) -> None:
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
+    return timer
 
 
 def returns_in(caplog: pytest.LogCaptureFixture) -> int:

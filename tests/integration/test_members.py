@@ -335,9 +335,10 @@ def test_a_run_ends_if_one_machine_serves_for_too_many(tmp_path: Path) -> None:
             replacements = strategy.deployment.coordinator.replacements
             connections, dial = replacements._connections, replacements._dial
 
-            def elsewhere(worker: Any, *args: Any, **options: Any) -> None:
-                dial(worker, *args, **options)
-                worker.address = connections.named(names[0]).address
+            def elsewhere(lost: Any, is_late: bool) -> None:
+                dial(lost, is_late)
+                for worker in lost:
+                    worker.address = connections.named(names[0]).address
 
             replacements._dial = elsewhere
             second.session.kill()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ..faults.killed_coordinator import try_kills
-from ..faults.recovered import RESPAWN, SPARE, Stage, ways
+from ..faults.recovered import RESPAWN, SPARE, TAKEOVER, Stage, ways
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
         ("stall", RESPAWN, "clip", False),
         ("RST", SPARE, "evaluation", True),
         ("kill -9", RESPAWN, "checkpoint", False),
+        ("kill -9", TAKEOVER, "generation", True),
     ],
 )
 def test_weights_metrics_hooks_and_checkpoints_are_those_of_the_undisturbed_run(
