@@ -59,6 +59,8 @@ $(FOREIGN)/.installed: $(INSTALLED)
 	$(BIN)/python examples/foreign_projects/in_front.py $(FOREIGN)
 	grep -E '^(lightning|pytorch-lightning|torch|torchmetrics|transformers)==' constraints.txt > $(FOREIGN)/constraints.txt
 	$(FOREIGN)/bin/python -m pip install --no-input -q -c $(FOREIGN)/constraints.txt --group foreign
+# LitGPT wants versions of other packages that transformers does not take, and needs none of those versions here.
+	$(FOREIGN)/bin/python -m pip install --no-input -q --no-deps 'litgpt>=0.5.13,<0.6'
 	@touch $@
 
 wheel-check: $(INSTALLED) ## Build the wheel, and try it in an environment of its own

@@ -51,11 +51,11 @@ def train_litgpt(options: dict[str, Any], folder: Path) -> None:
 
 
 PROJECTS = (
-    Project("litgpt", "litgpt", {"layers": "model.transformer.h"}, train_litgpt),
     Project(
         "lightning",
         "lightning",
         {"layers": "model.transformer.encoder.layers"},
         train_lightning_transformer,
     ),
+    Project("litgpt", "litgpt", {"layers": "model.transformer.h"}, train_litgpt),
 )

@@ -1,4 +1,4 @@
-"""Chemistry and biology."""
+"""Chemistry, biology and physics."""
 
 from __future__ import annotations
 
@@ -47,50 +47,19 @@ def train_scvi(options: dict[str, Any], folder: Path) -> None:
     model.train(max_epochs=1, train_size=1.0, batch_size=16, **options)
 
 
-def train_schnet(options: dict[str, Any], folder: Path) -> None:
-    """SchNet of SchNetPack, which adds what its layers return to the features of the atoms."""
-    import schnetpack as spk
+def train_pina(options: dict[str, Any], folder: Path) -> None:
+    """A surrogate of PINA, which mixes two gates into what each layer returns."""
     import torch
-    from pytorch_lightning import Trainer
-    from torch.utils.data import DataLoader
+    from pina import Trainer
+    from pina.model import ResidualFeedForward
+    from pina.problem.zoo import SupervisedProblem
+    from pina.solver import SupervisedSolver
 
-    network = spk.representation.SchNet(
-        n_atom_basis=32,
-        n_interactions=4,
-        radial_basis=spk.nn.GaussianRBF(n_rbf=16, cutoff=5.0),
-        cutoff_fn=spk.nn.CosineCutoff(5.0),
-    )
-    model = spk.model.NeuralNetworkPotential(
-        network,
-        input_modules=[spk.atomistic.PairwiseDistances()],
-        output_modules=[spk.atomistic.Atomwise(n_in=32, output_key="energy")],
-    )
-    energy = spk.task.ModelOutput("energy", loss_fn=torch.nn.MSELoss())
-    task = spk.task.AtomisticTask(model, [energy], optimizer_args={"lr": 1e-3})
-    loader = DataLoader([molecules(8, 5) for _ in range(NUM_STEPS)], batch_size=None)
-    Trainer(**options, max_epochs=1).fit(task, loader)
-
-
-def molecules(count: int, num_atoms: int) -> dict[str, Any]:
-    """A batch of SchNetPack: so many molecules, in which all atoms are neighbors."""
-    import torch
-    from schnetpack import properties
-
-    atoms = torch.arange(num_atoms)
-    pairs = torch.cartesian_prod(atoms, atoms)
-    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
-    molecule = torch.arange(count)
-    pairs = (pairs + num_atoms * molecule[:, None, None]).reshape(-1, 2)
-    return {
-        properties.n_atoms: torch.full((count,), num_atoms),
-        properties.Z: torch.randint(1, 9, (count * num_atoms,)),
-        properties.R: torch.randn(count * num_atoms, 3),
-        properties.idx_m: molecule.repeat_interleave(num_atoms),
-        properties.idx_i: pairs[:, 0],
-        properties.idx_j: pairs[:, 1],
-        properties.offsets: torch.zeros(len(pairs), 3),
-        "energy": torch.randn(count),
-    }
+    points = torch.rand(16 * NUM_STEPS, 2)
+    values = (3 * points).sin().prod(dim=1, keepdim=True)
+    model = ResidualFeedForward(2, 1, inner_size=32, n_layers=4)
+    solver = SupervisedSolver(SupervisedProblem(points, values), model, use_lt=False)
+    Trainer(solver, batch_size=16, shuffle=False, max_epochs=1, **options).train()
 
 
 def layers_of_scvi(module: Any) -> list[Any]:
@@ -100,24 +69,13 @@ def layers_of_scvi(module: Any) -> list[Any]:
 
 
 PROJECTS = (
+    Project("pina-mathlab", "pina", {"layers": "_pina_models.0.inner_layers"}, train_pina),
     Project(
         "chemprop",
         "chemprop",
         # Its batches are graphs.
         {"layers": "predictor.ffn", "micro_batching": "boundary"},
         train_chemprop,
-    ),
-    Project(
-        "schnetpack",
-        "schnetpack",
-        # The atoms of all molecules are in one dimension, so nothing can be cut.
-        {
-            "layers": "model.representation.interactions",
-            "micro_batching": "boundary",
-            "micro_batches": 1,
-        },
-        train_schnet,
-        "pytorch_lightning",
     ),
     Project(
         "scvi-tools",
