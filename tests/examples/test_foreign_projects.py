@@ -17,7 +17,7 @@ FOLDER = ROOT / "examples" / "foreign_projects"
 # Only lightning itself is always there.
 PROJECTS = (
     *("lightning", "litgpt", "gluonts", "pytorch-forecasting", "darts", "neuralforecast"),
-    *("replay-rec", "deeptab", "chemprop", "pina-mathlab", "scvi-tools", "rl4co"),
+    *("replay-rec", "deeptab", "pina-mathlab", "chemprop", "scvi-tools", "rl4co"),
 )
 TOLERANCE = 1e-5
 
