@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WHEEL := build/wheel
+FOREIGN := build/foreign
 BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
 
 .DEFAULT_GOAL := help
@@ -50,9 +51,19 @@ spot: $(INSTALLED) ## Train for ten minutes on workers that are killed and cut o
 fuzz: $(INSTALLED) ## Tell the decoder, a worker and a door what is almost right
 	$(BIN)/python -m tests.fuzz.main $(ARGS)
 
-foreign: $(INSTALLED) ## Train other people's projects, on one device and over workers
-	$(BIN)/python -m pip install --no-input -q -c constraints.txt --group foreign
-	$(BIN)/python examples/foreign_projects/main.py $(ARGS)
+foreign: $(FOREIGN)/.installed ## Train other people's projects, on one device and over workers
+	$(FOREIGN)/bin/python examples/foreign_projects/main.py $(ARGS)
+
+# Their packages lie in front of those in .venv, which has torch and Lightning: some want older versions of others.
+$(FOREIGN)/.installed: $(INSTALLED)
+	rm -rf $(FOREIGN)
+	$(BIN)/python -m venv --without-pip $(FOREIGN)
+	$(BIN)/python examples/foreign_projects/in_front.py $(FOREIGN)
+	grep -E '^(lightning|pytorch-lightning|torch|torchmetrics|transformers)==' constraints.txt > $(FOREIGN)/constraints.txt
+	$(FOREIGN)/bin/python -m pip install --no-input -q -c $(FOREIGN)/constraints.txt --group foreign
+# LitGPT wants versions of other packages that transformers does not take, and needs none of those versions here.
+	$(FOREIGN)/bin/python -m pip install --no-input -q --no-deps 'litgpt>=0.5.13,<0.6'
+	@touch $@
 
 wheel-check: $(INSTALLED) ## Build the wheel, and try it in an environment of its own
 	rm -rf $(WHEEL)

@@ -47,12 +47,12 @@ def difference_of_weights(plain: Trained, cut: Trained) -> float:
     return float(torch.stack(found).max())
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     return value.__name__ if callable(value) else repr(value)
 
 
 def report(project: Project) -> None:
-    arguments = "".join(f", {name}={_shown(value)}" for name, value in project.arguments.items())
+    arguments = "".join(f", {name}={shown(value)}" for name, value in project.arguments.items())
     print(f"\n{project.name} {version(project.name)}")
     print(f"strategy=HeteroPipelineStrategy(workers={NUM_WORKERS}, plan='even'{arguments})")
     plain, cut = compare(project)

@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 from project import NUM_STEPS, Project
-
-
-def train_sasrec(options: dict[str, Any], folder: Path) -> None:
-    """SASRec of RecTools, which hides padded places between its blocks."""
-    import pandas as pd
-    from pytorch_lightning import Trainer
-    from rectools import Columns
-    from rectools.dataset import Dataset
-    from rectools.models import SASRecModel
-
-    chance = random.Random(1)
-    rows = [
-        (user, (3 * user + 2 * time) % 40 + 1, 1.0, f"2026-01-{time + 1:02}")
-        for user in range(80)
-        for time in range(chance.randrange(4, 14))
-    ]
-    columns = [Columns.User, Columns.Item, Columns.Weight, Columns.Datetime]
-    model = SASRecModel(
-        n_blocks=4,
-        n_heads=2,
-        n_factors=32,
-        dropout_rate=0.0,
-        session_max_len=12,
-        batch_size=8,
-        get_trainer_func=lambda **_: Trainer(**options, max_steps=NUM_STEPS, max_epochs=1),
-    )
-    model.fit(Dataset.construct(pd.DataFrame(rows, columns=columns)))
 
 
 def train_replay(options: dict[str, Any], folder: Path) -> None:
@@ -88,13 +60,4 @@ def layers_of_replay(module: Any) -> list[Any]:
     return [layer for block in zip(*lists, strict=True) for layer in block]
 
 
-PROJECTS = (
-    Project("replay-rec", "replay", {"layers": layers_of_replay}, train_replay),
-    Project(
-        "rectools",
-        "rectools",
-        {"layers": "torch_model.transformer_layers.transformer_blocks"},
-        train_sasrec,
-        "pytorch_lightning",
-    ),
-)
+PROJECTS = (Project("replay-rec", "replay", {"layers": layers_of_replay}, train_replay),)

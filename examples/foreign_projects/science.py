@@ -1,4 +1,4 @@
-"""Chemistry and biology."""
+"""Chemistry, biology and physics."""
 
 from __future__ import annotations
 
@@ -47,6 +47,21 @@ def train_scvi(options: dict[str, Any], folder: Path) -> None:
     model.train(max_epochs=1, train_size=1.0, batch_size=16, **options)
 
 
+def train_pina(options: dict[str, Any], folder: Path) -> None:
+    """A surrogate of PINA, which mixes two gates into what each layer returns."""
+    import torch
+    from pina import Trainer
+    from pina.model import ResidualFeedForward
+    from pina.problem.zoo import SupervisedProblem
+    from pina.solver import SupervisedSolver
+
+    points = torch.rand(16 * NUM_STEPS, 2)
+    values = (3 * points).sin().prod(dim=1, keepdim=True)
+    model = ResidualFeedForward(2, 1, inner_size=32, n_layers=4)
+    solver = SupervisedSolver(SupervisedProblem(points, values), model, use_lt=False)
+    Trainer(solver, batch_size=16, shuffle=False, max_epochs=1, **options).train()
+
+
 def layers_of_scvi(module: Any) -> list[Any]:
     """The layers of the encoder, which calls the parts of each block by itself."""
     blocks = module.module.z_encoder.encoder.fc_layers
@@ -54,6 +69,7 @@ def layers_of_scvi(module: Any) -> list[Any]:
 
 
 PROJECTS = (
+    Project("pina-mathlab", "pina", {"layers": "_pina_models.0.inner_layers"}, train_pina),
     Project(
         "chemprop",
         "chemprop",

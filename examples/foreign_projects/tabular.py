@@ -47,28 +47,4 @@ def train_deeptab(options: dict[str, Any], folder: Path) -> None:
     )
 
 
-def train_pytorch_tabular(options: dict[str, Any], folder: Path) -> None:
-    """A transformer over the columns, of PyTorch Tabular."""
-    from pytorch_tabular import TabularModel
-    from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
-    from pytorch_tabular.models import FTTransformerConfig
-
-    model = TabularModel(
-        DataConfig(["price"], ["size", "age"], ["color", "kind"]),
-        FTTransformerConfig("regression", input_embed_dim=32, num_heads=4, num_attn_blocks=4),
-        OptimizerConfig(),
-        TrainerConfig(batch_size=16, max_epochs=1),
-    )
-    model.fit(table())
-
-
-PROJECTS = (
-    Project("deeptab", "deeptab", {"layers": "estimator.encoder.layers"}, train_deeptab),
-    Project(
-        "pytorch-tabular",
-        "pytorch_tabular",
-        {"layers": "backbone.transformer_blocks"},
-        train_pytorch_tabular,
-        "pytorch_lightning",
-    ),
-)
+PROJECTS = (Project("deeptab", "deeptab", {"layers": "estimator.encoder.layers"}, train_deeptab),)

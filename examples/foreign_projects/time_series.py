@@ -118,6 +118,11 @@ PROJECTS = (
     ),
     Project("darts", "darts", {"layers": "stacks"}, train_nbeats, "pytorch_lightning"),
     Project(
-        "neuralforecast", "neuralforecast", {"layers": "blocks"}, train_nhits, "pytorch_lightning"
+        "neuralforecast",
+        "neuralforecast",
+        # Its step draws windows from the series of the batch.
+        {"layers": "blocks", "micro_batching": "boundary"},
+        train_nhits,
+        "pytorch_lightning",
     ),
 )

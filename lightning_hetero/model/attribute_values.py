@@ -23,6 +23,7 @@ import msgspec
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig
 
 from ..errors import ModelError
@@ -108,6 +109,15 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
     path: str
 
 
+class Loose(msgspec.Struct, frozen=True, tag="loose"):
+    """A module of torch without parameters, buffers and children that is no child of another one,
+    such as a dropout in a plain list."""
+
+    path: ImportPath
+    attributes: dict[str, Value]
+    training: bool
+
+
 class Method(msgspec.Struct, frozen=True, tag="method"):
     """A method of a `Part`."""
 
@@ -150,6 +160,9 @@ class Config(msgspec.Struct, frozen=True, tag="config"):
     attention: str
 
 
+# What torch keeps in every module.
+_OF_MODULES = frozenset(vars(nn.Module()))
+
 Value = Union[  # noqa: UP007 - the names are known only later
     None,
     bool,
@@ -164,6 +177,7 @@ Value = Union[  # noqa: UP007 - the names are known only later
     Record,
     Class,
     Part,
+    Loose,
     Method,
     Partial,
     Closure,
@@ -219,6 +233,10 @@ def write_value(
         named = {name: write(item) for name, item in value.keywords.items()}
         return Partial(write(value.func), [write(item) for item in value.args], named)
     if isinstance(value, nn.Module) or inspect.ismethod(value):
+        if is_loose(value) and (owner is None or value not in set(owner.modules())):
+            path = noted_path(kind, "layer class", where, paths)
+            own = {n: write(v) for n, v in vars(value).items() if n not in _OF_MODULES}
+            return Loose(path, own, value.training)
         return _write_part(value, where, owner)
     if isinstance(value, Enum):
         return Member(noted_path(kind, "enumeration", where, paths), value.name)
@@ -258,6 +276,19 @@ def _content_of(record: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def is_computed(kind: type, name: str) -> bool:
     """Whether an attribute is a cached property, which a worker computes by itself."""
     return isinstance(getattr(kind, name, None), functools.cached_property)
+
+
+def is_loose(value: Any) -> bool:
+    """Whether a value is a module of torch that a worker can make without its parent.
+
+    A dropout that drops something is none: nobody would tell it between training and evaluation.
+    """
+    if not isinstance(value, nn.Module) or not type(value).__module__.startswith("torch.nn."):
+        return False
+    draws = isinstance(value, nn.RReLU) or (isinstance(value, _DropoutNd) and value.p != 0)
+    content = (*value._parameters.values(), *value._buffers.values(), *value._modules.values())
+    hooks = value._forward_hooks or value._forward_pre_hooks or value._backward_hooks
+    return not draws and not hooks and all(each is None for each in content)
 
 
 def _write_part(value: Any, where: str, owner: nn.Module | None) -> Value:
@@ -393,6 +424,8 @@ def read_value(
             return find_class(allowed, path, object, "class")
         case Part(path):
             return _part(owner, path)
+        case Loose():
+            return _loose(value, find_class(allowed, value.path, nn.Module), read)
         case Method(part, name):
             return _method(_part(owner, part.path), name)
         case Partial(function, args, kwargs):
@@ -404,6 +437,21 @@ def read_value(
             return read_config(_config_class(path, allowed), content, attention)
         case _:
             return value
+
+
+def _loose(value: Loose, found: type[nn.Module], read: Callable[[Value], Any]) -> nn.Module:
+    """Make a module of torch that is no child of another one."""
+    wrong = [name for name in value.attributes if name in _OF_MODULES or hasattr(found, name)]
+    if wrong or not value.path.is_of_torch:
+        raise ModelError(
+            f"The recipe gives a {value.path} outside of a layer the attributes {wrong}; only "
+            "torch's own modules are made there, with attributes that hide nothing."
+        )
+    made = found.__new__(found)
+    nn.Module.__init__(made)
+    vars(made).update({name: read(item) for name, item in value.attributes.items()})
+    made.training = value.training
+    return made
 
 
 def dtype_name(dtype: torch.dtype) -> str:

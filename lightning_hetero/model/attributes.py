@@ -39,6 +39,7 @@ from .attribute_values import (
     NAMES_OF_TORCH,
     Value,
     is_computed,
+    is_loose,
     read_value,
     write_value,
 )
@@ -95,6 +96,13 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
     if isinstance(value, Tensor):
         looked_into.append(value)
         return _Same(value), _version(value)
+    if is_loose(value):
+        looked_into.append(value)
+        own = sorted(vars(value).items(), key=itemgetter(0))
+        # Nothing that it computes depends on its mode.
+        return _Same(value), tuple(
+            (n, frozen(v)) for n, v in own if type(v) in _ATOMS and n != "training"
+        )
     if isinstance(value, _FIXED) or inspect.isroutine(value):
         return _Same(value)
     is_record = is_dataclass(value) or isinstance(value, PretrainedConfig)

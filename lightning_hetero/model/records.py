@@ -88,7 +88,7 @@ class Records(threading.local):
 
         Args:
             given: What the last layer gets. Nearly every model still has that, and only those use
-                it again that have done so with what earlier layers have got.
+                it again that have done so with what earlier layers have got, or still have more.
         """
         calls: list[LayerCall] = self.calls
         results = {step.name for call in calls for step in call.arithmetic}
@@ -98,7 +98,7 @@ class Records(threading.local):
         if any(name in states - call.made for call in calls for name in call.operands):
             return there
         passed = [each.content for each in given if isinstance(each, HiddenStatesAway)]
-        return [content for content in there if content not in passed]
+        return there if any(content not in passed for content in there) else []
 
     def compute(self, wanted: Wanted) -> HiddenStatesAway:
         """Have arithmetic done behind the layer that was called last.

@@ -6,40 +6,63 @@ import importlib
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-FOLDER = Path(__file__).parents[2] / "examples" / "foreign_projects"
-NAMES = ("main", "projects")
+from ..pages import ROOT
+
+FOLDER = ROOT / "examples" / "foreign_projects"
 # Only lightning itself is always there.
-PROJECTS = ("lightning", "gluonts", "pytorch-forecasting")
+PROJECTS = (
+    *("lightning", "litgpt", "gluonts", "pytorch-forecasting", "darts", "neuralforecast"),
+    *("replay-rec", "deeptab", "pina-mathlab", "chemprop", "scvi-tools", "rl4co"),
+)
+TOLERANCE = 1e-5
 
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The example's driver; its modules' plain names are gone afterwards."""
-    before = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
+    names = [path.stem for path in FOLDER.glob("*.py")]
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module("main")
-    for name in NAMES:
+    for name in names:
         sys.modules.pop(name, None)
     sys.modules.update(before)
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_a_project_trains_as_on_one_device(name: str, main: Any, workers: list[str]) -> None:
+def test_a_project_trains_as_on_one_device(name: str, main: Any) -> None:
     project = {project.name: project for project in main.PROJECTS}[name]
     if not project.is_installed:
         pytest.skip(f"{name} is not installed; `make foreign` installs it")
-    # Their layers are torch's own, so that workers need not be allowed anything.
-    plain, cut = main.compare(project, workers[:2])
-    assert len(plain) == 10
-    assert all(map(math.isfinite, plain))
-    assert plain[-1] != plain[0]
-    assert main.largest_difference(plain, cut) < 1e-6
+    plain, cut = main.compare(project)
+    assert len(plain.losses) >= 8
+    assert all(map(math.isfinite, plain.losses))
+    assert plain.losses[-1] != plain.losses[0]
+    assert main.difference_of_losses(plain, cut) < TOLERANCE
+    assert plain.weights.keys() == cut.weights.keys()
+    assert main.difference_of_weights(plain, cut) < TOLERANCE
 
 
 def test_every_project_is_tested(main: Any) -> None:
     assert tuple(project.name for project in main.PROJECTS) == PROJECTS
+
+
+def test_every_project_has_its_row(main: Any) -> None:
+    page = (FOLDER / "README.md").read_text("utf-8")
+    assert [name for name in PROJECTS if f"| `{name}` " not in page] == []
+
+
+def test_what_differs_is_seen(main: Any) -> None:
+    one = main.Trained([1.0, 2.0], {"a": torch.tensor([1.0, -4.0]), "b": torch.zeros(1)})
+    other = main.Trained([1.0, 2.2], {"a": torch.tensor([1.0, -3.0]), "b": torch.zeros(1)})
+    assert main.difference_of_losses(one, other) == pytest.approx(0.1)
+    assert main.difference_of_weights(one, other) == pytest.approx(0.25)
+    broken = main.Trained([1.0, math.nan], {"a": torch.full((2,), math.nan), "b": torch.zeros(1)})
+    for compare in (main.difference_of_losses, main.difference_of_weights):
+        assert compare(one, one) == 0.0
+        assert math.isnan(compare(one, broken))

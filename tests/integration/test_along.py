@@ -184,6 +184,24 @@ def test_layers_side_by_side_equal_one_device(sizes: tuple[int, int], allowing: 
     assert_equal(trained(models.Pairs, strategy), plain(models.Pairs))
 
 
+HERE_TOO = (models.Sums, models.Forecasts, models.Scales)
+
+
+@pytest.mark.parametrize("model", HERE_TOO, ids=lambda model: model.__name__)
+@pytest.mark.parametrize("layers", [(0, 4), (1, 3)], ids=["all", "some"])
+def test_arithmetic_with_the_coordinator_as_a_replica_equals_one_device(
+    layers: tuple[int, int], model: type[models.Base], allowing: list[str]
+) -> None:
+    stages = [
+        StagePlan(["coordinator"], (0, layers[0])),
+        StagePlan([allowing[0], "coordinator"], layers, shares=[2, 1]),
+        StagePlan(["coordinator"], (layers[1], 4)),
+    ]
+    plan = Plan([stage for stage in stages if stage.layers[0] < stage.layers[1]], micro_batches=3)
+    strategy = HeteroPipelineStrategy(allowing[:1], plan, layers="layers")
+    assert_equal(trained(model, strategy), plain(model))
+
+
 class Frozen(models.Sums):
     def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
         for layer in self.layers:

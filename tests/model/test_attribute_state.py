@@ -49,6 +49,7 @@ class Layer(nn.Module):
         self.tensor = torch.zeros(2)
         self.activation = torch.tanh
         self.myself = [self]
+        self.loose = [nn.Dropout(0.0), nn.LeakyReLU(0.1)]
 
 
 def watched(layer: nn.Module) -> AttributeState:
@@ -82,6 +83,9 @@ CHANGES = {
     "layer.tensor = torch.zeros(2)": ("", "tensor"),
     "layer.activation = torch.relu": ("", "activation"),
     "layer.dropout.p = 0.5": ("dropout", "p"),
+    "layer.loose[0].p = 0.5": ("", "loose"),
+    "layer.loose[1].negative_slope = 0.5": ("", "loose"),
+    "layer.loose[1] = torch.nn.LeakyReLU(0.1)": ("", "loose"),
 }
 
 

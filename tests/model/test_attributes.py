@@ -78,6 +78,21 @@ def test_any_plain_value_arrives_as_it_was(value: Any) -> None:
     assert repr(there_and_back(value)) == repr(value)
 
 
+def test_modules_of_torch_in_a_list_arrive() -> None:
+    loose = [nn.Dropout(0.0), nn.LeakyReLU(0.3).eval(), nn.Identity()]
+    found = there_and_back(loose)
+    assert [type(each) for each in found] == [type(each) for each in loose]
+    assert [each.training for each in found] == [True, False, True]
+    x = torch.linspace(-1.0, 1.0, 5)
+    assert all(torch.equal(one(x), other(x)) for one, other in zip(loose, found, strict=True))
+
+
+def test_a_child_is_no_module_of_its_own() -> None:
+    layer = nn.Sequential(nn.ReLU())
+    written = a.write_value([layer[0]], "It", set(), layer)
+    assert written == a.Items("list", [a.Part("0")])
+
+
 def test_a_config_arrives_with_its_attention() -> None:
     config = LlamaConfig(hidden_size=64, rope_parameters={"rope_type": "default", "rope_theta": 7})
     config._attn_implementation = "sdpa"
@@ -125,6 +140,7 @@ NOT_PLAIN: dict[str, tuple[Any, str]] = {
     "method": ([].append, "is built in"),
     "tensor": (torch.ones(2), "is a Tensor.*register_buffer"),
     "parameter list": ([nn.Parameter(torch.ones(2))], "is a Parameter.*register_buffer"),
+    "dropout": ([nn.Dropout(0.1)], "refers to a Dropout.*nn.ModuleList"),
     "module list": ([nn.Linear(1, 1)], "refers to a Linear.*nn.ModuleList"),
     "device": (torch.device("cuda"), "device, and a worker has its own"),
     "generator": (torch.Generator(), "a Generator"),
@@ -190,6 +206,12 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a closure without its variable": (
         a.Closure(path("scaled", LOOSE), [("run", 0)], {"factor": 1.0}),
         "of the variables",
+    ),
+    "a loose command": (a.Loose(path("Popen", "subprocess"), {}, True), "outside of what"),
+    "a loose layer": (a.Loose(path("Block"), {}, True), "only torch's own modules"),
+    "a loose method": (
+        a.Loose(path("ReLU", "torch.nn.modules.activation"), {"forward": 1}, True),
+        "with attributes that hide nothing",
     ),
     "a field too few": (a.Record(path("Settings"), {"heads": 1}), "has the fields"),
     "a foreign dataclass": (a.Record(path("Path", "pathlib"), {}), "outside of what"),
