@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from enum import Enum
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeGuard, Union
 
 import msgspec
 import torch
@@ -278,7 +278,7 @@ def is_computed(kind: type, name: str) -> bool:
     return isinstance(getattr(kind, name, None), functools.cached_property)
 
 
-def is_loose(value: Any) -> bool:
+def is_loose(value: Any) -> TypeGuard[nn.Module]:
     """Whether a value is a module of torch that a worker can make without its parent.
 
     A dropout that drops something is none: nobody would tell it between training and evaluation.
