@@ -413,13 +413,13 @@ class Replacements:
                 if not (is_late or worker.is_beside):
                     raise
                 absent[worker] = error
-        for worker, error in absent.items():
+        for worker, cause in absent.items():
             if any(self._takes_over(each, worker) for each in self._connections.spares):
                 continue
             try:
                 self._dial_beside(worker, lost)
             except WorkerUnreachable as why_not:
-                raise WorkerUnreachable(f"{error} {why_not}") from error
+                raise WorkerUnreachable(f"{cause} {why_not}") from cause
 
     def _dial_beside(self, worker: Member, lost: Collection[Member]) -> None:
         """Dial a second process on a machine of the run in the place of a lost worker.
