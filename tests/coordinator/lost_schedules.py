@@ -268,8 +268,8 @@ def plan_of(counts: Sequence[tuple[Sequence[str], int]], optimizer: Any = None) 
 def _shared(membership: Membership, hosts: Mapping[str, str]) -> Change | None:
     """The plan over the machines that are left, as if it had been measured to be faster.
 
-    The coordinator keeps the layers that it has: the last bits of attention with dropout are others
-    there than on a worker.
+    The coordinator keeps the layers that it has: it gives them a key-value cache, with which the
+    last bits of attention with dropout are others than on a worker.
     """
     deployment = membership.run.deployment
     plan = deployment.plan
