@@ -321,15 +321,6 @@ def test_a_worker_builds_the_embedding_with_its_options_and_not_with_the_config_
     assert (built.padding_idx, built.scale_grad_by_freq, built.max_norm) == (3, True, None)
 
 
-def test_a_model_may_add_positions_to_the_output_of_its_embedding() -> None:
-    model = gpt2().eval()
-    with torch.no_grad():
-        expected = model(tokens(), use_cache=False).logits
-    Hollowed(model, away=range(EMBEDDING_LAYER, 2))
-    found = model(tokens(), use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def test_a_model_that_changes_the_output_of_its_embedding_is_refused() -> None:
     model = gpt2().train()
     model.transformer.drop.p = 0.5
