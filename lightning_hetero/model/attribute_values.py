@@ -233,7 +233,8 @@ def write_value(
         named = {name: write(item) for name, item in value.keywords.items()}
         return Partial(write(value.func), [write(item) for item in value.args], named)
     if isinstance(value, nn.Module) or inspect.ismethod(value):
-        if is_loose(value) and (owner is None or value not in set(owner.modules())):
+        is_child = owner is not None and value in set(owner.modules())
+        if isinstance(value, nn.Module) and is_loose(value) and not is_child:
             path = noted_path(kind, "layer class", where, paths)
             own = {n: write(v) for n, v in vars(value).items() if n not in _OF_MODULES}
             return Loose(path, own, value.training)

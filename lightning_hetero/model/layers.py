@@ -4,7 +4,8 @@ The input embedding can live on the first worker as layer -1 of the pipeline:
 
     token ids ─▶ embedding ─▶ layer 0 ─▶ … ─▶ exchange(token ids, [call -1, call 0, …])
 
-A model may then only pass the embedding's output to its first layer (`placeholders.py`).
+A model may then pass the embedding's output to its first layer, and do arithmetic with it before
+(`placeholders.py`).
 """
 
 from __future__ import annotations

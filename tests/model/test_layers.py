@@ -322,8 +322,10 @@ def test_a_worker_builds_the_embedding_with_its_options_and_not_with_the_config_
 
 
 def test_a_model_that_changes_the_output_of_its_embedding_is_refused() -> None:
-    away = Hollowed(gpt2(), away=range(EMBEDDING_LAYER, 2))
-    with pytest.raises(ModelError, match="`add` wants .* the input embedding.*out of"):
+    model = gpt2().train()
+    model.transformer.drop.p = 0.5
+    away = Hollowed(model, away=range(EMBEDDING_LAYER, 2))
+    with pytest.raises(ModelError, match="`dropout` wants .* the input embedding.*out of"):
         away.model(tokens(), use_cache=False)
 
 
