@@ -246,11 +246,11 @@ class FirstBatchCheck:
         spread, scale = max(values) - min(values), max(map(abs, values))
         if not spread > losses.rounding * scale or difference * scale > _SPREADS * spread:
             return False
-        rank_zero_warn(
-            "Whether the loss of the first batch is that of its micro-batches was not checked: "
-            "training_step draws random numbers, so that every forward gives another loss. With "
-            "`micro_batching='boundary'` it draws once for each batch, as on one device; now it "
-            "draws for each micro-batch."
+        rank_zero_info(
+            "whether the loss of the first batch is that of its micro-batches was not checked: "
+            "training_step draws random numbers, so that every forward gives another loss; with "
+            "micro_batching='boundary' it draws once for each batch, as on one device, and now "
+            "for each micro-batch"
         )
         return True
 
