@@ -477,6 +477,12 @@ class HollowLayers:
     def _check_continues(self, number: int, hidden: Tensor) -> None:
         calls = self._records.calls
         if not calls or calls[-1].layer_index != number - 1:
+            if torch._C._current_graph_task_id() != -1:
+                raise ModelError(
+                    "A backward that calls layers again (checkpointing without "
+                    f"`use_reentrant=False`) has called layer {number} alone, which is on a "
+                    "worker. Pass `use_reentrant=False`."
+                )
             raise ModelError(
                 f"Layer {number} was called without {describe_layer(number - 1)} before it. Call "
                 "the layers on workers one after the other, in their order, or "

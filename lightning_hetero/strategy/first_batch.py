@@ -255,7 +255,9 @@ class FirstBatchCheck:
             return False
         rank_zero_info(
             "whether the loss of the first batch is that of its micro-batches was not checked: "
-            "training_step draws random numbers, so that every forward gives another loss"
+            "training_step draws random numbers, so that every forward gives another loss; with "
+            "micro_batching='boundary' it draws once for each batch, as on one device, and now "
+            "for each micro-batch"
         )
         return True
 
