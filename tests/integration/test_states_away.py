@@ -1,4 +1,4 @@
-"""Between layers on workers a model may hand hidden states on, and not look at them."""
+"""Between layers on workers a model may hand hidden states on and add to them, and not look."""
 
 from __future__ import annotations
 
@@ -101,7 +101,19 @@ def residual(_module: OwnLoop, hidden: Tensor, _number: int) -> Tensor:
     return hidden + 0.1
 
 
-LOOKS = [deep_supervision, mixing, logged_norm, logged, halting, residual]
+# What uses hidden states, and whether that goes on where whole batches are handed over.
+USES = {
+    deep_supervision: True,
+    mixing: True,
+    logged_norm: False,
+    logged: False,
+    halting: False,
+}
+REFUSED = [(use, "step") for use in USES] + [
+    (u, "boundary") for u, goes_on in USES.items() if not goes_on
+]
+EQUAL = [(use, "boundary") for use, goes_on in USES.items() if goes_on]
+EQUAL += [(residual, way) for way in ("step", "boundary")]
 
 
 def over(workers: list[str], first: int = 1, last: int = NUM_LAYERS, **options: Any) -> Any:
@@ -129,8 +141,7 @@ def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(tensor, others[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("way", ["step", "boundary"])
-@pytest.mark.parametrize("between", LOOKS)
+@pytest.mark.parametrize(("between", "way"), REFUSED)
 def test_looking_between_layers_on_workers_is_refused(
     between: Between, way: str, workers: list[str]
 ) -> None:
@@ -138,17 +149,32 @@ def test_looking_between_layers_on_workers_is_refused(
         train(OwnLoop(between), over(workers, micro_batching=way))
 
 
-@pytest.mark.parametrize("between", [halting, residual])
-def test_looking_in_an_evaluation_is_refused(between: Between, workers: list[str]) -> None:
+@pytest.mark.parametrize(("between", "way"), EQUAL)
+def test_sums_and_what_is_used_behind_the_layers_equal_one_device(
+    between: Between, way: str, workers: list[str]
+) -> None:
+    found = train(OwnLoop(between), over(workers, micro_batching=way))
+    assert_same_weights(found, train(OwnLoop(between), "auto"))
+
+
+def test_looking_in_an_evaluation_is_refused(workers: list[str]) -> None:
     with pytest.raises(ModelError, match="hidden states behind layer 1.*give the coordinator"):
-        trainer(over(workers)).predict(OwnLoop(between), loader(4, 4))
+        trainer(over(workers)).predict(OwnLoop(halting), loader(4, 4))
+
+
+def test_sums_in_an_evaluation_equal_one_device(workers: list[str]) -> None:
+    found, expected = (
+        trainer(strategy).predict(OwnLoop(residual), loader(4, 4))
+        for strategy in (over(workers), "auto")
+    )
+    torch.testing.assert_close(found, expected)
 
 
 class AtTheEnd(OwnLoop):
     """Looks at the hidden states behind layer 2 alone."""
 
     def __init__(self) -> None:
-        super().__init__(lambda _, hidden, number: 1.1 * hidden if number == 2 else None)
+        super().__init__(lambda _, hidden, number: hidden.tanh() if number == 2 else None)
 
 
 @pytest.mark.parametrize("ends", [(3, NUM_LAYERS), (0, 3)], ids=["before", "behind"])
