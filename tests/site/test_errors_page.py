@@ -23,7 +23,7 @@ HANDED_ON = {
     "str(loss)",
     "str(self.loss)",
     "f'{error} {advice(address)}'",
-    "f'{error} {why_not}'",
+    "f'{reason} {why_not}'",
     "content.message.reason",
     "self._alone",
     "rest",
