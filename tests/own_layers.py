@@ -125,24 +125,6 @@ class Stack(nn.Module):
         return logits
 
 
-class Ramps(nn.Module):
-    """The same with blocks that make tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Ramp() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: Tensor = self.head(hidden)
-        return logits
-
-
 class OwnModule(TinyModule):
     """An ordinary LightningModule around it."""
 

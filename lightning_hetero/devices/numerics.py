@@ -36,15 +36,6 @@ _SUMS = {
 }
 
 
-class _Last:
-    """What was set last: to look at all settings takes longer than to compare two of these."""
-
-    numerics: Numerics | None = None
-
-
-_LAST = _Last()
-
-
 def prepare_process() -> None:
     """Let a worker's process compute deterministically later, if a coordinator wants that, and
     let processes that it forks use CUDA: a look for GPUs must not begin to use them."""
@@ -72,21 +63,16 @@ def numerics_here() -> Numerics:
 
 
 def compute_with(numerics: Numerics) -> None:
-    """Set the settings of this process, if they are not those that were set last.
+    """Set the settings of this process, if they differ.
+
+    They are looked at each time, since code of layers may change them too.
 
     Raises:
         ModelError: If this torch does not know one of them.
     """
-    if numerics == _LAST.numerics:
-        return
     here = numerics_here()
-    _LAST.numerics = None
-    if numerics != here:
-        _set(numerics, here)
-    _LAST.numerics = numerics
-
-
-def _set(numerics: Numerics, here: Numerics) -> None:
+    if numerics == here:
+        return
     if numerics.matmul_precision != here.matmul_precision:
         _set_matmul_precision(numerics.matmul_precision)
     if numerics.other_precisions != here.other_precisions:

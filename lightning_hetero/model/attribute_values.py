@@ -234,10 +234,8 @@ def write_value(
         return Partial(write(value.func), [write(item) for item in value.args], named)
     if isinstance(value, nn.Module) or inspect.ismethod(value):
         is_child = owner is not None and value in set(owner.modules())
-        if isinstance(value, nn.Module) and is_loose(value) and not is_child:
-            path = noted_path(kind, "layer class", where, paths)
-            own = {n: write(v) for n, v in vars(value).items() if n not in _OF_MODULES}
-            return Loose(path, own, value.training)
+        if is_loose(value) and not is_child:
+            return _write_loose(value, noted_path(kind, "layer class", where, paths), write)
         return _write_part(value, where, owner)
     if isinstance(value, Enum):
         return Member(noted_path(kind, "enumeration", where, paths), value.name)
@@ -290,6 +288,12 @@ def is_loose(value: Any) -> TypeGuard[nn.Module]:
     content = (*value._parameters.values(), *value._buffers.values(), *value._modules.values())
     hooks = value._forward_hooks or value._forward_pre_hooks or value._backward_hooks
     return not draws and not hooks and all(each is None for each in content)
+
+
+def _write_loose(module: nn.Module, path: ImportPath, write: Callable[[Any], Value]) -> Loose:
+    """Encode a module of torch that is no child of another one."""
+    own = {name: write(item) for name, item in vars(module).items() if name not in _OF_MODULES}
+    return Loose(path, own, module.training)
 
 
 def _write_part(value: Any, where: str, owner: nn.Module | None) -> Value:

@@ -26,9 +26,19 @@ import sysconfig
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache, cached_property, partial, partialmethod
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +54,12 @@ _PLATFORM = frozenset({"torch", "bitsandbytes", "kernels"})
 _VARIED = "transformers"
 # Methods that torch calls.
 _ENTRIES = ("__init__", "__call__", "forward", "backward", "setup_context")
+# What needs no object around it to be called.
+_ORDINARY = (
+    *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, WrapperDescriptorType),
+    *(MethodWrapperType, MethodDescriptorType, ClassMethodDescriptorType),
+    *(property, staticmethod, classmethod, cached_property),
+)
 _EMPTY_CLASSES = {object, nn.Module, torch.autograd.Function}
 _MOST_NAMED = 3
 _DIGEST_BYTES = 8
@@ -52,11 +68,21 @@ _SILENT_FIELDS = frozenset({"annotation", "ctx", "kind", "returns", "type_commen
 
 
 class _Code(NamedTuple):
-    """The digest of a function, the dotted names in it, and the names of attributes."""
+    """The digest of a function, the dotted names in it, the names of attributes, and of those that
+    it sets."""
 
     digest: str
     chains: frozenset[tuple[str, ...]] = frozenset()
     attributes: frozenset[str] = frozenset()
+    stored: frozenset[str] = frozenset()
+
+
+class _Found(NamedTuple):
+    """A function at a place; the holder is the object that it is in there, if it is in one."""
+
+    place: str
+    function: FunctionType
+    holder: tuple[str, ...] = ()
 
 
 def code_of(layers: Iterable[nn.Module], attention: str | None = None) -> dict[str, str]:
@@ -104,18 +130,21 @@ class _Survey:
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
-        self._left: list[tuple[str, FunctionType]] = []
+        self._left: list[_Found] = []
         self._classes: set[type] = set()
         # Methods that nothing has named so far, by their names.
-        self._unnamed: defaultdict[str, list[tuple[str, FunctionType]]] = defaultdict(list)
+        self._unnamed: defaultdict[str, list[_Found]] = defaultdict(list)
         self._named = {*_ENTRIES}
+        # Numbers at places. Some that code sets count what happens in a process.
+        self._numbers: dict[str, int | float] = {}
+        self._stored: set[str] = set()
 
     def finish(self) -> dict[str, str]:
         """All digests, when every function was followed."""
         while self._left:
-            place, outermost = self._left.pop()
+            place, outermost, holder = self._left.pop()
             *wrappers, own = _links(outermost)
-            words = [_code_of(own.__code__).digest]
+            words = [_code_of(own.__code__).digest, *holder]
             self._follow_all(own)
             for wrapper in wrappers:
                 home = _defined_in(wrapper)
@@ -125,6 +154,9 @@ class _Survey:
                 elif _package(home) not in {*_PLATFORM, _VARIED, _package(_defined_in(own))}:
                     words.append(_package(home))
             self._found[place] = words[0] if len(words) == 1 else _digest(words)
+        for place, number in self._numbers.items():
+            if place.rpartition(".")[2] not in self._stored:
+                self._found[place] = repr(number)
         return dict(sorted(self._found.items()))
 
     def add_module(self, module: nn.Module) -> None:
@@ -141,30 +173,45 @@ class _Survey:
         for base in set(kind.__mro__) - self._classes - _EMPTY_CLASSES:
             self._classes.add(base)
             for name, value in vars(base).items():
+                place = f"{_told(base.__module__)}.{base.__qualname__}.{name}"
+                holder = _holder_of(value)
                 for function in _functions_in(value):
-                    if not all(_is_of_platform(_defined_in(link)) for link in _links(function)):
-                        place = f"{_told(base.__module__)}.{base.__qualname__}.{name}"
-                        self._unnamed[name].append((place, function))
+                    homes = map(_defined_in, _links(function))
+                    if holder or not all(map(_is_of_platform, homes)):
+                        self._unnamed[name].append(_Found(place, function, holder))
                     elif name == "forward":
                         self._follow_all(function)
+                if not name.startswith("__") or name in _ENTRIES:
+                    self._note_other(place, value)
         self._name(self._named)
 
     def _name(self, names: Iterable[str]) -> None:
         """Take the methods of these names: somebody may call them."""
         self._named.update(names)
         for name in self._unnamed.keys() & names:
-            for place, function in self._unnamed.pop(name):
-                self.add(place, function)
+            for found in self._unnamed.pop(name):
+                self.add(*found)
 
-    def add(self, place: str, function: FunctionType) -> None:
-        """A function at a place."""
+    def add(self, place: str, function: FunctionType, holder: tuple[str, ...] = ()) -> None:
+        """A function at a place; the holder says what object it is in there."""
         if place not in self._found:
             self._found[place] = ""
-            self._left.append((place, function))
+            self._left.append(_Found(place, function, holder))
+
+    def _note_other(self, place: str, value: Any) -> None:
+        """A number at a place, or an object that is called like a function."""
+        if type(value) in (int, float):
+            if not _is_of_platform(place):
+                self._numbers[place] = value
+        elif (holder := _holder_of(value)) and not list(_functions_in(value)):
+            (self._found[place],) = holder
+            if not _is_installed(type(value).__module__):
+                self.add_class(type(value))
 
     def _follow_all(self, function: FunctionType) -> None:
         code = _code_of(function.__code__)
         self._name(code.attributes)
+        self._stored |= code.stored
         for names in code.chains:
             self._follow(function, names)
 
@@ -177,16 +224,18 @@ class _Survey:
                 break
             module, name, found = found.__name__, name_inside, vars(found).get(name_inside)
         place = f"{_told(module)}.{name}"
-        if isinstance(found, FunctionType):
-            if _counts(_defined_in(found), module, name, caller):
-                self.add(place, found)
-        elif isinstance(found, type):
+        holder = _holder_of(found)
+        for inner in _functions_in(found):
+            is_held = holder and _is_of_platform(module)
+            if is_held or _counts(_defined_in(inner), module, name, caller):
+                self.add(place, inner, holder)
+        if isinstance(found, type):
             is_near = _package(found.__module__) == _package(caller)
             is_function = is_near and issubclass(found, torch.autograd.Function)
             if is_function or not _is_installed(found.__module__):
                 self.add_class(found)
-        elif name.isupper() and type(found) in (int, float) and not _is_of_platform(module):
-            self._found[place] = repr(found)
+        elif callable(found) or (name.isupper() and _package(module) == _package(caller)):
+            self._note_other(place, found)
 
 
 def _links(function: FunctionType) -> Iterator[FunctionType]:
@@ -267,13 +316,28 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
     """The functions of an attribute of a class."""
     if isinstance(value, property):
         found = [value.fget, value.fset]
-    elif isinstance(value, cached_property):
+    elif isinstance(value, (cached_property, partial, partialmethod)):
         found = [value.func]
     elif isinstance(value, (staticmethod, classmethod)):
         found = [value.__func__]
-    else:
+    elif isinstance(value, FunctionType):
         found = [value]
+    else:
+        # As `functools.lru_cache` keeps it.
+        found = [inspect.getattr_static(value, "__wrapped__", None)]
     return (each for each in found if isinstance(each, FunctionType))
+
+
+def _holder_of(value: Any) -> tuple[str, ...]:
+    """What an object is that is called in the place of a function; nothing for a function."""
+    kind = type(value)
+    if isinstance(value, _ORDINARY) or not callable(value) or _is_of_platform(kind.__module__):
+        return ()
+    given = (*value.args, *value.keywords.items()) if isinstance(value, partial) else ()
+    # What an object says of itself may have its address.
+    numbers = [each for each in given if isinstance(each, (int, float, str, tuple))]
+    said = [repr(each) for each in numbers if " at 0x" not in repr(each)]
+    return (" ".join([f"an object of {kind.__module__}.{kind.__qualname__}", *said]),)
 
 
 @cache
@@ -288,11 +352,21 @@ def _code_of(code: CodeType) -> _Code:
     except (SyntaxError, ValueError):
         # A lambda, or the last lines of an expression are missing.
         return _Code(_digest([source.strip()]))
-    decorators = {id(each) for d in getattr(tree, "decorator_list", ()) for each in ast.walk(d)}
-    nodes = [node for node in ast.walk(tree) if id(node) not in decorators]
+    unread = {id(each) for part in _not_run(tree) for each in ast.walk(part)}
+    nodes = [node for node in ast.walk(tree) if id(node) not in unread]
     chains = frozenset(map(_chain, nodes)) - {()}
-    attributes = frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
-    return _Code(_digest(_words(tree)), chains, attributes)
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    stored = frozenset(node.attr for node in attributes if isinstance(node.ctx, ast.Store))
+    named = frozenset(node.attr for node in attributes)
+    return _Code(_digest(_words(tree)), chains, named, stored)
+
+
+def _not_run(function: ast.stmt) -> Iterator[ast.AST]:
+    """The decorators of a function, which have run already, and its annotations."""
+    yield from getattr(function, "decorator_list", ())
+    for node in ast.walk(function):
+        found = (getattr(node, "annotation", None), getattr(node, "returns", None))
+        yield from (each for each in found if each is not None)
 
 
 def _last_line(code: CodeType) -> int:

@@ -22,7 +22,8 @@ from ..conftest import worker_process
 from ..equality import differing
 from ..loose_layers import Loose
 from ..models import fit, loader, trainer
-from ..own_layers import Block, OwnModule, Ramps, Settings, Stack
+from ..own_layers import Block, OwnModule, Ramp, Settings, Stack
+from ..stateful_layers import LayeredModule
 
 NUM_STEPS = 8
 
@@ -65,21 +66,13 @@ def test_own_layers_equal_one_device(allowing: list[str], micro_batching: Any) -
     assert module.model.blocks[4].again.weight is module.model.blocks[4].tied.weight
 
 
-class RampModule(OwnModule):
-    """Its layers make tensors without a dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Ramps()  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_tensors_that_layers_make_have_the_dtype_of_the_precision(
     allowing: list[str], precision: Any
 ) -> None:
     """Lightning sets torch's default dtype for the forward, and a worker does so too."""
     modules = [
-        fit(RampModule(), strategy, loader(24, 12), precision=precision)
+        fit(LayeredModule(Ramp), strategy, loader(24, 12), precision=precision)
         for strategy in ("auto", pipeline(allowing, micro_batches=1))
     ]
     assert differing(*modules) == []

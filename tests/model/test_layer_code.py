@@ -55,7 +55,26 @@ def wrapped_like(function: Any) -> Any:
     return called
 
 
-@pytest.mark.parametrize("patch", [lambda _: mine, wrapped_like], ids=["replaced", "wrapped"])
+class Called:
+    """Is called like a function, and is none."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.function(*arguments, **options) * 1.01
+
+
+PATCHES = {
+    "replaced": lambda _: mine,
+    "wrapped": wrapped_like,
+    "an object": Called,
+    "a partial": functools.partial,
+    "kept": functools.cache,
+}
+
+
+@pytest.mark.parametrize("patch", [*PATCHES.values()], ids=[*PATCHES])
 @pytest.mark.parametrize(
     ("owner", "name", "place"),
     [
@@ -101,11 +120,17 @@ def test_a_class_in_the_place_of_a_child_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 OWN = '''
+import functools
+
 import torch
 from torch import nn
 
 SCALE = 0.5
 {top}
+
+@functools.lru_cache
+def kept(x):
+    return x + {kept}
 
 def helper(x: torch.Tensor):
     """{text}"""
@@ -123,13 +148,15 @@ class Doubled(torch.autograd.Function):
 
 
 class Layer(nn.Module):
+    power = {power}
+
     def __init__(self):
         super().__init__()
         self.act = {act}
 
     # {text}
     def forward(self, x):
-        return self.act(Doubled.apply(helper(x))) * SCALE
+        return self.act(Doubled.apply(helper(x))) ** self.power * SCALE + kept(1)
 
 
 def squared(x):
@@ -142,6 +169,8 @@ PLAIN = {
     "forward": 2,
     "act": "torch.sin",
     "more": "",
+    "kept": 1,
+    "power": 2,
 }
 
 
@@ -169,12 +198,21 @@ def code_of_own(folder: Path, **changes: Any) -> dict[str, str]:
         ({"forward": 5}, "Doubled.forward"),
         ({"act": "torch.cos"}, "Layer.__init__"),
         ({"top": "SCALE = 0.25"}, "SCALE"),
+        ({"kept": 2}, "kept"),
+        ({"power": 3}, "Layer.power"),
     ],
 )
 def test_other_code_of_a_project_is_noticed(changes: Any, place: str, tmp_path: Path) -> None:
     one, other = code_of_own(tmp_path / "one"), code_of_own(tmp_path / "other", **changes)
     differ = {each for each in {**one, **other} if one.get(each) != other.get(each)}
     assert differ == {f"own_of_test.{place}"}
+
+
+def test_a_number_that_code_sets_is_no_constant(tmp_path: Path) -> None:
+    """Such as the number of layers that were made: a worker runs no constructor."""
+    counts = "None; Layer.power += 1"
+    one = code_of_own(tmp_path / "one", act=counts)
+    assert code_of_own(tmp_path / "other", act=counts, power=7) == one
 
 
 def test_a_function_that_is_an_attribute_is_followed(tmp_path: Path) -> None:
