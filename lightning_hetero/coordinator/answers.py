@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, RemoteProtocolError
+from ..model.arithmetic import ENTERED, returned
 from ..model.four_bit import State, describe_parameter, read_state, shapes_only
-from ..model.layer_call import ENTERED, result_on_meta, returned
+from ..model.layer_call import result_on_meta
 from ..model.layers import EMBEDDING_LAYER
 from ..model.tensors import locate, named_tensors, stored_in_four_bits
 from ..pipeline.boundary import Activation, Gradients, Surroundings

@@ -50,20 +50,18 @@ from torch.nn.modules import module as torch_modules
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
+from .arithmetic import Carried, is_carried, returned
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches
 from .layer_call import (
-    Carried,
     LayerCall,
     ResultForm,
     expected_result,
-    is_carried,
     put_hidden,
     result_on_meta,
-    returned,
     take_hidden,
 )
 from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer, embedded_on_meta, look_past_meta

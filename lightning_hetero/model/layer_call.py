@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..errors import ModelError
-from .arithmetic import ENTERED as ENTERED
-from .arithmetic import Arithmetic
-from .arithmetic import Carried as Carried
-from .arithmetic import entering as entering
-from .arithmetic import is_carried as is_carried
-from .arithmetic import returned as returned
+from .arithmetic import Arithmetic, Carried, returned
 from .attributes import unchanged
 from .placeholders import tensors_in
 from .tensors import narrowed

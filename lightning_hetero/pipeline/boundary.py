@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..devices.copies import Land, already_here
 from ..errors import BatchError
-from ..model.layer_call import ENTERED, LayerCall, is_carried, returned
+from ..model.arithmetic import ENTERED, is_carried, returned
+from ..model.layer_call import LayerCall
 from ..model.placeholders import tensors_in
 from ..protocol.fields import Numerics
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..devices.numerics import numerics_here
 from ..devices.thread_device import ThreadDevice
 from ..errors import BatchError, ModelError
-from ..model.layer_call import LayerCall, is_carried
+from ..model.arithmetic import is_carried
+from ..model.layer_call import LayerCall
 from .boundary import (
     Activation,
     Collected,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from lightning_hetero.errors import ModelError
+from lightning_hetero.model.arithmetic import Carried
 from lightning_hetero.model.layer_call import (
-    Carried,
     LayerCall,
     expected_result,
     put_hidden,
