@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from lightning_hetero.transport.token import FILE_VARIABLE
 
 from .forked import CAN_FORK, Process, forked_worker
+from .transport.pairs import PATIENCE_SECONDS
 
 # The user's own token must not change the tests; workers inherit this variable.
 os.environ[FILE_VARIABLE] = ""
@@ -42,8 +44,19 @@ class WorkerProcess:
     @property
     def session(self) -> psutil.Process:
         """The process that serves the present session, or will serve the next one."""
-        children = psutil.Process(self.process.pid).children()
-        return max(children, key=lambda child: float(child.create_time()))
+        return max(self.children(), key=lambda child: float(child.create_time()))
+
+    def children(self) -> list[psutil.Process]:
+        """The processes of its sessions, and those that ended and that it has not buried yet."""
+        return psutil.Process(self.process.pid).children()
+
+    def await_children(self, count: int) -> None:
+        """Wait until only so many are left and the others are buried."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(found := self.children()) > count:
+            assert time.monotonic() < deadline, found
+            # No event tells a stranger of a burial.
+            time.sleep(0.01)
 
 
 @contextmanager

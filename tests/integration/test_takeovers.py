@@ -103,9 +103,7 @@ def test_two_takeovers_in_a_row_leave_one_machine_with_everything(
         observing = Observing({1: partial(end, workers[0]), 3: partial(end, workers[2])})
         options = {**AT_ONCE, "callbacks": [observing]}
         found = run(names, tmp_path / "run", every_seconds, plan, **options)
-        warm = psutil.Process(workers[1].process.pid)
-        psutil.wait_procs(warm.children()[:-1], PATIENCE_SECONDS)
-        assert len(warm.children()) == 1
+        workers[1].await_children(1)
     assert_same_run(found, expected)
     assert observing.told.count(("restored", names[0])) == 1
     assert observing.told.count(("restored", names[2])) == 1
@@ -154,8 +152,9 @@ def test_either_process_of_a_machine_with_two_may_die(
         names = [first.address, second.address]
 
         def kill_one() -> None:
-            children = psutil.Process(first.process.pid).children()
-            victim = sorted(children, key=lambda child: float(child.create_time()))[is_second]
+            victim = sorted(first.children(), key=lambda child: float(child.create_time()))[
+                is_second
+            ]
             victim.kill()
             victim.wait(PATIENCE_SECONDS)
 

@@ -124,8 +124,7 @@ def settle(worker: WorkerProcess) -> int:
     """Wait until only one session's process is left; the bytes of the worker's processes then."""
     warm = psutil.Process(worker.process.pid)
     with session(worker, "settle"):
-        psutil.wait_procs([c for c in warm.children() if c != worker.session], PATIENCE_SECONDS)
-        assert warm.children() == [worker.session]
+        worker.await_children(1)
         return sum(int(each.memory_info().rss) for each in (warm, worker.session))
 
 
@@ -221,7 +220,7 @@ def sent_bytes(worker: WorkerProcess) -> int:
 
 def test_a_process_that_is_not_forked_serves_alike() -> None:
     with worker_process("--sessions", "spawn", "--allow", __name__) as worker:
-        first, spare = psutil.Process(worker.process.pid).children()
+        first, spare = worker.children()
         run(worker, Block)
         await_end(first)
         run(worker, Block)
