@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from rich.console import Console
@@ -37,7 +37,7 @@ class Case:
         own: How many of them the coordinator runs.
         goal: Times one core.
         peers: That run in the same rounds.
-        share: Of its core that the worker has.
+        speed: Of the second core, where the first one's is 1.
         has_adapters: Whether adapters alone train.
         in_flight: The bound on micro-batches in flight; None for the plan's default.
     """
@@ -47,14 +47,14 @@ class Case:
     own: int
     goal: float
     peers: tuple[str, ...]
-    share: float = 1
+    speed: float = 1
     has_adapters: bool = False
     in_flight: int | None = None
 
     @property
     def title(self) -> str:
         trained = "adapters" if self.has_adapters else "all weights"
-        core = "" if self.share == 1 else f", worker's core at {self.share:g}"
+        core = "" if self.speed == 1 else f", worker's core at {self.speed:g}"
         return f"{self.micro_batches} micro-batches, {trained}{core}"
 
     @property
@@ -74,9 +74,9 @@ SLOW_IN_FLIGHT = 8
 CASES = [
     Case("adapters", 16, 7, 1.85, (DDP,), has_adapters=True),
     Case("weights", 16, 7, 1.75, (DDP,)),
-    *(Case(f"few-{count}", count, count // 2, 1.70, (CUT,)) for count in FEW),
+    *(Case(f"few-{count}", count, count // 2, 1.70, (CUT, DDP)) for count in FEW),
     *(
-        Case(f"few-{count}-adapters", count, count // 2, 1.70, (CUT,), has_adapters=True)
+        Case(f"few-{count}-adapters", count, count // 2, 1.70, (CUT, DDP), has_adapters=True)
         for count in FEW
     ),
     Case("half", 16, 10, 1.35, SLOW_PEERS, 0.5, in_flight=SLOW_IN_FLIGHT),
@@ -108,7 +108,7 @@ class Contest:
         ending = ", adapters" if case.has_adapters else ""
         self._arena = Arena(
             cores,
-            Setting(case.title, case.share),
+            Setting(case.title, case.speed),
             how,
             options.steps,
             case.micro_batches,
@@ -125,6 +125,22 @@ class Contest:
                 self._peers.append(peer)
             else:
                 console.print(f"{peer} skipped: {reason}")
+
+    def set_speed(self) -> None:
+        """Let the second core have so much time that it has the case's speed: at each stop it loses
+        more than the time that it stands still."""
+        case, setting = self.case, self._arena.setting
+        if case.speed == 1:
+            return
+        first, second = (self._arena.alone(ONE_CORE, core).tokens_per_second for core in (0, 1))
+        share = min(1, case.speed * setting.share * first / second)
+        setting = replace(setting, share=share)
+        self._arena = replace(self._arena, setting=setting)
+        self._measured = replace(self._measured, setting=setting)
+        self._console.print(
+            f"{case.name}: the second core has {second / first:.2f} × the first one's speed with "
+            f"{case.speed:g} of its time; it gets {share:.2f} of it"
+        )
 
     def run_round(self) -> None:
         """Everything once."""
@@ -186,6 +202,8 @@ class Contest:
 
 def run(cases: Sequence[Contest], num_rounds: int) -> None:
     """All rounds, and their tables."""
+    for contest in cases:
+        contest.set_speed()
     for _ in range(num_rounds):
         for contest in cases:
             contest.run_round()
