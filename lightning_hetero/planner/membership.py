@@ -1,18 +1,21 @@
 """Who takes part in a run: the plan with one more worker, or with one less. Pure functions.
 
-    joined     a new worker gets a stage between the others, if the step gets shorter by 5 %
-    left       the others get the layers of a worker that leaves, whatever the step is then
+    joined     a new worker gets a stage between the others, if the step gets shorter by 5 %; where
+               the plan has replicas, it becomes a further replica of a stage
+    left       the others get the layers of a worker that leaves, whatever the step is then; other
+               replicas of its stages run its micro-batches
     in_place   another worker gets all layers of one
     gathered   the plan without lost workers whose layers other machines hold beside their own
 
 The other workers keep their order and the options of their stages, so that few layers move. The
-number of micro-batches stays, and with it the order of all sums.
+number of micro-batches stays, and with it the order of all sums where no stage has replicas.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
@@ -23,6 +26,7 @@ from .profile import Profile
 from .replan import (
     LEAST_GAIN,
     StageSeconds,
+    best_shares,
     best_split,
     expected_seconds,
     scaled,
@@ -60,7 +64,7 @@ class Change:
 
 
 def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Change | None:
-    """The fastest plan in which a further worker has a stage too.
+    """The fastest plan in which a further worker has a stage too, or is a replica.
 
     Args:
         plan: The present plan, in which the worker has none.
@@ -69,14 +73,15 @@ def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> 
         keeps_own: Whether the coordinator keeps its layers.
 
     Returns:
-        None if the worker fits nowhere, or the plan has replicas.
+        None if the worker fits nowhere.
 
     Raises:
         PlanError: If the profile is not for the plan.
     """
-    if plan.has_replicas:
-        return None
     before = candidate_of(plan, profile)
+    if plan.has_replicas:
+        found = _with_best_shares([*_with_replica(plan, name)], profile)
+        return None if found is None else Change(found[0], before.step_seconds, found[1])
     for recompute in (False, True):
         starts = [*_inserted(plan, StagePlan([name], (0, 0), recompute=recompute))]
         found = _fastest(starts, profile, keeps_own)
@@ -96,14 +101,18 @@ def left(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Ch
 
     Returns:
         None if the others have not the memory, if there is no other worker, or if the plan has
-        replicas.
+        replicas and the worker has a stage alone.
 
     Raises:
         PlanError: If the profile is not for the plan.
     """
-    if plan.has_replicas or not {*plan.workers} - {name}:
+    if not {*plan.workers} - {name}:
         return None
     before = candidate_of(plan, profile)
+    if plan.has_replicas:
+        without = _without_replica(plan, name)
+        fastest = None if without is None else _with_best_shares([without], profile)
+        return None if fastest is None else Change(fastest[0], before.step_seconds, fastest[1])
     starts = [*_without(plan, name, keeps_own)]
     if before.has_lone_seats:
         starts = starts[:1]  # the exact splits follow from the seats alone
@@ -112,11 +121,14 @@ def left(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Ch
 
 
 def in_place(plan: Plan, name: str, other: str) -> Plan:
-    """The plan in which another worker has all stages of one."""
-    stages = [
-        replace(stage, workers=[other if worker == name else worker for worker in stage.workers])
-        for stage in plan.stages
-    ]
+    """The plan in which another worker has all stages of one, with its shares."""
+    stages = []
+    for stage in plan.stages:
+        shares: dict[str, int] = {}
+        for worker, share in zip(stage.workers, stage.present_shares, strict=True):
+            holder = other if worker == name else worker
+            shares[holder] = shares.get(holder, 0) + share
+        stages.append(_held_by(stage, shares) if name in stage.workers else stage)
     return replace(plan, stages=stages)
 
 
@@ -162,7 +174,7 @@ def left_by_bytes(
     plan: Plan, name: str, layer_bytes: Sequence[int], room_bytes: Mapping[str, float]
 ) -> Plan | None:
     """The plan without a worker where nothing is measured: the neighbors of each of its stages get
-    its layers, in shares as even as their memory allows.
+    its layers, in parts as even as their memory allows; or other replicas run its micro-batches.
 
     Args:
         plan: The present plan.
@@ -172,21 +184,38 @@ def left_by_bytes(
             only where it has some already.
 
     Returns:
-        None if they have not the memory, or there is no other worker.
+        None if they have not the memory, if there is no other worker, or if the plan has replicas
+        and the worker has a stage alone.
     """
-    if plan.has_replicas or not {*plan.workers} - {name}:
+    if not {*plan.workers} - {name}:
         return None
+    if plan.has_replicas:
+        without = _without_replica(plan, name)
+        shared = [s for s in plan.stages if s.optimizer == "split" and name in s.workers]
+        # Only those that each step a part of the parameters have more to keep then.
+        grown = {worker for stage in shared for worker in stage.workers}
+        return without if without and _has_room(without, layer_bytes, room_bytes, grown) else None
     num_own = sum(stage.is_local for stage in plan.stages)
     for found in sorted(_without(plan, name, keeps_own=False), key=_most_layers):
         if sum(stage.is_local for stage in found.stages) > num_own:
             continue
-        taken: dict[str, int] = {}
-        for stage in found.remote_stages:
-            own = sum(layer_bytes[number] for number in stage.layer_indices)
-            taken[stage.worker] = taken.get(stage.worker, 0) + own
-        if all(own <= room_bytes.get(worker, 0) for worker, own in taken.items()):
+        if _has_room(found, layer_bytes, room_bytes, found.workers):
             return found
     return None
+
+
+def _has_room(
+    plan: Plan,
+    layer_bytes: Sequence[int],
+    room_bytes: Mapping[str, float],
+    workers: Iterable[str],
+) -> bool:
+    """Whether these workers have the memory for their layers."""
+    taken: Counter[str] = Counter()
+    for stage in plan.remote_stages:
+        for worker in stage.remote_workers:
+            taken[worker] += sum(layer_bytes[number] for number in stage.layer_indices)
+    return all(taken[worker] <= room_bytes.get(worker, 0) for worker in workers if taken[worker])
 
 
 def _most_layers(plan: Plan) -> tuple[int, ...]:
@@ -206,6 +235,53 @@ def _fastest(
         return None
     plan, best = min(found, key=lambda pair: pair[1].step_seconds)
     return plan, best.step_seconds
+
+
+def _with_best_shares(starts: Sequence[Plan], profile: Profile) -> tuple[Plan, float] | None:
+    """The fastest of some plans, each with the shares that suit it, and its step's seconds."""
+    found = []
+    for start in starts:
+        anew = replace(start, stages=[replace(stage, shares=None) for stage in start.stages])
+        best = best_shares(anew, profile) if start.has_replicas else None
+        plan = start if best is None else best.plan
+        candidate = candidate_of(plan, profile)
+        if not shortages(candidate):
+            found.append((plan, candidate.step_seconds))
+    return min(found, key=lambda pair: pair[1], default=None)
+
+
+def _with_replica(plan: Plan, name: str) -> Iterator[Plan]:
+    """The plan with a further replica of each stage on workers; one has a micro-batch at least."""
+    for number, stage in enumerate(plan.stages):
+        if not stage.is_local and len(stage.workers) < plan.micro_batches:
+            stages = [*plan.stages]
+            stages[number] = replace(stage, workers=[*stage.workers, name], shares=None)
+            yield _with_stages(plan, stages, 1)
+
+
+def _without_replica(plan: Plan, name: str) -> Plan | None:
+    """The plan in which the other replicas of a worker's stages run its micro-batches too, as many
+    more as they have; None if the worker has a stage alone."""
+    stages: list[StagePlan] = []
+    for stage in plan.stages:
+        shares = dict(zip(stage.workers, stage.present_shares, strict=True))
+        if shares.pop(name, None) is not None:
+            if not shares:
+                return None
+            stage = _held_by(stage, shares if any(shares.values()) else dict.fromkeys(shares, 1))
+        if stages and stages[-1].is_local and stage.is_local:
+            stages[-1] = replace(stages[-1], layers=(stages[-1].layers[0], stage.layers[1]))
+        else:
+            stages.append(stage)
+    return _with_stages(plan, stages, 0)
+
+
+def _held_by(stage: StagePlan, shares: Mapping[str, int]) -> StagePlan:
+    """The stage on processes with these shares."""
+    if len(shares) > 1:
+        return replace(stage, workers=[*shares], shares=[*shares.values()])
+    # A share and who steps the parameters are no question then.
+    return replace(stage, workers=[*shares], shares=None, optimizer=None)
 
 
 def _inserted(plan: Plan, new: StagePlan) -> Iterator[Plan]:

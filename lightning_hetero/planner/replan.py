@@ -291,16 +291,20 @@ def replan(
         expected = expected_seconds(plan, profile)
         if expected is not None:
             profile = scaled(profile, expected, seconds)
-            found = _shares_by_profile(plan, profile) if plan.has_replicas else None
+            found = best_shares(plan, profile) if plan.has_replicas else None
             if found is not None and found.is_worth_it:
                 return found
             return _by_profile(plan, profile, seconds)
     return _shares_by_seconds(plan, seconds) if plan.has_replicas else _by_seconds(plan, seconds)
 
 
-def _shares_by_profile(plan: Plan, profile: Profile) -> Replanned | None:
+def best_shares(plan: Plan, profile: Profile) -> Replanned | None:
     """Other shares by the speeds of the profile, changed by one or two micro-batches while the
-    simulated step gets shorter; None if they do not fit."""
+    simulated step gets shorter; None if they do not fit.
+
+    Raises:
+        PlanError: If the profile is not for the plan.
+    """
     before = candidate_of(plan, profile)
     anew = [dataclasses.replace(stage, shares=None) for stage in plan.stages]
     best = candidate_of(dataclasses.replace(plan, stages=anew), profile)

@@ -165,7 +165,7 @@ class Membership:
             profile = at_present(plan, profile, self.run.present_seconds)
             change = joined(plan, profile, name, keeps_own)
             if change is None or not change.is_worth_it:
-                rank_zero_info(f"{name} stays a spare: {_why_not(plan, change)}")
+                rank_zero_info(f"{name} stays a spare: {_why_not(change)}")
                 return
             rank_zero_info(
                 f"{name} joins the run from step {self._next_step} on: a step should take "
@@ -269,8 +269,6 @@ class Membership:
             return "layers are handed over with `recovery=True` only"
         if not self.trainer.lightning_module.automatic_optimization:
             return "layers do not move under manual optimization"
-        if self.run.deployment.plan.has_replicas:
-            return "the plan has replicas"
         return ""
 
     def _hand_over(self, worker: Member) -> str:
@@ -302,7 +300,7 @@ class Membership:
             except PlanError as error:
                 return str(error)
             found = None if change is None else change.plan
-        return found or "no other worker has the memory for its layers"
+        return found or "no other worker can take its layers"
 
     def _replace(self, worker: Member, name: str) -> bool:
         """Give all layers of a worker to an idle one; returns whether that was possible."""
@@ -329,7 +327,7 @@ class Membership:
             return "" if fits(plan, profile) else "by what was measured, they do not fit there"
         needed, each = 0, _layer_bytes(self.run)
         for stage in self.run.deployment.plan.remote_stages:
-            if stage.worker == worker.name:
+            if worker.name in stage.workers:
                 needed += sum(each[number] for number in stage.layer_indices)
         coordinator = self.run.deployment.coordinator
         free = _SHARE_OF_MEMORY * other.equipment.memory_bytes
@@ -422,9 +420,7 @@ def _room_bytes(run: TrainingRun) -> Mapping[str, float]:
     }
 
 
-def _why_not(plan: Plan, change: Change | None) -> str:
-    if plan.has_replicas:
-        return "the plan has replicas, which no worker joins during a run"
+def _why_not(change: Change | None) -> str:
     if change is None:
         return "no plan gives it layers that fit"
     return (

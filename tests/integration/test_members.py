@@ -49,16 +49,18 @@ NUM_LAYERS, NUM_STEPS = 5, 12
 THIRDS = (0, 1), (1, 3), (3, 5)
 
 
-def made_up(workers: Sequence[str], **seconds: float) -> Profile:
-    """A profile of this machine in which each process takes a second for a layer, or so many."""
+def made_up(workers: Sequence[str], gradient_bytes: int = 10**8, **seconds: float) -> Profile:
+    """A profile of this machine in which each process takes a second for a layer, or so many.
+
+    With gradients as large as by default no plan with replicas is the fastest.
+    """
     here = describe_device(torch.device("cpu"))
     own = coordinator([timing("layer", 1, 2), *ends(0.25, 0.25)], versions=here.versions)
     found = [
         device(name, seconds.get(name, 1), 2 * seconds.get(name, 1), versions=here.versions)
         for name in workers
     ]
-    # So large that no plan with replicas is the fastest.
-    parts = [Part(name, 0, gradient_bytes=10**8) for name in ("layer", EMBEDDING, HEAD)]
+    parts = [Part(name, 0, gradient_bytes=gradient_bytes) for name in ("layer", EMBEDDING, HEAD)]
     known = profile(
         NUM_LAYERS,
         found,
@@ -389,9 +391,9 @@ class Door:
 
     def strategy(self, plan: str | Plan, **options: Any) -> HeteroPipelineStrategy:
         joining = Joining(self.where, most=options.pop("most", None), wait_seconds=PATIENCE_SECONDS)
-        return HeteroPipelineStrategy(
-            joining, plan, micro_batches=3, token_file=self.token_file, **options
-        )
+        if plan == "auto":
+            options["micro_batches"] = 3
+        return HeteroPipelineStrategy(joining, plan, token_file=self.token_file, **options)
 
 
 @pytest.mark.usefixtures("measured")
@@ -517,3 +519,91 @@ def test_a_worker_of_the_list_that_comes_back_joins(
     assert_same(found, undisturbed)
     assert events.told == [("left", names[1]), ("joined", names[1])]
     assert [len(plan.workers) for plan in events.plans[2:8]] == [2, 1, 1, 1, 2, 2]
+
+
+# replicas
+
+REPLICAS = "replicas of the workers", "the coordinator is one"
+
+
+def replicas_of(names: Sequence[str], kind: str) -> Plan:
+    """All layers on these workers, and on the coordinator too."""
+    own = [COORDINATOR] if kind == "the coordinator is one" else []
+    shares = [1] * len([*names, *own])
+    return Plan([StagePlan([*names, *own], (0, NUM_LAYERS), shares=shares)], 6)
+
+
+def moved_to(plan: Plan) -> Callable[[Any], None]:
+    """Moves the layers there by hand."""
+    return lambda strategy: strategy.move_layers(plan)
+
+
+@pytest.fixture
+def measured_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs find all workers equal, and exchanges free."""
+    monkeypatch.setattr(
+        ProfilingRun, "measured", lambda self: Measured(made_up(self.workers, 0), None)
+    )
+
+
+@pytest.mark.parametrize("kind", REPLICAS)
+def test_a_replica_that_is_to_end_leaves_its_micro_batches_to_the_others(
+    worker_processes: list[WorkerProcess], kind: str, tmp_path: Path
+) -> None:
+    present = [worker.address for worker in worker_processes[:2]]
+    to_one = moved_to(replicas_of(present[:1], kind))
+    by_hand = HeteroPipelineStrategy(present, replicas_of(present, kind))
+    expected = train(by_hand, Events({4: to_one}))
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        events = Events({4: ask_to_end(second)})
+        strategy = HeteroPipelineStrategy(
+            names, replicas_of(names, kind), recovery=Recovery(folder=tmp_path)
+        )
+        found = train(strategy, events)
+        assert second.process.wait() == 0
+    assert_same(found, expected)
+    assert events.told == [("left", names[1])]
+    assert [plan.workers for plan in events.plans[3:5]] == [names, names[:1]]
+
+
+@pytest.mark.usefixtures("measured_for_replicas")
+@pytest.mark.parametrize("kind", REPLICAS)
+def test_one_that_comes_late_is_a_further_replica_and_is_recovered(
+    worker_processes: list[WorkerProcess], kind: str, where: str, token_file: Path, tmp_path: Path
+) -> None:
+    present = [worker.address for worker in worker_processes]
+    own = [COORDINATOR] if kind == "the coordinator is one" else []
+    holders = [*present[:2], *own, present[2]]
+    # The last one is a spare at first, which adds nothing to any sum.
+    began = Plan([StagePlan(holders, (0, NUM_LAYERS), shares=[*[1] * (len(holders) - 1), 0])], 6)
+    shares = [2, 2, 1, 1] if own else [2, 2, 2]
+    became = Plan([StagePlan(holders, (0, NUM_LAYERS), shares=shares)], 6)
+    events = Events({3: moved_to(became)})
+    # Norms are added up over the owners of parameters, and the spare is one of them.
+    whole: dict[str, Any] = {"gradient_clip_val": None}
+    expected = train(HeteroPipelineStrategy(present, began), events, **whole)
+    with ExitStack() as stack:
+        door = Door(stack, where, token_file)
+        door.start("left")
+        door.start("right")
+        new: list[WorkerProcess] = []
+
+        def come(strategy: Any) -> None:
+            new.append(door.start("new"))
+            until(lambda: "new" in strategy._fleet.waiting(["left", "right"], 2))
+
+        def kill(_strategy: Any) -> None:
+            new[0].session.kill()
+
+        events = Events({3: come, 6: kill})
+        plan = Plan([StagePlan(["left", "right", *own], (0, NUM_LAYERS))], 6)
+        settings = Recovery(folder=tmp_path / "recovery", every_seconds=0)
+        strategy = door.strategy(plan, replan=True, recovery=settings)
+        quick = PipelineProfiler(budget_seconds=0.5)
+        found = train(strategy, events, quick, **whole)
+    assert_same(found, expected)
+    assert events.told == [("joined", "new"), ("restored", "new")]
+    [stage] = events.plans[3].stages
+    assert stage.workers == ["left", "right", *own, "new"]
+    assert stage.shares == shares

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
@@ -106,12 +110,104 @@ def test_one_without_memory_joins_nothing() -> None:
     assert joined(PLANS["a line"], measured, "c") is None
 
 
-def test_nobody_joins_a_plan_with_replicas_or_without_a_layer_to_give() -> None:
-    replicas = Plan([StagePlan(["a", "b"], (0, NUM_LAYERS))], 4)
-    assert joined(replicas, cluster("a", "b", "c"), "c") is None
+def test_nobody_joins_a_plan_without_a_layer_to_give() -> None:
     own = coordinator([timing("layer", 1, 2), *ends(0.25, 0.25)])
     single = profile(1, [device("a", 1, 2), device("c", 1, 2)], own, batch_size=4)
     assert joined(Plan([StagePlan(["a"], (0, 1))], 4), single, "c") is None
+
+
+def replicas(*stages: tuple[dict[str, int], int], **options: Any) -> Plan:
+    """A plan over the shares of each stage's processes and its number of layers."""
+    found, first = [], 0
+    for shares, count in stages:
+        layers = (first, first + count)
+        is_shared = len(shares) > 1
+        numbers = [*shares.values()] if is_shared else None
+        found.append(StagePlan([*shares], layers, shares=numbers, **(options if is_shared else {})))
+        first += count
+    return Plan(found, 12)
+
+
+def with_batch(measured: Profile) -> Profile:
+    return msgspec.structs.replace(measured, batch_size=12)
+
+
+def test_one_that_joins_replicas_gets_a_share_by_its_speed() -> None:
+    measured = with_batch(cluster("a", "b", "c"))
+    change = check(joined(replicas(({"a": 6, "b": 6}, NUM_LAYERS)), measured, "c"), "a", "b", "c")
+    assert [(s.workers, s.shares) for s in change.plan.stages] == [(["a", "b", "c"], [4, 4, 4])]
+    assert change.gain == pytest.approx(1 / 3, abs=0.05)
+    plan = replicas(({"a": 6, COORDINATOR: 6}, NUM_LAYERS))
+    slow = with_batch(cluster("a")).devices + [device("c", 4, 8)]
+    change = check(joined(plan, msgspec.structs.replace(measured, devices=slow), "c"), "a", "c")
+    [stage] = change.plan.stages
+    assert stage.workers == ["a", COORDINATOR, "c"]
+    assert stage.shares is not None
+    assert stage.shares[2] < min(stage.shares[:2])
+
+
+def test_one_joins_the_stage_that_gains_most_and_none_that_has_no_memory_for_it() -> None:
+    plan = replicas(({"a": 6, "b": 6}, 4), ({"d": 12}, 6))
+    measured = with_batch(cluster("a", "b", "c", "d"))
+    change = check(joined(plan, measured, "c"), "a", "b", "c", "d")
+    assert [stage.workers for stage in change.plan.stages] == [["a", "b"], ["d", "c"]]
+    small = [*with_batch(cluster("a", "b", "d")).devices, device("c", 1, 2, memory_bytes=1)]
+    assert joined(plan, msgspec.structs.replace(measured, devices=small), "c") is None
+
+
+def test_nobody_joins_replicas_that_have_one_micro_batch_each() -> None:
+    plan = replace(replicas(({"a": 1, "b": 1}, NUM_LAYERS)), micro_batches=2)
+    assert joined(plan, with_batch(cluster("a", "b", "c")), "c") is None
+
+
+def test_the_other_replicas_run_the_micro_batches_of_one_that_leaves() -> None:
+    measured = with_batch(cluster("a", "b", "c"))
+    plan = replicas(({"a": 4, "b": 4, "c": 4}, NUM_LAYERS), optimizer="split")
+    [stage] = check(left(plan, measured, "b"), "a", "c").plan.stages
+    assert (stage.workers, stage.shares, stage.optimizer) == (["a", "c"], [6, 6], "split")
+    [stage] = check(left(replicas(({"a": 6, "b": 6}, 10)), measured, "a"), "b").plan.stages
+    assert stage == StagePlan(["b"], (0, NUM_LAYERS))
+
+
+def test_the_coordinator_keeps_a_stage_whose_other_replica_leaves() -> None:
+    plan = replicas(({COORDINATOR: 12}, 2), ({"a": 6, COORDINATOR: 6}, 4), ({"b": 12}, 4))
+    change = check(left(plan, with_batch(cluster("a", "b")), "a"), "b")
+    assert [(s.workers, s.layers) for s in change.plan.stages] == [
+        ([COORDINATOR], (0, 6)),
+        (["b"], (6, 10)),
+    ]
+
+
+def test_one_stays_that_has_a_stage_alone_beside_replicas_or_is_the_only_worker() -> None:
+    measured, room = with_batch(cluster("a", "b", "c")), dict.fromkeys("abc", math.inf)
+    plan = replicas(({"a": 6, "b": 6}, 4), ({"c": 12}, 6))
+    assert left(plan, measured, "c") is None
+    assert left_by_bytes(plan, "c", [1] * NUM_LAYERS, room) is None
+    alone = replicas(({"a": 6, COORDINATOR: 6}, NUM_LAYERS))
+    assert left(alone, measured, "a") is None
+    assert left_by_bytes(alone, "a", [1] * NUM_LAYERS, room) is None
+
+
+def test_without_a_measurement_the_shares_of_the_others_stay() -> None:
+    plan = replicas(({"a": 6, "b": 4, "c": 2}, NUM_LAYERS))
+    found = left_by_bytes(plan, "a", [10] * NUM_LAYERS, dict.fromkeys("bc", 1.0))
+    assert found is not None, "they have the layers already"
+    assert [(stage.workers, stage.shares) for stage in found.stages] == [(["b", "c"], [4, 2])]
+    spare = replicas(({"a": 12, "b": 0, "c": 0}, NUM_LAYERS))
+    found = left_by_bytes(spare, "a", [10] * NUM_LAYERS, dict.fromkeys("bc", 1.0))
+    assert found is not None
+    assert found.stages[0].shares == [1, 1], "those that ran nothing run all"
+
+
+def test_those_that_step_a_part_each_need_memory_for_the_parts_of_one_that_leaves() -> None:
+    plan = replicas(({"a": 6, "b": 4, "c": 2}, NUM_LAYERS), optimizer="split")
+    assert left_by_bytes(plan, "a", [10] * NUM_LAYERS, dict.fromkeys("bc", 1.0)) is None
+    assert left_by_bytes(plan, "a", [10] * NUM_LAYERS, dict.fromkeys("bc", 100.0)) is not None
+
+
+def test_a_machine_that_takes_over_from_a_replica_beside_it_has_both_shares() -> None:
+    plan = in_place(replicas(({"a": 6, "b": 4, "c": 2}, NUM_LAYERS)), "b", "a")
+    assert [(stage.workers, stage.shares) for stage in plan.stages] == [(["a", "c"], [10, 2])]
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
