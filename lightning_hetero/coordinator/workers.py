@@ -129,7 +129,6 @@ class Fleet:
             if names and not self._local:
                 self._start(devices_beside(device, self._workers), imports)
             for worker in self._local:
-                worker.wait_until_ready()
                 identity = dataclasses.replace(identity, credentials=worker.credentials)
             addresses = {worker.name: worker.address for worker in self._local}
             seconds = max(deadlines.connect_seconds, START_SECONDS)
@@ -223,12 +222,14 @@ class Fleet:
         return credentials_of(find_token_file(self._token_file))
 
     def _start(self, devices: Sequence[str], imports: set[str]) -> None:
-        """Start local workers, and share the cores with them."""
+        """Start local workers, wait until they are ready, and share the cores with them."""
         threads = threads_per_process(len(devices) + 1)
         self._local = start_local_workers(devices, threads, Allowed.just(imports))
         if "OMP_NUM_THREADS" not in os.environ:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(threads)
+        for worker in self._local:
+            worker.wait_until_ready()  # it says so once
 
 
 class Lookout:

@@ -26,7 +26,8 @@ Action = Literal["up", "down", "now", "status"]
 LOCAL = "local"
 # Starts the line in which a script tells its result; shells may print lines of their own.
 _MARK = "lightning-hetero:"
-# Of the machine's user. The token, the log and the process number of each worker are in it.
+# Of the machine's user. The token, the log and the process number of each worker are in it, under
+# the machine's name and the worker's place, so that several cluster files may use one machine.
 _FOLDER = '"$HOME/.local/state/lightning-hetero"'
 # For torch to be imported on a machine that does something else.
 START_SECONDS = 120
@@ -41,7 +42,7 @@ _SSH_FAILED = 255
 _COMMON = """
 umask 077
 cd || exit 1
-folder={folder}; pid="$folder/{name}.pid"; log="$folder/{name}.log"; token="$folder/{name}.token"
+folder={folder}; pid="$folder/{files}.pid"; log="$folder/{files}.log"; token="$folder/{files}.token"
 say() {{ echo "{mark} $*"; }}
 is_gone() {{ case "$(ps -o stat= -p "$(cat "$pid")" 2>/dev/null)" in ""|Z*) ;; *) false ;; esac; }}
 runs() {{ [ -f "$pid" ] && ps -ww -o args= -p "$(cat "$pid")" 2>/dev/null | grep -qF "$token"; }}
@@ -127,7 +128,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         words = shlex.join(["worker", "--listen", listen, *self.options])
         return (_COMMON + _SCRIPTS[action]).format(
             folder=_FOLDER,
-            name=self.name,
+            files=f"{self.name}@{re.sub('[^A-Za-z0-9.-]', '_', listen)}",
             mark=_MARK,
             token="" if token is None else shlex.quote(token.to_text()),
             command=shlex.quote(f'exec {self.command} {words} --token-file "$1"'),

@@ -47,6 +47,7 @@ from ..transport.connection import (
 )
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import (
+    WORKER_ROLES,
     address_of,
     check_hello,
     listen,
@@ -393,19 +394,26 @@ class Door:
     ) -> None:
         """Let a worker wait that has said who it is, or tell it why not."""
         name = message.name if isinstance(message, m.Hello) else ""
+        who = f"worker {name}" if name else f"peer at {host}"
         try:
             guest = self._guest_of(connection, plain, message, host)
             self._let_in(guest, message)
         except (RemoteProtocolError, JoinError, PlanError) as error:
-            self._refuse(connection, name or host, str(error))
+            self._refuse(connection, who, str(error))
             plain.close_after_last_word(_WORD_SECONDS)
         except (OSError, HeteroError) as error:
-            self._say(f"the worker {name} left while it joined: {error}")
+            self._say(f"the {who} left while it joined: {error}")
             plain.close()
 
     def _guest_of(
         self, connection: Connection, plain: SocketConnection, message: m.Message, host: str
     ) -> Guest:
+        if isinstance(message, m.Hello) and message.role in WORKER_ROLES:
+            raise RemoteProtocolError(
+                f"{self.address} is no worker's address: a coordinator waits here for workers that "
+                "join it; name the address of a worker, or start workers with `lightning-hetero "
+                f"worker --join {reachable(self.address)}`."
+            )
         hello = check_hello(message, self._identity, "the coordinator", ("joiner",))
         where = Address.parse(hello.address)
         name, session = checked_name(hello.name), hello.session
@@ -467,7 +475,7 @@ class Door:
     def _refuse(self, connection: Connection, who: str, reason: str) -> None:
         with contextlib.suppress(OSError, ChannelError):
             send_buffers(connection, encode_frame(Frame(m.Failure(reason))), _WORD_SECONDS)
-        sentence = f"The worker {who} was refused: {reason}"
+        sentence = f"The {who} was refused: {reason}"
         with self._changed:
             is_new = sentence not in self._refused
             if is_new:

@@ -258,7 +258,8 @@ class Rehearsal:
 
     def _step_away(self, observer: Observer, plan: Plan) -> Observed:
         names = plan.workers
-        with closing(self.site.connect(names, self.layers, plan)) as coordinator:
+        # Local workers start once, and allow what they import then: the layers of all stages.
+        with closing(self.site.connect(names, self.layers, self.plan)) as coordinator:
             coordinator.serve(names)
             away = {n: layer.module for s in plan.remote_stages for n, layer in self._held(s)}
             # The copies come from this process: a worker's memory may be the fault.

@@ -23,6 +23,7 @@ from lightning_hetero.transport.handshake import dial
 from lightning_hetero.transport.tls import Credentials, _load_certificate, utc_now
 from lightning_hetero.transport.token import Authority, Token
 
+from ..launch.guests import WITH_TOKEN, door
 from ..planner.profiles import device, profile
 from ..transport.credentials import OURS, THEIRS, TOKEN, at
 from ..transport.pairs import PATIENCE_SECONDS, QUICK, closed_address, worker_thread
@@ -121,6 +122,14 @@ def test_a_closed_port() -> None:
     assert found.check == "port"
     assert "nothing listens at port" in found.text
     assert "lightning-hetero worker --listen" in found.remedy
+
+
+def test_the_port_of_a_coordinator() -> None:
+    with door() as opened:
+        found = failure(seen(opened.address, WITH_TOKEN.credentials))
+    assert found.check == "worker"
+    assert "a coordinator waits here for workers that join it" in found.text
+    assert f"`lightning-hetero worker --join {opened.address}`" in found.remedy
 
 
 def test_a_name_with_several_addresses_is_tried_at_each() -> None:

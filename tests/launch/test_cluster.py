@@ -129,6 +129,19 @@ def test_up_train_status_and_down(
         fit(TinyModule(), HeteroPipelineStrategy(ClusterFile(str(cluster)), "even"))
 
 
+def test_two_files_with_a_machine_of_one_name_have_a_worker_each(cluster: Path) -> None:
+    machine = read_cluster(cluster).machines[0]
+    first, second = (Address("127.0.0.1", port) for port in free_ports(2))
+    token = Token.new()
+    assert carry_out(machine, machine.script("up", first, token)).word == "started"
+    assert carry_out(machine, machine.script("status", second)).word == "stopped"
+    assert carry_out(machine, machine.script("down", second)).word == "stopped"
+    started = carry_out(machine, machine.script("up", second, token))
+    assert started.word == "started"
+    assert carry_out(machine, machine.script("now", first)).word == "ended"
+    assert carry_out(machine, machine.script("status", second)).text == started.text
+
+
 def test_what_is_missing_on_a_machine_is_said(
     home: Path,
     tmp_path: Path,

@@ -262,7 +262,8 @@ def test_a_name_that_cannot_stand_in_a_plan_is_refused(name: str) -> None:
 
 
 def test_only_workers_that_join_are_talked_to() -> None:
-    with door() as opened, pytest.raises(WorkerUnreachable, match="talks to a joiner, not to a"):
+    told = "a coordinator waits here for workers"
+    with door() as opened, pytest.raises(WorkerUnreachable, match=told):
         dial(opened.address, "watcher", "", CALM, WITH_TOKEN)
 
 

@@ -112,6 +112,54 @@ def test_workers_that_compute_right_pass_and_nothing_is_trained(
     assert left == {"config.yaml", "my_project.py"}
 
 
+OWN_LAYER = """
+from torch import nn
+
+
+class {}(nn.Linear):
+    pass
+"""
+TWO_CLASSES = """
+import lightning as L
+import torch
+from first_layer import First
+from second_layer import Second
+from torch import nn
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), First(4, 4), Second(4, 4)])
+
+    def training_step(self, batch, batch_idx):
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2)
+"""
+
+
+def test_local_workers_start_once_for_the_layers_of_all_stages(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "first_layer.py").write_text(OWN_LAYER.format("First"))
+    (project / "second_layer.py").write_text(OWN_LAYER.format("Second"))
+    (project / "my_project.py").write_text(TWO_CLASSES)
+    text = CONFIG.format(workers=2, plan="even").replace("plan: even", "plan: even, layers: layers")
+    Path("config.yaml").write_text(text)
+    code, shown = verify(monkeypatch, capsys)
+    assert "All workers compute what one device computes." in shown
+    assert code == 0
+
+
 @pytest.mark.parametrize("shape", SHAPES | REPLICAS | HOSTED)
 def test_workers_of_every_shape_are_verified_stage_by_stage(
     project: Path,
