@@ -540,7 +540,9 @@ class Deployment:
         return returned.hidden, returned.collected
 
     def _pass_by(self, number: int) -> None:
-        """Seed the code behind a hollow layer as behind one that stays here."""
+        """Note the call of a hollow layer, and seed the code behind it as behind one that stays
+        here."""
+        self._attributes.note_call(number)
         if is_seeded(self._away[number]):
             self.draws.pass_by(number)
 

@@ -315,6 +315,37 @@ class PlainAttributes:
         self._state = AttributeState(modules, _is_followed)
         self._unsent = list(changed)
         self._latest_step = -1
+        # The layers that the present forward has called.
+        self._called: set[int] = set()
+
+    def note_call(self, number: int) -> None:
+        """Note that a forward calls a layer, which a worker computes later, as it is now.
+
+        Raises:
+            ModelError: If a layer that was called before it has changed meanwhile.
+        """
+        if number <= max(self._called, default=number - 1):
+            self._called = set()
+        if not self._state.is_same(number):
+            self._unsent += self._take_changes()
+        self._called.add(number)
+
+    def _take_changes(self) -> list[Change]:
+        changes = self._state.take_changes()
+        late = next((each for each in changes if each.layer_index in self._called), None)
+        if late is not None:
+            raise ModelError(
+                f"The attribute {self._where(late)} was changed after the model had called "
+                f"{describe_layer(late.layer_index)}, whose worker computes the call later. Change "
+                "it in `on_train_batch_start` or earlier, pass it as an argument, or keep the "
+                "layer with the coordinator."
+            )
+        return changes
+
+    def _where(self, change: Change) -> str:
+        """The full name of the first attribute of a change."""
+        layer = self._layers[change.layer_index].name
+        return ".".join(part for part in (layer, change.path, change.names[0]) if part)
 
     def follow(self) -> None:
         """Send the changes. You must call this at every hand-over of the present step.
@@ -325,14 +356,14 @@ class PlainAttributes:
         """
         step = self._connections.step
         is_first, self._latest_step = step != self._latest_step, step
-        self._unsent += self._state.take_changes()
+        self._unsent += self._take_changes()
+        self._called = set()
         if not self._unsent:
             return
         if not is_first:
             change = self._unsent[0]
-            where = f"{self._layers[change.layer_index].name}.{change.path}".rstrip(".")
             raise ModelError(
-                f"The attribute {where}.{change.names[0]} was changed in the "
+                f"The attribute {self._where(change)} was changed in the "
                 f"middle of step {step}: other micro-batches, or other calls of the model, went to "
                 f"the worker of {describe_layer(change.layer_index)} before it. Change it in "
                 "`on_train_batch_start` or earlier, or keep the layer with the coordinator."

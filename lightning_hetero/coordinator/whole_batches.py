@@ -287,7 +287,8 @@ class HandOvers:
         """
         turn = current_turn()
         if turn is not None:
-            self._follow(False)
+            # What the first micro-batch freezes holds for its whole step.
+            self._follow(request.surroundings.grad_enabled)
             returned: Activation = turn.hand_over(request)
             return returned
         if self._is_cutting:

@@ -177,6 +177,8 @@ class _Watched:
 
     Attributes:
         content: Snapshots of the values by name, for the exact comparison.
+        layer_index: The number of the layer.
+        inside: The values that can change inside.
     """
 
     def __init__(
@@ -187,7 +189,9 @@ class _Watched:
             if id(value) not in memory:
                 memory[id(value)] = _Inside(value)
         self.content = {name: memory[id(value)].content for name, value in own.items()}
-        self._layer_index, self._path, self._module = layer_index, path, module
+        self.layer_index, self._path, self._module = layer_index, path, module
+        inside = (memory[id(value)] for value in own.values())
+        self.inside = [each for each in inside if each.held]
         self._num_entries = len(vars(module))
         self._values = tuple(own.values())
 
@@ -205,7 +209,7 @@ class _Watched:
             for name in {**before.content, **self.content}
             if before.content.get(name, _MISSING) != self.content.get(name, _MISSING)
         )
-        return Change(self._layer_index, self._path, self._module, names)
+        return Change(self.layer_index, self._path, self._module, names)
 
 
 class _Inside:
@@ -278,8 +282,18 @@ class AttributeState:
         """Note the present values; `take_changes` compares later ones with them."""
         memory: dict[int, _Inside] = {}
         self._watched = [_Watched(*each, memory) for each in self._modules]
-        # An object that many modules share, such as a config, is compared once.
+        # By layer, what is compared; an object that many modules share, such as a config, once.
+        self._of_layers: dict[int, dict[int, _Watched | _Inside]] = {}
+        for each in self._watched:
+            of_layer = self._of_layers.setdefault(each.layer_index, {})
+            parts: list[_Watched | _Inside] = [each, *each.inside]
+            of_layer |= {id(part): part for part in parts}
         self._inside = [each for each in memory.values() if each.held]
+
+    def is_same(self, layer_index: int) -> bool:
+        """Whether a layer's attributes are as they were at the last look."""
+        of_layer = self._of_layers.get(layer_index, {}).values()
+        return all([each.is_same() for each in of_layer])  # noqa: C419 - a list is faster
 
     def take_changes(self) -> list[Change]:
         """The changes since the last call or `note`."""

@@ -50,6 +50,7 @@ from torch.nn.modules import module as torch_modules
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
+from .argument_changes import copied
 from .arithmetic import Carried, is_carried, returned
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .four_bit import shapes_only
@@ -149,6 +150,7 @@ class HollowLayers:
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._emptied, remote)
         self._held: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
+        self._parameters: dict[int, list[nn.Parameter]] = {}
         self._records = Records()
         self._undo = ExitStack()
         self._switches: dict[int, AdapterSwitches] = {}
@@ -168,6 +170,7 @@ class HollowLayers:
         empty_tensors(self._emptied)
         mark_as_away(tensor for _, tensor in named_tensors(self._emptied))
         self._held = list(self._parameters_and_buffers())
+        self._parameters = {n: [*layer.parameters()] for n, layer in self._emptied.items()}
         for number, layer in self._modules.items():
             is_heard = (lambda: self._is_here) if number in self._kept else None
             self._undo.callback(SilencedHooks(layer, is_heard).restore)
@@ -303,7 +306,9 @@ class HollowLayers:
             self.caches.begin(number, layer, args, kwargs)
         self._check_adapters(number)
         sent: Tensor = records.sent
+        args, kwargs = copied(args), copied(kwargs)
         given = [hidden, *tensors_in((args, kwargs))]
+        records.note_call(number, given, self._parameters.get(number, ()))
         args, kwargs, cache = self.caches.leave_out(layer, sent, args, kwargs)
         args, kwargs = records.carry((args, kwargs))
         refuse_away(f"Layer {number}", (args, kwargs))
@@ -390,7 +395,7 @@ class HollowLayers:
         calls, sent = self._records.calls, self._records.sent
         entering, assumptions = self._records.entering, self._records.assumptions
         still_there = self._records.still_there(given)
-        self._records.check_operands()
+        self._records.check_given()
         self.forget_calls()
         names = dict.fromkeys(content.name for content in still_there)
         calls[-1] = replace(calls[-1], comes_back=tuple(names))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -18,10 +18,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from .argument_changes import GivenTensors, Modes
 from .arithmetic import ENTERED, Arithmetic, Carried, Wanted, computed, entering
 from .half_layers import is_second_half
 from .layer_call import LayerCall
-from .layers import EMBEDDING_LAYER, DecoderLayer
+from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer
 from .placeholders import (
     Assumptions,
     Content,
@@ -50,23 +51,23 @@ class Records(threading.local):
     along: Mapping[str, Callable[[], Form]] = MappingProxyType({})
     assumptions: Any = None
     away: Sequence[weakref.ref[Content]] = ()
-    # The model's own tensors in arithmetic, and their versions, which count changes in place.
-    _operands: Sequence[tuple[Tensor, int]] = ()
-    _grad_enabled: bool = True
+    # The model's own tensors that workers get.
+    _given: GivenTensors = GivenTensors()
+    _modes: Any = None
 
     def begin(self, sent: Tensor) -> None:
         """Begin a run with these hidden states."""
         self.calls, self.sent = [], sent
         self.entering, self.along = {}, {ENTERED: lambda: Form(sent)}
-        self.away, self._operands = (), ()
-        self._grad_enabled = torch.is_grad_enabled()
+        self.away, self._given = (), GivenTensors()
+        self._modes = Modes.here(sent.device.type)
         self.assumptions = Assumptions(self.compute)
 
     def forget(self) -> None:
         """Drop what was recorded."""
         self.calls = self.sent = None
         self.entering, self.along = MappingProxyType({}), MappingProxyType({})
-        self.away, self._operands = (), ()
+        self.away, self._given = (), GivenTensors()
 
     def is_behind(self, number: int, value: Any) -> bool:
         """Whether a value is a placeholder for what a layer of this run has returned."""
@@ -108,7 +109,7 @@ class Records(threading.local):
         """
         if not self.calls or not all(map(self._is_known, wanted.operands)):
             refuse_away(f"`{wanted.function}`", wanted.operands)
-        if torch.is_grad_enabled() != self._grad_enabled:
+        if torch.is_grad_enabled() != self._modes.gradients:
             raise ModelError(
                 f"`{wanted.function}` is called under another grad mode than the layers around it, "
                 "which are on workers. Take `torch.no_grad()` away, or keep the layers with the "
@@ -138,19 +139,25 @@ class Records(threading.local):
             return ENTERED
         return hidden.name if self.is_ours(hidden) else None  # type: ignore[attr-defined]
 
-    def check_operands(self) -> None:
-        """Refuse a change of what the model has used in arithmetic.
+    def note_call(
+        self, number: int, tensors: Iterable[Tensor], parameters: Iterable[Tensor]
+    ) -> None:
+        """Note that a layer is called with tensors, and which of its parameters train.
+
+        Raises:
+            ModelError: If it is called in another mode of torch than the layers before it.
+        """
+        Modes.here(self.sent.device.type).check(self._modes, number)
+        self._given.note(tensors, f"the model had called {describe_layer(number)} with it")
+        self._given.note_flags(number, parameters)
+
+    def check_given(self) -> None:
+        """Refuse a change of what the model has given to layers, or has used in arithmetic.
 
         Raises:
             ModelError: With the form of the tensor.
         """
-        for tensor, version in self._operands:
-            if tensor._version != version:
-                raise ModelError(
-                    f"A {tensor.dtype} of the shape {tuple(tensor.shape)} was changed in place "
-                    "after the model had computed with it between two layers on workers, which get "
-                    "it later. Change a copy of it (`clone`)."
-                )
+        self._given.check()
 
     def _is_known(self, operand: Any) -> bool:
         if isinstance(operand, HiddenStatesAway):
@@ -165,8 +172,7 @@ class Records(threading.local):
             return Carried(ENTERED)
         if not isinstance(operand, Tensor):
             return operand
-        if not operand.is_inference():
-            self._operands = (*self._operands, (operand, operand._version))
+        self._given.note([operand], "the model had computed with it between two layers")
         if operand.ndim and operand.ndim != self.sent.ndim:
             # Its dimensions meet the last ones of the others.
             away = next(each for each in wanted.operands if isinstance(each, HiddenStatesAway))

@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from ..devices.numerics import compute_with, making
 from ..errors import ModelError, RemoteProtocolError
+from ..model.argument_changes import Arguments, check_entered, versions
 from ..model.arithmetic import returned
 from ..model.attributes import AttributeState
 from ..model.captured_outputs import collect_embedded, collecting
@@ -417,11 +418,14 @@ class Stage:
         as_leaf = partial(self._leaf, surroundings.grad_enabled)
         leaf = as_leaf(incoming.hidden)
         carried = {name: as_leaf(tensor) for name, tensor in incoming.carried.items()}
+        entered = (leaf, *carried.values())
+        before = versions(entered)
         keep_graph = surroundings.grad_enabled and not self.recompute
         with self._watching(key, surroundings):
             output = self._run_layers(key, leaf, carried, surroundings, keep_graph)
+        check_entered(before, entered)
         if surroundings.grad_enabled and self.recompute:
-            inputs = (leaf, *carried.values(), *self.layers.parameters())
+            inputs = (*entered, *self.layers.parameters())
             wanted = any(tensor.requires_grad for tensor in inputs)
             outgoing = output.map(
                 lambda tensor: tensor.detach().requires_grad_(wanted and tensor.is_floating_point())
@@ -532,10 +536,12 @@ class Stage:
                 call.set_modes(layer)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 args, kwargs = put_hidden(hidden, args, kwargs, call.place)
+                arguments = Arguments(call)
                 seed_action(self.seed, self.dropout_step, call.layer_index, *key)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 with on_trial(layer) if surroundings.is_trial else nullcontext():
                     hidden = along.take(tensors_of(run(*args, **kwargs), layer, call), call)
+                arguments.check(layer)
                 if call.layer_index == EMBEDDING_LAYER:
                     collect_embedded(hidden)
             found = [*collected(), *along.leaving()]

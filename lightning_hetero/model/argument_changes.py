@@ -1,0 +1,220 @@
+"""What layers are called with must still be so when workers get it, which is later.
+
+    call of layer 4 ─▶ call of layer 5 ─▶ call of layer 6 ─▶ all of it leaves
+         note               note               note            check
+
+On one device a layer has computed by the time when the model goes on, and the model may change what
+it gave. Here lists and dictionaries are copied at the call, and a tensor that changes meanwhile is
+refused. All layers of one forward compute in the modes of torch in which the first one is called.
+
+What a layer on a worker changes in its arguments nobody else would see, so that is refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from .attributes import frozen
+from .layer_call import LayerCall
+from .layers import describe_layer
+from .placeholders import HiddenStatesAway
+
+
+class Modes(NamedTuple):
+    """The modes of torch in this thread that change what a layer computes."""
+
+    gradients: bool
+    inference: bool
+    autocast: torch.dtype | None
+    default_dtype: torch.dtype
+
+    @classmethod
+    def here(cls, device: str) -> Modes:
+        """The present modes, with the autocast of a kind of device."""
+        is_cast = torch.is_autocast_enabled(device)
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_autocast_dtype(device) if is_cast else None,
+            torch.get_default_dtype(),
+        )
+
+    def check(self, first: Modes, number: int) -> None:
+        """Refuse modes in which an earlier layer of the forward was not called.
+
+        Args:
+            first: The modes in which the first layer was called.
+            number: The number of the layer that is called now.
+
+        Raises:
+            ModelError: With the mode and the remedy.
+        """
+        if self == first:
+            return
+        name = next(n for n in self._fields if getattr(self, n) != getattr(first, n))
+        what, remedy = _IN_WORDS[name]
+        raise ModelError(
+            f"{describe_layer(number).capitalize()} is called under another {what} than the layers "
+            f"on workers before it ({getattr(self, name)} and {getattr(first, name)}), and workers "
+            f"compute all layers of a forward alike. {remedy}, or keep these layers with the "
+            "coordinator."
+        )
+
+
+_IN_WORDS = {
+    "gradients": (
+        "grad mode",
+        "Put `torch.no_grad()` around all of them or none; to freeze some, call "
+        "`requires_grad_(False)` on them",
+    ),
+    "inference": ("inference mode", "Put `torch.inference_mode()` around all of them or none"),
+    "autocast": ("dtype of autocast", "Put `torch.autocast` around all of them or none"),
+    "default_dtype": ("default dtype", "Set the default dtype before the first of them"),
+}
+
+
+class _Noted(NamedTuple):
+    """A tensor as it was at a call."""
+
+    tensor: Tensor
+    user: str
+    version: int
+    address: int
+    # Inference mode counts no changes, so there the content is compared.
+    content: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, user: str) -> _Noted:
+        if tensor.is_inference():
+            return cls(tensor, user, 0, _address(tensor), tensor.clone())
+        return cls(tensor, user, tensor._version, _address(tensor), None)
+
+    def has_changed(self) -> bool:
+        """Whether the tensor has other memory or another content now."""
+        if _address(self.tensor) != self.address:
+            return True
+        if self.content is None:
+            return self.tensor._version != self.version
+        differs = self.tensor != self.content
+        both_nan = (self.tensor != self.tensor) & (self.content != self.content)
+        return bool((differs & ~both_nan).any())
+
+
+class GivenTensors:
+    """The tensors that a forward has given to layers on workers, and what they held then."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, _Noted] = {}
+        self._flags: list[tuple[int, list[Tensor], list[bool]]] = []
+
+    def note(self, tensors: Iterable[Tensor], user: str) -> None:
+        """Note tensors; the user is what the model does with them, in words."""
+        for tensor in tensors:
+            is_away = isinstance(tensor, HiddenStatesAway) or tensor.is_meta
+            if not is_away and id(tensor) not in self._noted:
+                self._noted[id(tensor)] = _Noted.of(tensor, user)
+
+    def note_flags(self, number: int, parameters: Iterable[Tensor]) -> None:
+        """Note which parameters of a layer train."""
+        found = [*parameters]
+        self._flags.append((number, found, _flags_of(found)))
+
+    def check(self) -> None:
+        """Refuse tensors that have changed, and layers that were frozen for their call only.
+
+        Raises:
+            ModelError: With the form of the tensor and its use, or with the layer.
+        """
+        for number, parameters, flags in self._flags:
+            if _flags_of(parameters) != flags:
+                raise ModelError(
+                    f"`requires_grad` of parameters of {describe_layer(number)} was set after the "
+                    "model had called it, and its worker computes the call later. Set it before "
+                    "the forward and leave it until the backward, or keep the layer with the "
+                    "coordinator."
+                )
+        for noted in self._noted.values():
+            if noted.has_changed():
+                tensor = noted.tensor
+                raise ModelError(
+                    f"A {tensor.dtype} of the shape {tuple(tensor.shape)} was changed in place "
+                    f"after {noted.user}, and workers get it later. Change a copy of it (`clone`; "
+                    "`x = x + y` for `x += y`), or keep these layers with the coordinator."
+                )
+
+
+class Arguments:
+    """The arguments of a layer's call on a worker, which the layer must leave as they are.
+
+    Args:
+        call: The call, with its tensors.
+    """
+
+    def __init__(self, call: LayerCall) -> None:
+        self._call = call
+        self._before = self._look()
+
+    def check(self, layer: nn.Module) -> None:
+        """Refuse a layer that has changed an argument.
+
+        Raises:
+            ModelError: With the argument.
+        """
+        now = self._look()
+        if now != self._before:
+            place = next(p for p in now if now[p] != self._before[p])
+            number = self._call.layer_index
+            raise ModelError(
+                f"The forward of {describe_layer(number)} ({type(layer).__name__}) changed its "
+                f"argument {place!r} on a worker. Neither the model nor a layer of another worker "
+                "would see the change. Return what is new, or keep the layer with the coordinator."
+            )
+
+    def _look(self) -> dict[str, Any]:
+        named = [*enumerate(self._call.args), *self._call.kwargs.items()]
+        return {str(place): frozen(value) for place, value in named}
+
+
+def check_entered(before: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Refuse layers that have changed in place what came to their worker.
+
+    Args:
+        before: The versions of the tensors before the layers ran.
+        tensors: The tensors.
+
+    Raises:
+        ModelError: With the remedy.
+    """
+    if before != versions(tensors):
+        raise ModelError(
+            "A layer on a worker changes its hidden states in place, and the model, which has them "
+            "too, would not see that. Write `x = x + y` for `x += y`, or keep the layer with the "
+            "coordinator."
+        )
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [tensor._version for tensor in tensors]
+
+
+def _flags_of(parameters: Iterable[Tensor]) -> list[bool]:
+    with torch._C.DisableTorchFunctionSubclass():  # otherwise parameters that are away are slow
+        return [parameter.requires_grad for parameter in parameters]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if torch._C._has_storage(tensor) else 0
+
+
+def copied(value: Any) -> Any:
+    """Nested lists, tuples and dictionaries as they are now; what they hold is not copied."""
+    kind = type(value)
+    if kind is dict:
+        return {key: copied(item) for key, item in value.items()}
+    return kind(map(copied, value)) if kind in (list, tuple) else value

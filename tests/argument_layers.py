@@ -1,0 +1,185 @@
+"""Layers that get more than hidden states, and models that change it between two layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .along_layers import Base, line
+
+
+class Shifted(nn.Module):
+    """Adds what it is given; autograd saves none of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = line()
+        self.factor = 1.0
+
+    def forward(self, hidden: Tensor, shift: Any = 0.0) -> Tensor:
+        shift = shift["by"] if isinstance(shift, dict) else shift
+        return hidden + self.factor * self.mix(hidden).tanh() + shift
+
+
+class Collects(Shifted):
+    """Leaves a loss in a list."""
+
+    def forward(self, hidden: Tensor, losses: list[Any]) -> Tensor:
+        losses.append(hidden.square().mean())
+        return super().forward(hidden)
+
+
+class Counts(Shifted):
+    """Changes a tensor that it is given."""
+
+    def forward(self, hidden: Tensor, count: Tensor) -> Tensor:
+        count += 1
+        return super().forward(hidden, count)
+
+
+class Overwrites(Shifted):
+    """Changes its hidden states."""
+
+    def forward(self, hidden: Tensor, shift: Any = 0.0) -> Tensor:
+        if torch.is_grad_enabled():
+            return super().forward(hidden, shift)
+        hidden += super().forward(hidden, shift)
+        return hidden
+
+
+class Model(Base):
+    """Calls its layers one after the other; subclasses change something meanwhile."""
+
+    layer_class: type[nn.Module] = Shifted
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList(self.layer_class() for _ in range(4))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self(batch).square().mean())
+
+
+class NewInTable(Model):
+    """Puts another tensor, or number, into one dictionary for each layer."""
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        table: dict[str, Any] = {"by": condition[:, None].detach()}
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, table)
+            table["by"] = number * 0.1 if number else table["by"] * 2
+        return hidden
+
+
+class Freezes(Model):
+    """Freezes layers in its forward, and leaves them so."""
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            layer.requires_grad_(number % 2 == 0)
+            hidden = layer(hidden)
+        return hidden
+
+
+class FreezesForOneCall(Model):
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            layer.requires_grad_(number % 2 == 0)
+            hidden = layer(hidden)
+            layer.requires_grad_(True)
+        return hidden
+
+
+class SetsForOneCall(Model):
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.factor = 2.0
+            hidden = layer(hidden)
+            layer.factor = 1.0
+        return hidden
+
+
+class AddsToNumber(Model):
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        shift = torch.zeros(len(hidden), 1, 1)
+        for layer in self.layers:
+            hidden = layer(hidden, shift)
+            shift += 0.1
+        return hidden
+
+
+class MovesNumber(Model):
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        shift = torch.zeros(len(hidden), 1, 1)
+        for layer in self.layers:
+            hidden = layer(hidden, shift)
+            shift.data = shift.data + 0.1
+        return hidden
+
+
+class AddsInEvaluation(AddsToNumber):
+    """Lightning evaluates in inference mode, where torch counts no changes."""
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        if not self.training:
+            return super().run(hidden, condition)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class AddsToHidden(Model):
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        given = hidden + 0.0
+        hidden = self.layers[1](self.layers[0](given))
+        given += 1.0
+        return self.layers[3](self.layers[2](hidden))
+
+
+class FirstWithoutGraph(Model):
+    """Freezes its first layers, as many programs do."""
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and number > 1):
+                hidden = layer(hidden)
+        return hidden
+
+
+class OneInBfloat16(Model):
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number == 1):
+                hidden = layer(hidden)
+        return hidden
+
+
+class LossesInList(Model):
+    layer_class = Collects
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        losses: list[Any] = []
+        for layer in self.layers:
+            hidden = layer(hidden, losses)
+        return hidden + sum(losses)
+
+
+class CountsCalls(Model):
+    layer_class = Counts
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        count = torch.zeros(len(hidden), 1, 1)
+        for layer in self.layers:
+            hidden = layer(hidden, count)
+        return hidden
+
+
+class Overwritten(Model):
+    layer_class = Overwrites
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        result = hidden
+        for layer in self.layers:
+            result = layer(result)
+        return result + hidden
