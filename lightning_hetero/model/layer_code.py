@@ -26,10 +26,12 @@ import sysconfig
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dis import get_instructions
 from functools import cache, cached_property, partial, partialmethod
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
+    CellType,
     ClassMethodDescriptorType,
     CodeType,
     FunctionType,
@@ -135,8 +137,8 @@ class _Survey:
         # Methods that nothing has named so far, by their names.
         self._unnamed: defaultdict[str, list[_Found]] = defaultdict(list)
         self._named = {*_ENTRIES}
-        # Numbers at places. Some that code sets count what happens in a process.
-        self._numbers: dict[str, int | float] = {}
+        # Settings at places. Some that code sets count what happens in a process.
+        self._settings: dict[str, int | float | str] = {}
         self._stored: set[str] = set()
 
     def finish(self) -> dict[str, str]:
@@ -144,7 +146,7 @@ class _Survey:
         while self._left:
             place, outermost, holder = self._left.pop()
             *wrappers, own = _links(outermost)
-            words = [_code_of(own.__code__).digest, *holder]
+            words = [_code_of(own.__code__).digest, *holder, *_numbers_in(own)]
             self._follow_all(own)
             for wrapper in wrappers:
                 home = _defined_in(wrapper)
@@ -154,9 +156,9 @@ class _Survey:
                 elif _package(home) not in {*_PLATFORM, _VARIED, _package(_defined_in(own))}:
                     words.append(_package(home))
             self._found[place] = words[0] if len(words) == 1 else _digest(words)
-        for place, number in self._numbers.items():
+        for place, setting in self._settings.items():
             if place.rpartition(".")[2] not in self._stored:
-                self._found[place] = repr(number)
+                self._found[place] = repr(setting)
         return dict(sorted(self._found.items()))
 
     def add_module(self, module: nn.Module) -> None:
@@ -181,7 +183,9 @@ class _Survey:
                         self._unnamed[name].append(_Found(place, function, holder))
                     elif name == "forward":
                         self._follow_all(function)
-                if not name.startswith("__") or name in _ENTRIES:
+                if name in _words_set_in(base) and type(value) in (bool, str):
+                    self._settings[place] = value
+                elif not name.startswith("__") or name in _ENTRIES:
                     self._note_other(place, value)
         self._name(self._named)
 
@@ -202,7 +206,7 @@ class _Survey:
         """A number at a place, or an object that is called like a function."""
         if type(value) in (int, float):
             if not _is_of_platform(place):
-                self._numbers[place] = value
+                self._settings[place] = value
         elif (holder := _holder_of(value)) and not list(_functions_in(value)):
             (self._found[place],) = holder
             if not _is_installed(type(value).__module__):
@@ -310,6 +314,53 @@ def _names_defined_in(module: str) -> frozenset[str]:
     defined = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
     targets = (t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets)
     return frozenset([*defined, *(t.id for t in targets if isinstance(t, ast.Name))])
+
+
+@cache
+def _words_set_in(kind: type) -> frozenset[str]:
+    """The names that the body of a user's own class sets to a text or a truth value.
+
+    What it computes may differ with the machine, such as whether there is a GPU.
+    """
+    if _is_installed(kind.__module__):
+        return frozenset()
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return frozenset()
+    found: set[str] = set()
+    for node in getattr(tree, "body", ()):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_word(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {each.id for each in targets if isinstance(each, ast.Name)}
+    return frozenset(name for name in found if not name.startswith("__"))
+
+
+def _is_word(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (bool, str)
+
+
+def _numbers_in(function: FunctionType) -> list[str]:
+    """The numbers that a function of the user's own has as defaults, or from the function that has
+    made it; its code does not tell them."""
+    if _is_installed(_defined_in(function)):
+        return []
+    changed = {each.argval for each in get_instructions(function) if each.opname == "STORE_DEREF"}
+    held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    given: list[tuple[str, Any]] = [
+        *((str(place), item) for place, item in enumerate(function.__defaults__ or ())),
+        *(function.__kwdefaults__ or {}).items(),
+        *((name, _content(cell)) for name, cell in held.items() if name not in changed),
+    ]
+    return [f"{name}={number!r}" for name, number in given if type(number) in (int, float)]
+
+
+def _content(cell: CellType) -> Any:
+    """What a variable of an outer function holds; None if it has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:
