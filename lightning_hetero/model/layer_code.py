@@ -24,6 +24,7 @@ import site
 import sys
 import sysconfig
 import textwrap
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dis import get_instructions
@@ -65,6 +66,8 @@ _ORDINARY = (
 _EMPTY_CLASSES = {object, nn.Module, torch.autograd.Function}
 _MOST_NAMED = 3
 _DIGEST_BYTES = 8
+# When this process, or the one that it was forked from, began to load code.
+_BEGAN_SECONDS = time.time()
 # What says nothing about numbers.
 _SILENT_FIELDS = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_params"})
 
@@ -93,6 +96,9 @@ def code_of(layers: Iterable[nn.Module], attention: str | None = None) -> dict[s
     Args:
         layers: With their children.
         attention: The name of the function of attention that they look up in transformers.
+
+    Raises:
+        ModelError: If a file has changed since its code was loaded.
     """
     survey = _Survey()
     for module in (module for layer in layers for module in layer.modules()):
@@ -146,6 +152,7 @@ class _Survey:
         while self._left:
             place, outermost, holder = self._left.pop()
             *wrappers, own = _links(outermost)
+            _check_current(own.__code__, own.__code__.co_filename)
             words = [_code_of(own.__code__).digest, *holder, *_numbers_in(own)]
             self._follow_all(own)
             for wrapper in wrappers:
@@ -410,6 +417,44 @@ def _code_of(code: CodeType) -> _Code:
     stored = frozenset(node.attr for node in attributes if isinstance(node.ctx, ast.Store))
     named = frozenset(node.attr for node in attributes)
     return _Code(_digest(_words(tree)), chains, named, stored)
+
+
+@cache
+def _check_current(code: CodeType, file: str) -> None:
+    """Refuse code whose file has been written meanwhile, and has other code in its place.
+
+    It is looked at once, so that a program may be edited while it trains.
+
+    Raises:
+        ModelError: With the file and the remedy.
+    """
+    try:
+        is_written = os.stat(file).st_mtime >= _BEGAN_SECONDS
+        is_current = not is_written or _identity(code) in _codes_in(file)
+    except (OSError, SyntaxError, ValueError):
+        return  # It was not loaded from a file of code, or nobody can tell.
+    if not is_current:
+        raise ModelError(
+            f"{file} has changed since this process has loaded it, so the process would compute "
+            f"with an older {code.co_name!r}. Start it anew (a worker by its command)."
+        )
+
+
+@cache
+def _codes_in(file: str) -> frozenset[tuple[Any, ...]]:
+    """All code that a file has now."""
+    left, found = [compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)], set()
+    while left:
+        code = left.pop()
+        found.add(_identity(code))
+        left += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(found)
+
+
+def _identity(code: CodeType) -> tuple[Any, ...]:
+    """What tells a piece of code from others; the constants without code inside of it."""
+    constants = [repr(each) for each in code.co_consts if not isinstance(each, CodeType)]
+    return code.co_name, code.co_firstlineno, code.co_code, code.co_names, *constants
 
 
 def _not_run(function: ast.stmt) -> Iterator[ast.AST]:

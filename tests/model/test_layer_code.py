@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -233,6 +234,19 @@ def test_a_number_that_code_sets_is_no_constant(tmp_path: Path) -> None:
     counts = "None; Layer.power += 1"
     one = code_of_own(tmp_path / "one", act=counts)
     assert code_of_own(tmp_path / "other", act=counts, power=7) == one
+
+
+def test_code_whose_file_was_replaced_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker runs on while another version is installed: the file does not tell what it runs."""
+    file = tmp_path / "replaced.py"
+    file.write_text(OWN.format(**PLAIN))
+    monkeypatch.syspath_prepend(tmp_path)
+    layer = importlib.import_module("replaced").Layer()
+    file.write_text(OWN.format(**{**PLAIN, "factor": 4}))
+    with pytest.raises(ModelError, match=r"replaced\.py has changed since this process has loaded"):
+        code_of([layer])
 
 
 def test_a_truth_value_that_a_class_computes_may_differ(tmp_path: Path) -> None:
