@@ -24,12 +24,15 @@ import site
 import sys
 import sysconfig
 import textwrap
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dis import get_instructions
 from functools import cache, cached_property, partial, partialmethod
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
+    CellType,
     ClassMethodDescriptorType,
     CodeType,
     FunctionType,
@@ -63,6 +66,8 @@ _ORDINARY = (
 _EMPTY_CLASSES = {object, nn.Module, torch.autograd.Function}
 _MOST_NAMED = 3
 _DIGEST_BYTES = 8
+# When this process, or the one that it was forked from, began to load code.
+_BEGAN_SECONDS = time.time()
 # What says nothing about numbers.
 _SILENT_FIELDS = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_params"})
 
@@ -91,6 +96,9 @@ def code_of(layers: Iterable[nn.Module], attention: str | None = None) -> dict[s
     Args:
         layers: With their children.
         attention: The name of the function of attention that they look up in transformers.
+
+    Raises:
+        ModelError: If a file has changed since its code was loaded.
     """
     survey = _Survey()
     for module in (module for layer in layers for module in layer.modules()):
@@ -135,8 +143,8 @@ class _Survey:
         # Methods that nothing has named so far, by their names.
         self._unnamed: defaultdict[str, list[_Found]] = defaultdict(list)
         self._named = {*_ENTRIES}
-        # Numbers at places. Some that code sets count what happens in a process.
-        self._numbers: dict[str, int | float] = {}
+        # Settings at places. Some that code sets count what happens in a process.
+        self._settings: dict[str, int | float | str] = {}
         self._stored: set[str] = set()
 
     def finish(self) -> dict[str, str]:
@@ -144,7 +152,8 @@ class _Survey:
         while self._left:
             place, outermost, holder = self._left.pop()
             *wrappers, own = _links(outermost)
-            words = [_code_of(own.__code__).digest, *holder]
+            _check_current(own.__code__, own.__code__.co_filename)
+            words = [_code_of(own.__code__).digest, *holder, *_numbers_in(own)]
             self._follow_all(own)
             for wrapper in wrappers:
                 home = _defined_in(wrapper)
@@ -154,9 +163,9 @@ class _Survey:
                 elif _package(home) not in {*_PLATFORM, _VARIED, _package(_defined_in(own))}:
                     words.append(_package(home))
             self._found[place] = words[0] if len(words) == 1 else _digest(words)
-        for place, number in self._numbers.items():
+        for place, setting in self._settings.items():
             if place.rpartition(".")[2] not in self._stored:
-                self._found[place] = repr(number)
+                self._found[place] = repr(setting)
         return dict(sorted(self._found.items()))
 
     def add_module(self, module: nn.Module) -> None:
@@ -181,7 +190,9 @@ class _Survey:
                         self._unnamed[name].append(_Found(place, function, holder))
                     elif name == "forward":
                         self._follow_all(function)
-                if not name.startswith("__") or name in _ENTRIES:
+                if name in _words_set_in(base) and type(value) in (bool, str):
+                    self._settings[place] = value
+                elif not name.startswith("__") or name in _ENTRIES:
                     self._note_other(place, value)
         self._name(self._named)
 
@@ -202,7 +213,7 @@ class _Survey:
         """A number at a place, or an object that is called like a function."""
         if type(value) in (int, float):
             if not _is_of_platform(place):
-                self._numbers[place] = value
+                self._settings[place] = value
         elif (holder := _holder_of(value)) and not list(_functions_in(value)):
             (self._found[place],) = holder
             if not _is_installed(type(value).__module__):
@@ -312,6 +323,53 @@ def _names_defined_in(module: str) -> frozenset[str]:
     return frozenset([*defined, *(t.id for t in targets if isinstance(t, ast.Name))])
 
 
+@cache
+def _words_set_in(kind: type) -> frozenset[str]:
+    """The names that the body of a user's own class sets to a text or a truth value.
+
+    What it computes may differ with the machine, such as whether there is a GPU.
+    """
+    if _is_installed(kind.__module__):
+        return frozenset()
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return frozenset()
+    found: set[str] = set()
+    for node in getattr(tree, "body", ()):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_word(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {each.id for each in targets if isinstance(each, ast.Name)}
+    return frozenset(name for name in found if not name.startswith("__"))
+
+
+def _is_word(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (bool, str)
+
+
+def _numbers_in(function: FunctionType) -> list[str]:
+    """The numbers that a function of the user's own has as defaults, or from the function that has
+    made it; its code does not tell them."""
+    if _is_installed(_defined_in(function)):
+        return []
+    changed = {each.argval for each in get_instructions(function) if each.opname == "STORE_DEREF"}
+    held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    given: list[tuple[str, Any]] = [
+        *((str(place), item) for place, item in enumerate(function.__defaults__ or ())),
+        *(function.__kwdefaults__ or {}).items(),
+        *((name, _content(cell)) for name, cell in held.items() if name not in changed),
+    ]
+    return [f"{name}={number!r}" for name, number in given if type(number) in (int, float)]
+
+
+def _content(cell: CellType) -> Any:
+    """What a variable of an outer function holds; None if it has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
 def _functions_in(value: Any) -> Iterator[FunctionType]:
     """The functions of an attribute of a class."""
     if isinstance(value, property):
@@ -359,6 +417,44 @@ def _code_of(code: CodeType) -> _Code:
     stored = frozenset(node.attr for node in attributes if isinstance(node.ctx, ast.Store))
     named = frozenset(node.attr for node in attributes)
     return _Code(_digest(_words(tree)), chains, named, stored)
+
+
+@cache
+def _check_current(code: CodeType, file: str) -> None:
+    """Refuse code whose file has been written meanwhile, and has other code in its place.
+
+    It is looked at once, so that a program may be edited while it trains.
+
+    Raises:
+        ModelError: With the file and the remedy.
+    """
+    try:
+        is_written = os.stat(file).st_mtime >= _BEGAN_SECONDS
+        is_current = not is_written or _identity(code) in _codes_in(file)
+    except (OSError, SyntaxError, ValueError):
+        return  # It was not loaded from a file of code, or nobody can tell.
+    if not is_current:
+        raise ModelError(
+            f"{file} has changed since this process has loaded it, so the process would compute "
+            f"with an older {code.co_name!r}. Start it anew (a worker by its command)."
+        )
+
+
+@cache
+def _codes_in(file: str) -> frozenset[tuple[Any, ...]]:
+    """All code that a file has now."""
+    left, found = [compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)], set()
+    while left:
+        code = left.pop()
+        found.add(_identity(code))
+        left += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(found)
+
+
+def _identity(code: CodeType) -> tuple[Any, ...]:
+    """What tells a piece of code from others; the constants without code inside of it."""
+    constants = [repr(each) for each in code.co_consts if not isinstance(each, CodeType)]
+    return code.co_name, code.co_firstlineno, code.co_code, code.co_names, *constants
 
 
 def _not_run(function: ast.stmt) -> Iterator[ast.AST]:

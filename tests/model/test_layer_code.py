@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -147,8 +148,19 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
+def factory(scale):
+    def scaled(self, x, shift=0.0):
+        return x * scale + shift
+
+    return scaled
+
+
 class Layer(nn.Module):
     power = {power}
+    kind: str = {kind}
+    is_wide = {is_wide}
+    has_gpu = bool({has_gpu})
+    scaled = factory({scale})
 
     def __init__(self):
         super().__init__()
@@ -156,6 +168,7 @@ class Layer(nn.Module):
 
     # {text}
     def forward(self, x):
+        x = self.scaled(x)
         return self.act(Doubled.apply(helper(x))) ** self.power * SCALE + kept(1)
 
 
@@ -171,6 +184,10 @@ PLAIN = {
     "more": "",
     "kept": 1,
     "power": 2,
+    "kind": "'narrow'",
+    "is_wide": False,
+    "has_gpu": 0,
+    "scale": 2.0,
 }
 
 
@@ -200,6 +217,10 @@ def code_of_own(folder: Path, **changes: Any) -> dict[str, str]:
         ({"top": "SCALE = 0.25"}, "SCALE"),
         ({"kept": 2}, "kept"),
         ({"power": 3}, "Layer.power"),
+        ({"kind": "'wide'"}, "Layer.kind"),
+        ({"is_wide": True}, "Layer.is_wide"),
+        ({"scale": 3.0}, "Layer.scaled"),
+        ({"more": "\n\n\nLayer.scaled.__defaults__ = (1.0,)"}, "Layer.scaled"),
     ],
 )
 def test_other_code_of_a_project_is_noticed(changes: Any, place: str, tmp_path: Path) -> None:
@@ -213,6 +234,24 @@ def test_a_number_that_code_sets_is_no_constant(tmp_path: Path) -> None:
     counts = "None; Layer.power += 1"
     one = code_of_own(tmp_path / "one", act=counts)
     assert code_of_own(tmp_path / "other", act=counts, power=7) == one
+
+
+def test_code_whose_file_was_replaced_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker runs on while another version is installed: the file does not tell what it runs."""
+    file = tmp_path / "replaced.py"
+    file.write_text(OWN.format(**PLAIN))
+    monkeypatch.syspath_prepend(tmp_path)
+    layer = importlib.import_module("replaced").Layer()
+    file.write_text(OWN.format(**{**PLAIN, "factor": 4}))
+    with pytest.raises(ModelError, match=r"replaced\.py has changed since this process has loaded"):
+        code_of([layer])
+
+
+def test_a_truth_value_that_a_class_computes_may_differ(tmp_path: Path) -> None:
+    """Such as whether the machine has a GPU."""
+    assert code_of_own(tmp_path / "one", has_gpu=1) == code_of_own(tmp_path / "other")
 
 
 def test_a_function_that_is_an_attribute_is_followed(tmp_path: Path) -> None:
