@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import lightning_hetero
 import lightning_hetero.pytorch_lightning as other
 from lightning_hetero import Plan, StagePlan, cli, errors
+from lightning_hetero.planner.profile import Profile
 from lightning_hetero.pytorch_lightning.callbacks import StageWeightAveraging
 
 ROOT = Path(__file__).parents[1]
@@ -225,3 +226,51 @@ def test_the_command_line_takes_a_config_for_it(
         cli.main()
     assert "All workers compute what one device computes." in capsys.readouterr().out
     assert ended.value.code == 0
+
+
+QUICK_PROFILER = """
+  callbacks:
+    - class_path: lightning_hetero.pytorch_lightning.PipelineProfiler
+      init_args: {budget_seconds: 0.2}
+"""
+
+
+def test_profile_and_plan_take_a_config_for_it(
+    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config, profile = tmp_path / "config.yaml", tmp_path / "profile.yaml"
+    text = CONFIG.replace("workers: 1", f"workers: ['{workers[0]}']")
+    config.write_text(text.rstrip() + QUICK_PROFILER)
+    command = ["lightning-hetero", "profile", str(config), "-o", str(profile)]
+    monkeypatch.setattr(sys, "argv", command)
+    cli.main()
+    found = Profile.from_yaml(profile)
+    assert [device.name for device in found.devices] == ["coordinator", workers[0]]
+    plan = tmp_path / "plan.yaml"
+    monkeypatch.setattr(sys, "argv", ["lightning-hetero", "plan", str(profile), "-o", str(plan)])
+    cli.main()
+    assert Plan.from_yaml(plan).stages[-1].layers[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "wrong"),
+    [
+        ("model: {class_path: tests.test_pytorch_lightning.Small}", [], "Import path tests"),
+        ("", ["--model", "tests.test_pytorch_lightning.Small"], "Small' is not a LightningModule"),
+    ],
+)
+def test_a_config_for_the_first_name_with_a_model_of_the_other_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, words: list[str], wrong: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    trainer = CONFIG[CONFIG.index("trainer") :]
+    config.write_text(f"{model}\n{trainer.replace('hetero.pytorch_lightning', 'hetero')}")
+    monkeypatch.setattr(sys, "argv", ["lightning-hetero", "profile", str(config), *words])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = str(ended.value.code)
+    assert wrong in said
+    assert "takes the strategy and the callbacks from lightning_hetero.pytorch_lightning." in said

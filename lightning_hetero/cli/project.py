@@ -17,6 +17,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from ..errors import ModelError, ProfileError
 from ..model.layers import DecoderLayer
+from ..strategy.arguments import other_package, this_package
 from ..strategy.deploy import Site
 from ..yaml_file import check_kind, read_yaml
 
@@ -105,8 +106,18 @@ def _class_named(name: str, base: type) -> Any:
     except (ImportError, ValueError, AttributeError) as error:
         raise ProfileError(f"There is no class {name!r}: {error}.") from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ProfileError(f"{name!r} is not a {base.__name__}.")
+        raise ProfileError(f"{name!r} is not a {base.__name__} of {pl.__name__}. {_two_names()}")
     return found
+
+
+def _two_names() -> str:
+    """What may be wrong with a class that has another base, as a sentence with the remedy."""
+    other, package = other_package()
+    return (
+        f"The strategy of the config is for {pl.__name__}, so all its classes must be too, with "
+        f"callbacks from {this_package()}; a project on {other} takes the strategy and the "
+        f"callbacks from {package}."
+    )
 
 
 # Lines of an error of jsonargparse that do not say what is wrong.
@@ -126,4 +137,5 @@ def _fault(error: Exception) -> str | None:
     text = " ".join(line.removeprefix("- ") for line in telling)
     text = re.sub(r'Parser key "([^"]*)"', r"\1", text)
     text = text.replace("Subcommand 'fit' does not accept option", "There is no option")
-    return f"{text.rstrip('.')}."
+    hint = f" {_two_names()}" if "does not correspond to a subclass" in text else ""
+    return f"{text.rstrip('.')}.{hint}"

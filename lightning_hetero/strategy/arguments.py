@@ -221,19 +221,24 @@ def other_package() -> tuple[str, str]:
     return ".".join(["lightning", "pytorch"]), _PACKAGE
 
 
+def this_package() -> str:
+    """The module that has the strategy and the callbacks for this name of Lightning."""
+    return _PACKAGE if "." in pl.__name__ else f"{_PACKAGE}.pytorch_lightning"
+
+
 def check_package(trainer: pl.Trainer) -> None:
     """Refuse callbacks of this package that are made for the other name of Lightning.
 
     Raises:
         MisconfigurationException: With the callback's name and the remedy.
     """
-    here = _PACKAGE if "." in pl.__name__ else f"{_PACKAGE}.pytorch_lightning"
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         bases = [base.__module__.partition(".")[0] for base in type(callback).__mro__]
         if _PACKAGE in bases and not isinstance(callback, pl.Callback):
             raise MisconfigurationException(
                 f"{type(callback).__name__} is a callback for {other_package()[0]}.Trainer, and "
-                f"this is a {pl.__name__}.Trainer; import the callback from {here}."
+                f"this is a {pl.__name__}.Trainer; import the callback from "
+                f"{this_package()}."
             )
 
 
