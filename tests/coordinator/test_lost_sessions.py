@@ -29,16 +29,21 @@ from .lost_schedules import (
 )
 from .session_net import Net, NetChannel
 
-# The random schedules of each case, or more if too little happens in them.
-NUM_SEEDS = int(os.environ.get("TEST_SCHEDULES", "2"))
+# The random schedules of each case, and the most if too little happens in them.
+NUM_SEEDS = int(os.environ.get("TEST_SCHEDULES", "1"))
+MOST_SEEDS = 16 * NUM_SEEDS
 
 
 @pytest.mark.parametrize(("plan", "options"), CASES)
 def test_random_losses_change_no_bit(plan: str, options: str, tmp_path: Path) -> None:
-    counts: Counter[str] = Counter()
+    counts, expected = Counter[str](), undisturbed(plan, options)
+    # The schedules that cut connections come first: the others alone would not be enough.
+    seeds = sorted(
+        range(MOST_SEEDS), key=lambda seed: not Faults.drawn(plan, options, seed, expected).cuts
+    )
     is_enough = False
-    for seed in range(4 * NUM_SEEDS):
-        if seed < NUM_SEEDS or not is_enough:
+    for number, seed in enumerate(seeds):
+        if number < NUM_SEEDS or not is_enough:
             counts += tried(plan, options, seed, tmp_path)
             num_replaced = counts["respawn"] + counts["spare"] + counts["takeover"]
             is_enough = num_replaced > 0 and counts["link cut"] > 0
@@ -55,7 +60,7 @@ def test_random_losses_change_no_bit_where_layers_move(
     if options == "moving" and plan != "replicas in a line":
         assert expected.losses[:4] == undisturbed(plan, "plain").losses
     has_replaced = False
-    for seed in range(8 * NUM_SEEDS):
+    for seed in range(MOST_SEEDS):
         if seed < NUM_SEEDS or not has_replaced:
             counts += tried(plan, options, seed, tmp_path)
             has_replaced = counts["respawn"] + counts["spare"] + counts["takeover"] > 0
