@@ -27,7 +27,7 @@ def test_goals_are_below_the_bounds(case: two_cores.Case) -> None:
     costs = Costs(
         layer_seconds=case.micro_batches, rest_seconds=0.75 * case.micro_batches, num_layers=8
     )
-    assert case.goal < costs.replicas_bound(case.own, case.micro_batches, case.share)
+    assert case.goal < costs.replicas_bound(case.own, case.micro_batches, case.speed)
     assert {*case.peers} <= {*case.splits}
 
 
