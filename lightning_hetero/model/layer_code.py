@@ -308,7 +308,17 @@ def _is_installed(module: str) -> bool:
     file = getattr(sys.modules[module], "__file__", None)
     if file is None:
         return True
-    return str(Path(file).resolve()).startswith(_installed_folders())
+    path = Path(file).resolve()
+    depth = module.count(".") + (path.stem == "__init__")
+    above = [*path.parents][depth : depth + 1]  # of another name than its place, it has none
+    return str(path).startswith(_installed_folders()) or any(map(_has_libraries, above))
+
+
+@cache
+def _has_libraries(folder: Path) -> bool:
+    """Whether libraries were installed into a folder that is on the path for another reason, such
+    as `PYTHONPATH`: each leaves a description of itself there."""
+    return any(folder.glob("*.dist-info"))
 
 
 @cache

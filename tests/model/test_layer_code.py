@@ -249,6 +249,21 @@ def test_code_whose_file_was_replaced_is_refused(
         code_of([layer])
 
 
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_library_in_a_folder_of_the_path_is_no_code_of_the_user(
+    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters have libraries in `PYTHONPATH`; what these hold besides code differs by machine."""
+    name = "of_a_library" if is_installed else "of_the_user"
+    (tmp_path / f"{name}.py").write_text(OWN.format(**PLAIN))
+    if is_installed:
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = code_of([importlib.import_module(name).Layer()])
+    assert f"{name}.Layer.forward" in found
+    assert (f"{name}.Layer.kind" in found) == (not is_installed)
+
+
 def test_a_truth_value_that_a_class_computes_may_differ(tmp_path: Path) -> None:
     """Such as whether the machine has a GPU."""
     assert code_of_own(tmp_path / "one", has_gpu=1) == code_of_own(tmp_path / "other")
