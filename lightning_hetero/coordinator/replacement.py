@@ -371,16 +371,21 @@ class Replacements:
             ChannelError: If a new process was lost in the last try.
         """
         began_seconds, connections = time.perf_counter(), self._connections
+        has_dialed = False
         try:
             self._dial(lost, is_late)
             self._check_enough()
+            has_dialed = True
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
             num_lost = len(lost)
             for other in self._connections.workers:
                 if other not in lost and not other.channel.peer_answers(connections.leaving()):
                     self._note_lost(other, error, lost)
-            is_hopeless = is_last_try or (is_late and isinstance(error, WorkerUnreachable))
+            # One new process may not have reached another, which was lost in its turn.
+            are_there = all(w.channel.peer_answers(connections.leaving()) for w in lost)
+            is_final = isinstance(error, WorkerUnreachable) and (are_there or not has_dialed)
+            is_hopeless = is_last_try or (is_late and is_final)
             if connections.is_ending() or (is_hopeless and len(lost) == num_lost):
                 raise
             return False

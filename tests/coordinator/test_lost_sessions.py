@@ -90,6 +90,11 @@ def test_a_machine_that_serves_two_may_be_killed_and_start_again(seed: int, tmp_
     assert net.counts["takeover"] + net.counts["respawn"] >= 2
 
 
+def test_a_new_process_may_be_lost_before_another_new_one_has_reached_it(tmp_path: Path) -> None:
+    """One of ten thousand schedules: the error is that of the other one."""
+    assert tried("replicas", "generating", 103, tmp_path)["kill in a move or a new process"]
+
+
 def test_the_loss_of_the_last_machine_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     expected, net = undisturbed("a line", "plain"), Net(2)
     third = expected.num_events // 4
