@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,17 @@ class Shifted(nn.Module):
     def forward(self, hidden: Tensor, shift: Any = 0.0) -> Tensor:
         shift = shift["by"] if isinstance(shift, dict) else shift
         return hidden + self.factor * self.mix(hidden).tanh() + shift
+
+
+class TakesRow(Shifted):
+    """Takes what it adds from the first row of a table."""
+
+    def forward(self, hidden: Tensor, rows: Any) -> Tensor:
+        return super().forward(hidden, rows[0][0])
+
+
+class Rows(list[Any]):
+    """A list of a class of its own."""
 
 
 class Collects(Shifted):
@@ -64,11 +76,35 @@ class Model(Base):
 class NewInTable(Model):
     """Puts another tensor, or number, into one dictionary for each layer."""
 
+    table_class: type[dict[str, Any]] = dict
+
     def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
-        table: dict[str, Any] = {"by": condition[:, None].detach()}
+        table = self.table_class(by=condition[:, None].detach())
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, table)
             table["by"] = number * 0.1 if number else table["by"] * 2
+        return hidden
+
+
+class NewInOrderedTable(NewInTable):
+    table_class = OrderedDict
+
+
+class Row(NamedTuple):
+    table: dict[str, Any]
+
+
+class NewInRow(Model):
+    """Changes a dictionary that lies in a list of a named tuple."""
+
+    layer_class = TakesRow
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        row = Row({"by": condition[:, None].detach()})
+        rows = Rows([row])
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, rows)
+            row.table["by"] = number * 0.1
         return hidden
 
 
@@ -82,40 +118,49 @@ class Freezes(Model):
         return hidden
 
 
-class FreezesForOneCall(Model):
+class ForOneCall(Model):
+    """Changes a layer for its call, and then changes it back."""
+
+    def change(self, layer: Any, number: int, is_back: bool) -> None:
+        raise NotImplementedError
+
     def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            layer.requires_grad_(number % 2 == 0)
+            self.change(layer, number, is_back=False)
             hidden = layer(hidden)
-            layer.requires_grad_(True)
+            self.change(layer, number, is_back=True)
         return hidden
 
 
-class SetsForOneCall(Model):
-    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
-        for layer in self.layers:
-            layer.factor = 2.0
-            hidden = layer(hidden)
-            layer.factor = 1.0
-        return hidden
+class FreezesForOneCall(ForOneCall):
+    def change(self, layer: Any, number: int, is_back: bool) -> None:
+        layer.requires_grad_(is_back or number % 2 == 0)
+
+
+class SetsForOneCall(ForOneCall):
+    def change(self, layer: Any, number: int, is_back: bool) -> None:
+        layer.factor = 1.0 if is_back else 2.0
 
 
 class AddsToNumber(Model):
+    """Changes a tensor between the calls of its layers."""
+
+    def add(self, shift: Tensor) -> None:
+        shift += 0.1
+
     def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
         shift = torch.zeros(len(hidden), 1, 1)
         for layer in self.layers:
             hidden = layer(hidden, shift)
-            shift += 0.1
+            self.add(shift)
         return hidden
 
 
-class MovesNumber(Model):
-    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
-        shift = torch.zeros(len(hidden), 1, 1)
-        for layer in self.layers:
-            hidden = layer(hidden, shift)
-            shift.data = shift.data + 0.1
-        return hidden
+class MovesNumber(AddsToNumber):
+    """Gives the tensor another memory."""
+
+    def add(self, shift: Tensor) -> None:
+        shift.data = shift.data + 0.1
 
 
 class AddsInEvaluation(AddsToNumber):

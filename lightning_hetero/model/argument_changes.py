@@ -13,6 +13,7 @@ What a layer on a worker changes in its arguments nobody else would see, so that
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -213,8 +214,19 @@ def _address(tensor: Tensor) -> int:
 
 
 def copied(value: Any) -> Any:
-    """Nested lists, tuples and dictionaries as they are now; what they hold is not copied."""
-    kind = type(value)
-    if kind is dict:
-        return {key: copied(item) for key, item in value.items()}
-    return kind(map(copied, value)) if kind in (list, tuple) else value
+    """Nested lists, tuples and dictionaries as they are now, also those of classes derived from
+    these; what else they hold is not copied."""
+    if isinstance(value, dict):
+        found = copy(value)
+        for key, item in value.items():
+            found[key] = copied(item)
+        return found
+    if isinstance(value, list):
+        items = copy(value)
+        items[:] = [copied(item) for item in value]
+        return items
+    if isinstance(value, tuple):
+        # A named tuple is made in another way, and a `torch.Size` holds only numbers.
+        make = tuple if type(value) is tuple else getattr(value, "_make", None)
+        return value if make is None else make([copied(item) for item in value])
+    return value

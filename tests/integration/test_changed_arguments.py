@@ -40,8 +40,11 @@ def data() -> DataLoader[Tensor]:
     return DataLoader(samples, batch_size=BATCH)  # type: ignore[arg-type]
 
 
+EQUAL = [models.NewInTable, models.NewInOrderedTable, models.NewInRow, models.Freezes]
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("kind", [models.NewInTable, models.Freezes], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", EQUAL, ids=lambda kind: kind.__name__)
 def test_equals_one_device(
     kind: type[models.Model], micro_batches: int, allowing: list[str]
 ) -> None:
