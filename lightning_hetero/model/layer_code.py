@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dis import get_instructions
 from functools import cache, cached_property, partial, partialmethod
+from importlib import metadata
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -311,14 +312,18 @@ def _is_installed(module: str) -> bool:
     path = Path(file).resolve()
     depth = module.count(".") + (path.stem == "__init__")
     above = [*path.parents][depth : depth + 1]  # of another name than its place, it has none
-    return str(path).startswith(_installed_folders()) or any(map(_has_libraries, above))
+    return str(path).startswith(_installed_folders()) or any(
+        _package(module) in _libraries_in(folder) for folder in above
+    )
 
 
 @cache
-def _has_libraries(folder: Path) -> bool:
-    """Whether libraries were installed into a folder that is on the path for another reason, such
-    as `PYTHONPATH`: each leaves a description of itself there."""
-    return any(folder.glob("*.dist-info"))
+def _libraries_in(folder: Path) -> frozenset[str]:
+    """The libraries that were installed into a folder which is on the path for another reason, such
+    as `PYTHONPATH`. The user's own code may lie beside them."""
+    found = metadata.distributions(path=[str(folder)])
+    files = (file for each in found for file in each.files or ())
+    return frozenset(file.parts[0].removesuffix(".py") for file in files)
 
 
 @cache

@@ -253,11 +253,13 @@ def test_code_whose_file_was_replaced_is_refused(
 def test_a_library_in_a_folder_of_the_path_is_no_code_of_the_user(
     is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clusters have libraries in `PYTHONPATH`; what these hold besides code differs by machine."""
+    """Clusters have libraries in `PYTHONPATH`; what these hold besides code differs by machine. The
+    user's own code may lie beside them."""
     name = "of_a_library" if is_installed else "of_the_user"
     (tmp_path / f"{name}.py").write_text(OWN.format(**PLAIN))
-    if is_installed:
-        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+    (tmp_path / "some-1.0.dist-info").mkdir()
+    record = f"{name}.py,," if is_installed else "some/__init__.py,,"
+    (tmp_path / "some-1.0.dist-info" / "RECORD").write_text(record)
     monkeypatch.syspath_prepend(tmp_path)
     found = code_of([importlib.import_module(name).Layer()])
     assert f"{name}.Layer.forward" in found
