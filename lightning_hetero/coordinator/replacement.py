@@ -383,9 +383,11 @@ class Replacements:
                 if other not in lost and not other.channel.peer_answers(connections.leaving()):
                     self._note_lost(other, error, lost)
             # One new process may not have reached another, which was lost in its turn.
-            are_there = all(w.channel.peer_answers(connections.leaving()) for w in lost)
-            is_final = isinstance(error, WorkerUnreachable) and (are_there or not has_dialed)
-            is_hopeless = is_last_try or (is_late and is_final)
+            is_hopeless = is_last_try or (
+                is_late
+                and isinstance(error, WorkerUnreachable)
+                and (not has_dialed or self._are_there(lost))
+            )
             if connections.is_ending() or (is_hopeless and len(lost) == num_lost):
                 raise
             return False
@@ -400,6 +402,10 @@ class Replacements:
             )
         self.on_change()
         return True
+
+    def _are_there(self, workers: Collection[Member]) -> bool:
+        leaving = self._connections.leaving()
+        return all(worker.channel.peer_answers(leaving) for worker in workers)
 
     def _dial(self, lost: Collection[Member], is_late: bool) -> None:
         """Dial the process in the place of each lost worker: its own next one, else an idle worker,

@@ -78,15 +78,14 @@ def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> 
     Raises:
         PlanError: If the profile is not for the plan.
     """
-    before = candidate_of(plan, profile)
+    before_seconds = candidate_of(plan, profile).step_seconds
     if plan.has_replicas:
-        found = _with_best_shares([*_with_replica(plan, name)], profile)
-        return None if found is None else Change(found[0], before.step_seconds, found[1])
+        return _change(before_seconds, _with_best_shares(_with_replica(plan, name), profile))
     for recompute in (False, True):
         starts = [*_inserted(plan, StagePlan([name], (0, 0), recompute=recompute))]
         found = _fastest(starts, profile, keeps_own)
         if found is not None:
-            return Change(found[0], before.step_seconds, found[1])
+            return _change(before_seconds, found)
     return None
 
 
@@ -111,13 +110,17 @@ def left(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Ch
     before = candidate_of(plan, profile)
     if plan.has_replicas:
         without = _without_replica(plan, name)
-        fastest = None if without is None else _with_best_shares([without], profile)
-        return None if fastest is None else Change(fastest[0], before.step_seconds, fastest[1])
+        starts = [] if without is None else [without]
+        return _change(before.step_seconds, _with_best_shares(starts, profile))
     starts = [*_without(plan, name, keeps_own)]
     if before.has_lone_seats:
         starts = starts[:1]  # the exact splits follow from the seats alone
-    found = _fastest(starts, profile, keeps_own)
-    return None if found is None else Change(found[0], before.step_seconds, found[1])
+    return _change(before.step_seconds, _fastest(starts, profile, keeps_own))
+
+
+def _change(before_seconds: float, found: tuple[Plan, float] | None) -> Change | None:
+    """The change to a plan with its step's seconds; None if there is no plan."""
+    return None if found is None else Change(found[0], before_seconds, found[1])
 
 
 def in_place(plan: Plan, name: str, other: str) -> Plan:
@@ -237,7 +240,7 @@ def _fastest(
     return plan, best.step_seconds
 
 
-def _with_best_shares(starts: Sequence[Plan], profile: Profile) -> tuple[Plan, float] | None:
+def _with_best_shares(starts: Iterable[Plan], profile: Profile) -> tuple[Plan, float] | None:
     """The fastest of some plans, each with the shares that suit it, and its step's seconds."""
     found = []
     for start in starts:
