@@ -106,7 +106,9 @@ class Module(pl.LightningModule):
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        # With 1e-3 the training itself is unstable behind 2,000 steps: two runs on one device whose
+        # first weights differ by 1e-7 end with losses 8 % apart. With 3e-4 they stay within 4e-7.
+        return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
 
 @dataclass
