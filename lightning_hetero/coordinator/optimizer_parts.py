@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import compress
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..errors import ModelError, RemoteProtocolError, WorkerError
 from ..model.override import stand_in
+from ..model.placeholders import training_flags
 from ..pipeline.optimizer import (
     AveragingAction,
     Clipping,
@@ -562,8 +564,8 @@ class TrainedParameters:
         self._parts = parts
         self._names_of = names_of
         self._rounded = {number: stage for stage in rounded for number in stage.layer_indices}
-        self._present = {tensor for tensor in names_of if tensor.requires_grad}
-        self.ever = set(self._present)
+        self._flags = training_flags(names_of)
+        self.ever = self._trained
 
     def follow(self) -> None:
         """Freeze parameters on the stages that are frozen here, and train the others.
@@ -571,15 +573,20 @@ class TrainedParameters:
         Raises:
             ModelError: If a stage keeps a parameter in a dtype in which it must not be trained.
         """
-        before, now = self._present, {p for p in self._names_of if p.requires_grad}
-        if now == before:
+        flags = training_flags(self._names_of)
+        if flags == self._flags:
             return
+        before, self._flags = self._trained, flags
+        now = self._trained
         for parameter in now - self.ever:
             self._check_trainable(parameter)
         for changed, requires_grad in ((now - before, True), (before - now, False)):
             self._parts.set_trained([self._names_of[p] for p in changed], requires_grad)
-        self._present = now
         self.ever |= now
+
+    @property
+    def _trained(self) -> set[Tensor]:
+        return set(compress(self._names_of, self._flags))
 
     def _check_trainable(self, parameter: Tensor) -> None:
         number, _, inside = self._names_of[parameter].partition(".")

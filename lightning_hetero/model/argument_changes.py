@@ -23,7 +23,7 @@ from ..errors import ModelError
 from .attributes import frozen
 from .layer_call import LayerCall
 from .layers import describe_layer
-from .placeholders import HiddenStatesAway
+from .placeholders import HiddenStatesAway, training_flags
 
 
 class Modes(NamedTuple):
@@ -123,7 +123,7 @@ class GivenTensors:
     def note_flags(self, number: int, parameters: Iterable[Tensor]) -> None:
         """Note which parameters of a layer train."""
         found = [*parameters]
-        self._flags.append((number, found, _flags_of(found)))
+        self._flags.append((number, found, training_flags(found)))
 
     def check(self) -> None:
         """Refuse tensors that have changed, and layers that were frozen for their call only.
@@ -132,7 +132,7 @@ class GivenTensors:
             ModelError: With the form of the tensor and its use, or with the layer.
         """
         for number, parameters, flags in self._flags:
-            if _flags_of(parameters) != flags:
+            if training_flags(parameters) != flags:
                 raise ModelError(
                     f"`requires_grad` of parameters of {describe_layer(number)} was set after the "
                     "model had called it, and its worker computes the call later. Set it before "
@@ -202,11 +202,6 @@ def check_entered(before: Sequence[int], tensors: Sequence[Tensor]) -> None:
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """How often each tensor was changed in place."""
     return [tensor._version for tensor in tensors]
-
-
-def _flags_of(parameters: Iterable[Tensor]) -> list[bool]:
-    with torch._C.DisableTorchFunctionSubclass():  # otherwise parameters that are away are slow
-        return [parameter.requires_grad for parameter in parameters]
 
 
 def _address(tensor: Tensor) -> int:

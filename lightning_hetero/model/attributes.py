@@ -62,6 +62,7 @@ _NOT_OF_LAYERS = frozenset(
 )
 
 _MISSING = object()
+_Reader = Callable[[Any], tuple[Any, ...]]
 
 
 class _Same:
@@ -147,13 +148,16 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _slots(value: Any) -> dict[str, Any]:
     """The attributes of an object that are not in its ``__dict__``."""
-    found = {}
-    for base in type(value).__mro__:
+    names = _slot_names(type(value))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _slot_names(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
+        found += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 @dataclass(frozen=True)
@@ -220,39 +224,49 @@ class _Inside:
 
     Attributes:
         content: A snapshot of the value.
-        held: Each container, object and tensor in the value with its items; empty for a value
-            that cannot change inside.
+        held: Each container, object and tensor in the value with what reads its items, and the
+            items; empty for a value that cannot change inside.
     """
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self.held: list[tuple[Any, tuple[Any, ...]]] = []
+        self.held: list[tuple[Any, _Reader, tuple[Any, ...]]] = []
         self.content = self._look()
 
     def _look(self) -> Any:
         """Take a snapshot of the value, and note what it holds."""
         looked_into: list[Any] = []
         content = frozen(self._value, (), looked_into)
-        self.held = [(thing, _items(thing)) for thing in looked_into]
+        readers = ((thing, _reader_for(thing)) for thing in looked_into)
+        self.held = [(thing, read, read(thing)) for thing, read in readers]
         return content
 
     def is_same(self) -> bool:
         """Whether the content is what it was."""
-        if all([_are_same(_items(thing), items) for thing, items in self.held]):  # noqa: C419
+        if all([_are_same(read(thing), items) for thing, read, items in self.held]):  # noqa: C419
             return True
         return bool(self._look() == self.content)
 
 
-def _items(thing: Any) -> tuple[Any, ...]:
-    """What a container, an object or a tensor holds; other things in it are looked at apart."""
+def _reader_for(thing: Any) -> _Reader:
+    """What reads the items of a container, an object or a tensor; other things in them are looked
+    at apart.
+
+    It is chosen once: a config of transformers takes long to tell what it is.
+    """
     if isinstance(thing, Tensor):
-        return (_version(thing),)
+        return lambda tensor: (_version(tensor),)
     if isinstance(thing, dict):
-        return (*thing, *thing.values())
+        return lambda table: (*table, *table.values())
     if isinstance(thing, _CONTAINERS):
-        return tuple(thing)
+        return tuple
+    return partial(_items_of_object, _slot_names(type(thing)))
+
+
+def _items_of_object(slots: Sequence[str], thing: Any) -> tuple[Any, ...]:
     named = getattr(thing, "__dict__", {})
-    return (*named, *named.values(), *_slots(thing).values())
+    in_slots = (getattr(thing, name, _MISSING) for name in slots)
+    return (*named, *named.values(), *in_slots)
 
 
 def _are_same(items: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
@@ -557,7 +571,8 @@ def _reassign(owner: type, content: Mapping[str, Any]) -> None:
 
 
 def _refill(container: Any, content: Any) -> None:
-    if _are_same(_items(container), _items(content)):
+    read = _reader_for(container)
+    if _are_same(read(container), read(content)):
         return
     container.clear()
     if isinstance(container, dict):

@@ -19,7 +19,7 @@ from transformers import Cache
 from ..errors import ModelError
 from .arithmetic import Arithmetic, Carried, returned
 from .attributes import unchanged
-from .placeholders import tensors_in
+from .placeholders import instances_in, tensors_in
 from .tensors import narrowed
 
 logger = logging.getLogger(__name__)
@@ -213,10 +213,7 @@ def _likely_place(tensors: Mapping[Place, Tensor]) -> Place | None:
 
 def _names_in(tree: Any) -> list[str]:
     """The names of what goes along in nested arguments, each once."""
-    found: list[str] = []
-    # This looks at every name and changes none.
-    apply_to_collection(tree, Carried, found.append)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(instances_in(tree, Carried)))
 
 
 def put_hidden(

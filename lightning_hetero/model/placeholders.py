@@ -18,10 +18,10 @@ Every other use would give wrong numbers without an error, so it raises a `Model
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -33,6 +33,9 @@ from ..errors import ModelError
 from .arithmetic import Wanted, returned, wanted_arithmetic
 from .layers import EMBEDDING_LAYER, describe_layer
 
+T = TypeVar("T")
+# What holds nothing, and is the commonest argument.
+_PLAIN = frozenset({type(None), bool, int, float, str})
 _CASTS = {
     Tensor.float: torch.float32,
     Tensor.double: torch.float64,
@@ -294,15 +297,29 @@ def is_away(value: Any) -> bool:
     return isinstance(value, HiddenStatesAway)
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and mappings."""
-    if isinstance(tree, Tensor):
-        yield tree
+    return instances_in(tree, Tensor)
+
+
+def instances_in(tree: Any, kind: type[T]) -> list[T]:
+    """Everything of a type in nested tuples, lists and mappings."""
+    found: list[T] = []
+    _gather(tree, kind, found)
+    return found
+
+
+def _gather(tree: Any, kind: type[T], found: list[T]) -> None:
+    if isinstance(tree, kind):
+        found.append(tree)
+    elif type(tree) in _PLAIN:
+        return  # sooner than what is asked below
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from tensors_in(item)
+            _gather(item, kind, found)
     elif isinstance(tree, Mapping):
-        yield from tensors_in(list(tree.values()))
+        for item in tree.values():
+            _gather(item, kind, found)
 
 
 def refuse_away(what: str, given: Any) -> None:
@@ -409,6 +426,12 @@ class ParameterAway(_Away, nn.Parameter):
 
 _KINDS: dict[type, type] = {Tensor: TensorAway, nn.Parameter: ParameterAway}
 _BACK = {away: kind for kind, away in _KINDS.items()}
+
+
+def training_flags(tensors: Iterable[Tensor]) -> list[bool]:
+    """Whether each tensor trains; tensors that are away answer as quickly as others."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [tensor.requires_grad for tensor in tensors]
 
 
 def mark_as_away(tensors: Iterable[Tensor]) -> None:

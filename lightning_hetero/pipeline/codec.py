@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import RemoteProtocolError
 from ..model.arithmetic import Arithmetic, Carried, is_arithmetic, is_carried
 from ..model.layer_call import CacheUse, LayerCall
+from ..model.placeholders import instances_in
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -215,10 +216,14 @@ def _dtypes_of(message: m.Arguments) -> tuple[torch.dtype | None, torch.dtype]:
 
 
 def _to_nodes(tree: Any) -> Any:
+    if not instances_in(tree, Carried):
+        return tree
     return apply_to_collection(tree, Carried, lambda name: CarriedNode(str(name)))
 
 
 def _from_nodes(tree: Any) -> Any:
+    if not instances_in(tree, CarriedNode):
+        return tree
     return apply_to_collection(tree, CarriedNode, lambda node: Carried(node.name))
 
 

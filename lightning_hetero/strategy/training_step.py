@@ -28,6 +28,7 @@ from ..coordinator.deployment import Deployment
 from ..devices.copies import Copies, HostCopy
 from ..errors import BatchError, ModelError
 from ..model.override import stand_in
+from ..model.placeholders import training_flags
 from ..pipeline.driver import Driver, MicrobatchStep, StepGradients
 from ..pipeline.microbatch import CutBatch, LossWeights, SampleFinder, Samples
 from ..pipeline.recorder import Recorder
@@ -425,7 +426,7 @@ class FrozenFlags:
         """
         if self._is_alone:
             return
-        found = [parameter.requires_grad for _, parameter in self._named]
+        found = training_flags(parameter for _, parameter in self._named)
         if self._present is None:
             self._present = found
         if found != self._present:
