@@ -122,7 +122,7 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
         return kind, frozenset(frozen(item, around, looked_into) for item in value)
     parts = sorted(_parts(value), key=itemgetter(0))
     content = tuple((name, frozen(item, around, looked_into)) for name, item in parts)
-    return (kind, content) if is_record else (_Same(value), content)
+    return (kind, content) if is_record else (_Same(value), kind, content)
 
 
 def _is_ours(kind: type) -> bool:
@@ -153,10 +153,13 @@ def _slots(value: Any) -> dict[str, Any]:
 
 
 def _slot_names(kind: type) -> tuple[str, ...]:
-    found: list[str] = []
+    found = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
+        for name in (slots,) if isinstance(slots, str) else slots:
+            # Python keeps a private attribute under a name that begins with its class's.
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
@@ -266,7 +269,7 @@ def _reader_for(thing: Any) -> _Reader:
 def _items_of_object(slots: Sequence[str], thing: Any) -> tuple[Any, ...]:
     named = getattr(thing, "__dict__", {})
     in_slots = (getattr(thing, name, _MISSING) for name in slots)
-    return (*named, *named.values(), *in_slots)
+    return (type(thing), *named, *named.values(), *in_slots)
 
 
 def _are_same(items: tuple[Any, ...], others: tuple[Any, ...]) -> bool:

@@ -21,11 +21,23 @@ class Settings:
     sizes: list[int] = field(default_factory=lambda: [1, 2])
 
 
+class OtherSettings(Settings):
+    pass
+
+
 class Slotted:
-    __slots__ = ("count",)
+    __slots__ = ("__hidden", "count")
 
     def __init__(self) -> None:
         self.count = 0
+        self.hide(0)
+
+    def hide(self, number: int) -> None:
+        self.__hidden = number
+
+
+class OtherSlotted(Slotted):
+    __slots__ = ()
 
 
 class Order(enum.Enum):
@@ -57,7 +69,7 @@ def watched(layer: nn.Module) -> AttributeState:
 
 
 def change(layer: Layer, code: str) -> None:
-    exec(code, {"layer": layer, "torch": torch, "Order": Order, "Settings": Settings})  # noqa: S102
+    exec(code, {**globals(), "layer": layer})  # noqa: S102
 
 
 CHANGES = {
@@ -69,6 +81,9 @@ CHANGES = {
     "layer.added = None": ("", "added"),
     "layer.lowest = 0.0": ("", "lowest"),
     "layer.order = Order.SECOND": ("", "order"),
+    "layer.slotted.hide(1)": ("", "slotted"),
+    "layer.slotted.__class__ = OtherSlotted": ("", "slotted"),
+    "layer.settings.__class__ = OtherSettings": ("", "settings"),
     "layer.sizes.append(1)": ("", "sizes"),
     "layer.sizes[1][0] = 5": ("", "sizes"),
     "layer.sizes[0] = True": ("", "sizes"),
