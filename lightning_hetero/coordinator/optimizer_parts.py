@@ -565,7 +565,7 @@ class TrainedParameters:
         self._names_of = names_of
         self._rounded = {number: stage for stage in rounded for number in stage.layer_indices}
         self._flags = training_flags(names_of)
-        self.ever = self._trained
+        self.ever = self._trained(self._flags)
 
     def follow(self) -> None:
         """Freeze parameters on the stages that are frozen here, and train the others.
@@ -576,17 +576,17 @@ class TrainedParameters:
         flags = training_flags(self._names_of)
         if flags == self._flags:
             return
-        before, self._flags = self._trained, flags
-        now = self._trained
+        before, now = self._trained(self._flags), self._trained(flags)
         for parameter in now - self.ever:
             self._check_trainable(parameter)
         for changed, requires_grad in ((now - before, True), (before - now, False)):
             self._parts.set_trained([self._names_of[p] for p in changed], requires_grad)
+        # Only now: what was refused is refused again.
+        self._flags = flags
         self.ever |= now
 
-    @property
-    def _trained(self) -> set[Tensor]:
-        return set(compress(self._names_of, self._flags))
+    def _trained(self, flags: Iterable[bool]) -> set[Tensor]:
+        return set(compress(self._names_of, flags))
 
     def _check_trainable(self, parameter: Tensor) -> None:
         number, _, inside = self._names_of[parameter].partition(".")

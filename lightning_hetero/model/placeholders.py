@@ -33,8 +33,8 @@ from ..errors import ModelError
 from .arithmetic import Wanted, returned, wanted_arithmetic
 from .layers import EMBEDDING_LAYER, describe_layer
 
-T = TypeVar("T")
-# What holds nothing, and is the commonest argument.
+Kind = TypeVar("Kind")
+# The commonest arguments that hold nothing: to ask whether a value is a mapping takes long.
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _CASTS = {
     Tensor.float: torch.float32,
@@ -302,24 +302,28 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return instances_in(tree, Tensor)
 
 
-def instances_in(tree: Any, kind: type[T]) -> list[T]:
+def instances_in(tree: Any, kind: type[Kind]) -> list[Kind]:
     """Everything of a type in nested tuples, lists and mappings."""
-    found: list[T] = []
+    found: list[Kind] = []
     _gather(tree, kind, found)
     return found
 
 
-def _gather(tree: Any, kind: type[T], found: list[T]) -> None:
+def _gather(tree: Any, kind: type[Kind], found: list[Kind]) -> None:
     if isinstance(tree, kind):
         found.append(tree)
-    elif type(tree) in _PLAIN:
-        return  # sooner than what is asked below
     elif isinstance(tree, (tuple, list)):
         for item in tree:
             _gather(item, kind, found)
-    elif isinstance(tree, Mapping):
+    elif type(tree) not in _PLAIN and isinstance(tree, Mapping):
         for item in tree.values():
             _gather(item, kind, found)
+
+
+def replaced(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
+    """Nested arguments with something else in the place of everything of a type."""
+    # Most have nothing of it, and to build them again takes long.
+    return apply_to_collection(tree, kind, change) if instances_in(tree, kind) else tree
 
 
 def refuse_away(what: str, given: Any) -> None:

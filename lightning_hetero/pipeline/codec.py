@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..errors import RemoteProtocolError
 from ..model.arithmetic import Arithmetic, Carried, is_arithmetic, is_carried
 from ..model.layer_call import CacheUse, LayerCall
-from ..model.placeholders import instances_in
+from ..model.placeholders import replaced
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -216,15 +215,11 @@ def _dtypes_of(message: m.Arguments) -> tuple[torch.dtype | None, torch.dtype]:
 
 
 def _to_nodes(tree: Any) -> Any:
-    if not instances_in(tree, Carried):
-        return tree
-    return apply_to_collection(tree, Carried, lambda name: CarriedNode(str(name)))
+    return replaced(tree, Carried, lambda name: CarriedNode(str(name)))
 
 
 def _from_nodes(tree: Any) -> Any:
-    if not instances_in(tree, CarriedNode):
-        return tree
-    return apply_to_collection(tree, CarriedNode, lambda node: Carried(node.name))
+    return replaced(tree, CarriedNode, lambda node: Carried(node.name))
 
 
 def _encode_arithmetic(step: Arithmetic, packer: Packer) -> m.ArithmeticBehind:
