@@ -276,17 +276,37 @@ def _are_same(items: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return len(items) == len(others) and all(map(is_, items, others))
 
 
+class _Classes:
+    """The classes of a layer's modules at one time; those of torch can be given another one too."""
+
+    def __init__(self, layer_index: int, layer: nn.Module) -> None:
+        self._layer_index = layer_index
+        self._paths, self._modules = zip(*layer.named_modules(), strict=True)
+        self._kinds = [*map(type, self._modules)]
+
+    def is_same(self) -> bool:
+        """Whether all modules have the classes that they had."""
+        return all(map(is_, map(type, self._modules), self._kinds))
+
+    def changes(self) -> Iterator[Change]:
+        """The modules that have another class than they had."""
+        for path, module, kind in zip(self._paths, self._modules, self._kinds, strict=True):
+            if type(module) is not kind:
+                yield Change(self._layer_index, path, module, ("__class__",))
+
+
 class AttributeState:
-    """Watches the plain attributes of layers.
+    """Watches the plain attributes of layers, and the classes of all modules in them.
 
     Args:
         layers: The layers by their numbers.
-        is_watched: Whether a module inside a layer is watched.
+        is_watched: Whether the attributes of a module inside a layer are watched.
     """
 
     def __init__(
         self, layers: Mapping[int, nn.Module], is_watched: Callable[[nn.Module], bool]
     ) -> None:
+        self._layers = layers
         self._modules = [
             (number, path, module)
             for number, layer in layers.items()
@@ -299,12 +319,15 @@ class AttributeState:
         """Note the present values; `take_changes` compares later ones with them."""
         memory: dict[int, _Inside] = {}
         self._watched = [_Watched(*each, memory) for each in self._modules]
+        self._classes = [_Classes(*each) for each in self._layers.items()]
         # By layer, what is compared; an object that many modules share, such as a config, once.
-        self._of_layers: dict[int, dict[int, _Watched | _Inside]] = {}
+        self._of_layers: dict[int, dict[int, _Watched | _Inside | _Classes]] = {
+            number: {id(each): each}
+            for number, each in zip(self._layers, self._classes, strict=True)
+        }
         for each in self._watched:
-            of_layer = self._of_layers.setdefault(each.layer_index, {})
             parts: list[_Watched | _Inside] = [each, *each.inside]
-            of_layer |= {id(part): part for part in parts}
+            self._of_layers[each.layer_index] |= {id(part): part for part in parts}
         self._inside = [each for each in memory.values() if each.held]
 
     def is_same(self, layer_index: int) -> bool:
@@ -314,14 +337,16 @@ class AttributeState:
 
     def take_changes(self) -> list[Change]:
         """The changes since the last call or `note`."""
-        watched: list[_Watched | _Inside] = [*self._watched, *self._inside]
+        watched: list[_Watched | _Inside | _Classes]
+        watched = [*self._watched, *self._inside, *self._classes]
         if all([each.is_same() for each in watched]):  # noqa: C419 - a list is faster
             return []
         old = self._watched
+        of_classes = [change for each in self._classes for change in each.changes()]
         self.note()
         pairs = zip(self._watched, old, strict=True)
         changes = (now.changes_since(before) for now, before in pairs)
-        return [change for change in changes if change.names]
+        return [*of_classes, *(change for change in changes if change.names)]
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class OtherSlotted(Slotted):
     __slots__ = ()
 
 
+class OtherLinear(nn.Linear):
+    pass
+
+
 class Order(enum.Enum):
     FIRST = 1
     SECOND = 2
@@ -62,6 +66,10 @@ class Layer(nn.Module):
         self.activation = torch.tanh
         self.myself = [self]
         self.loose = [nn.Dropout(0.0), nn.LeakyReLU(0.1)]
+
+
+class OtherLayer(Layer):
+    pass
 
 
 def watched(layer: nn.Module) -> AttributeState:
@@ -98,6 +106,8 @@ CHANGES = {
     "layer.tensor = torch.zeros(2)": ("", "tensor"),
     "layer.activation = torch.relu": ("", "activation"),
     "layer.dropout.p = 0.5": ("dropout", "p"),
+    "layer.__class__ = OtherLayer": ("", "__class__"),
+    "layer.line.__class__ = OtherLinear": ("line", "__class__"),
     "layer.loose[0].p = 0.5": ("", "loose"),
     "layer.loose[1].negative_slope = 0.5": ("", "loose"),
     "layer.loose[1] = torch.nn.LeakyReLU(0.1)": ("", "loose"),
