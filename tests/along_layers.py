@@ -108,7 +108,7 @@ class Biases(Base):
         self.layers = nn.ModuleList(Biased(number == 0) for number in range(4))
 
     def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
-        mask, bias = torch.zeros(len(hidden), LENGTH, LENGTH), None
+        mask, bias = torch.zeros(len(hidden), LENGTH, LENGTH, device=hidden.device), None
         for layer in self.layers:
             hidden, _, bias = layer(hidden, mask, bias=bias)
         assert bias is not None
@@ -119,7 +119,7 @@ class Shared(Biases):
     """The bias has no samples: it is the same for all."""
 
     def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
-        mask, bias = torch.zeros(LENGTH, LENGTH), None
+        mask, bias = torch.zeros(LENGTH, LENGTH, device=hidden.device), None
         for layer in self.layers:
             hidden, _, bias = layer(hidden, mask, bias=bias)
         assert bias is not None
@@ -416,7 +416,7 @@ class Scales(Sums):
         self.gate = nn.Parameter(torch.full((), 0.3))
 
     def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
-        padded = torch.arange(LENGTH)[None, :, None] == 0
+        padded = torch.arange(LENGTH, device=hidden.device)[None, :, None] == 0
         for scale, layer in zip(self.scales, self.layers, strict=True):
             result = layer(hidden)
             gated = self.gate * hidden + (1 - self.gate) * result * scale

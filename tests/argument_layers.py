@@ -149,7 +149,7 @@ class AddsToNumber(Model):
         shift += 0.1
 
     def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
-        shift = torch.zeros(len(hidden), 1, 1)
+        shift = torch.zeros(len(hidden), 1, 1, device=hidden.device)
         for layer in self.layers:
             hidden = layer(hidden, shift)
             self.add(shift)
@@ -214,7 +214,7 @@ class CountsCalls(Model):
     layer_class = Counts
 
     def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
-        count = torch.zeros(len(hidden), 1, 1)
+        count = torch.zeros(len(hidden), 1, 1, device=hidden.device)
         for layer in self.layers:
             hidden = layer(hidden, count)
         return hidden

@@ -110,7 +110,7 @@ def _commanded(
     command = [sys.executable, "-m", "lightning_hetero", "worker", *options]
     if before:
         main = "import runpy; runpy.run_module('lightning_hetero', run_name='__main__')"
-        command = [sys.executable, "-c", f"{before}; {main}", "worker", *options]
+        command = [sys.executable, "-c", f"{before}\n{main}", "worker", *options]
     process = subprocess.Popen(
         [*prefix, *command], stderr=subprocess.PIPE, text=True, env=environment
     )

@@ -217,7 +217,8 @@ def _serve(said: Connection, options: list[str], before: str, environment: dict[
     said.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
-    os.environ.update(environment)
+    # As in the process from which this one is forked: CUDA keeps what it saw there.
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
     sys.argv = ["lightning-hetero", "worker", *options]
     exec(before, {})  # noqa: S102 - of the test
     cli.main()

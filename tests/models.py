@@ -133,6 +133,7 @@ def fit(
 
 
 def scaled_precision(init_scale: float = 2.0**12) -> MixedPrecision:
-    """'16-mixed' on a CPU, where Lightning gives no such plugin by itself."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
-    return MixedPrecision("16-mixed", "cpu", scaler)
+    """'16-mixed'; on a CPU Lightning gives no such plugin by itself."""
+    device = "cpu" if ACCELERATOR == "cpu" else "cuda"
+    scaler = torch.amp.GradScaler(device, init_scale=init_scale, growth_interval=3)
+    return MixedPrecision("16-mixed", device, scaler)

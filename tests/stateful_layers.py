@@ -138,7 +138,7 @@ class Scaled(Keeping):
 
     def factor(self, hidden: Tensor) -> Tensor:
         factor = self.settings.factor * self.options["gain"][1] / self.temperature
-        seen = torch.ones(hidden.shape[1]) * factor
+        seen = torch.ones(hidden.shape[1], device=hidden.device) * factor
         return (seen if self.window is None else seen + seen[: self.window].sum())[:, None]
 
 

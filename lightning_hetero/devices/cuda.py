@@ -6,7 +6,9 @@ torch keeps its core busy.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +18,7 @@ import torch
 from .device import Accelerator
 from .streams import AcceleratorStreams
 
+_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 # Of NVIDIA: Ampere.
 _LEAST_FOR_FLASH_ATTENTION = (8, 0)
 
@@ -24,6 +27,22 @@ class Cuda(Accelerator, device_type="cuda"):
     """One GPU of NVIDIA or AMD."""
 
     is_in_torch = torch.backends.cuda.is_built()  # true for ROCm too
+
+    def wake(self) -> None:
+        # torch holds the interpreter's lock meanwhile, so nobody could send a sign of life. It
+        # takes seconds where the driver has to start first, or where many processes begin at once.
+        # A function that is called by ctypes holds no lock.
+        if torch.version.hip is not None or not torch.cuda.is_available():
+            return
+        try:
+            driver = ctypes.CDLL(_DRIVER)
+        except OSError:
+            return
+        # Where one of them fails, torch says why, since it calls the same functions.
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        driver.cuInit(0)
+        driver.cuDeviceGet(ctypes.byref(device), self.torch_device.index or 0)
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
     @property
     def has_flash_attention(self) -> bool:
@@ -62,6 +81,17 @@ class Cuda(Accelerator, device_type="cuda"):
                 yield lambda: sum("synchronizing" in str(each.message) for each in said)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+
+    def library_bytes(self) -> int:
+        # cuBLAS keeps a workspace for each thread and stream that multiply: here the thread that
+        # computes and autograd's own. Each takes 8 MiB, and 32 MiB on Hopper (torch's CUDA notes).
+        self.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        before_bytes = self.allocated_bytes()
+        square = torch.ones(2, 2, device=self.torch_device, requires_grad=True)
+        (square @ square).sum().backward()
+        del square
+        return self.allocated_bytes() - before_bytes
 
     @classmethod
     def versions(cls) -> dict[str, str | None]:

@@ -105,12 +105,13 @@ def describe_device(torch_device: torch.device, kept_bytes: int = 0) -> DeviceDe
         kept_bytes: Bytes that the process holds and frees as soon as they are needed.
     """
     device = device_for(torch_device)
+    library_bytes = device.library_bytes()
     free_bytes, base_bytes = device.free_and_base_bytes(kept_bytes)
     return DeviceDescribed(
         device.title,
         f"{_machine()}/{device.memory_name}",
-        free_bytes,
-        base_bytes,
+        max(0, free_bytes - library_bytes),
+        base_bytes + library_bytes,
         ["float32", *(dtype for dtype in _CANDIDATES if _is_useful(device, dtype))],
         _versions(),
     )

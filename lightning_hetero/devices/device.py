@@ -134,6 +134,11 @@ class Device:
         self.free_cache()  # memory that a former run has freed is not taken
         return free_main_memory() + kept_bytes, max(0, resident_bytes() - kept_bytes)
 
+    def library_bytes(self) -> int:
+        """Bytes that libraries keep on the device as long as the process computes, and that no
+        tensor of a model holds. Call it on the thread that computes."""
+        return 0
+
     def metering(self) -> AbstractContextManager[MemoryMeter]:
         """Inside, count the tensors of this thread while they live.
 
@@ -148,6 +153,9 @@ class Device:
         """Return cached memory of the allocator to the device."""
         if hasattr(self._library, "empty_cache"):
             self._library.empty_cache()
+
+    def wake(self) -> None:
+        """Make the driver ready for this process, while other threads of it go on."""
 
     def make_current(self) -> None:
         """Make the device the calling thread's current one, where a kind has several devices."""

@@ -94,6 +94,8 @@ def no_trace(
 
 # The operations with this in their names update running statistics, and do not declare it.
 _UNDECLARED = "batch_norm"
+# It declares a change, but only tells the allocator which stream uses the memory.
+_NO_CHANGE = "record_stream"
 
 
 class _CopiesOnWrite(TorchDispatchMode):
@@ -116,7 +118,7 @@ class _CopiesOnWrite(TorchDispatchMode):
         if _UNDECLARED in function.__name__:
             for item in tree_iter(args):
                 self._keep(item)
-        elif function._schema.is_mutable:
+        elif function._schema.is_mutable and _NO_CHANGE not in function.__name__:
             self._keep_written(function._schema.arguments, args, kwargs or {})
         return function(*args, **(kwargs or {}))
 

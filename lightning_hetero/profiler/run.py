@@ -23,6 +23,7 @@ from msgspec import structs
 
 from ..coordinator.connections import Connections
 from ..devices.description import describe_device
+from ..devices.device import device_for
 from ..devices.main_memory import give_back_free_memory, is_in_main_memory
 from ..errors import ProfileError
 from ..model.hollow import hold_in_place, let_move
@@ -301,7 +302,9 @@ class ProfilingRun:
         return {COORDINATOR: here, **describe_workers(self.connections, self.workers)}
 
     def _held_bytes(self) -> int:
-        """What this process holds of the model in main memory."""
+        """What this process holds of the model in main memory, if it computes there."""
+        if device_for(self.module.trainer.strategy.root_device).memory_name != "main":
+            return 0  # a device's own memory has nothing of it
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         return sum(tensor.nbytes for tensor in tensors if is_in_main_memory(tensor))
 

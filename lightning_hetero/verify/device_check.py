@@ -327,7 +327,7 @@ def memory(bench: Bench) -> Iterator[Finding]:
         yield Finding("memory of a worker", "not counted: a processor's is that of the process")
         return
     need = predict_given(plan, profile, Wishes()).chosen.need(plan.workers[0])
-    counted = float(need.total) - float(need.base)
+    counted = float(need.total)
     found = f"{in_bytes(peaks.peak_bytes)}, of {in_bytes(counted)} that the planner counts"
     is_good = peaks.peak_bytes <= counted * MOST_OF_ACCOUNT
     yield Finding("memory of a worker's tensors, at most", found, is_good)

@@ -275,7 +275,9 @@ class StageSession:
         """Serve until the coordinator says goodbye or is gone."""
         last_word: m.Message = m.Goodbye()
         try:
-            device_for(self._host.device).make_current()
+            device = device_for(self._host.device)
+            device.wake()
+            device.make_current()
             self._start(self._coordinator)
             while True:
                 while not self._inbox.empty():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -412,3 +413,52 @@ def test_sessions_fork_only_if_a_look_for_gpus_starts_no_runtime(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found if "amd" in name else name)
     assert all_survive_fork() is survives
+
+
+class PlayedDriver:
+    """Notes the calls of NVIDIA's driver."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_arguments: self.called.append(name)
+
+
+def test_a_session_begins_with_the_driver_of_nvidia_and_without_the_interpreter_s_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By ctypes: torch would hold the lock, and no thread could send a sign of life."""
+    driver = PlayedDriver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
+    monkeypatch.setattr(torch.version, "hip", None)
+    gpu = Cuda(torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu.wake()
+    assert driver.called == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu.wake()
+    assert driver.called == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+
+
+def test_a_machine_without_the_driver_s_library_leaves_the_beginning_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    Cuda(torch.device("cuda", 0)).wake()
+
+
+def test_what_libraries_keep_on_a_device_is_not_free_for_training() -> None:
+    class Keeping(Device, device_type="meta"):
+        def library_bytes(self) -> int:
+            return 400
+
+        def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
+            return 1_000, 50
+
+    described = describe_device(META)
+    assert (described.free_bytes, described.base_bytes) == (600, 450)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from lightning_hetero.pipeline.handover import (
 )
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.turns import Finished, HandedOver, Turn, TurnThreads, current_turn
+from lightning_hetero.profiler.dry_run import no_trace
 
 from . import waits_here
 from .process import on_fake_device
@@ -153,3 +155,24 @@ def test_user_code_of_a_turn_may_compute_in_streams_of_its_own() -> None:
     assert turn.resume(handed.request * 2) == Finished([3.0, 3.0, 3.0])
     del handed
     threads.close()
+
+
+class Scaled(pl.LightningModule):
+    """Has a scale that goes to a worker besides the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4, device="fake:0"))
+
+
+@on_fake_device
+def test_a_stream_that_uses_a_parameter_does_not_change_it() -> None:
+    """torch declares it as a change. A first batch that was checked warned of it."""
+    module = Scaled()
+    module.trainer = pl.Trainer(logger=False, enable_checkpointing=False)
+    with no_trace(module, [], is_timed=False) as has_changed, torch.no_grad():
+        module.scale.record_stream(torch.Stream("fake:0"))
+        assert not has_changed(module.scale)
+        module.scale.add_(1)
+        assert has_changed(module.scale)
+    assert module.scale.eq(1).all()

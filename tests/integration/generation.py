@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from ..models import VOCABULARY
+from ..models import VOCABULARY, loader, trainer
 
 NUM_NEW = 6
 
@@ -22,11 +22,11 @@ def prompts() -> dict[str, Tensor]:
     return {"input_ids": tokens * mask, "attention_mask": mask}
 
 
-def generate(model: nn.Module, **options: Any) -> Tensor:
+def generate(model: nn.Module, device: torch.device | str = "cpu", **options: Any) -> Tensor:
     """Tokens with the scores behind each, as one tensor."""
     torch.manual_seed(5)
     out = model.generate(  # type: ignore[operator]
-        **prompts(),
+        **{name: tensor.to(device) for name, tensor in prompts().items()},
         max_new_tokens=NUM_NEW,
         pad_token_id=0,
         eos_token_id=None,
@@ -48,4 +48,11 @@ class Generating(pl.LightningModule):
         self.ways = ways
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[Tensor]:
-        return [generate(self.model, **way) for way in self.ways]
+        return [generate(self.model, self.device, **way) for way in self.ways]
+
+
+def generated_here(model: nn.Module, *ways: dict[str, Any]) -> list[Tensor]:
+    """What the model generates in plain Lightning, in these ways."""
+    (found,) = trainer().predict(Generating(model, *ways), loader(1, 1)) or []
+    assert isinstance(found, list)
+    return found

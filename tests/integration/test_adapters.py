@@ -46,8 +46,8 @@ def shaken(model: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name or "ia3_" in name:
-                change = torch.empty_like(parameter).normal_(std=0.1, generator=generator)
-                parameter.add_(change)
+                drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
+                parameter.add_(drawn.normal_(std=0.1, generator=generator).to(parameter.device))
     return model
 
 

@@ -18,7 +18,7 @@ from lightning_hetero.errors import ModelError, StageFailed
 from .. import families
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import VOCABULARY, TinyModule, loader, trainer
-from .generation import Generating, generate
+from .generation import Generating, generated_here
 from .moves import Moves
 from .yardstick import BATCH_SIZE, NUM_LAYERS, accumulated_run, plain_run, train
 
@@ -105,8 +105,7 @@ def test_generation_has_the_bits_of_one_device(workers: list[str], family: str) 
     options: dict[str, Any] = {"output_router_logits": False} if family == "mixtral" else {}
     model = families.tiny_model(family, **options)
     ways = [{"do_sample": False, **options}, {"num_beams": 3, **options}]
-    with torch.inference_mode():
-        expected = [generate(model.eval(), **way) for way in ways]
+    expected = generated_here(model, *ways)
     plan = plan_over(workers, num_layers=families.NUM_LAYERS)
     piped = HeteroPipelineStrategy(workers[:2], plan)
     found = trainer(piped).predict(Generating(model, *ways), loader(1, 1))

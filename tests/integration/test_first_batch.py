@@ -104,7 +104,7 @@ class Busy(Learner):
         self.counts["steps"] += 1
         self.memory.steps += 1
         self.memory.losses.append(float(loss))
-        self.memory.total += loss
+        self.memory.total += loss.cpu()
 
     def measure(self, logits: Tensor, targets: Tensor) -> None:
         """Call metrics, update metrics, and log them."""

@@ -18,7 +18,7 @@ from ..families import CONFIGS, MIXTURES, plan_over, tiny_model
 from ..models import TinyModule, fit, loader, tiny_llama, trainer
 from ..plans import strategy_of
 from ..qlora import in_four_bits, with_lora
-from .generation import Generating, generate, prompts
+from .generation import Generating, generate, generated_here, prompts
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 WAYS: dict[str, dict[str, Any]] = {
@@ -31,8 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def assert_predicts_the_same(model: nn.Module, workers: list[str], *ways: dict[str, Any]) -> None:
-    with torch.inference_mode():
-        expected = [generate(model.eval(), **way) for way in ways]
+    expected = generated_here(model, *ways)
     piped = HeteroPipelineStrategy(workers[:2], plan_over(workers))
     found = trainer(piped).predict(Generating(model, *ways), loader(1, 1))
     assert found is not None
@@ -70,12 +69,17 @@ class Talking(TinyModule):
 
     def on_validation_epoch_end(self) -> None:
         if self.talks:
-            self.said += [generate(self.model, **way) for way in (GREEDY, WAYS["sampling"])]
+            self.said += [
+                generate(self.model, self.device, **way) for way in (GREEDY, WAYS["sampling"])
+            ]
             # Weights that are made in inference mode are multiplied in another way by torch.
             with torch.inference_mode(False):
                 plain = tiny_llama(5).eval()
             plain.load_state_dict(self.model.state_dict())
-            self.expected += [generate(plain, **way) for way in (GREEDY, WAYS["sampling"])]
+            self.expected += [
+                generate(plain.to(self.device), self.device, **way)
+                for way in (GREEDY, WAYS["sampling"])
+            ]
 
 
 def train(module: Talking, strategy: Any) -> Talking:
@@ -187,8 +191,9 @@ def test_unsupported_generation_is_refused_with_a_remedy_and_the_run_goes_on(
             for options, text in REFUSED.values():
                 with pytest.raises(ModelError, match=text):
                     self.model.generate(tokens, max_new_tokens=4, pad_token_id=0, **options)
-            return generate(self.model, **GREEDY)
+            return generate(self.model, self.device, **GREEDY)
 
     found = trainer(strategy_of(workers)).predict(Trying(), loader(1, 1))
     assert found is not None
-    assert torch.equal(found[0], generate(tiny_llama(5).eval(), **GREEDY))
+    (expected,) = generated_here(tiny_llama(5), GREEDY)
+    assert torch.equal(found[0], expected)

@@ -99,3 +99,14 @@ def test_dropout_masks_are_those_of_the_plan_without_workers(
     first, last = StagePlan(["coordinator"], (0, 2)), StagePlan(["coordinator"], (4, 5))
     found = losses(first, StagePlan([gpu_worker], (2, 4), recompute), last)
     assert found == pytest.approx(alone, rel=TOLERANCE)
+
+
+def test_what_cublas_keeps_is_counted() -> None:
+    """Two workspaces: one for the thread that computes, one for autograd's."""
+    found = device_for(GPU).library_bytes()
+    assert found >= 2 * 8 * 2**20
+    before = torch.cuda.memory_allocated(GPU)
+    square = torch.ones(64, 64, device=GPU, requires_grad=True)
+    (square @ square).sum().backward()
+    del square
+    assert torch.cuda.memory_allocated(GPU) == before

@@ -27,7 +27,7 @@ from ..families import (
 )
 from ..models import TinyModule, loader, trainer
 from ..pairwise import each_value
-from .generation import Generating, generate
+from .generation import Generating, generated_here
 from .moves import Moves
 
 UNCUT = ("phi", "gpt_neox", "falcon", "falcon-alibi")
@@ -114,8 +114,7 @@ def test_halves_move(workers: list[str]) -> None:
 def test_generation_has_the_bits_of_one_device(workers: list[str], last: bool) -> None:
     model = tiny_model("llama")
     ways: list[dict[str, Any]] = [{"do_sample": False}, {"num_beams": 3}]
-    with torch.inference_mode():
-        expected = [generate(model.eval(), **way) for way in ways]
+    expected = generated_here(model, *ways)
     found = trainer(piped(workers, (3, 6), last)).predict(Generating(model, *ways), loader(1, 1))
     assert found is not None
     assert all(torch.equal(mine, its) for mine, its in zip(found[0], expected, strict=True))

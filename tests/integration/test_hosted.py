@@ -35,7 +35,7 @@ from ..pairwise import each_value
 from ..pretrained import PretrainedModule, build_from_checkpoint, build_whole, save_tiny
 from ..qlora import in_four_bits, with_lora
 from .by_hand import Manual, both_step
-from .generation import Generating, generate
+from .generation import Generating, generated_here
 from .groups import fit_in_groups, fit_padded_in_groups
 from .moves import moved_and_expected
 
@@ -403,8 +403,7 @@ def test_a_callback_may_exchange_weights_for_a_validation_without_a_trace(
 
 def test_generation_has_the_bits_of_one_device(workers: list[str]) -> None:
     model = tiny_llama(NUM_LAYERS)
-    with torch.inference_mode():
-        expected = generate(model.eval(), do_sample=False)
+    (expected,) = generated_here(model, {"do_sample": False})
     strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers))
     found = trainer(strategy).predict(Generating(model, {"do_sample": False}), loader(1, 1))
     assert found is not None

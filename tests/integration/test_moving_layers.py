@@ -273,7 +273,7 @@ def test_nothing_is_lost_when_a_move_is_interrupted(
     (file,) = tmp_path.glob("*.ckpt")
     saved = torch.load(file, weights_only=True)
     for name, tensor in module.state_dict().items():
-        assert torch.equal(tensor, saved["state_dict"][name]), name
+        assert torch.equal(tensor, saved["state_dict"][name].to(tensor.device)), name
     again = trainer(max_steps=NUM_STEPS, gradient_clip_val=0.05)
     again.fit(resumed, remaining(), ckpt_path=file)
     resumed.losses = module.losses[:4] + resumed.losses

@@ -16,7 +16,7 @@ from lightning_hetero.errors import ModelError
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule, loader, tiny_llama, trainer
 from ..pairwise import each_value
-from .generation import Generating, generate
+from .generation import Generating, generated_here
 from .moves import Moves
 from .shapes import SHAPES, Shape, shaped
 from .yardstick import (
@@ -100,8 +100,7 @@ def test_layers_move_from_every_shape_to_every_other(workers: list[str]) -> None
 def test_generation_has_the_bits_of_one_device(workers: list[str], shape: str) -> None:
     model = tiny_llama(NUM_LAYERS)
     ways: list[dict[str, Any]] = [{"do_sample": False}, {"num_beams": 3}]
-    with torch.inference_mode():
-        expected = [generate(model.eval(), **way) for way in ways]
+    expected = generated_here(model, *ways)
     piped = HeteroPipelineStrategy(workers, shaped(workers, SHAPES[shape], 2))
     found = trainer(piped).predict(Generating(model, *ways), loader(1, 1))
     assert found is not None

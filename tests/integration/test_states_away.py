@@ -46,7 +46,9 @@ class OwnLoop(TinyModule):
         self.kept = []
         model: Any = self.model.model
         hidden = model.embed_tokens(batch["input_ids"])
-        positions = model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        positions = model.rotary_emb(
+            hidden, torch.arange(hidden.shape[1], device=self.device)[None]
+        )
         for _ in range(self.rounds):
             for number, layer in enumerate(model.layers):
                 hidden = self.layer(layer, hidden, positions)
@@ -230,7 +232,9 @@ class AllInOne(OwnLoop):
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         model: Any = self.model.model
         hidden = model.embed_tokens(batch["input_ids"])
-        positions = model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        positions = model.rotary_emb(
+            hidden, torch.arange(hidden.shape[1], device=self.device)[None]
+        )
 
         def all_layers(hidden: Tensor) -> Tensor:
             for layer in model.layers:

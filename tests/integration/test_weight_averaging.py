@@ -61,7 +61,8 @@ def train(strategy: Any, callback: Any, num_epochs: int = 3, **fit: Any) -> tupl
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        assert (tensor - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+        wanted = expected[name].to(tensor.device)
+        assert (tensor - wanted).norm() <= 1e-5 * wanted.norm(), name
 
 
 @cache

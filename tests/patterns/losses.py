@@ -21,7 +21,9 @@ IGNORED = -100
 
 def padded(targets: Tensor, number: int) -> Tensor:
     """Targets of which the last ones do not count, in each sample another number."""
-    return targets.masked_fill(torch.arange(LENGTH) > number % LENGTH, IGNORED)
+    return targets.masked_fill(
+        torch.arange(LENGTH, device=targets.device) > number % LENGTH, IGNORED
+    )
 
 
 class Sum(Learner):
@@ -132,7 +134,9 @@ class Contrastive(Learner):
         first, second = (
             functional.normalize(self(part).mean(1), dim=-1) for part in (inputs, inputs * 0.9)
         )
-        return functional.cross_entropy(first @ second.T / 0.1, torch.arange(len(inputs)))
+        return functional.cross_entropy(
+            first @ second.T / 0.1, torch.arange(len(inputs), device=inputs.device)
+        )
 
 
 class Mixture(Learner):
@@ -177,7 +181,7 @@ class Cancelling(Learner):
 
     def loss(self, batch: Any) -> Tensor:
         inputs, _ = batch
-        rewards = torch.tensor([1.0, -1.0]).repeat(len(inputs) // 2)
+        rewards = torch.tensor([1.0, -1.0], device=inputs.device).repeat(len(inputs) // 2)
         scores = self(inputs).log_softmax(-1)[..., 0].mean(1)
         ratio = (scores - scores.detach()).exp()
         return -(rewards * ratio).mean()

@@ -36,7 +36,7 @@ class Truncated(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         inputs, targets = batch
-        state = torch.zeros(len(inputs), 1, 1)
+        state = torch.zeros(len(inputs), 1, 1, device=inputs.device)
         for part, wanted in zip(inputs.split(2, 1), targets.split(2, 1), strict=True):
             logits = self(part + state)
             state = logits.detach().mean((1, 2), keepdim=True)
@@ -56,7 +56,7 @@ class TruncatedTogether(Learner):
 
     def loss(self, batch: Any) -> Tensor:
         inputs, targets = batch
-        state, losses = torch.zeros(len(inputs), 1, FEATURES), []
+        state, losses = torch.zeros(len(inputs), 1, FEATURES, device=inputs.device), []
         for part, wanted in zip(inputs.split(2, 1), targets.split(2, 1), strict=True):
             logits = self(part + state)
             state = self.carry(logits.detach().mean(1, keepdim=True))
