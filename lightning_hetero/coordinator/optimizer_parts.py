@@ -52,12 +52,15 @@ class Steps(Protocol):
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
         sums_due: The exchanges whose sums workers send to this process.
         on_last_backward: Called when all gradients before an optimizer's step have been sent.
+        on_last_gradients: Called with the workers that get no more gradients before an optimizer's
+            step than those which are sent next.
     """
 
     norms_due: dict[Member, set[str]]
     has_new_gradients: bool
     sums_due: list[int]
     on_last_backward: Callable[[], None]
+    on_last_gradients: Callable[[Collection[Member]], None]
 
     def present_step(self) -> int:
         """The step that gradients belong to."""
@@ -101,7 +104,11 @@ class OptimizerParts:
         self._stepping = ExitStack()
         # The class name of each optimizer, and the names of its parameters.
         self._optimized: dict[int, tuple[str, set[str]]] = {}
+        # The step of the exchange that has begun, its number, and the workers that know of it.
+        self._begun: tuple[int, int] | None = None
+        self._told: set[Member] = set()
         stages.on_last_backward = self.reduce
+        stages.on_last_gradients = self._reduce_on
 
     def build(
         self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
@@ -241,13 +248,26 @@ class OptimizerParts:
 
     def reduce(self) -> None:
         """Let replicas add up their gradients when what was sent has run; does not wait for it."""
-        placement = self.layers.holdings.placement
-        if self._stages.has_new_gradients and placement.has_replicas:
-            number, stamp = self._next_exchange(), self._stages.stamp_of_all
-            if placement.hosted is not None:
-                self._stages.sums_due.append(number)
-            self._connections.broadcast(lambda worker: m.ReduceGradients(number, **stamp(worker)))
+        if self._stages.has_new_gradients and self.layers.holdings.placement.has_replicas:
+            self._reduce_on(self._connections.workers)
         self._stages.has_new_gradients = False
+        self._begun = None
+
+    def _reduce_on(self, workers: Collection[Member]) -> None:
+        """Let these replicas add up their gradients when what was sent to them has run."""
+        if not workers:
+            return
+        step = self._connections.step
+        if self._begun is None or self._begun[0] != step:
+            self._begun = step, self._next_exchange()
+            self._told.clear()
+            if self.layers.holdings.placement.hosted is not None:
+                self._stages.sums_due.append(self._begun[1])
+        for worker in workers:
+            if worker not in self._told:
+                stamp = self._stages.stamp_of_all(worker)
+                self._connections.send(worker, m.ReduceGradients(self._begun[1], **stamp))
+                self._told.add(worker)
 
     def _next_exchange(self) -> int:
         self._connections.num_exchanges += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -118,7 +118,10 @@ class RemoteStages:
         sums_due: The exchanges whose sums workers send to this process: several if somebody has
             looked at gradients in the middle of an accumulation window.
         is_before_step: Whether an optimizer steps behind the present batch.
-        on_last_backward: Called when all gradients of such a batch have been sent.
+        on_last_backward: Called, before an optimizer's step, when all gradients of such a batch
+            have been sent.
+        on_last_gradients: Called, before an optimizer's step, with the workers that get no more
+            gradients of such a batch than those which are sent next.
         before_step: Called before each step, with whether gradients from before it stay.
     """
 
@@ -134,6 +137,7 @@ class RemoteStages:
         self.sums_due: list[int] = []
         self.is_before_step = False
         self.on_last_backward: Callable[[], None] = lambda: None
+        self.on_last_gradients: Callable[[Collection[Member]], None] = lambda _workers: None
         self.before_step: Callable[[bool], None] = lambda _keeps_gradients: None
         self._connections = connections
         self._layers = layers
@@ -249,7 +253,9 @@ class RemoteStages:
             content = encode_activation(step, key, entering, dtype, stage=first)
         send_copied(way[first].channel, content, self.copies)
 
-    def send_backward(self, key: Key, gradients: Gradients) -> None:
+    def send_backward(
+        self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
+    ) -> None:
         """Send the gradients of a returned activation to the last stage."""
         self._due.note_backward(key)
         self.has_new_gradients = True
@@ -266,7 +272,18 @@ class RemoteStages:
             dtype = self._narrowing_at(last).gradient_dtype
             ordered = replace(gradients, places=self._counts.places(way))
             content = encode_gradients(self._connections.step, key, ordered, dtype, stage=last)
+            if self.is_before_step and unsent is not None:
+                # Before these gradients, whose backward begins as soon as they come.
+                self.on_last_gradients(self._finished(way.values(), unsent))
             send_copied(way[last].channel, content, self.copies)
+
+    def _finished(self, workers: Iterable[Member], unsent: Collection[int]) -> list[Member]:
+        """Those of these workers that none of these micro-batches passes."""
+        holdings = self._layers.holdings
+        if not holdings.placement.has_replicas:
+            return []
+        ways = [holdings.way(index, is_whole=False).values() for index in unsent]
+        return [worker for worker in workers if not any(worker in way for way in ways)]
 
     def note_last_backward(self) -> None:
         """All gradients of the step have been sent."""

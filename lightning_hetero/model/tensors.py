@@ -141,9 +141,18 @@ def fill(owner: nn.Module, leaf: str, content: Tensor, state: State) -> None:
     if old is None:
         owner._buffers[leaf] = content
     elif is_four_bit(owner, leaf):
-        swap_tensors(old, with_state(owner, leaf, content, state))
+        _swap(old, with_state(owner, leaf, content, state))
     else:
-        swap_tensors(old, nn.Parameter(content, requires_grad=old.requires_grad))
+        _swap(old, nn.Parameter(content, requires_grad=old.requires_grad))
+
+
+def _swap(old: nn.Parameter, new: nn.Parameter) -> None:
+    swap_tensors(old, new)
+    # torch's own note of the hooks has gone with the former content, and Python's tables of them
+    # have stayed: a hook that is added to a table would never be called. Setting a table renews it.
+    old._backward_hooks = old._backward_hooks or None
+    hooks = old._post_accumulate_grad_hooks or None
+    old._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]  # torch takes None
 
 
 def locate(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str, Tensor]:

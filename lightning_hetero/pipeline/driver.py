@@ -206,6 +206,8 @@ class _RunningStep:
         # The losses of micro-batches whose forward has ended, until their backward runs.
         self._losses: dict[int, Tensor | None] = {}
         self._order = GradientOrder(len(self.work), max(1, self.max_started // 2))
+        # The micro-batches whose last gradients have not been sent.
+        self._unsent = set(range(len(self.work)))
 
     def run(self) -> list[Any]:
         while self._num_started < len(self.work) or self._in_flight:
@@ -476,6 +478,8 @@ class _RunningStep:
     def _send_gradients(self, index: int) -> None:
         """Send the gradients of the latest remaining visit, or end the micro-batch."""
         visits = self._in_flight[index].visits
+        if len(visits) <= 1:
+            self._unsent.discard(index)
         if not visits:
             self._end(index)
             return
@@ -486,7 +490,7 @@ class _RunningStep:
         if visit.is_here:
             self._gradients[visit.key] = gradients
         else:
-            self.driver.stages.send_backward(visit.key, gradients)
+            self.driver.stages.send_backward(visit.key, gradients, self._unsent)
 
     def _end(self, index: int) -> None:
         self.driver.gradients.finish_microbatch(index)

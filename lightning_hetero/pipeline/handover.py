@@ -8,7 +8,7 @@ the results. `exchange_whole` makes that function differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -66,8 +66,17 @@ class Stages(Protocol):
             is_whole: Whether it is a piece of a whole batch, whose layers only workers run.
         """
 
-    def send_backward(self, key: Key, gradients: Gradients) -> None:
-        """Send the gradients of an activation that has come back to the last stage."""
+    def send_backward(
+        self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
+    ) -> None:
+        """Send the gradients of an activation that has come back to the last stage.
+
+        Args:
+            key: The micro-batch and visit.
+            gradients: Of the activation.
+            unsent: The micro-batches of the step that will send more gradients behind these; None
+                if that is not known.
+        """
 
     def note_last_backward(self) -> None:
         """All gradients of the step have been sent."""

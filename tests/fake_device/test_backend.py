@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Collection
 
 import lightning.pytorch as pl
 import pytest
@@ -98,7 +99,9 @@ class DoublingStages:
     ) -> None:
         self._coming.append(Returned(key, Activation(hidden.detach() * 2)))
 
-    def send_backward(self, key: Key, gradients: Gradients) -> None:
+    def send_backward(
+        self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
+    ) -> None:
         (gradient,) = gradients.tensors
         assert gradient is not None
         self._coming.append(Returned(key, Gradients((gradient * 2,))))

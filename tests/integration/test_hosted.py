@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,8 +26,9 @@ from lightning_hetero import (
     StagePlan,
 )
 from lightning_hetero.callbacks import StageWeightAveraging
-from lightning_hetero.coordinator.replicas import HostedReplicas
+from lightning_hetero.coordinator.replicas import HostedReplicas, _WorkerSums
 from lightning_hetero.errors import PlanError
+from lightning_hetero.protocol import messages as m
 
 from ..equality import assert_close, differing, weights_of
 from ..families import FLOOR, FamilyModule, tiny_model
@@ -399,6 +401,26 @@ def test_a_callback_may_exchange_weights_for_a_validation_without_a_trace(
     assert float(run.callback_metrics["val_loss"]) == pytest.approx(math.log(VOCABULARY), rel=1e-5)
     data = loader(40, BATCH_SIZE // PIECES)
     assert differing(module, fit_in_groups(TinyModule(), plan, data, max_steps=4)) == []
+
+
+@pytest.mark.parametrize("shares", [(3, 2), (1, 4)])
+def test_sums_leave_layer_by_layer_in_the_last_backward_of_each_step(
+    shares: tuple[int, int], workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker knows of the exchange when its last gradients come."""
+    taken: list[m.ReplicaTensors] = []
+    take = _WorkerSums._take_recorded
+
+    def taking(replicas: _WorkerSums, worker: Any, message: m.ReplicaTensors, *sums: Any) -> None:
+        taken.append(message)
+        take(replicas, worker, message, *sums)
+
+    monkeypatch.setattr(_WorkerSums, "_take_recorded", taking)
+    strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers, shares))
+    fit(TinyModule(), strategy, loader(3 * BATCH_SIZE, BATCH_SIZE))
+    early = Counter(each.round for each in taken if not each.is_last)
+    assert [*early.values()] == [NUM_LAYERS] * 3
+    assert [each.names for each in taken if each.is_last] == [[]] * 3
 
 
 def test_generation_has_the_bits_of_one_device(workers: list[str]) -> None:

@@ -6,6 +6,7 @@ Where a module's tensors are in state dicts, and what may be left out of them.
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.tensors import (
@@ -84,6 +86,32 @@ def test_a_parameter_stays_the_same_object_for_whoever_holds_it() -> None:
     layer.inner(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert torch.equal(layer.inner.weight.detach(), -torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_hooks_of_a_parameter_are_called_after_it_has_taken_new_content(stays: bool) -> None:
+    """torch forgets them in a swap, and Python goes on listing them."""
+    linear, called = nn.Linear(2, 2), list[str]()
+
+    def note(name: str, what: Tensor) -> None:
+        called.append(name)
+
+    def add_hooks() -> list[RemovableHandle]:
+        return [
+            linear.weight.register_hook(partial(note, "gradient")),
+            linear.weight.register_post_accumulate_grad_hook(partial(note, "accumulated")),
+        ]
+
+    handles = add_hooks()
+    linear(torch.ones(1, 2)).sum().backward()
+    if not stays:
+        for handle in handles:
+            handle.remove()
+    set_tensor({0: linear}, "0.weight", torch.zeros(2, 2))
+    if not stays:
+        add_hooks()
+    linear(torch.ones(1, 2)).sum().backward()
+    assert called == ["gradient", "accumulated"] * 2
 
 
 def test_buffers_keep_out_of_the_state_dict_if_they_did() -> None:

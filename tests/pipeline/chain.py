@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -90,7 +90,9 @@ class Chain:
         take = self._runner(1).take
         self._post(0, 1, partial(take, self.step, 1, key, incoming))
 
-    def send_backward(self, key: Key, gradients: Gradients) -> None:
+    def send_backward(
+        self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
+    ) -> None:
         last = len(self.stages)
         tensors = tuple(None if each is None else each.clone() for each in gradients.tensors)
         copies = replace(gradients, tensors=tensors)

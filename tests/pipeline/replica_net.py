@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -75,7 +75,9 @@ class ReplicaNet(Chain):
         incoming = Activation(hidden.detach().clone().requires_grad_(requires_grad))
         self._tell(COORDINATOR, min(route), key, incoming)
 
-    def send_backward(self, key: Key, gradients: Gradients) -> None:
+    def send_backward(
+        self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
+    ) -> None:
         route = self._routes[key]
         stages = sorted(route, reverse=True)
         places = tuple(self._counted("backward", number, route[number]) for number in stages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -317,9 +317,11 @@ def test_no_stage_is_flooded(most_under_way: int) -> None:
             self.note(key)
             super().send_forward(key, hidden, surroundings)
 
-        def send_backward(self, key: Key, gradients: Gradients) -> None:
+        def send_backward(
+            self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
+        ) -> None:
             self.note(key)
-            super().send_backward(key, gradients)
+            super().send_backward(key, gradients, unsent)
 
         def receive(self) -> Returned:
             returned = super().receive()
