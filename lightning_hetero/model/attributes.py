@@ -96,13 +96,15 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
         return kind, value
     if isinstance(value, Tensor):
         looked_into.append(value)
-        return _Same(value), _version(value)
+        return _Same(value), kind, _version(value)
     if is_loose(value):
         looked_into.append(value)
         own = sorted(vars(value).items(), key=itemgetter(0))
         # Nothing that it computes depends on its mode.
-        return _Same(value), tuple(
-            (n, frozen(v)) for n, v in own if type(v) in _ATOMS and n != "training"
+        return (
+            _Same(value),
+            kind,
+            tuple((n, frozen(v)) for n, v in own if type(v) in _ATOMS and n != "training"),
         )
     if isinstance(value, _FIXED) or inspect.isroutine(value):
         return _Same(value)
@@ -113,15 +115,17 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
         return _Same(value)
     around = (*around, id(value))
     looked_into.append(value)
+    content: Any = ()
+    if kind not in _CONTAINERS:  # a class of the user's, which may be one of containers
+        parts = sorted(_parts(value), key=itemgetter(0))
+        content = tuple((name, frozen(item, around, looked_into)) for name, item in parts)
     if isinstance(value, dict):
         keys = _frozen_items([*value.keys()], around, looked_into)
-        return kind, keys, _frozen_items([*value.values()], around, looked_into)
+        return kind, keys, _frozen_items([*value.values()], around, looked_into), content
     if isinstance(value, (list, tuple, deque)):
-        return kind, _frozen_items(value, around, looked_into)
+        return kind, _frozen_items(value, around, looked_into), content
     if isinstance(value, (set, frozenset)):
-        return kind, frozenset(frozen(item, around, looked_into) for item in value)
-    parts = sorted(_parts(value), key=itemgetter(0))
-    content = tuple((name, frozen(item, around, looked_into)) for name, item in parts)
+        return kind, frozenset(frozen(item, around, looked_into) for item in value), content
     return (kind, content) if is_record else (_Same(value), kind, content)
 
 
@@ -257,13 +261,21 @@ def _reader_for(thing: Any) -> _Reader:
 
     It is chosen once: a config of transformers takes long to tell what it is.
     """
+    kind = type(thing)
     if isinstance(thing, Tensor):
-        return lambda tensor: (_version(tensor),)
-    if isinstance(thing, dict):
-        return lambda table: (*table, *table.values())
+        return lambda tensor: (type(tensor), _version(tensor))
+    if kind in _CONTAINERS:
+        return _items_of_container
+    of_object = partial(_items_of_object, _slot_names(kind))
     if isinstance(thing, _CONTAINERS):
-        return tuple
-    return partial(_items_of_object, _slot_names(type(thing)))
+        return lambda container: (*of_object(container), *_items_of_container(container))
+    return of_object
+
+
+def _items_of_container(container: Any) -> tuple[Any, ...]:
+    if isinstance(container, dict):
+        return (*container, *container.values())
+    return tuple(container)
 
 
 def _items_of_object(slots: Sequence[str], thing: Any) -> tuple[Any, ...]:
@@ -599,8 +611,7 @@ def _reassign(owner: type, content: Mapping[str, Any]) -> None:
 
 
 def _refill(container: Any, content: Any) -> None:
-    read = _reader_for(container)
-    if _are_same(read(container), read(content)):
+    if _are_same(_items_of_container(container), _items_of_container(content)):
         return
     container.clear()
     if isinstance(container, dict):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetero.model.attributes import AttributeState, Change, differences, frozen
 from lightning_hetero.model.layers import find_decoder_layers
@@ -44,6 +44,30 @@ class OtherLinear(nn.Linear):
     pass
 
 
+class Row(list[int]):
+    factor = 1
+
+
+class OtherRow(Row):
+    pass
+
+
+class Table(dict[str, int]):
+    factor = 1
+
+
+class OtherTable(Table):
+    pass
+
+
+class Marked(Tensor):
+    pass
+
+
+class OtherMarked(Marked):
+    pass
+
+
 class Order(enum.Enum):
     FIRST = 1
     SECOND = 2
@@ -66,6 +90,8 @@ class Layer(nn.Module):
         self.activation = torch.tanh
         self.myself = [self]
         self.loose = [nn.Dropout(0.0), nn.LeakyReLU(0.1)]
+        self.row, self.own_table = Row([1, 2]), Table(a=1)
+        self.marked = torch.zeros(2).as_subclass(Marked)
 
 
 class OtherLayer(Layer):
@@ -108,6 +134,14 @@ CHANGES = {
     "layer.dropout.p = 0.5": ("dropout", "p"),
     "layer.__class__ = OtherLayer": ("", "__class__"),
     "layer.line.__class__ = OtherLinear": ("line", "__class__"),
+    "layer.row.__class__ = OtherRow": ("", "row"),
+    "layer.row.factor = 2": ("", "row"),
+    "layer.row.append(3)": ("", "row"),
+    "layer.own_table.__class__ = OtherTable": ("", "own_table"),
+    "layer.own_table.factor = 2": ("", "own_table"),
+    "layer.own_table['a'] = 2": ("", "own_table"),
+    "layer.marked.__class__ = OtherMarked": ("", "marked"),
+    "layer.loose[0].__class__ = nn.Dropout1d": ("", "loose"),
     "layer.loose[0].p = 0.5": ("", "loose"),
     "layer.loose[1].negative_slope = 0.5": ("", "loose"),
     "layer.loose[1] = torch.nn.LeakyReLU(0.1)": ("", "loose"),
