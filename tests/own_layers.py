@@ -117,7 +117,7 @@ class Stack(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
-        mask = torch.ones(SEQUENCE_LENGTH, SEQUENCE_LENGTH, device=self.device).triu(1).bool()
+        mask = torch.ones(SEQUENCE_LENGTH, SEQUENCE_LENGTH, device=tokens.device).triu(1).bool()
         mask = mask.expand(len(tokens), 1, -1, -1)
         for number, block in enumerate(self.blocks):
             hidden = block(hidden, mask, scale=1.0 / (1 + number))
