@@ -31,8 +31,9 @@ class Cuda(Accelerator, device_type="cuda"):
     def wake(self) -> None:
         # torch holds the interpreter's lock meanwhile, so nobody could send a sign of life. It
         # takes seconds where the driver has to start first, or where many processes begin at once.
-        # A function that is called by ctypes holds no lock.
-        if torch.version.hip is not None or not torch.cuda.is_available():
+        # A function that is called by ctypes holds no lock. Do not ask torch for anything before:
+        # to count GPUs may start the driver too.
+        if torch.version.hip is not None:
             return
         try:
             driver = ctypes.CDLL(_DRIVER)

@@ -431,12 +431,13 @@ def test_a_session_begins_with_the_driver_of_nvidia_and_without_the_interpreter_
     """By ctypes: torch would hold the lock, and no thread could send a sign of life."""
     driver = PlayedDriver()
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
-    monkeypatch.setattr(torch.version, "hip", None)
+    # torch may start the driver to count GPUs, and would hold the lock.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: driver.called.append("torch"))
     gpu = Cuda(torch.device("cuda", 1))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
     gpu.wake()
     assert driver.called == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
     gpu.wake()
     assert driver.called == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
 
@@ -448,7 +449,7 @@ def test_a_machine_without_the_driver_s_library_leaves_the_beginning_to_torch(
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
     Cuda(torch.device("cuda", 0)).wake()
 
 
