@@ -279,13 +279,15 @@ class _Writer:
 
     def _flow(self, step: RecordedStep, process: ProcessSpans, span: Span) -> Iterator[Event]:
         """An arrow from a sent tensor to the action that used it."""
-        action = _receiving_action(step, span)
+        action = _receiving_action(step, process, span)
         if action is None or span.peer is None:
             return
         shared = {"cat": "flow", "name": span.message, "id": next(self._flows)}
         start = {"pid": process.number, "tid": _SENDS + span.peer}
         yield {"ph": "s", **shared, **start, "ts": self._micro(span.start_seconds)}
-        end = {"pid": span.peer, "tid": _COMPUTES, "ts": self._micro(action.start_seconds)}
+        # Inside the action, and no arrow goes back where two clocks differ by their error.
+        arrival = min(max(action.start_seconds, span.start_seconds), action.end_seconds)
+        end = {"pid": span.peer, "tid": _COMPUTES, "ts": self._micro(arrival)}
         yield {"ph": "f", "bp": "e", **shared, **end}
 
     def _micro(self, seconds: float) -> float:
@@ -310,7 +312,7 @@ def _awaited(process: ProcessSpans, wait: Span) -> str:
     return next(after, "the next step")
 
 
-def _receiving_action(step: RecordedStep, sent: Span) -> Span | None:
+def _receiving_action(step: RecordedStep, sender: ProcessSpans, sent: Span) -> Span | None:
     """The action that used a sent tensor, in the process that it was sent to."""
     if sent.kind != "send" or sent.message not in ("Activation", "Gradient"):
         return None
@@ -320,11 +322,13 @@ def _receiving_action(step: RecordedStep, sent: Span) -> Span | None:
     forward = "loss" if sent.stage == COORDINATOR_STAGE else "forward"
     kind = forward if sent.message == "Activation" else "backward"
     wanted = kind, sent.stage, sent.microbatch, sent.visit
-    actions = (a for each in step.processes if each.number == sent.peer for a in each.actions)
-    for action in actions:
-        found = action.kind, action.stage, action.microbatch, action.visit
-        if found == wanted and action.start_seconds >= sent.start_seconds:
-            return action
+    for receiver in (each for each in step.processes if each.number == sent.peer):
+        # By this much a tensor may seem to have been used before it was sent.
+        error_seconds = sender.clock.error_seconds + receiver.clock.error_seconds
+        for action in receiver.actions:
+            found = action.kind, action.stage, action.microbatch, action.visit
+            if found == wanted and action.start_seconds + error_seconds >= sent.start_seconds:
+                return action
     return None
 
 

@@ -1,12 +1,44 @@
-"""`lightning-hetero schema`: write the JSON schema of a plan or a profile, for editors."""
+"""`lightning-hetero schema`: write the JSON schema of a plan or a profile, for editors.
+
+Editors complete keys and mark mistakes by a schema. It is made from the classes that read the
+files, and its texts are those of their docstrings. What a file means as a whole, such as layers
+that leave a gap, is checked when it is read.
+"""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from ..planner.schema import schema
+import msgspec
+
+from ..plan import MOST_SHARES, Plan, StagePlan
+from ..planner.profile import Profile
 from .options import writing
+
+FileKind = Literal["plan", "profile"]
+
+# The latest draft that all editors understand.
+_DRAFT = "http://json-schema.org/draft-07/schema#"
+_KINDS: dict[FileKind, type] = {"plan": Plan, "profile": Profile}
+
+# What the classes check by themselves, behind their types.
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "micro_batches": {"minimum": 1},
+    "in_flight": {"minimum": 1},
+    "workers": {"minItems": 1, "uniqueItems": True},
+    "layers": {"items": {"type": "integer", "minimum": 0}},
+    "shares": {"items": {"type": "integer", "minimum": 0, "maximum": MOST_SHARES}},
+}
+_BOUNDED = (Plan.__name__, StagePlan.__name__)
+# They have a default in Python, and a file must say them.
+_REQUIRED = {"Part": ["gradient_bytes", "optimizer_bytes"]}
+_AMOUNT = r"^\s*(\d+|\d+(\.\d+)? ?(MB|GB|MiB|GiB))\s*$"
+_SIZE = {"type": "string", "description": "A size such as 16 GiB.", "pattern": _AMOUNT}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -20,3 +52,92 @@ def run(options: argparse.Namespace) -> None:
         f"The schema is in {options.output}. Editors that know the YAML language server use it for "
         f"a file that begins with `# yaml-language-server: $schema={options.output}`."
     )
+
+
+def schema(kind: FileKind) -> dict[str, Any]:
+    """The JSON schema of a plan or of a profile, as plain data."""
+    made = msgspec.json.schema(_KINDS[kind])
+    classes = {each.__name__: each for each in _classes(_KINDS[kind])}
+    definitions = {
+        name: _definition(name, classes[name], content) for name, content in made["$defs"].items()
+    }
+    return {
+        "$schema": _DRAFT,
+        "title": f"A {kind} of lightning-hetero",
+        "$ref": made["$ref"],
+        "$defs": definitions,
+    }
+
+
+def _classes(kind: type) -> list[type]:
+    """The class, and all classes that its fields name."""
+    found = [kind]
+    for each in found:
+        for field in msgspec.inspect.type_info(each).fields:  # type: ignore[attr-defined]
+            found += [name for name in _named_in(field.type) if name not in found]
+    return found
+
+
+def _named_in(info: Any) -> list[type]:
+    """The classes with fields that a type is made of."""
+    if isinstance(info, msgspec.inspect.StructType | msgspec.inspect.DataclassType):
+        return [info.cls]
+    inner = [getattr(info, name, None) for name in ("item_type", "value_type")]
+    parts = [*filter(None, inner), *getattr(info, "types", ()), *getattr(info, "item_types", ())]
+    return [name for part in parts for name in _named_in(part)]
+
+
+def _definition(name: str, kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of one class: no other keys, the sizes as texts too, and what each key means."""
+    texts = _argument_texts(kind)
+    properties = {}
+    for key, its in content["properties"].items():
+        bounds = _BOUNDS.get(key, {}) if name in _BOUNDED else {}
+        properties[key] = _property(key, its, bounds, texts.get(key))
+    return {
+        "title": name,
+        "type": "object",
+        "properties": properties,
+        "required": [*content.get("required", []), *_REQUIRED.get(name, [])],
+        "additionalProperties": False,
+    }
+
+
+def _property(
+    key: str, content: Mapping[str, Any], bounds: Mapping[str, Any], text: str | None
+) -> dict[str, Any]:
+    made = _bounded(content, bounds)
+    if "_bytes" in key:
+        made = _with_texts(made)
+    if "$ref" in made:
+        made = {"allOf": [made]}  # beside a reference this draft reads nothing
+    return made if text is None else {**made, "description": text}
+
+
+def _bounded(content: Mapping[str, Any], bounds: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with more bounds, and without what only later drafts know."""
+    if "anyOf" in content:
+        options = [
+            dict(each) if each.get("type") == "null" else _bounded(each, bounds)
+            for each in content["anyOf"]
+        ]
+        return {**content, "anyOf": options}
+    kept = {key: value for key, value in content.items() if key != "prefixItems"}
+    return {**kept, **bounds}
+
+
+def _with_texts(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a number of bytes that may be a text, or of a mapping to such numbers."""
+    if content.get("type") == "object":
+        return {**content, "additionalProperties": _with_texts(content["additionalProperties"])}
+    default = {"default": content["default"]} if "default" in content else {}
+    number = {key: value for key, value in content.items() if key != "default"}
+    return {"anyOf": [number, _SIZE], **default}
+
+
+def _argument_texts(kind: type) -> dict[str, str]:
+    """What the docstring of a class says of each argument."""
+    _, _, section = (inspect.getdoc(kind) or "").partition("Args:\n")
+    section = section.split("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()).replace("``", "`") for name, text in entries}

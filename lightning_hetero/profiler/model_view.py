@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -26,16 +26,7 @@ from ..protocol import messages as m
 from ..protocol.tensors import DTYPES, dtype_name
 from .dry_run import OptimizerSettings, SampleBatch
 from .ends import EndsRunner, Example, embedding_to_leave, parameters_of_ends
-from .sample_layers import Blueprint, MadeUpOutputs, kinds_of_layers, wants_gradient
-
-
-class LayerJob(NamedTuple):
-    """One forward and backward of one kind of layer, to be measured."""
-
-    dtype: Dtype
-    micro_batch_size: int
-    kind: str
-    recompute: bool
+from .sample_layers import Blueprint, LayerJob, MadeUpOutputs, kinds_of_layers, wants_gradient
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,18 @@ from ..model.recipe import Recipe, write_recipe
 from ..pipeline.bench import Bench, LayerTrial
 from ..pipeline.handover import surroundings_here
 from ..pipeline.stage_layers import build_for_values, describe_parameters
+from ..plan import Dtype
 from ..protocol import messages as m
 from ..protocol.frames import Content
+
+
+class LayerJob(NamedTuple):
+    """One forward and backward of one kind of layer, to be measured."""
+
+    dtype: Dtype
+    micro_batch_size: int
+    kind: str
+    recompute: bool
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, permutations, product, starmap
+from typing import TYPE_CHECKING
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
@@ -27,7 +28,10 @@ from ..pipeline.bench import MOST_SPREAD, Bench, Clock, LayerTrial, OptimizerTri
 from ..plan import Dtype
 from ..planner.profile import ENDS, ModelProfile, Timing
 from ..protocol import messages as m
-from .model_view import LayerJob, Subject
+from .sample_layers import LayerJob
+
+if TYPE_CHECKING:
+    from .model_view import Subject
 
 Trial = LayerTrial | OptimizerTrial
 Outcome = m.LayerMeasured | m.OptimizerMeasured | m.NotMeasured

@@ -8,7 +8,17 @@ from typing import Annotated
 import msgspec
 
 from ..plan import Dtype
-from .bases import IdleAnswer, IdleRequest, InstantMessage, ServingRequest, StageReport
+from .bases import (
+    IdleAnswer,
+    IdleRequest,
+    InstantMessage,
+    Message,
+    ServingRequest,
+    Speaker,
+    StageReport,
+    State,
+    by,
+)
 from .fields import (
     FEW,
     Bytes,
@@ -27,7 +37,6 @@ from .fields import (
     Totals,
     Words,
 )
-from .session import Message, Speaker, State, by
 from .values import ParameterSpec, Value
 
 

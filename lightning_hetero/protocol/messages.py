@@ -16,8 +16,19 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..plan import Dtype
-from .bases import IdleRequest, LoadingRequest, ServingRequest, StageReport
+from .bases import (
+    IdleRequest,
+    LoadingRequest,
+    ServingRequest,
+    Speaker,
+    StageReport,
+    State,
+    by,
+    by_anyone,
+    kinds_below,
+)
 from .bases import InstantMessage as InstantMessage
+from .bases import Message as Message
 from .bases import MicrobatchMessage as MicrobatchMessage
 from .bases import StampedRequest as StampedRequest
 from .fields import (
@@ -56,8 +67,6 @@ from .measurements import Record as Record
 from .measurements import StageRecord as StageRecord
 from .measurements import Status as Status
 from .measurements import Timings as Timings
-from .session import Message as Message
-from .session import Speaker, State, by, by_anyone, kinds_below
 from .snapshots import AskRoom as AskRoom
 from .snapshots import CaughtUp as CaughtUp
 from .snapshots import ForgetSent as ForgetSent

@@ -1,4 +1,4 @@
-"""The rules of a conversation: what a message declares of itself, and a session that enforces it.
+"""A session: one end of a conversation, which enforces what the messages declare in `bases`.
 
     coordinator ─ worker              upstream worker ─ downstream worker
 
@@ -22,139 +22,10 @@ tests.protocol.tables` prints the tables that follow: for each speaker and state
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
-
-import msgspec
+from typing import Literal
 
 from ..errors import LocalProtocolError, RemoteProtocolError
-from .fields import Key, SpanKind, printable
-
-
-class State(enum.Enum):
-    """Where a conversation stands."""
-
-    OPENING = "opening"
-    GREETING = "greeting"
-    IDLE = "idle"
-    LOADING = "loading"
-    SERVING = "serving"
-    LINKED = "linked"
-    TELLING = "telling"
-    WAITING = "waiting"
-    CLOSED = "closed"
-
-
-class Speaker(enum.Enum):
-    """One of the two ends of a conversation."""
-
-    COORDINATOR = "coordinator"
-    WORKER = "worker"
-    UPSTREAM = "upstream"
-    DOWNSTREAM = "downstream"
-    WATCHER = "watcher"
-    WATCHED = "watched"
-    JOINER = "joiner"
-    DOOR = "door"
-
-
-# The state that follows a message, by who sends it in which state.
-Rules = dict[tuple[Speaker, State], State]
-
-
-def by(speaker: Speaker, *states: State, then: State | None = None) -> Rules:
-    """Allow a message to one speaker in these states; the state stays unless ``then`` follows."""
-    return {(speaker, state): then or state for state in states}
-
-
-def by_anyone(*states: State, then: State | None = None) -> Rules:
-    """Allow a message to every speaker in these states, or in every state if none is given."""
-    return {
-        (speaker, state): then or state for speaker in Speaker for state in states or tuple(State)
-    }
-
-
-# The name of fields that get into no log and no error.
-_NOT_SHOWN = "secret"
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages; the tag on the wire is the class's name.
-
-    Each class declares here what the rest of the package has to know of it.
-
-    Attributes:
-        said: Who may send the message in which state, and the state that follows. Every class has
-            to declare it, unless its base does.
-        begins_step: The message begins the step after the present one.
-        resumes_step: The message names the step behind which a worker takes a lost one's place.
-        is_question: The message changes nothing, so nobody needs it once it is answered.
-        is_standing: What the message sets is in no snapshot of a worker, so it is said again to the
-            worker that takes another's place.
-        answered_by: The class of the message that ends the answer; empty if there is none.
-        is_kept: The receiver keeps the tensors for long, so each frame gets memory of its own
-            instead of a buffer that is used again.
-        is_probe: The tensors are large and unlike later ones, so their buffers are not kept.
-        requests: What the receiver does when it carries out the message, in words for people. Like
-            ``reports``, it may name fields: ``"step {message.step}"``.
-        reports: What the sender has just done, in words for people.
-        recorded_as: How the receiver records the time that it takes to carry out the message.
-    """
-
-    said: ClassVar[Rules] = {}
-    begins_step: ClassVar[bool] = False
-    resumes_step: ClassVar[bool] = False
-    is_question: ClassVar[bool] = False
-    is_standing: ClassVar[bool] = False
-    answered_by: ClassVar[str] = ""
-    is_kept: ClassVar[bool] = False
-    is_probe: ClassVar[bool] = False
-    requests: ClassVar[str] = ""
-    reports: ClassVar[str] = ""
-    recorded_as: ClassVar[SpanKind | None] = None
-
-    def __init_subclass__(cls, **config: Any) -> None:
-        super().__init_subclass__(**config)
-        if not cls.said:
-            raise TypeError(f"{cls.__name__} does not declare in `said` who may send it, and when.")
-
-    @property
-    def step(self) -> int | None:
-        """The step that the message is about; None if it is about none."""
-        return None
-
-    @property
-    def key(self) -> Key | None:
-        """The micro-batch and visit that the message is about; None if it is about none."""
-        return None
-
-    @property
-    def stage_number(self) -> int:
-        """The stage that takes the message; 0 if it is the coordinator's, or there is none."""
-        return 0
-
-    @property
-    def requested_activity(self) -> str:
-        """What the receiver does when it carries out the message; empty if that takes no time."""
-        return self.requests.format(message=self)
-
-    @property
-    def reported_activity(self) -> str:
-        """What the sender has just done or is doing; empty if the message does not tell."""
-        return self.reports.format(message=self)
-
-    def __str__(self) -> str:
-        names = (name for name in self.__struct_fields__ if name != _NOT_SHOWN)
-        shown = {name: getattr(self, name) for name in names}
-        fields = " ".join(f"{name}={str(value)[:60]}" for name, value in shown.items())
-        return printable(f"{type(self).__name__} {fields}".rstrip())
-
-
-def kinds_below(base: type[Message]) -> Iterator[type[Message]]:
-    """The classes of messages that derive from a base and have no subclasses themselves."""
-    for kind in base.__subclasses__():
-        yield from kinds_below(kind) if kind.__subclasses__() else [kind]
+from .bases import Message, Speaker, State
 
 
 class Session:

@@ -7,9 +7,17 @@ If no other machine is left, one that has layers already starts a second process
 
 from __future__ import annotations
 
-from .bases import LoadingRequest, ServingRequest, StageReport, StampedRequest
+from .bases import (
+    LoadingRequest,
+    Message,
+    ServingRequest,
+    Speaker,
+    StageReport,
+    StampedRequest,
+    State,
+    by,
+)
 from .fields import Bytes, Count, Name, Text, Words
-from .session import Message, Speaker, State, by
 from .values import Value
 
 

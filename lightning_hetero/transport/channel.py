@@ -30,9 +30,9 @@ from ..pipeline.journal import Encode
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Action
 from ..protocol import messages as m
-from ..protocol.bases import InstantMessage
+from ..protocol.bases import InstantMessage, State
 from ..protocol.frames import Content, Frame, FrameReader, encode_body, encode_frame, encode_head
-from ..protocol.session import Session, State
+from ..protocol.session import Session
 from ..protocol.tensors import BufferPool
 from .connection import Connection, Traffic
 from .deadlines import Deadlines

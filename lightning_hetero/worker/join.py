@@ -15,12 +15,15 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import HeteroError, JoinError
 from ..protocol import messages as m
 from ..transport.address import Address
 from ..transport.handshake import Joined, await_opening, join
-from .worker import Worker
+
+if TYPE_CHECKING:
+    from .worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_hetero.callbacks.timeline import PREDICTED, trace_of
-from lightning_hetero.telemetry.step import prediction_of
+from lightning_hetero.telemetry.step import ClockMap, Knot, prediction_of
 
 from ..telemetry.made_up import PLAN, made_up_step, turn_by_turn, with_loss
 from .trace_faults import faults_of
@@ -75,6 +77,29 @@ def test_arrows_go_along_the_stages_of_a_plan_in_turns() -> None:
         (2, "Gradient", "0B0"),
         (2, "Gradient", "2B0"),
     ]
+
+
+@pytest.mark.parametrize(("error_seconds", "num_arrows"), [(0.3, 8), (0.1, 6)])
+def test_an_arrow_is_drawn_where_clocks_may_differ_by_more_than_a_tensor_takes(
+    error_seconds: float, num_arrows: int
+) -> None:
+    """The clock of `a` is taken for 1.2 s ahead, so it uses what comes before that is sent."""
+    step = turn_by_turn()
+    ahead = ClockMap([Knot(0.0, 1.2, error_seconds)])
+    process = step.processes[1]
+    early = [
+        msgspec.structs.replace(
+            span, start_seconds=span.start_seconds - 1.2, end_seconds=span.end_seconds - 1.2
+        )
+        for span in process.spans
+    ]
+    processes = list(step.processes)
+    processes[1] = dataclasses.replace(process, spans=early, clock=ahead)
+    events = trace_of([(dataclasses.replace(step, processes=processes), None)])["traceEvents"]
+    ends = {e["id"]: e["ts"] for e in events if e["ph"] == "f"}
+    begins = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
+    assert len(ends) == num_arrows
+    assert all(ends[number] >= begin for number, begin in begins.items())
 
 
 def test_processes_are_named_with_their_layers() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import Plan, StagePlan
-from lightning_hetero.verify.any_accelerator import AnyAccelerator
+from lightning_hetero.verify.device_check import AnyAccelerator
 
 from ..models import TinyModule
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import Speaker
+from lightning_hetero.protocol.bases import Speaker
 from lightning_hetero.transport.channel import Channel
 
 FILE_VARIABLE = "LIE_FILE"

@@ -17,8 +17,9 @@ from lightning_hetero.launch import join
 from lightning_hetero.launch.join import Door, open_door
 from lightning_hetero.pipeline.codec import decode_activation, decode_arguments, decode_gradients
 from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.bases import State
 from lightning_hetero.protocol.frames import Frame, FrameReader, OpeningReader
-from lightning_hetero.protocol.session import Session, State, answering_session, opening_session
+from lightning_hetero.protocol.session import Session, answering_session, opening_session
 from lightning_hetero.protocol.values import KeptConstants
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity

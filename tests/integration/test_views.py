@@ -128,8 +128,14 @@ def check_trace(trace: dict[str, Any], plan: Plan, step: int, names: list[str]) 
 
 
 def check_arrows(trace: dict[str, Any], plan: Plan, shown: list[Any]) -> None:
-    times = {(e["pid"], e["ts"]) for e in shown}
-    ends = [e for e in trace["traceEvents"] if e["ph"] == "f" and (e["pid"], e["ts"]) in times]
+    ends = [
+        end
+        for end in trace["traceEvents"]
+        if end["ph"] == "f"
+        and any(
+            e["pid"] == end["pid"] and e["ts"] <= end["ts"] <= e["ts"] + e["dur"] for e in shown
+        )
+    ]
     num_sent = 0
     for k in range(PIECES):
         passed = [name for _, name in Placement.of(plan).route(k)]

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from lightning_hetero.planner.profile import Timing
-from lightning_hetero.profiler.model_view import LayerJob, micro_batch_sizes
+from lightning_hetero.profiler.model_view import micro_batch_sizes
+from lightning_hetero.profiler.sample_layers import LayerJob
 from lightning_hetero.profiler.trials import (
     LayerSchedule,
     change_of_speed,

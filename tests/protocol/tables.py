@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import Speaker, State
+from lightning_hetero.protocol.bases import Speaker, State
 
 # What every speaker may send in every state.
 ALWAYS = tuple(kind for kind in m.KINDS if len(kind.said) == len(Speaker) * len(State))

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.bases import Speaker
 from lightning_hetero.protocol.fields import printable
-from lightning_hetero.protocol.session import Speaker
 
 from .examples import example
 from .strategies import ANY, any_message

@@ -7,9 +7,10 @@ import pytest
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
 from lightning_hetero.protocol import frames
 from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.bases import Speaker, State, by
 from lightning_hetero.protocol.fields import Name
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame, header_decoder
-from lightning_hetero.protocol.session import Speaker, State, answering_session, by, opening_session
+from lightning_hetero.protocol.session import answering_session, opening_session
 
 from .strategies import feed
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_hetero.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import Session, State, answering_session, opening_session
+from lightning_hetero.protocol.bases import State
+from lightning_hetero.protocol.session import Session, answering_session, opening_session
 from lightning_hetero.protocol.values import DictNode
 
 from .examples import example

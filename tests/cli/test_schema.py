@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from lightning_hetero import cli
+from lightning_hetero.cli.schema import schema
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.planner.schema import schema
 
 from ..pages import DOCS, ROOT, blocks
-from .profiles import device, profile
+from ..planner.profiles import device, profile
 
 jsonschema = pytest.importorskip("jsonschema")
 
