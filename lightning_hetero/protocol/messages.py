@@ -31,16 +31,7 @@ from .bases import InstantMessage as InstantMessage
 from .bases import Message as Message
 from .bases import MicrobatchMessage as MicrobatchMessage
 from .bases import StampedRequest as StampedRequest
-from .fields import (
-    Count,
-    LayerNumber,
-    LongSeconds,
-    Name,
-    Numerics,
-    Seconds,
-    Text,
-    Words,
-)
+from .fields import Count, LayerNumber, LongSeconds, Name, Numerics, Seconds, Text, Words
 from .fields import Equipment as Equipment
 from .fields import LinkStatus as LinkStatus
 from .fields import Narrowed as Narrowed
