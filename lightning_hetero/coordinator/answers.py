@@ -190,10 +190,23 @@ def _spreads(value: Tensor, parameter: Tensor) -> bool:
     return value.ndim == parameter.ndim and all(own in (1, whole) for own, whole in pairs)
 
 
+# The numbers of layers, what was sent to the first of them, and what came back from the last.
+_Form = tuple[object, ...]
+
+
 class DueAnswers:
-    """The activations and gradients of one step that the stages have not sent yet."""
+    """The activations and gradients of the present step that the stages have not sent yet.
+
+    A form that layers have made of another one before is kept over all steps. To try the layers on
+    ``meta`` takes a good part of the time in which a small layer is computed.
+    """
 
     def __init__(self) -> None:
+        self._forms: set[_Form] = set()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what an earlier step waited for."""
         self._sent: dict[Key, _SentForward] = {}
         self._activations: set[Key] = set()
         self._gradients: set[Key] = set()
@@ -222,7 +235,7 @@ class DueAnswers:
         """
         if key not in self._activations:
             raise RemoteProtocolError(f"Nobody waits for its activation of {_named(key)}.")
-        self._sent[key].check_activation(found, layers, dtypes)
+        self._sent[key].check_activation(found, layers, dtypes, self._forms)
         self._activations.remove(key)
 
     def take_gradients(self, key: Key, found: Gradients) -> None:
@@ -254,6 +267,7 @@ class _SentForward:
         found: Activation,
         layers: Mapping[int, nn.Module],
         dtypes: Callable[[], Collection[torch.dtype]],
+        forms: set[_Form],
     ) -> None:
         """Refuse what cannot be the hidden states behind the last layer.
 
@@ -264,6 +278,7 @@ class _SentForward:
             found: What came back.
             layers: All that it went through.
             dtypes: What layers may make of hidden states.
+            forms: Those that passed before; gets this one if it passes.
 
         Raises:
             RemoteProtocolError: With what came and what should have.
@@ -280,22 +295,24 @@ class _SentForward:
         if found.requires_grad and not self.surroundings.grad_enabled:
             raise RemoteProtocolError("It wants gradients of a forward that runs without them.")
         hidden = found.hidden
-        usual = self._usual_shape(layers)
-        if hidden.dtype == self.spec.torch_dtype and list(hidden.shape) == usual:
+        usual, came = self._usual(layers), TensorSpec.of(hidden)
+        form = self._form_with(came)
+        if came == usual or form in forms:
             return  # as nearly always
         may_be = {*dtypes(), self.spec.torch_dtype, torch.float32}
         may_be.add(self.surroundings.autocast_dtype or torch.float32)
         expected = self._tried(layers)
         if expected is None:
-            shape, same_shape = usual, list(hidden.shape[:1]) == usual[:1]
+            shape, same_shape = usual.shape, came.shape[:1] == usual.shape[:1]
         else:
             shape, same_shape = list(expected.shape), hidden.shape == expected.shape
             may_be.add(expected.dtype)
         if not same_shape or not hidden.is_floating_point() or hidden.dtype not in may_be:
             raise RemoteProtocolError(
-                f"For hidden states of {self.spec} it sent {TensorSpec.of(hidden)}; the expected "
+                f"For hidden states of {self.spec} it sent {came}; the expected "
                 f"shape is {shape}, and the dtype one of {sorted(map(dtype_name, may_be))}."
             )
+        forms.add(form)
 
     def check_gradients(self, found: Gradients) -> None:
         """Refuse gradients that are not those of these hidden states.
@@ -313,12 +330,17 @@ class _SentForward:
                     f"The gradient of hidden states of {spec} came as {TensorSpec.of(gradient)}."
                 )
 
-    def _usual_shape(self, layers: Mapping[int, nn.Module]) -> list[int]:
-        """The shape that was sent, which most layers keep."""
+    def _usual(self, layers: Mapping[int, nn.Module]) -> TensorSpec:
+        """What was sent, or what the embedding makes of it: most layers keep that form."""
         calls = self.surroundings.calls
         if not calls or calls[0].layer_index != EMBEDDING_LAYER:
-            return self.spec.shape
-        return [*self.spec.shape, layers[EMBEDDING_LAYER].get_parameter("weight").shape[1]]
+            return self.spec
+        table = layers[EMBEDDING_LAYER].get_parameter("weight")
+        return TensorSpec(dtype_name(table.dtype), [*self.spec.shape, table.shape[1]])
+
+    def _form_with(self, came: TensorSpec) -> _Form:
+        numbers = tuple(call.layer_index for call in self.surroundings.calls)
+        return numbers, *((spec.dtype, *spec.shape) for spec in (*self.specs, came))
 
     def _tried(self, layers: Mapping[int, nn.Module]) -> Tensor | None:
         """The output of the layers on ``meta``; None where its form depends on values."""

@@ -162,7 +162,7 @@ class RemoteStages:
         connections.in_flight = max_in_flight
         self.dropout_step += not is_trial
         self._recorder.begin_step()
-        self._due = DueAnswers()
+        self._due.begin_step()
         if not keeps_gradients:
             self.norms_due.clear()
             self.has_new_gradients, self.sums_due = False, []

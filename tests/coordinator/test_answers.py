@@ -50,6 +50,18 @@ def answer(
     due.take_activation(Key(0), Activation(found), layers, lambda: {torch.float32})
 
 
+class Counting(nn.Module):
+    """Gives hidden states another width, and counts its forwards in a list that outlives them."""
+
+    def __init__(self, forwards: list[torch.Size]) -> None:
+        super().__init__()
+        self.note = forwards.append
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.note(hidden.shape)
+        return torch.cat([hidden, hidden], -1)
+
+
 WIDE = {0: Widening(4, 6), 1: Widening(6, 8)}
 EMBEDDED = {EMBEDDING_LAYER: nn.Embedding(9, 4), 0: nn.Identity()}
 HIDDEN = torch.zeros(3, 5, 4)
@@ -70,6 +82,37 @@ WRONG: dict[str, tuple[dict[int, nn.Module], Tensor, Tensor]] = {
     "in float64": ({0: nn.Identity()}, HIDDEN, HIDDEN.double()),
     "in float16": ({0: nn.Identity()}, HIDDEN, HIDDEN.half()),
 }
+
+
+def check_again(due: DueAnswers, layer: nn.Module, sent: Tensor, found: Tensor) -> None:
+    """The answer of the first layer in another step."""
+    due.begin_step()
+    due.note_forward(
+        Key(0), Activation(sent), Surroundings(False, None, [LayerCall(0, True, (), {})])
+    )
+    due.take_activation(Key(0), Activation(found), {0: layer}, lambda: {torch.float32})
+
+
+def test_layers_are_tried_once_for_a_form() -> None:
+    tried: list[torch.Size] = []
+    due, layer = DueAnswers(), Counting(tried)
+    for length in (5, 5, 7, 5, 7):
+        check_again(due, layer, torch.zeros(3, length, 4), torch.zeros(3, length, 8))
+    assert [size[1] for size in tried] == [5, 7]
+    with pytest.raises(RemoteProtocolError, match=r"expected shape is \[3, 5, 8\]"):
+        check_again(due, layer, torch.zeros(3, 5, 4), torch.zeros(3, 5, 9))
+    # What was refused once is refused again.
+    with pytest.raises(RemoteProtocolError, match=r"expected shape is \[3, 5, 8\]"):
+        check_again(due, layer, torch.zeros(3, 5, 4), torch.zeros(3, 5, 9))
+
+
+def test_layers_behind_the_embedding_are_not_tried_for_the_form_that_it_makes() -> None:
+    tried: list[torch.Size] = []
+    layers = {EMBEDDING_LAYER: nn.Embedding(9, 4), 0: Counting(tried)}
+    answer(layers, IDS, torch.zeros(3, 5, 4))
+    assert not tried
+    answer(layers, IDS, torch.zeros(3, 5, 8))
+    assert tried
 
 
 @pytest.mark.parametrize("name", RIGHT)
