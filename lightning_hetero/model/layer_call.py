@@ -19,7 +19,7 @@ from transformers import Cache
 from ..errors import ModelError
 from .arithmetic import Arithmetic, Carried, returned
 from .attributes import unchanged
-from .placeholders import instances_in, tensors_in
+from .placeholders import instances_in, is_away, tensors_in
 from .tensors import narrowed
 
 logger = logging.getLogger(__name__)
@@ -204,10 +204,14 @@ def take_hidden(
 def _likely_place(tensors: Mapping[Place, Tensor]) -> Place | None:
     """The place of the hidden states among the tensors that a layer gets."""
     first = next(iter(tensors), None)
+    usual = [place for place in tensors if place in (0, "hidden_states")]
+    # A layer that is away runs on `meta` before its hidden states can tell a dtype.
+    if usual and is_away(tensors[usual[0]]):
+        return usual[0]
     numbers = [place for place, tensor in tensors.items() if tensor.is_floating_point()]
     wide = [place for place in numbers if tensors[place].ndim > 1]
     trained = [place for place in wide if tensors[place].requires_grad]
-    named = [place for place in numbers if place in (0, "hidden_states")]
+    named = [place for place in usual if place in numbers]
     return next(iter((*named, *trained, *wide, *numbers)), first)
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.coordinator import answers
 from lightning_hetero.errors import ModelError
+from lightning_hetero.model import hollow
+from lightning_hetero.model.layer_call import LayerCall
 
 from ..equality import assert_close, weights_of
 from ..families import (
@@ -25,7 +30,7 @@ from ..families import (
     fit_family,
     tiny_model,
 )
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader, trainer
 from ..pairwise import each_value
 from .generation import Generating, generated_here
 from .moves import Moves
@@ -159,3 +164,39 @@ def test_a_layer_that_cannot_be_cut_is_refused(workers: list[str], family: str) 
 def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Tries(pl.Callback):
+    """Counts the layers that run on ``meta`` in this process, from the second batch on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.numbers: list[int] = []
+        for module in (hollow, answers):
+            patch.setattr(module, "result_on_meta", self._counting(module.result_on_meta))
+
+    def _counting(self, try_layer: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(layer: nn.Module, call: LayerCall, *others: Any) -> Any:
+            self.numbers.append(call.layer_index)
+            return try_layer(layer, call, *others)
+
+        return counted
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """The check of the first batch may try layers."""
+        if trainer.global_step == 1:
+            self.numbers.clear()
+
+
+@pytest.mark.parametrize("in_halves", [False, True])
+def test_a_step_tries_no_layer_on_meta(
+    workers: list[str], in_halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python computes on ``meta`` as slowly as a processor computes a small layer."""
+    tries, num_layers = Tries(monkeypatch), 10 if in_halves else 5
+    stages = [
+        StagePlan(workers[:1], (0, 3), embedding=True),
+        StagePlan(["coordinator"], (3, num_layers)),
+    ]
+    strategy = HeteroPipelineStrategy(workers[:1], Plan(stages, 2), cut_layers=in_halves)
+    fit(TinyModule(), strategy, callbacks=[tries])
+    assert tries.numbers == []
