@@ -513,7 +513,8 @@ def _answers(name: str) -> bool:
 
 def uses_streams() -> bool:
     """Whether this process has initialized an accelerator that has a current stream per thread."""
-    return any(kind.is_initialized() and kind.has_streams() for kind in backends().values())
+    in_torch = (kind for kind in backends().values() if kind.is_in_torch)
+    return any(kind.is_initialized() and kind.has_streams() for kind in in_torch)
 
 
 def needs_triton(device_name: str) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .attributes import frozen
+from .attributes import Snapshot
 from .layer_call import LayerCall
 from .layers import describe_layer
 from .placeholders import HiddenStatesAway, training_flags
@@ -157,8 +157,9 @@ class Arguments:
     """
 
     def __init__(self, call: LayerCall) -> None:
-        self._call = call
-        self._before = self._look()
+        self._layer_index = call.layer_index
+        named = (*enumerate(call.args), *call.kwargs.items())
+        self._before = [(place, Snapshot(value)) for place, value in named]
 
     def check(self, layer: nn.Module) -> None:
         """Refuse a layer that has changed an argument.
@@ -166,19 +167,14 @@ class Arguments:
         Raises:
             ModelError: With the argument.
         """
-        now = self._look()
-        if now != self._before:
-            place = next(p for p in now if now[p] != self._before[p])
-            number = self._call.layer_index
+        place = next((str(place) for place, given in self._before if not given.is_same()), None)
+        if place is not None:
+            number = self._layer_index
             raise ModelError(
                 f"The forward of {describe_layer(number)} ({type(layer).__name__}) changed its "
                 f"argument {place!r} on a worker. Neither the model nor a layer of another worker "
                 "would see the change. Return what is new, or keep the layer with the coordinator."
             )
-
-    def _look(self) -> dict[str, Any]:
-        named = [*enumerate(self._call.args), *self._call.kwargs.items()]
-        return {str(place): frozen(value) for place, value in named}
 
 
 def check_entered(before: Sequence[int], tensors: Sequence[Tensor]) -> None:

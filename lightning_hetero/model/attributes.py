@@ -193,12 +193,12 @@ class _Watched:
     """
 
     def __init__(
-        self, layer_index: int, path: str, module: nn.Module, memory: dict[int, _Inside]
+        self, layer_index: int, path: str, module: nn.Module, memory: dict[int, Snapshot]
     ) -> None:
         own = own_attributes(module)
         for value in own.values():
             if id(value) not in memory:
-                memory[id(value)] = _Inside(value)
+                memory[id(value)] = Snapshot(value)
         self.content = {name: memory[id(value)].content for name, value in own.items()}
         self.layer_index, self._path, self._module = layer_index, path, module
         inside = (memory[id(value)] for value in own.values())
@@ -223,8 +223,8 @@ class _Watched:
         return Change(self.layer_index, self._path, self._module, names)
 
 
-class _Inside:
-    """A snapshot of the value of one attribute.
+class Snapshot:
+    """A value as it was at one time, for a later comparison.
 
     While every container in it has the very same items, nothing has changed: that is found much
     sooner than two contents are compared.
@@ -329,16 +329,16 @@ class AttributeState:
 
     def note(self) -> None:
         """Note the present values; `take_changes` compares later ones with them."""
-        memory: dict[int, _Inside] = {}
+        memory: dict[int, Snapshot] = {}
         self._watched = [_Watched(*each, memory) for each in self._modules]
         self._classes = [_Classes(*each) for each in self._layers.items()]
         # By layer, what is compared; an object that many modules share, such as a config, once.
-        self._of_layers: dict[int, dict[int, _Watched | _Inside | _Classes]] = {
+        self._of_layers: dict[int, dict[int, _Watched | Snapshot | _Classes]] = {
             number: {id(each): each}
             for number, each in zip(self._layers, self._classes, strict=True)
         }
         for each in self._watched:
-            parts: list[_Watched | _Inside] = [each, *each.inside]
+            parts: list[_Watched | Snapshot] = [each, *each.inside]
             self._of_layers[each.layer_index] |= {id(part): part for part in parts}
         self._inside = [each for each in memory.values() if each.held]
 
@@ -349,7 +349,7 @@ class AttributeState:
 
     def take_changes(self) -> list[Change]:
         """The changes since the last call or `note`."""
-        watched: list[_Watched | _Inside | _Classes]
+        watched: list[_Watched | Snapshot | _Classes]
         watched = [*self._watched, *self._inside, *self._classes]
         if all([each.is_same() for each in watched]):  # noqa: C419 - a list is faster
             return []

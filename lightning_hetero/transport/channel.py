@@ -1,10 +1,11 @@
 """A channel: a connection that carries frames, with a thread for each direction.
 
 The reading thread fills tensors in place. The writing thread sends large tensors from their own
-memory, and sends a sign of life when it has nothing else, so that a peer that computes is heard.
-While the writing thread waits for the device to finish a tensor, the reading thread sends the signs
-of life. Everything that arrives, and the channel's end, goes to one inbox: the thread that computes
-never waits for the network.
+memory, and sends a sign of life when it has nothing else, so that a peer that computes is heard. A
+small frame that has nothing before it and for which the connection has room is sent at once, by the
+thread that says it. While the writing thread waits for the device to finish a tensor, the reading
+thread sends the signs of life. Everything that arrives, and the channel's end, goes to one inbox:
+the thread that computes never waits for the network.
 
 Below a channel is its line, which may put another connection in the place of a broken one. Nobody
 above the channel notices.
@@ -34,7 +35,7 @@ from ..protocol.bases import InstantMessage, State
 from ..protocol.frames import Content, Frame, FrameReader, encode_body, encode_frame, encode_head
 from ..protocol.session import Session
 from ..protocol.tensors import BufferPool
-from .connection import Connection, Traffic
+from .connection import MOST_BYTES_AT_ONCE, Connection, Traffic
 from .deadlines import Deadlines
 from .line import Line, Lingering, reason_of
 from .link_probe import Exchange, PeerClock, payload
@@ -92,8 +93,8 @@ class Channel:
         activity: What this end does, in words for people at the other end.
         peer_activity: The latest that the peer reported of its own activity; empty at first.
         clock: Compares the peer's clock with ours.
-        on_sent: Called in a thread of the channel after each message: the message, the bytes of its
-            frame, and when sending began.
+        on_sent: Called after each message, in a thread of the channel or in the one that says it:
+            the message, the bytes of its frame, and when sending began.
         forward: Called in the reading thread with each frame; a frame for which it returns true
             does not reach the inbox.
         keep: Keeps what is sent for a process that takes the peer's place; None keeps nothing.
@@ -173,7 +174,8 @@ class Channel:
         frame = Frame(message, tensors)
         buffers = encode_frame(frame)
         logger.debug("> %s %s", self.peer, frame)
-        self._queue(message, self._kept(message, lambda: buffers, is_ready=True))
+        is_small = sum(map(len, buffers)) <= MOST_BYTES_AT_ONCE
+        self._queue(message, self._kept(message, lambda: buffers, is_ready=True), is_small)
 
     def send_later(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
         """Queue a frame that the writing thread encodes, which may wait for its tensors.
@@ -226,12 +228,36 @@ class Channel:
             self._num_passed_on += 1
             self._queue(frame.message, encode)
 
-    def _queue(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
+    def _queue(
+        self, message: m.Message, encode: Callable[[], list[memoryview]], is_small: bool = False
+    ) -> None:
         with self._progress:
             self._session.sent(message)
-            self._num_queued += 1
-            self._outgoing.put((message, encode))
+            may_be_next = is_small and self._num_queued == 0 and self._is_at_work
+            if not (may_be_next and self._sends_at_once(message, encode)):
+                self._num_queued += 1
+                self._outgoing.put((message, encode))
         self._note_end()
+
+    @property
+    def _is_at_work(self) -> bool:
+        return bool(self._threads) and not self._is_over
+
+    def _sends_at_once(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> bool:
+        """Send a small frame in the calling thread; false if it would have to wait.
+
+        To wake the writing thread for it takes more time, in which both want the interpreter.
+        """
+        buffers, start = encode(), time.perf_counter()
+        num_bytes = sum(map(len, buffers))
+        try:
+            is_sent = self.line.try_to_send(type(message).__name__, buffers)
+        except (OSError, HeteroError) as error:
+            self._end_writing(error)
+            return True
+        if is_sent and self.on_sent is not None:
+            self.on_sent(message, num_bytes, start)
+        return is_sent
 
     def wait_until_sent(self, most_queued: int, look: Callable[[], None] | None = None) -> None:
         """Wait until at most ``most_queued`` frames are still queued, or the channel is over.
@@ -433,11 +459,15 @@ class Channel:
                 del queued  # the next wait must not keep the frame's tensors alive
                 self._note_sent()
         except (OSError, HeteroError) as error:
-            logger.debug("writing to %s ended: %s", self.peer, error)
-            self.line.make_final()
-            self.line.connection.shut_down()
+            self._end_writing(error)
         finally:
             self._note_over()
+
+    def _end_writing(self, cause: Exception) -> None:
+        logger.debug("writing to %s ended: %s", self.peer, cause)
+        self.line.make_final()
+        self.line.connection.shut_down()
+        self._note_over()
 
     def _next_outgoing(self) -> Queued | None:
         while True:

@@ -23,6 +23,10 @@ _WASTE_BYTES = 2**16
 # unless less than a packet is still to come. Waiting for more bytes saves nothing more.
 _MOST_AWAITED_BYTES = 2**15
 _LEAST_AWAITED_BYTES = 1400
+# A frame comes in three parts, and small ones follow each other closely: one call reads them all.
+_READ_AHEAD_BYTES = 2**15
+# Linux calls a socket writable when a third of its buffer is free, which is more than this.
+MOST_BYTES_AT_ONCE = 2**15
 # Where Linux's `struct tcp_info` has the milliseconds since the last acknowledgement came.
 _LAST_ACK = struct.Struct("=56xI")
 
@@ -63,6 +67,9 @@ class Connection(Protocol):
         The result may be 0 although bytes left: offer the same bytes again.
         """
 
+    def has_room(self) -> bool:
+        """Whether `MOST_BYTES_AT_ONCE` can be sent without waiting; the sending thread asks."""
+
     def seconds_since_answer(self) -> float | None:
         """How long ago the peer's machine acknowledged bytes; None if the system does not tell.
 
@@ -85,6 +92,9 @@ class SocketConnection:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._awaited_bytes = 1
+        self._scratch = memoryview(bytearray(_READ_AHEAD_BYTES))
+        # What has been read before a caller has asked for it.
+        self._ahead = self._scratch[:0]
         self.traffic = Traffic()
 
     @property
@@ -96,6 +106,16 @@ class SocketConnection:
         self._socket.settimeout(seconds)
 
     def receive_into(self, buffer: memoryview, sure_bytes: int = 1) -> int:
+        if len(buffer) >= _READ_AHEAD_BYTES and not self._ahead:
+            return self._receive(buffer, sure_bytes)
+        if not self._ahead:
+            self._ahead = self._scratch[: self._receive(self._scratch, sure_bytes)]
+        part = self._ahead[: len(buffer)]
+        buffer[: len(part)] = part
+        self._ahead = self._ahead[len(part) :]
+        return len(part)
+
+    def _receive(self, buffer: memoryview, sure_bytes: int) -> int:
         self._await(awaited_bytes(sure_bytes))
         try:
             num_bytes = self._socket.recv_into(buffer)
@@ -111,6 +131,9 @@ class SocketConnection:
         num_bytes = self._socket.sendmsg(buffers[:_MOST_BUFFERS])
         self.traffic.sent_bytes += num_bytes
         return num_bytes
+
+    def has_room(self) -> bool:
+        return self._is_ready(select.POLLOUT)
 
     def seconds_since_answer(self) -> float | None:
         if not sys.platform.startswith("linux"):
@@ -143,9 +166,12 @@ class SocketConnection:
 
     def _has_anything(self) -> bool:
         self._await(1)
-        arrivals = select.poll()
-        arrivals.register(self._socket, select.POLLIN)
-        return bool(arrivals.poll(0))
+        return self._is_ready(select.POLLIN)
+
+    def _is_ready(self, event: int) -> bool:
+        events = select.poll()
+        events.register(self._socket, event)
+        return bool(events.poll(0))
 
     def close_after_last_word(self, patience_seconds: float) -> None:
         """Close, but let the peer read the last message first.

@@ -176,18 +176,20 @@ class Line:
                 is_written = self._write_due()
 
     def try_to_send(self, name: str, buffers: list[memoryview]) -> bool:
-        """Send a frame unless another thread sends one; false if it does.
+        """Send a small frame without waiting; false if that is not possible at present.
 
-        For the reading thread: it does not wait while the connection is away, and the frame is sent
-        when another one is there.
+        It is not possible while another thread sends, while the connection is away or full, and
+        while other frames have to go first.
         """
         if not self._sending.acquire(blocking=False):
             return False
         try:
-            self._write(name, buffers)
+            is_free = not self.is_away and not self._ledger.has_due and self.connection.has_room()
+            if is_free:
+                self._write(name, buffers)
+            return is_free
         finally:
             self._sending.release()
-        return True
 
     def own_all(self) -> None:
         """Copy what may have to be sent again: the tensors of all frames so far may change."""

@@ -105,6 +105,11 @@ class Ledger:
         """Take a frame that is to be sent behind all others."""
         self._due.append(KeptFrame(name, buffers))
 
+    @property
+    def has_due(self) -> bool:
+        """Whether there is a frame to send."""
+        return bool(self._due)
+
     def next_due(self) -> list[memoryview] | None:
         """The bytes of the next frame to send, which counts as sent; None if there is none."""
         if not self._due:

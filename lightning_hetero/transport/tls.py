@@ -276,6 +276,9 @@ class TlsConnection:
         sent_bytes, self._owed_bytes = self._owed_bytes, 0
         return sent_bytes
 
+    def has_room(self) -> bool:
+        return not self._unsent and self._below.has_room()
+
     def seconds_since_answer(self) -> float | None:
         return self._below.seconds_since_answer()
 

@@ -106,7 +106,7 @@ class NetChannel(Channel):
     def start(self, inbox: Any, pool: Any = None) -> None:
         self.inbox = inbox
 
-    def _queue(self, message: m.Message, encode: Encode) -> None:
+    def _queue(self, message: m.Message, encode: Encode, is_small: bool = False) -> None:
         self._session.sent(message)
         frame = b"".join(encode())
         self.net.note_said(self, message)

@@ -151,10 +151,12 @@ def test_without_recovery_nothing_is_said_or_kept(
     said: list[m.Message] = []
     queue = NetChannel._queue
 
-    def noting(self: NetChannel, message: m.Message, encode: Encode) -> None:
+    def noting(
+        self: NetChannel, message: m.Message, encode: Encode, is_small: bool = False
+    ) -> None:
         said.append(message)
         assert self.keep is None
-        queue(self, message, encode)
+        queue(self, message, encode, is_small)
 
     monkeypatch.setattr(NetChannel, "_queue", noting)
     run(Net(0), "a line", "plain", tmp_path, Faults(), recovery=False)

@@ -16,7 +16,7 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import Session, answering_session, opening_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Arrival, Channel, Inbox
-from lightning_hetero.transport.connection import SocketConnection, Traffic
+from lightning_hetero.transport.connection import MOST_BYTES_AT_ONCE, SocketConnection, Traffic
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import address_of, listen
 from lightning_hetero.transport.tls import Credentials
@@ -120,6 +120,9 @@ class MemoryConnection:
             self.other._changed.notify_all()
         self.traffic.sent_bytes += len(part)
         return len(part)
+
+    def has_room(self) -> bool:
+        return self._most_bytes >= MOST_BYTES_AT_ONCE
 
     def seconds_since_answer(self) -> float | None:
         return self.answer_seconds

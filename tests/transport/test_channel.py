@@ -39,7 +39,7 @@ from lightning_hetero.protocol.session import opening_session
 from lightning_hetero.protocol.values import KeptConstants
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel, Inbox, send_copied
-from lightning_hetero.transport.connection import SocketConnection
+from lightning_hetero.transport.connection import MOST_BYTES_AT_ONCE, SocketConnection
 from lightning_hetero.transport.deadlines import Deadlines
 
 from ..devices.made_up_streams import MadeUpStreams, on_device
@@ -69,6 +69,70 @@ def test_tensors_arrive_as_they_were_sent_and_in_order() -> None:
             assert isinstance(frame, Frame)
             assert frame.message == activation(index)
             assert torch.equal(frame.tensors[0], tensor)
+
+
+def senders_of(end: End) -> dict[int, list[int]]:
+    """By thread, the micro-batches whose activations it has sent; fills while frames leave."""
+    senders: dict[int, list[int]] = {}
+
+    def note(message: m.Message, _num_bytes: int, _start_seconds: float) -> None:
+        if isinstance(message, m.Activation):
+            senders.setdefault(threading.get_ident(), []).append(message.microbatch)
+
+    end.channel.on_sent = note
+    return senders
+
+
+def test_a_small_frame_is_sent_by_the_thread_that_says_it() -> None:
+    with channel_pair() as (up, down):
+        senders = senders_of(up)
+        up.channel.send(activation(0), torch.ones(100))
+        assert senders == {threading.get_ident(): [0]}
+        assert isinstance(down.next().content, Frame)
+
+
+def test_a_large_frame_leaves_the_thread_that_says_it_free() -> None:
+    with channel_pair() as (up, down):
+        senders = senders_of(up)
+        up.channel.send(activation(0), torch.ones(MOST_BYTES_AT_ONCE))
+        assert isinstance(down.next().content, Frame)
+        up.channel.wait_until_sent(0)
+        assert list(senders.values()) == [[0]]
+        assert threading.get_ident() not in senders
+
+
+def test_a_small_frame_waits_behind_those_that_are_queued() -> None:
+    device = SlowDevice()
+    with channel_pair() as (up, down):
+        senders = senders_of(up)
+        up.channel.send_later(activation(0), device.encode)
+        up.channel.send(activation(1), torch.ones(100))
+        assert not senders
+        device.let_go()
+        microbatches = [down.next().content.message.microbatch for _ in range(2)]  # type: ignore[union-attr]
+        assert microbatches == [0, 1]
+
+
+def test_a_small_frame_does_not_wait_for_a_peer_that_does_not_read() -> None:
+    with one_end(replace(QUICK, silence_seconds=PATIENCE_SECONDS)) as (end, _):
+        gradient = m.Gradient(1, 0, 0, is_present=[])
+        for _ in range(1000):  # 20 MB, more than a socket takes
+            end.channel.send(gradient, torch.ones(5_000))
+        assert not end.channel.line.try_to_send("a frame", [memoryview(b"x")])
+        end.channel.line.connection.shut_down()
+
+
+def test_a_small_frame_over_a_broken_connection_ends_the_channel() -> None:
+    one, other = memory_pair()
+    up, _ = linked_sessions()
+    channel = Channel(one, up, "the other", QUICK)
+    channel.start(inbox := SimpleQueue())
+    other.shut_down()
+    channel.send(activation(0), torch.ones(1))
+    channel.wait_until_sent(0)
+    assert isinstance(inbox.get(timeout=PATIENCE_SECONDS).content, ChannelError)
+    assert channel.is_over
+    channel.close()
 
 
 def test_both_directions_at_once() -> None:

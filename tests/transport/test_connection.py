@@ -122,14 +122,56 @@ def test_the_socket_option_is_set_only_when_it_changes() -> None:
     with tcp_pair() as (connection, theirs):
         theirs.sendall(bytes(200_000))
         buffer = memoryview(bytearray(100_000))
-        connection.receive_into(buffer[:20], 20)
+        connection.receive_into(buffer, 20)
         assert mark(connection) == 1
-        connection.receive_into(buffer, len(buffer))
+        connection.receive_into(buffer[:40_000], 40_000)
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 4_000)
         connection.receive_into(buffer[:40_000], 40_000)
         assert mark(connection) == 4_000
         connection.receive_into(buffer[:20])
         assert mark(connection) == 1
+
+
+def test_the_parts_of_a_small_frame_are_read_at_once() -> None:
+    with tcp_pair() as (connection, theirs):
+        content = bytes(range(200))
+        theirs.sendall(content)
+        arrived = bytearray(len(content))
+        buffer = memoryview(arrived)
+        connection.receive_into(buffer[:20], 20)
+        # No more is asked of the socket.
+        connection.socket.shutdown(socket.SHUT_RD)
+        for start, end in ((20, 120), (120, 200)):
+            assert connection.receive_into(buffer[start:end], end - start) == end - start
+        assert arrived == content
+        assert connection.traffic.received_bytes == len(content)
+
+
+def test_what_was_read_ahead_comes_before_the_rest() -> None:
+    with tcp_pair() as (connection, theirs):
+        content = bytes(i % 251 for i in range(300_000))
+        theirs.sendall(content)
+        buffer = memoryview(arrived := bytearray(len(content)))
+        connection.receive_into(buffer[:20], 20)
+        missing = buffer[20:]
+        while missing:
+            missing = missing[connection.receive_into(missing, len(missing)) :]
+        assert arrived == content
+
+
+def fill(connection: SocketConnection) -> None:
+    """Send until the peer, which does not read, would have to."""
+    while True:
+        connection.send([memoryview(bytes(2**20))])
+
+
+def test_a_full_connection_has_no_room() -> None:
+    with tcp_pair() as (connection, _):
+        assert connection.has_room()
+        connection.set_timeout(0.02)
+        with pytest.raises(TimeoutError):
+            fill(connection)
+        assert not connection.has_room()
 
 
 def dribble(theirs: socket.socket, content: bytes) -> None:
