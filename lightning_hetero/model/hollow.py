@@ -41,7 +41,7 @@ from collections.abc import (
 )
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -70,7 +70,9 @@ from .override import ForwardOverride, MethodOverride, has_own_forward, override
 from .placeholders import (
     Form,
     HiddenStatesAway,
+    Once,
     come_back,
+    is_away,
     mark_as_away,
     refuse_away,
     tensors_in,
@@ -307,11 +309,14 @@ class HollowLayers:
         self._check_adapters(number)
         sent: Tensor = records.sent
         args, kwargs = copied(args), copied(kwargs)
-        given = [hidden, *tensors_in((args, kwargs))]
+        beside = tensors_in((args, kwargs))
+        given = [hidden, *beside]
         records.note_call(number, given, self._parameters.get(number, ()))
         args, kwargs, cache = self.caches.leave_out(layer, sent, args, kwargs)
-        args, kwargs = records.carry((args, kwargs))
-        refuse_away(f"Layer {number}", (args, kwargs))
+        if any(map(records.goes_along, beside)):
+            args, kwargs = records.carry((args, kwargs))
+        if any(map(is_away, beside)):
+            refuse_away(f"Layer {number}", (args, kwargs))
         modes = [name for name, m in self._inside[number] if m.training != layer.training]
         call = LayerCall(number, layer.training, args, kwargs, 0, cache, tuple(modes), place=place)
         length, positions = self._form_of_result(call, hidden)
@@ -341,7 +346,7 @@ class HollowLayers:
             torch.is_grad_enabled(),
             uncertain,
         )
-        found = cache(find)
+        found = Once(find)
         made = (
             HiddenStatesAway(
                 call.layer_index,

@@ -20,8 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -68,6 +67,23 @@ _OF_PLACE = {
     *_getters("is_nested", "is_quantized"),
     *(Tensor.get_device, Tensor.is_inference),
 }
+
+
+class Once(Generic[Kind]):
+    """Finds something when it is first asked for, and keeps it.
+
+    Each call of a layer makes two of them, for which `functools.cache` takes ten times as long.
+    """
+
+    __slots__ = ("_find", "_found")
+
+    def __init__(self, find: Callable[[], Kind]) -> None:
+        self._find = find
+
+    def __call__(self) -> Kind:
+        if not hasattr(self, "_found"):
+            self._found = self._find()
+        return self._found
 
 
 @dataclass(frozen=True)
@@ -175,7 +191,7 @@ class HiddenStatesAway(Tensor):
         # It has a storage, since `other.data = placeholder` would else leave `other` without one.
         nothing = torch.empty(0, device="meta")
         made: Self = Tensor._make_subclass(cls, nothing)
-        made.number, made.form, made._assumptions = number, cache(form), assumptions
+        made.number, made.form, made._assumptions = number, Once(form), assumptions
         made.position, made._place = position, device
         made.content = Content(returned(number, position))
         return made
@@ -305,19 +321,18 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def instances_in(tree: Any, kind: type[Kind]) -> list[Kind]:
     """Everything of a type in nested tuples, lists and mappings."""
     found: list[Kind] = []
-    _gather(tree, kind, found)
+    _gather((tree,), kind, found)
     return found
 
 
-def _gather(tree: Any, kind: type[Kind], found: list[Kind]) -> None:
-    if isinstance(tree, kind):
-        found.append(tree)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
+def _gather(items: Iterable[Any], kind: type[Kind], found: list[Kind]) -> None:
+    for item in items:
+        if isinstance(item, kind):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
             _gather(item, kind, found)
-    elif type(tree) not in _PLAIN and isinstance(tree, Mapping):
-        for item in tree.values():
-            _gather(item, kind, found)
+        elif type(item) not in _PLAIN and isinstance(item, Mapping):
+            _gather(item.values(), kind, found)
 
 
 def replaced(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:

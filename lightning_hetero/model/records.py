@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -28,8 +28,8 @@ from .placeholders import (
     Content,
     Form,
     HiddenStatesAway,
+    Once,
     refuse_away,
-    tensors_in,
 )
 
 
@@ -127,7 +127,7 @@ class Records(threading.local):
         step = Arithmetic(name, wanted.function, operands, wanted.is_in_place)
         self.calls[-1] = replace(call, arithmetic=(*call.arithmetic, step))
         forms = {str(each): self.along[each] for each in operands if isinstance(each, Carried)}
-        find = cache(partial(_form_of_result, step, forms, torch.is_grad_enabled()))
+        find = Once(partial(_form_of_result, step, forms, torch.is_grad_enabled()))
         device = self.sent.device
         made = HiddenStatesAway(call.layer_index, device, find, self.assumptions)
         made.content.name = name
@@ -182,17 +182,16 @@ class Records(threading.local):
 
     def carry(self, tree: Any) -> Any:
         """A call's arguments with `Carried` in the place of what goes along."""
-        if not any(map(self._goes_along, tensors_in(tree))):
-            return tree
         return apply_to_collection(tree, Tensor, self._carried)
 
-    def _goes_along(self, tensor: Tensor) -> bool:
+    def goes_along(self, tensor: Tensor) -> bool:
+        """Whether a tensor among a call's arguments goes along with the hidden states."""
         if isinstance(tensor, HiddenStatesAway):
             return tensor.is_of(self.assumptions)
         return torch.is_grad_enabled() and tensor.requires_grad
 
     def _carried(self, tensor: Tensor) -> Tensor | Carried:
-        if not self._goes_along(tensor):
+        if not self.goes_along(tensor):
             return tensor
         if isinstance(tensor, HiddenStatesAway):
             return Carried(tensor.name)
