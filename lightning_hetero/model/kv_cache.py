@@ -172,7 +172,8 @@ class HollowCaches:
             signature = inspect.signature(type(model).forward)
 
             def note(model: nn.Module, args: Any, kwargs: Any, at: Any = signature) -> None:
-                named = at.bind_partial(model, *args).arguments
+                # Most callers name everything, and to bind takes long.
+                named = at.bind_partial(model, *args).arguments if args else {}
                 self._here.is_wanted = _is_wanted({**named, **kwargs})
 
             self._hooks.append(model.register_forward_pre_hook(note, with_kwargs=True))

@@ -27,6 +27,9 @@ class State(enum.Enum):
     WAITING = "waiting"
     CLOSED = "closed"
 
+    # Each message is looked up by it, and the hash of an enumeration is that of its name's text.
+    __hash__ = object.__hash__
+
 
 class Speaker(enum.Enum):
     """One of the two ends of a conversation."""
@@ -39,6 +42,8 @@ class Speaker(enum.Enum):
     WATCHED = "watched"
     JOINER = "joiner"
     DOOR = "door"
+
+    __hash__ = object.__hash__
 
 
 # The state that follows a message, by who sends it in which state.

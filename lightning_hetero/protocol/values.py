@@ -319,7 +319,7 @@ class Packer:
         Raises:
             LocalProtocolError: If something in it cannot be sent; the text says what and where.
         """
-        if tree is None or isinstance(tree, bool | CarriedNode):
+        if tree is None or isinstance(tree, (bool, CarriedNode)):
             return tree
         if isinstance(tree, Tensor):
             return self._pack_tensor(tree)

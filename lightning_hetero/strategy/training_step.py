@@ -410,7 +410,8 @@ class FrozenFlags:
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        self._named = list(module.named_parameters())
+        named = dict(module.named_parameters())
+        self._names, self._parameters = [*named], [*named.values()]
         self._present: list[bool] | None = None
         self._is_alone = True
 
@@ -426,12 +427,12 @@ class FrozenFlags:
         """
         if self._is_alone:
             return
-        found = training_flags(parameter for _, parameter in self._named)
+        found = training_flags(self._parameters)
         if self._present is None:
             self._present = found
         if found != self._present:
-            pairs = zip(self._named, found, self._present, strict=True)
-            name, now = next((n, flag) for (n, _), flag, before in pairs if flag != before)
+            flags = zip(self._names, found, self._present, strict=True)
+            name, now = next((n, flag) for n, flag, before in flags if flag != before)
             raise ModelError(
                 f"`training_step` set requires_grad of {name} to {now} in micro-batch "
                 f"{microbatch}, while others were on their way with the opposite, so gradients "
