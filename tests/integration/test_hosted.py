@@ -403,6 +403,22 @@ def test_a_callback_may_exchange_weights_for_a_validation_without_a_trace(
     assert differing(module, fit_in_groups(TinyModule(), plan, data, max_steps=4)) == []
 
 
+def test_a_validation_within_an_accumulation_window_loses_no_gradient(workers: list[str]) -> None:
+    """The worker gets all weights again for it, while it has gradients of the window."""
+    plan = hosted_plan(workers)
+    found = fit(
+        TinyModule(),
+        HeteroPipelineStrategy(workers[:1], plan),
+        loader(BATCH_SIZE * 4, BATCH_SIZE),
+        loader(6, 3),
+        max_steps=2,
+        accumulate_grad_batches=2,
+        val_check_interval=1,
+    )
+    alone = loader(BATCH_SIZE * 4, BATCH_SIZE // PIECES)
+    assert differing(found, fit_in_groups(TinyModule(), plan, alone, 2, max_steps=2)) == []
+
+
 @pytest.mark.parametrize("shares", [(3, 2), (1, 4)])
 def test_sums_leave_layer_by_layer_in_the_last_backward_of_each_step(
     shares: tuple[int, int], workers: list[str], monkeypatch: pytest.MonkeyPatch
