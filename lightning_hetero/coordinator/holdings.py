@@ -396,7 +396,9 @@ def owners_of(layers: Mapping[int, nn.Module], stage: PlacedStage) -> dict[str, 
     named = [*named_tensors(layers)]
     if stage.is_hosted:
         return {name: COORDINATOR for name, _ in named}
-    trained = {name: tensor.nbytes for name, tensor in named if tensor.requires_grad}
-    frozen = {name: tensor.nbytes for name, tensor in named if not tensor.requires_grad}
+    names = {id(tensor): name for name, tensor in reversed(named)}  # the first of each
+    each = [(name, tensor) for name, tensor in named if names[id(tensor)] == name]
+    trained = {name: tensor.nbytes for name, tensor in each if tensor.requires_grad}
+    frozen = {name: tensor.nbytes for name, tensor in each if not tensor.requires_grad}
     owners = deal(trained, stage.processes) | deal(frozen, stage.processes)
-    return {name: owners[name] for name, _ in named}
+    return {name: owners[names[id(tensor)]] for name, tensor in named}

@@ -365,12 +365,17 @@ class ReplicaSide:
     def _parameters(
         self, is_wanted: Callable[[_Shared, int], bool]
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of shared stages, by their names; the choice knows stage and owner."""
+        """The parameters of shared stages, each by the first of its names; the choice knows stage
+        and owner."""
         parameters = self._layers.parameters()
+        names = {parameter: name for name, parameter in reversed(parameters.items())}
         for shared in self._shared:
             for name, owner in shared.owner_of.items():
-                if name in parameters and is_wanted(shared, owner):
-                    yield name, parameters[name]
+                parameter = parameters.get(name)
+                if parameter is None or names[parameter] != name:
+                    continue
+                if is_wanted(shared, owner):
+                    yield name, parameter
 
     def _forget_parts(self) -> None:
         """Drop what has come for exchanges that are over."""
