@@ -41,7 +41,7 @@ class StagePlan:
         workers: The name of the worker that serves the stage, or ``["coordinator"]``. Several
             processes are replicas: each holds all layers of the stage and takes its share of the
             micro-batches. The coordinator may be one of the replicas of the first stage or of the
-            last one, and then it steps the optimizer for all of them.
+            last one.
         layers: Half-open range of decoder layers, ``(first, end)``.
         recompute: Keep only the stage's inputs, and run its forward again in the backward.
         dtype: The dtype in which the stage computes, if it differs from Lightning's ``precision``,
@@ -60,8 +60,8 @@ class StagePlan:
         optimizer: ``each`` lets every replica step with the sum of all gradients, so each has the
             optimizer's whole state. ``split`` gives each replica a part of the parameters: it
             steps these, keeps their state, and the others get the new weights. None for ``each``
-            where all replicas are workers. Where the coordinator is one, it steps all parameters,
-            and the workers get the new weights.
+            where all replicas are workers. Where the coordinator is one, None lets it step all
+            parameters, and the workers get the new weights.
     """
 
     workers: list[str]
@@ -372,8 +372,9 @@ def _check_replicas(stage: StagePlan, index: int) -> None:
         key = f"dtype: {stage.dtype}" if stage.dtype else key
         raise PlanError(
             f"Stage {index} has `{key}`, and the coordinator is one of its replicas, which keeps "
-            "the embedding, steps all parameters and computes in Lightning's `precision`. Leave "
-            "the key out, or take the coordinator from the stage."
+            "the embedding, steps all parameters or with `optimizer: split` a part of them, and "
+            "computes in Lightning's `precision`. Leave the key out, or take the coordinator from "
+            "the stage."
         )
 
 

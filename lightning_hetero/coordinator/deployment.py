@@ -171,6 +171,7 @@ class Deployment:
         self.hosted: HostedReplicas | None = None
         if hosted:
             self.hosted = self._replicas_of(hosted)
+        self.coordinator.training.hosted = self.hosted
         self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(away, connections, coordinator.layers, differing)
 
@@ -274,7 +275,9 @@ class Deployment:
             ModelError: If only some of the layers have made the latest step.
         """
         if self.hosted is not None:
-            self.hosted.follow()  # what a worker keeps has to be what is here
+            # What a worker keeps has to be what is here.
+            self.hosted.follow_given()
+            self.hosted.follow()
         self.coordinator.layers.wait_for_all()
         self.check_between_steps()
         numbers = coming_home(Placement.of(self.plan), Placement.of(plan))
@@ -364,9 +367,19 @@ class Deployment:
         named: dict[Tensor, str] = {p: name for name, p in self._root.named_parameters()}
         return {
             named[p]: norms[name]
-            for p, name in self.tensors.names_of.items()
+            for p, name in self.stepped_away.items()
             if name in norms and p in named
         }
+
+    @property
+    def given(self) -> set[str]:
+        """The names of the parameters that are here, and that workers step."""
+        return set() if self.hosted is None else {*self.hosted.given.values()}
+
+    @property
+    def stepped_away(self) -> dict[Tensor, str]:
+        """The name of each tensor that is not here or that workers step."""
+        return {**self.tensors.names_of, **({} if self.hosted is None else self.hosted.given)}
 
     def modules_of(self, stage: StagePlan) -> dict[int, nn.Module]:
         """The modules of a stage, by their numbers."""

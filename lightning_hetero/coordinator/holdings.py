@@ -391,12 +391,18 @@ def kind_of(equipment: m.Equipment) -> tuple[str, ...]:
 
 
 def owners_of(layers: Mapping[int, nn.Module], stage: PlacedStage) -> dict[str, str]:
-    """The process that answers for each tensor of a stage: the coordinator, if it has them too;
-    else its workers share those that train, and those that do not."""
+    """The process that answers for each tensor of a stage: its processes share those that train,
+    and those that do not.
+
+    The coordinator, if it has them too, answers for what does not train, and for everything unless
+    the plan lets the others step a part.
+    """
     named = [*named_tensors(layers)]
-    if stage.is_hosted:
-        return {name: COORDINATOR for name, _ in named}
-    trained = {name: tensor.nbytes for name, tensor in named if tensor.requires_grad}
-    frozen = {name: tensor.nbytes for name, tensor in named if not tensor.requires_grad}
-    owners = deal(trained, stage.processes) | deal(frozen, stage.processes)
-    return {name: owners[name] for name, _ in named}
+    names = {id(tensor): name for name, tensor in reversed(named)}  # the first of each
+    each = [(name, tensor) for name, tensor in named if names[id(tensor)] == name]
+    trained = {name: tensor.nbytes for name, tensor in each if tensor.requires_grad}
+    frozen = {name: tensor.nbytes for name, tensor in each if not tensor.requires_grad}
+    own = [COORDINATOR]
+    owners = deal(trained, own if stage.is_led else stage.processes)
+    owners |= deal(frozen, own if stage.is_hosted else stage.processes)
+    return {name: owners[names[id(tensor)]] for name, tensor in named}

@@ -50,7 +50,7 @@ class Steps(Protocol):
     Attributes:
         norms_due: For each worker that has got gradients from here, the parameters that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
-        sums_due: The exchanges whose sums workers send to this process.
+        sums_due: The exchange whose sums workers send to this process; None if there is none.
         on_last_backward: Called when all gradients before an optimizer's step have been sent.
         on_last_gradients: Called with the workers that get no more gradients before an optimizer's
             step than those which are sent next.
@@ -58,7 +58,7 @@ class Steps(Protocol):
 
     norms_due: dict[Member, set[str]]
     has_new_gradients: bool
-    sums_due: list[int]
+    sums_due: int | None
     on_last_backward: Callable[[], None]
     on_last_gradients: Callable[[Collection[Member]], None]
 
@@ -75,6 +75,23 @@ class Steps(Protocol):
         """The forwards of the present step that were sent through a worker's stages."""
 
 
+class HostedPart(Protocol):
+    """The part of `HostedReplicas` that optimizers need."""
+
+    @property
+    def has_given_gradients(self) -> bool:
+        """Whether there are gradients here that belong to workers."""
+
+    def add_gradients(self, number: int) -> None:
+        """Add up the gradients of all replicas in an exchange."""
+
+    def follow_given(self) -> None:
+        """Send what has changed here of the parameters that workers are about to step."""
+
+    def take_weights(self, number: int) -> None:
+        """Wait for the weights that workers have stepped in an exchange."""
+
+
 class OptimizerParts:
     """The parts of optimizers on the stages, their gradients, and the parameters that train.
 
@@ -86,6 +103,7 @@ class OptimizerParts:
 
     Attributes:
         layers: As given.
+        hosted: The layers of which this process is a replica; None if there are none.
     """
 
     def __init__(
@@ -96,10 +114,13 @@ class OptimizerParts:
         recorder: Recorder,
     ) -> None:
         self.layers = layers
+        self.hosted: HostedPart | None = None
         self._connections = connections
         self._stages = stages
         self._recorder = recorder
         self._is_applying = False
+        # The exchange of the latest optimizer's step.
+        self._applied = 0
         self._num_steps = 0
         self._stepping = ExitStack()
         # The class name of each optimizer, and the names of its parameters.
@@ -140,9 +161,11 @@ class OptimizerParts:
         self._is_applying = True
         packer = Packer()
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
-        self.reduce()
-        step, number = self._stages.present_step(), self._next_exchange()
-        make = partial(m.ApplyOptimizer, step, optimizer, values, number)
+        self.add_up()
+        if self.hosted is not None:
+            self.hosted.follow_given()
+        step, self._applied = self._stages.present_step(), self._next_exchange()
+        make = partial(m.ApplyOptimizer, step, optimizer, values, self._applied)
         self._broadcast(make, *packer.tensors)
         self._stepping.close()
         self._stepping.enter_context(self._recorder.span("optimizer", message=APPLY))
@@ -154,8 +177,10 @@ class OptimizerParts:
             WorkerError: If replicas have unlike weights; that is looked at after each hundredth
                 step.
         """
-        self._is_applying = False
         self._stepping.close()
+        if self.hosted is not None:
+            self.hosted.take_weights(self._applied)
+        self._is_applying = False
         self._num_steps += 1
         if self._num_steps % STEPS_BETWEEN_COMPARISONS == 0:
             self._compare_replicas()
@@ -243,8 +268,18 @@ class OptimizerParts:
     def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Bring gradients of remote parameters here, as new CPU tensors; a parameter without a
         gradient is left out."""
-        self.reduce()
+        self.add_up()
         return self.layers.fetch_gradients(names)
+
+    def add_up(self) -> None:
+        """Let all replicas add up their gradients, and wait for those that this process owns."""
+        if self.hosted is not None and self._stages.sums_due is None:
+            # Only this process may have run micro-batches.
+            self._stages.has_new_gradients |= self.hosted.has_given_gradients
+        self.reduce()
+        number, self._stages.sums_due = self._stages.sums_due, None
+        if self.hosted is not None and number is not None:
+            self.hosted.add_gradients(number)
 
     def reduce(self) -> None:
         """Let replicas add up their gradients when what was sent has run; does not wait for it."""
@@ -262,7 +297,7 @@ class OptimizerParts:
             self._begun = step, self._next_exchange()
             self._told.clear()
             if self.layers.holdings.placement.hosted is not None:
-                self._stages.sums_due.append(self._begun[1])
+                self._stages.sums_due = self._begun[1]
         for worker in workers:
             if worker not in self._told:
                 stamp = self._stages.stamp_of_all(worker)
@@ -307,7 +342,7 @@ class OptimizerParts:
 
         Before you call it you may only look at gradients here.
         """
-        self.reduce()
+        self.add_up()
         workers = self._connections.workers
         step = self._stages.present_step()
         self._broadcast(partial(m.MeasureNorms, step, optimizer))
@@ -338,7 +373,7 @@ class OptimizerParts:
 
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
         """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
-        self.reduce()
+        self.add_up()
         step = self._stages.present_step()
         self._broadcast(partial(m.ClipGradients, step, optimizer, clipping.factor, clipping.value))
 

@@ -9,31 +9,35 @@ The weights here are ordinary ones to Lightning: clipping, scaling, the optimize
 see them. Workers send their sums of gradients when their last backward has run; they are added in
 the plan's order of the processes before Lightning looks at them. Before the next hidden states
 leave, the workers get what has changed.
+
+With ``optimizer: split`` workers own a part of the parameters. Of these the sums here go to their
+owner instead, and no gradient stays; the owner steps, and its weights are here before Lightning's
+step ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import reduce
-from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ModelError, RemoteProtocolError, WorkerError
+from ..errors import ModelError, WorkerError
 from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers
 from ..model.tensors import Content, locate, named_tensors
 from ..pipeline.placement import Placement
-from ..pipeline.recorder import EXCHANGED, Recorder
+from ..pipeline.recorder import Recorder
 from ..pipeline.turns import current_turn
 from ..plan import COORDINATOR
 from ..protocol import messages as m
-from ..protocol.tensors import fingerprint_of
+from ..protocol.tensors import fingerprint_of, sums_of_bits
 from ..transport.channel import send_copied
-from .connections import refuse_sums
+from .exchange import Exchange
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
 from .stages import RemoteStages
@@ -53,6 +57,7 @@ class HostedReplicas:
     Attributes:
         placement: As given; other shares may take its place between two steps.
         names_of: The name of each parameter on the workers.
+        given: Those that workers own and step.
     """
 
     def __init__(
@@ -71,13 +76,18 @@ class HostedReplicas:
         self._remote = remote
         self._hollow = hollow
         self._copies = stages.copies
-        self._sums = _WorkerSums(remote, recorder)
         self._held = _held_tensors(layers)
         found = self._present()
         self.names_of: Mapping[Tensor, str] = {
             tensor: name for name, tensor in found if isinstance(tensor, nn.Parameter)
         }
+        self._is_split = remote.holdings.stages[self._number].is_split
+        owned = remote.holdings.owner_of
+        self.given = {tensor: name for tensor, name in self.names_of.items() if name in owned}
+        self._exchange = Exchange(remote, self.names_of.values(), self._copies, recorder)
         self._sent = self._states()
+        # The sum of the bits of each given parameter as its owner has it.
+        self._bits: dict[str, int] = {}
         # The names of tensors that may have changed without a trace since they were sent.
         self._stale: set[str] = set()
         self._was_in_turn: bool | None = None
@@ -97,7 +107,7 @@ class HostedReplicas:
 
     def detach(self) -> None:
         """Take no more sums: the layers have moved, and this process may be no replica any more."""
-        self._sums.detach()
+        self._exchange.detach()
 
     def stays(self, microbatch: int) -> bool:
         return self.placement.process(self._number, microbatch) == COORDINATOR
@@ -116,6 +126,7 @@ class HostedReplicas:
         """Note that the workers have what is here: the weights have moved to their device."""
         self._sent = self._states()
         self._stale.clear()
+        self._bits = self._present_bits()
 
     def attach(self, optimizers: Iterable[Optimizer]) -> ExitStack:
         """Note every step of these optimizers until the returned stack is closed."""
@@ -125,9 +136,10 @@ class HostedReplicas:
         return hooks
 
     def _note_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        """Some optimizers write to memory behind torch's back, so all that trains has changed."""
+        """Some optimizers write to memory behind torch's back, so all that it has stepped has
+        changed."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        self.note_changed(p for p in parameters if p.requires_grad)
+        self.note_changed(p for p in parameters if p.requires_grad and p not in self.given)
         self._num_steps += 1
 
     def note_changed(self, tensors: Iterable[Tensor]) -> None:
@@ -165,6 +177,28 @@ class HostedReplicas:
             self._send(changed)
             self._sent = found
             self._stale.clear()
+            if not changed.isdisjoint(self.given.values()):
+                self._bits = self._present_bits()
+
+    def follow_given(self) -> None:
+        """Send what has changed here of the parameters that workers are about to step."""
+        self._note_other_bits()
+        names, found = {*self.given.values()}, self._states()
+        changed = {n for n in names if n in self._stale or found[n] != self._sent[n]}
+        if changed:
+            self._send(changed)
+            self._sent |= {name: found[name] for name in changed}
+            self._stale -= changed
+            self._bits = self._present_bits()
+
+    def _note_other_bits(self) -> None:
+        """Note the given parameters with other bits than their owners have: what is written through
+        `.data` leaves no other trace, and nobody sends them after each step."""
+        found = self._present_bits().items()
+        self._stale.update(name for name, bits in found if bits != self._bits.get(name))
+
+    def _present_bits(self) -> dict[str, int]:
+        return dict(zip(self.given.values(), sums_of_bits([*self.given]), strict=True))
 
     def _check_parameters(self) -> None:
         for name, tensor in self._present():
@@ -214,9 +248,8 @@ class HostedReplicas:
         Raises:
             ModelError: If a tensor of the layers has changed inside: other micro-batches ran with
                 another one.
-            WorkerError: If a worker has other weights than this process; that is looked at after
-                each hundredth optimizer step.
         """
+        self._note_other_bits()
         before = self._states()
         yield
         for worker in self.workers:
@@ -230,23 +263,60 @@ class HostedReplicas:
                 "of its own. Let one worker alone have the layers that change their tensors in "
                 "training, or change them between two batches."
             )
-        if self._num_steps >= STEPS_BETWEEN_COMPARISONS and self._sent == before:
-            self._num_steps = 0
-            self.compare()
 
-    def add_gradients(self, numbers: Sequence[int]) -> None:
-        """Add the workers' sums of gradients to those here, in the plan's order of the processes.
+    @property
+    def has_given_gradients(self) -> bool:
+        """Whether there are gradients here that belong to workers."""
+        return any(parameter.grad is not None for parameter in self.given)
+
+    def add_gradients(self, number: int) -> None:
+        """Add up the gradients of all replicas, in the plan's order of the processes: here those of
+        the parameters that this process owns, and the others where their owners are.
 
         Args:
-            numbers: The exchanges for which the workers were asked.
+            number: The exchange for which the workers were asked.
+
+        Raises:
+            WorkerError: If a worker has other weights than this process; that is looked at after
+                each hundredth optimizer step.
         """
-        named = {name: parameter for parameter, name in self.names_of.items()}
-        sums = self._sums.of(numbers, self.workers)
+        self._give_gradients(number)
+        named = {name: p for p, name in self.names_of.items() if p not in self.given}
+        sums = self._exchange.await_all("sums", number, self.workers)
         sums[COORDINATOR] = {n: p.grad for n, p in named.items() if p.grad is not None}
         for name, parameter in named.items():
             found = [sums[process][name] for process in self.processes if name in sums[process]]
             on_device = [gradient.to(parameter.device) for gradient in found]
             parameter.grad = reduce(Tensor.add_, on_device) if found else None
+        # Not before: with a part of the parameters a worker waits for the gradients from here.
+        if self._num_steps >= STEPS_BETWEEN_COMPARISONS and self._sent == self._states():
+            self._num_steps = 0
+            self.compare()
+
+    def _give_gradients(self, number: int) -> None:
+        if not self._is_split:
+            return
+        owner_of = self._remote.holdings.owner_of
+        for worker in self.workers:
+            own = [(name, p) for p, name in self.given.items() if owner_of[name] is worker]
+            sums = {name: p.grad for name, p in own if p.grad is not None}
+            self._exchange.send_sums(number, worker, sums)
+        for parameter in self.given:
+            parameter.grad = None
+
+    def take_weights(self, number: int) -> None:
+        """Wait for the weights that workers have stepped, in the exchange of that number."""
+        if not self._is_split:
+            return
+        found = self._exchange.await_all("weights", number, self.workers)
+        parameters = {name: parameter for parameter, name in self.given.items()}
+        with torch.no_grad():
+            for own in found.values():
+                for name, weights in own.items():
+                    parameters[name].copy_(weights)
+        states = self._states()
+        self._sent |= {name: states[name] for name in parameters}
+        self._bits = self._present_bits()
 
     def _present(self) -> Iterator[tuple[str, Tensor]]:
         for name, (owner, leaf) in self._held.items():
@@ -255,79 +325,6 @@ class HostedReplicas:
     def _states(self) -> dict[str, tuple[int, int, int]]:
         """What tells that a tensor has changed: the object, its memory and its version."""
         return {name: (id(t), t.data_ptr(), t._version) for name, t in self._present()}
-
-
-class _WorkerSums:
-    """The sums of gradients that workers send to this process.
-
-    Args:
-        remote: Knows the form of each tensor.
-        recorder: Takes a span for each message, and for the time that this process waits.
-    """
-
-    def __init__(self, remote: RemoteLayers, recorder: Recorder) -> None:
-        self._remote = remote
-        self._recorder = recorder
-        # By exchange and worker, and those that are whole.
-        self._parts: dict[tuple[int, Member], dict[str, Tensor]] = {}
-        self._whole: set[tuple[int, Member]] = set()
-        # The latest exchange whose sums were used.
-        self._latest = 0
-        remote.connections.take_sums = self._take_recorded
-
-    def detach(self) -> None:
-        self._remote.connections.take_sums = refuse_sums
-
-    def of(self, numbers: Sequence[int], workers: Sequence[Member]) -> dict[str, dict[str, Tensor]]:
-        """Wait for the sums of some exchanges; returns their totals by worker and parameter."""
-        connections = self._remote.connections
-        connections.check_usable()
-        with self._recorder.span("wait", message=EXCHANGED):
-            while not self._whole.issuperset(product(numbers, workers)):
-                # What else comes is left over from an earlier step.
-                connections.hear(connections.deadlines.progress_seconds)
-        found: dict[str, dict[str, Tensor]] = {worker.name: {} for worker in workers}
-        for number, worker in product(numbers, workers):
-            own = found[worker.name]
-            for name, tensor in self._parts[number, worker].items():
-                own[name] = own[name].add_(tensor) if name in own else tensor
-        # What an aborted step has left goes too.
-        self._whole.clear()
-        self._parts.clear()
-        self._latest = max(numbers, default=self._latest)
-        return found
-
-    def _take_recorded(
-        self, worker: Member, message: m.ReplicaTensors, tensors: Sequence[Tensor]
-    ) -> None:
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        with self._recorder.span("optimizer", None, EXCHANGED, num_bytes, worker.number):
-            self._take(worker, message, tensors)
-
-    def _take(self, worker: Member, message: m.ReplicaTensors, tensors: Sequence[Tensor]) -> None:
-        """Take what a worker has sent.
-
-        Raises:
-            RemoteProtocolError: If it is nothing that the worker may send.
-        """
-        held = self._remote.holdings.tensors
-        part = message.round, worker
-        is_known = message.round <= self._latest or part in self._whole
-        if worker.journal is not None and is_known:
-            return  # the lost worker in whose place it is has sent so too
-        is_due = message.round <= self._remote.connections.num_exchanges
-        if message.content != "sums" or not is_due or part in self._whole:
-            raise RemoteProtocolError(f"It sent {message.content} of exchange {message.round}.")
-        if len(message.names) != len(tensors):
-            raise RemoteProtocolError(f"It sent {len(tensors)} tensors for {message}.")
-        found = self._parts.setdefault(part, {})
-        for name, tensor in zip(message.names, tensors, strict=True):
-            if name not in held or worker not in self._remote.holdings.holders_of[name]:
-                raise RemoteProtocolError(f"It sent a gradient of {name!r}, which it has not.")
-            held[name].check(name, tensor)
-            found[name] = tensor
-        if message.is_last:
-            self._whole.add(part)
 
 
 def _held_tensors(layers: Mapping[int, nn.Module]) -> dict[str, tuple[nn.Module, str]]:

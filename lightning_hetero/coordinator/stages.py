@@ -115,8 +115,7 @@ class RemoteStages:
         norms_due: For each worker that has got gradients from here, in this step or in those
             accumulated before, the parameters of its stage that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
-        sums_due: The exchanges whose sums workers send to this process: several if somebody has
-            looked at gradients in the middle of an accumulation window.
+        sums_due: The exchange whose sums workers send to this process; None if there is none.
         is_before_step: Whether an optimizer steps behind the present batch.
         on_last_backward: Called, before an optimizer's step, when all gradients of such a batch
             have been sent.
@@ -134,7 +133,7 @@ class RemoteStages:
         self.dropout_step = 0
         self.norms_due: dict[Member, set[str]] = {}
         self.has_new_gradients = False
-        self.sums_due: list[int] = []
+        self.sums_due: int | None = None
         self.is_before_step = False
         self.on_last_backward: Callable[[], None] = lambda: None
         self.on_last_gradients: Callable[[Collection[Member]], None] = lambda _workers: None
@@ -165,7 +164,7 @@ class RemoteStages:
         self._due.begin_step()
         if not keeps_gradients:
             self.norms_due.clear()
-            self.has_new_gradients, self.sums_due = False, []
+            self.has_new_gradients, self.sums_due = False, None
         begin = partial(
             m.BeginStep, connections.step, max_in_flight, keeps_gradients, self.dropout_step
         )
@@ -200,7 +199,7 @@ class RemoteStages:
     def abort_step(self) -> None:
         """Make every stage forget the present step; never raises."""
         self.norms_due.clear()
-        self.has_new_gradients, self.sums_due = False, []
+        self.has_new_gradients, self.sums_due = False, None
         # What was under way may still come back, so its ways stay known.
         self._counts = _Counts()
         if self._connections.step > 0:

@@ -147,7 +147,11 @@ def fill(owner: nn.Module, leaf: str, content: Tensor, state: State) -> None:
 
 
 def _swap(old: nn.Parameter, new: nn.Parameter) -> None:
+    gradient = old.grad
     swap_tensors(old, new)
+    # New content does not end an accumulation window.
+    if gradient is not None and (gradient.device, gradient.dtype) == (old.device, old.dtype):
+        old.grad = gradient
     # torch's own note of the hooks has gone with the former content, and Python's tables of them
     # have stayed: a hook that is added to a table would never be called. Setting a table renews it.
     old._backward_hooks = old._backward_hooks or None

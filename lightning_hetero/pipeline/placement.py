@@ -82,12 +82,14 @@ class PlacedStage:
         processes: The names of the processes that hold it; several are replicas, and one of these
             may be the coordinator.
         shares: How many micro-batches of a round each of them runs.
+        is_split: Whether the plan lets each of them step a part of the parameters.
     """
 
     number: int
     layers: tuple[int, ...]
     processes: tuple[str, ...]
     shares: tuple[int, ...]
+    is_split: bool = False
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -98,6 +100,11 @@ class PlacedStage:
     def is_hosted(self) -> bool:
         """Whether the coordinator is one of the replicas."""
         return COORDINATOR in self.processes
+
+    @property
+    def is_led(self) -> bool:
+        """Whether the coordinator is one of the replicas, and owns what all of them train."""
+        return self.is_hosted and not self.is_split
 
     @cached_property
     def round(self) -> list[str]:
@@ -136,6 +143,7 @@ class Placement:
                 (*([-1] if each.embedding else []), *each.layer_indices),
                 tuple(each.workers),
                 tuple(each.present_shares),
+                each.optimizer == "split",
             )
             for number, each in enumerate(plan.remote_stages, start=1)
         )
@@ -217,7 +225,7 @@ class Placement:
     @cached_property
     def exchanges(self) -> tuple[tuple[str, str], ...]:
         """Which workers add up gradients with which others: both orders of each pair."""
-        stages = [stage for stage in self.stages if not stage.is_hosted]
+        stages = [stage for stage in self.stages if not stage.is_led]
         pairs = [pair for stage in stages for pair in permutations(stage.workers, 2)]
         return tuple(dict.fromkeys(pairs))
 

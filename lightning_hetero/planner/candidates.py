@@ -335,7 +335,11 @@ class Candidate:
     @property
     def _exchanging(self) -> list[Team]:
         return [
-            Team([seat.name for seat in team], self.gradient_bytes(team[0]))
+            Team(
+                [seat.name for seat in team],
+                self.gradient_bytes(team[0]),
+                is_split=team[0].part is not None and team[0].part.optimizer == "split",
+            )
             for team in self.teams
             if len(team) > 1
         ]
@@ -518,7 +522,7 @@ def as_replicas(
             # earlier ones that are away.
             total if is_own else total - own,
             len(seats),
-            None if is_hosted else optimizer or "each",
+            optimizer if is_hosted else optimizer or "each",
             head_bytes if is_own else 0.0,
         )
         found.append(replace(seat, part=part))

@@ -75,8 +75,8 @@ class Part:
         total: The micro-batches of a round that take turns with its own while others are in
             flight.
         num: The number of replicas.
-        optimizer: Who steps the parameters; None where the coordinator is a replica, which steps
-            them all.
+        optimizer: Who steps the parameters; None where the coordinator is a replica and steps them
+            all.
         kept_bytes: Bytes that each of its micro-batches in flight keeps besides the layers' own.
     """
 
@@ -136,18 +136,19 @@ class Team:
     Args:
         names: The processes.
         num_bytes: The gradients of the stage's parameters, which are as large as their weights.
+        is_split: Whether each of them owns a part also where the coordinator is one.
     """
 
     names: Sequence[str]
     num_bytes: float
+    is_split: bool = False
 
     def transfers(self) -> Iterable[tuple[str, str, float]]:
         """What each replica sends to another one so that owners have the sums of all gradients.
 
-        The coordinator owns all parameters of a stage that it holds. Otherwise each replica owns
-        as many bytes.
+        Each replica owns as many bytes, or the coordinator owns everything.
         """
-        if COORDINATOR in self.names:
+        if COORDINATOR in self.names and not self.is_split:
             for name in self.names:
                 if name != COORDINATOR:
                     yield name, COORDINATOR, self.num_bytes

@@ -325,11 +325,14 @@ def _hops(plan: Plan, numbers: Mapping[str, int]) -> list[Hop]:
 
 
 def _exchanges(plan: Plan, numbers: Mapping[str, int]) -> list[Hop]:
-    """Who adds up gradients with whom; where the coordinator is a replica, it does so for all."""
+    """Who adds up gradients with whom; a coordinator that is a replica does so for all, unless the
+    plan lets the others own a part."""
     found = []
     for number, stage in enumerate(plan.remote_stages, start=1):
         others = stage.remote_workers
-        pairs = combinations(others, 2) if not stage.is_hosted else product([COORDINATOR], others)
+        pairs = [*product([COORDINATOR], others)] if stage.is_hosted else []
+        if not stage.is_hosted or stage.optimizer == "split":
+            pairs += combinations(others, 2)
         found += [Hop(number, numbers[one], numbers[two], Link()) for one, two in pairs]
     return found
 

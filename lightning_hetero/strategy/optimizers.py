@@ -276,10 +276,10 @@ class _ZeroGrad:
 
 def norms_by_name(module: nn.Module, deployment: Deployment | None) -> dict[str, float]:
     """The 2-norm of every existing gradient, by its parameter's name."""
+    # First, for it lets replicas add up their gradients, here too.
+    remote = {} if deployment is None else deployment.grad_norms()
     here = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    norms = dict(zip(here, gradient_norms([*here.values()]), strict=True))
-    if deployment is not None:
-        norms.update(deployment.grad_norms())
+    norms = remote | dict(zip(here, gradient_norms([*here.values()]), strict=True))
     return {name: norms[name] for name, _ in module.named_parameters() if name in norms}
 
 

@@ -262,7 +262,7 @@ class TrainingRun(Run):
             ModelError: If only some of the layers have made the latest step.
         """
         remote_optimizers = self._remote_steps.optimizers
-        home = self.deployment.coming_home(plan)
+        home = self.deployment.coming_home(plan) | self.deployment.given
         states = [remote.remote_state(home) for remote in remote_optimizers]
         self.deployment = carry_out()
         self._remote_steps.detach()
@@ -300,7 +300,7 @@ class TrainingRun(Run):
         self, deployment: Deployment, options: StepOptions, optimizers: Sequence[Optimizer]
     ) -> tuple[RemoteSteps, BatchStep]:
         """The optimizers' parts on the stages, and the training step that uses them."""
-        plugin, names_of = self._module.trainer.precision_plugin, deployment.tensors.names_of
+        plugin, names_of = self._module.trainer.precision_plugin, deployment.stepped_away
         remote = remote_optimizers(optimizers, deployment.coordinator.training, names_of)
         for each in remote:
             check_precision(plugin, each.optimizer)

@@ -349,13 +349,9 @@ class MicrobatchedStep(BatchStep):
 
     def _add_gradients(self) -> None:
         """Add up the sums of all replicas before the optimizer steps."""
-        hosted, stages = self._deployment.hosted, self._deployment.coordinator.stages
-        if hosted is None or not stages.is_before_step:
-            return
-        self._deployment.coordinator.training.reduce()
-        if stages.sums_due:
-            hosted.add_gradients(stages.sums_due)
-            stages.sums_due = []
+        coordinator = self._deployment.coordinator
+        if self._deployment.hosted is not None and coordinator.stages.is_before_step:
+            coordinator.training.add_up()
 
 
 class LossScaling:

@@ -8,7 +8,8 @@ them in the plan's order of the processes, and sends back what the stage's optim
 
 The sums do not depend on who comes first. Those of a layer leave as soon as the last backward has
 left it, while the layers before it still compute. Where the coordinator is one of the replicas, it
-owns all parameters, and stores the weights that it has stepped as any others.
+owns all parameters, or with ``split`` a part; it stores the weights that it has stepped as any
+others.
 """
 
 from __future__ import annotations
@@ -26,13 +27,10 @@ from ..errors import RemoteProtocolError
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..protocol import messages as m
 from ..protocol.frames import Content
-from ..protocol.tensors import TensorSpec
+from ..protocol.tensors import TensorSpec, in_frames
 from ..transport.channel import Channel, Handler
 from .layers import StageLayers
 
-# What one frame carries at most: so many tensors, and bytes unless one tensor has more.
-_MOST_TENSORS = 256
-_MOST_BYTES = 2**25
 # How many exchanges a replica may be ahead of another one, which waits for its part of each.
 _MOST_AHEAD = 1
 
@@ -58,14 +56,17 @@ class _Shared:
 
     def receivers(self, content: m.ReplicaContent) -> Sequence[int]:
         """The numbers of the processes that get such a thing from others."""
-        if self.is_hosted:
+        if self.is_hosted and not self.is_split:
             return [COORDINATOR_STAGE] if content == "sums" else []
         has_part = content == "sums" or self.is_split == (content == "weights")
         return self.holders if has_part else []
 
     def senders(self, content: m.ReplicaContent) -> Sequence[int]:
         """The numbers of the processes from which each of these workers gets such a thing."""
-        return [] if self.is_hosted else self.receivers(content)
+        if self.is_hosted and not self.is_split:
+            return []
+        found = self.receivers(content)
+        return found if content == "sums" else [n for n in found if n != COORDINATOR_STAGE]
 
 
 # An exchange, what is exchanged, and the worker that sends it.
@@ -135,6 +136,11 @@ class ReplicaSide:
     def is_waiting(self) -> bool:
         """Whether an exchange is on its way; requests wait for its end."""
         return self._waits_for is not None
+
+    @property
+    def is_adding_up(self) -> bool:
+        """Whether an exchange is on its way that changes gradients, and nothing else."""
+        return self._waits_for in ("sums", "totals")
 
     def expect_repeats(self) -> None:
         """Drop from now on what a replica sends that has come before."""
@@ -322,9 +328,8 @@ class ReplicaSide:
         for other in sorted(others - {self._number}):
             channel = self._channel_to(other)
             channels.append(channel)
-            batches = [*_batches(self._tensors_for(other, content))]
-            for index, batch in enumerate(batches):
-                self._send(other, self._round, content, batch, index == len(batches) - 1)
+            for batch, is_last in in_frames(self._tensors_for(other, content)):
+                self._send(other, self._round, content, batch, is_last)
         self._early.clear()
         # What has been queued may change in place when the next request is carried out.
         for channel in channels:
@@ -365,12 +370,17 @@ class ReplicaSide:
     def _parameters(
         self, is_wanted: Callable[[_Shared, int], bool]
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of shared stages, by their names; the choice knows stage and owner."""
+        """The parameters of shared stages, each by the first of its names; the choice knows stage
+        and owner."""
         parameters = self._layers.parameters()
+        names = {parameter: name for name, parameter in reversed(parameters.items())}
         for shared in self._shared:
             for name, owner in shared.owner_of.items():
-                if name in parameters and is_wanted(shared, owner):
-                    yield name, parameters[name]
+                parameter = parameters.get(name)
+                if parameter is None or names[parameter] != name:
+                    continue
+                if is_wanted(shared, owner):
+                    yield name, parameter
 
     def _forget_parts(self) -> None:
         """Drop what has come for exchanges that are over."""
@@ -381,16 +391,3 @@ class ReplicaSide:
 def _state(tensor: Tensor) -> tuple[int, int]:
     """What tells that a gradient has changed."""
     return id(tensor), tensor._version
-
-
-def _batches(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Tensors in groups that fit into frames; at least one group, which may be empty."""
-    batch: dict[str, Tensor] = {}
-    num_bytes = 0
-    for name, tensor in tensors:
-        if batch and (len(batch) == _MOST_TENSORS or num_bytes + tensor.nbytes > _MOST_BYTES):
-            yield batch
-            batch, num_bytes = {}, 0
-        batch[name] = tensor
-        num_bytes += tensor.nbytes
-    yield batch

@@ -100,6 +100,11 @@ _NEVER_BEHIND = (
 )
 
 
+# Neither needs gradients nor changes them, so it does not wait until these are added up. A replica
+# waits for the coordinator's, and the coordinator may save a checkpoint before it sends them.
+_BESIDE_SUMS = (m.FetchTensors, m.FetchOptimizerState, m.FetchFingerprints, m.LoadTensor)
+
+
 @dataclass(frozen=True)
 class _Repetition:
     """From which step on a session repeats a lost worker's work, and from when until when."""
@@ -341,14 +346,21 @@ class StageSession:
         """
         if isinstance(message, _NEVER_BEHIND):
             return False
-        is_behind = bool(self._awaiting) or self._replicas.is_waiting
+        is_behind = bool(self._awaiting) or self._waits_for_replicas(message)
         return is_behind or isinstance(message, m.StampedRequest)
+
+    def _waits_for_replicas(self, message: m.Message) -> bool:
+        """Whether a message comes behind an exchange that is on its way."""
+        passes = self._replicas.is_adding_up and isinstance(message, _BESIDE_SUMS)
+        return self._replicas.is_waiting and not passes
 
     def _carry_out_due(self) -> None:
         """Carry out the requests for which all forwards and backwards before them have run."""
-        while self._awaiting and not self._replicas.is_waiting:
+        while self._awaiting:
             arrival, frame = self._awaiting[0]
             message = frame.message
+            if self._waits_for_replicas(message):
+                return
             if isinstance(message, m.StampedRequest):
                 stamp = message.forwards, message.backwards, message.is_exact
                 try:

@@ -26,7 +26,8 @@ from lightning_hetero import (
     StagePlan,
 )
 from lightning_hetero.callbacks import StageWeightAveraging
-from lightning_hetero.coordinator.replicas import HostedReplicas, _WorkerSums
+from lightning_hetero.coordinator.exchange import Exchange
+from lightning_hetero.coordinator.replicas import HostedReplicas
 from lightning_hetero.errors import PlanError
 from lightning_hetero.protocol import messages as m
 
@@ -71,6 +72,12 @@ class Use:
     accumulate: int = 1
     stage: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
+
+
+def with_split(plan: Plan) -> Plan:
+    """The plan with a part of the optimizer on each process of the coordinator's stage."""
+    stages = [replace(s, optimizer="split") if s.is_hosted else s for s in plan.stages]
+    return replace(plan, stages=stages)
 
 
 def run_over(workers: list[str], plan: Plan, use: Use) -> pl.LightningModule:
@@ -145,15 +152,20 @@ USES = {
 }
 
 
+@pytest.mark.parametrize("optimizer", [None, "split"])
 @pytest.mark.parametrize("name", USES)
 def test_a_run_has_the_bits_of_one_device_that_adds_in_groups(
-    name: str, workers: list[str]
+    name: str, optimizer: str | None, workers: list[str]
 ) -> None:
     use = USES[name]
-    plan = hosted_plan(workers, **use.plan, **use.stage)
-    expected = run_alone(plan, use)
+    plan = hosted_plan(workers, optimizer=optimizer, **use.plan, **use.stage)
+    found, expected = run_over(workers, plan, use), run_alone(plan, use)
     assert differing(expected, use.module()) != []
-    assert differing(run_over(workers, plan, use), expected) == []
+    if optimizer == "split" and name == "clipping by norm":
+        # Lightning adds the norms in another order than processes do.
+        assert_close(weights_of(found), weights_of(expected))
+    else:
+        assert differing(found, expected) == []
 
 
 BESIDE: dict[str, list[tuple[str, int, int]]] = {
@@ -170,14 +182,22 @@ BESIDE: dict[str, list[tuple[str, int, int]]] = {
 """The processes and layers of each stage: C is the coordinator, a and b are workers."""
 
 
-@pytest.mark.parametrize(("name", "use"), each_value([*BESIDE], ["LoRA", "all trains", "tied"]))
+@pytest.mark.parametrize(
+    ("name", "use", "optimizer"),
+    each_value([*BESIDE], ["LoRA", "all trains", "tied"], ["split", None]),
+)
 def test_replicas_beside_other_stages_have_the_bits_of_their_groups(
-    name: str, use: str, workers: list[str]
+    name: str, use: str, optimizer: Any, workers: list[str]
 ) -> None:
     named = dict(zip("Cab", ["coordinator", *workers], strict=False))
     shares = {1: None, 2: [2, 1], 3: [1, 2, 1]}
     stages = [
-        StagePlan([named[one] for one in who], (first, end), shares=shares[len(who)])
+        StagePlan(
+            [named[one] for one in who],
+            (first, end),
+            shares=shares[len(who)],
+            optimizer=optimizer if "C" in who else None,
+        )
         for who, first, end in BESIDE[name]
     ]
     plan = Plan(stages, micro_batches=PIECES)
@@ -403,19 +423,161 @@ def test_a_callback_may_exchange_weights_for_a_validation_without_a_trace(
     assert differing(module, fit_in_groups(TinyModule(), plan, data, max_steps=4)) == []
 
 
+def test_a_validation_within_an_accumulation_window_loses_no_gradient(workers: list[str]) -> None:
+    """The worker gets all weights again for it, while it has gradients of the window."""
+    plan = hosted_plan(workers)
+    found = fit(
+        TinyModule(),
+        HeteroPipelineStrategy(workers[:1], plan),
+        loader(BATCH_SIZE * 4, BATCH_SIZE),
+        loader(6, 3),
+        max_steps=2,
+        accumulate_grad_batches=2,
+        val_check_interval=1,
+    )
+    alone = loader(BATCH_SIZE * 4, BATCH_SIZE // PIECES)
+    assert differing(found, fit_in_groups(TinyModule(), plan, alone, 2, max_steps=2)) == []
+
+
+class Norms(pl.Callback):
+    """Keeps the norms of all gradients behind every batch."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: pl.LightningModule, *_: Any) -> None:
+        norms = getattr(trainer.strategy, "grad_norms", None)
+        named = module.named_parameters()
+        here = {n: float(p.grad.norm()) for n, p in named if p.grad is not None}
+        self.kept.append(here if norms is None else norms())
+
+
+@pytest.mark.parametrize("optimizer", [None, "split"])
+def test_norms_are_those_of_all_replicas_also_within_a_window(
+    optimizer: Any, workers: list[str]
+) -> None:
+    plan, found, expected = hosted_plan(workers, optimizer=optimizer), Norms(), Norms()
+    options: dict[str, Any] = {"max_steps": 2, "accumulate_grad_batches": 2}
+    data = loader(BATCH_SIZE * 4, BATCH_SIZE)
+    strategy = HeteroPipelineStrategy(workers[:1], plan)
+    fit(TinyModule(), strategy, data, callbacks=[found], **options)
+    fit(TinyModule(), data=data, callbacks=[expected], **options)
+    assert len(found.kept) == 4
+    for its, norms in zip(found.kept, expected.kept, strict=True):
+        assert its == pytest.approx(norms, rel=1e-4)
+
+
+class Clamping(pl.Callback):
+    """Changes all weights behind torch's back, at one place of each optimizer step."""
+
+    def __init__(self, place: str, every: int = 1) -> None:
+        self._place, self._every = place, every
+
+    def _clamp(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.data.clamp_(-0.03, 0.03)
+
+    def on_before_optimizer_step(self, _trainer: Any, module: nn.Module, *_: Any) -> None:
+        if self._place == "before the step":
+            self._clamp(module)
+
+    def on_train_batch_end(
+        self, _trainer: Any, module: nn.Module, _out: Any, _batch: Any, batch_idx: int
+    ) -> None:
+        if self._place == "behind the step" and (batch_idx + 1) % self._every == 0:
+            self._clamp(module)
+
+
+@pytest.mark.parametrize("optimizer", [None, "split"])
+@pytest.mark.parametrize("place", ["before the step", "behind the step"])
+def test_weights_that_change_without_a_trace_change_on_workers_too(
+    place: str, optimizer: Any, workers: list[str]
+) -> None:
+    plan = hosted_plan(workers, optimizer=optimizer)
+    use = Use(
+        options=lambda: {"callbacks": [Clamping(place)]},
+        alone=lambda: {"callbacks": [Clamping(place, PIECES)]},
+    )
+    expected = run_alone(plan, use)
+    assert max(float(p.detach().abs().max()) for p in expected.parameters()) < 0.04
+    assert differing(run_over(workers, plan, use), expected) == []
+
+
+def test_with_split_each_parameter_is_stepped_and_sent_by_its_owner_alone(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    taken: dict[str, set[str]] = {"sums": set(), "weights": set()}
+    send, take = HostedReplicas._send, Exchange._take
+
+    def sending(self: HostedReplicas, names: Collection[str]) -> None:
+        sent.extend(names)
+        send(self, names)
+
+    def taking(self: Exchange, worker: Any, message: m.ReplicaTensors, tensors: Any) -> None:
+        taken[message.content].update(message.names)
+        take(self, worker, message, tensors)
+
+    monkeypatch.setattr(HostedReplicas, "_send", sending)
+    monkeypatch.setattr(Exchange, "_take", taking)
+    stepped: list[int] = []
+
+    class Looking(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            layers = set(module.model.model.layers.parameters())
+            state = trainer.optimizers[0].state
+            stepped[:] = [p.numel() for p in layers if p in state]
+
+    plan = hosted_plan(workers, optimizer="split")
+    strategy = HeteroPipelineStrategy(workers[:1], plan)
+    module = fit(TinyModule(), strategy, loader(30, BATCH_SIZE), callbacks=[Looking()])
+    sizes = {
+        f"{number}.{name}": p.numel()
+        for number, layer in enumerate(module.model.model.layers)
+        for name, p in layer.named_parameters()
+    }
+    own = {*sizes} - taken["weights"]
+    assert {*sent} == taken["sums"] == own
+    assert len(sent) == 2 * len(own)  # behind the first two of three steps
+    assert sum(stepped) == sum(sizes[name] for name in own)
+    assert sum(stepped) == pytest.approx(sum(sizes.values()) / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_checkpoint_may_be_saved_while_replicas_wait_for_the_gradients_from_here(
+    before: int, workers: list[str], tmp_path: Path
+) -> None:
+    """Between `training_step` and Lightning's backward, with layers on the worker alone too."""
+
+    class Saving(pl.Callback):
+        def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    stages = [StagePlan(workers[:1], (0, before))] if before else []
+    hosted = StagePlan([workers[0], "coordinator"], (before, NUM_LAYERS), optimizer="split")
+    plan = Plan([*stages, hosted], micro_batches=2)
+    data, strategy = loader(8, 2), HeteroPipelineStrategy(workers[:1], plan)
+    module = fit(TinyModule(), strategy, data, callbacks=[Saving()])
+    plain = fit(TinyModule(), data=loader(8, 1), accumulate_grad_batches=2)
+    assert differing(module, plain) == []
+    saved = torch.load(tmp_path / "3.ckpt", weights_only=True)
+    state = saved["optimizer_states"][0]["state"]
+    assert [float(each["step"]) for each in state.values()] == [3] * len([*module.parameters()])
+
+
 @pytest.mark.parametrize("shares", [(3, 2), (1, 4)])
 def test_sums_leave_layer_by_layer_in_the_last_backward_of_each_step(
     shares: tuple[int, int], workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker knows of the exchange when its last gradients come."""
     taken: list[m.ReplicaTensors] = []
-    take = _WorkerSums._take_recorded
+    take = Exchange._take_recorded
 
-    def taking(replicas: _WorkerSums, worker: Any, message: m.ReplicaTensors, *sums: Any) -> None:
+    def taking(replicas: Exchange, worker: Any, message: m.ReplicaTensors, *sums: Any) -> None:
         taken.append(message)
         take(replicas, worker, message, *sums)
 
-    monkeypatch.setattr(_WorkerSums, "_take_recorded", taking)
+    monkeypatch.setattr(Exchange, "_take_recorded", taking)
     strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers, shares))
     fit(TinyModule(), strategy, loader(3 * BATCH_SIZE, BATCH_SIZE))
     early = Counter(each.round for each in taken if not each.is_last)
@@ -432,28 +594,35 @@ def test_generation_has_the_bits_of_one_device(workers: list[str]) -> None:
     assert torch.equal(found[0][0], expected)
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_a_line_and_back(
+def test_a_run_goes_on_from_a_checkpoint_of_another_plan_and_of_one_device(
     workers: list[str], tmp_path: Path
 ) -> None:
     """Micro-batches by turns with one for each process, so that all plans have the same sums."""
     stages = [StagePlan([workers[0], "coordinator"], (0, NUM_LAYERS))]
     hosted = Plan(stages, micro_batches=2)
     line = Plan([StagePlan([workers[0]], (0, NUM_LAYERS))], micro_batches=2)
-    for number, plan in enumerate([hosted, line, hosted]):
+    plans = [hosted, line, hosted, with_split(hosted), line, with_split(hosted), hosted, None]
+    for number, plan in enumerate(plans):
         path = tmp_path / f"{number}.ckpt"
-        run = trainer(HeteroPipelineStrategy(workers[:1], plan), max_epochs=number + 1)
+        strategy: Any = "auto" if plan is None else HeteroPipelineStrategy(workers[:1], plan)
+        run = trainer(
+            strategy, max_epochs=number + 1, accumulate_grad_batches=2 if plan is None else 1
+        )
         module = TinyModule()
-        run.fit(module, loader(8, 4), ckpt_path=path if number else None)
+        data = loader(8, 2 if plan is None else 4)
+        run.fit(module, data, ckpt_path=path if number else None)
         run.save_checkpoint(tmp_path / f"{number + 1}.ckpt")
-    whole = fit(TinyModule(), data=loader(8, 2), max_epochs=3, accumulate_grad_batches=2)
+    whole = fit(TinyModule(), data=loader(8, 2), max_epochs=8, accumulate_grad_batches=2)
     assert differing(module, whole) == []
 
 
+@pytest.mark.parametrize("optimizer", [None, "split"])
+@pytest.mark.parametrize("shares", [(1, 2), (1, 1), (0, 1)])
 def test_one_more_batch_than_micro_batches_and_fewer_samples_than_pieces(
-    workers: list[str],
+    shares: tuple[int, int], optimizer: Any, workers: list[str]
 ) -> None:
-    """The last batch of two samples has two micro-batches, both of the worker or of both."""
-    plan = hosted_plan(workers, (1, 2))
+    """The last batch of two samples has two micro-batches, both of one process or one of each."""
+    plan = hosted_plan(workers, shares, optimizer=optimizer)
     found = fit(TinyModule(), HeteroPipelineStrategy(workers[:1], plan), loader(12, BATCH_SIZE))
     plain = fit(TinyModule(), data=loader(12, BATCH_SIZE))
     assert_close(weights_of(found), weights_of(plain))
@@ -504,13 +673,18 @@ def plans_to_move_between(workers: list[str]) -> list[Plan]:
     ]
 
 
+@pytest.mark.parametrize("optimizer", ["all here", "split", "by turns"])
 @pytest.mark.parametrize(
     "name", ["all trains", "16-mixed", "clipping by value", "frozen layer", "an average", "LoRA"]
 )
 def test_layers_move_to_and_from_plans_with_the_coordinator_as_a_replica(
-    name: str, workers: list[str]
+    name: str, optimizer: str, workers: list[str]
 ) -> None:
     plans, use = plans_to_move_between(workers), USES[name]
+    if optimizer == "by turns":
+        plans = [with_split(p) if number % 2 else p for number, p in enumerate(plans)]
+    elif optimizer == "split":
+        plans = [*map(with_split, plans)]
     if name != "all trains":
         # Of the other uses, one move of each kind: to and from lines, other replicas, other layers.
         plans = [plans[number] for number in (0, 3, 4, 7, 8, 10, 11)]
@@ -547,9 +721,12 @@ class LookingAtNorms(pl.Callback):
         trainer.strategy.grad_norms()
 
 
+@pytest.mark.parametrize("optimizer", [None, "split"])
 @pytest.mark.parametrize("beside", ["coordinator", "worker", "both"])
-def test_looking_at_gradients_in_mid_window_loses_none(beside: str, workers: list[str]) -> None:
-    hosted = StagePlan([workers[0], "coordinator"], (0, 3), shares=[3, 2])
+def test_looking_at_gradients_in_mid_window_loses_none(
+    beside: str, optimizer: Any, workers: list[str]
+) -> None:
+    hosted = StagePlan([workers[0], "coordinator"], (0, 3), shares=[3, 2], optimizer=optimizer)
     on_workers = StagePlan(workers[:2], (3, NUM_LAYERS), shares=[2, 3])
     here = StagePlan(["coordinator"], (3, NUM_LAYERS))
     first = StagePlan(["coordinator"], (0, 3))

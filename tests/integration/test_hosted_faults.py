@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +19,7 @@ from lightning_hetero.errors import ModelError, StageFailed, WeightsLost, Worker
 
 from ..conftest import WorkerProcess, worker_process
 from ..equality import assert_close, differing, weights_of
-from ..models import TinyModule, fit, loader
+from ..models import TinyModule, fit, loader, trainer
 from ..stateful_layers import Averaging, Counting, LayeredModule
 
 NUM_LAYERS = 5
@@ -30,9 +32,11 @@ def victim() -> Iterator[WorkerProcess]:
         yield one
 
 
-def hosted(names: list[str], first: int = 0, end: int = NUM_LAYERS, pieces: int = 2) -> Plan:
+def hosted(
+    names: list[str], first: int = 0, end: int = NUM_LAYERS, pieces: int = 2, optimizer: Any = None
+) -> Plan:
     """The last of these workers and the coordinator hold the layers from the first one on."""
-    stage = StagePlan([names[-1], "coordinator"], (first, end))
+    stage = StagePlan([names[-1], "coordinator"], (first, end), optimizer=optimizer)
     before = [StagePlan(names[:1], (0, first))] if first else []
     return Plan([*before, stage], micro_batches=pieces)
 
@@ -51,11 +55,22 @@ class Killing(pl.Callback):
             self._victim.session.kill()
 
 
-def test_after_the_loss_of_the_worker_all_weights_are_here(victim: WorkerProcess) -> None:
+@pytest.mark.parametrize("optimizer", [None, "split"])
+def test_after_the_loss_of_the_worker_all_weights_are_here(
+    victim: WorkerProcess, optimizer: Any, tmp_path: Path
+) -> None:
     module, killing = TinyModule(), Killing(victim)
-    strategy = HeteroPipelineStrategy([victim.address], hosted([victim.address]))
+    plan = hosted([victim.address], optimizer=optimizer)
+    run = trainer(HeteroPipelineStrategy([victim.address], plan), callbacks=[killing])
     with pytest.raises(WorkerLost, match="was lost in step 3"):
-        fit(module, strategy, loader(20, BATCH_SIZE), callbacks=[killing])
+        run.fit(module, loader(20, BATCH_SIZE))
+    if optimizer == "split":
+        # The worker's part of the optimizer's state is lost.
+        with pytest.raises(WeightsLost, match="the optimizer state has not"):
+            run.save_checkpoint(tmp_path / "whole.ckpt")
+        run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    else:
+        run.save_checkpoint(tmp_path / "whole.ckpt")
     assert killing.kept.keys() == dict(module.named_parameters()).keys()
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, killing.kept[name])
@@ -104,20 +119,23 @@ def test_weights_that_change_while_a_batch_runs_are_refused(workers: list[str]) 
 
 
 @pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("optimizer", [None, "split"])
 def test_other_weights_on_a_worker_are_found(
-    workers: list[str], steps: int, monkeypatch: pytest.MonkeyPatch
+    workers: list[str], optimizer: Any, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here one tensor never arrives, as if the worker had stored it wrongly."""
+    wrong_one = "1.mlp.up_proj.weight" if optimizer is None else "4.mlp.up_proj.weight"
     send = HostedReplicas._send
 
     def leave_out(self: HostedReplicas, names: Collection[str]) -> None:
-        send(self, [name for name in names if name != "1.mlp.up_proj.weight"])
+        send(self, [name for name in names if name != wrong_one])
 
     monkeypatch.setattr(HostedReplicas, "_send", leave_out)
     monkeypatch.setattr(replicas, "STEPS_BETWEEN_COMPARISONS", steps)
-    strategy = HeteroPipelineStrategy(workers[:1], hosted(workers[:1]))
+    plan = hosted(workers[:1], optimizer=optimizer)
+    strategy = HeteroPipelineStrategy(workers[:1], plan)
     module = TinyModule()
-    wrong = rf"stage 1 on {workers[0]} has another content of the tensor 1\.mlp\.up_proj\.weight"
+    wrong = rf"stage 1 on {workers[0]} has another content of the tensor {re.escape(wrong_one)}"
     with pytest.raises(WorkerError, match=wrong):
         fit(module, strategy, loader(20, BATCH_SIZE))
     assert len(module.losses) == steps
@@ -163,8 +181,9 @@ def test_another_parameter_in_the_place_of_one_is_refused(workers: list[str]) ->
         fit(Replacing(), strategy, loader(12, BATCH_SIZE))
 
 
+@pytest.mark.parametrize("optimizer", [None, "split"])
 def test_an_error_in_a_micro_batch_that_runs_here_leaves_the_worker_free(
-    workers: list[str],
+    optimizer: Any, workers: list[str]
 ) -> None:
     class Raising(TinyModule):
         num_calls = 0
@@ -178,7 +197,7 @@ def test_an_error_in_a_micro_batch_that_runs_here_leaves_the_worker_free(
             return loss
 
     module = Raising()
-    plan = hosted(workers[:1], pieces=4)
+    plan = hosted(workers[:1], pieces=4, optimizer=optimizer)
     strategy = HeteroPipelineStrategy(workers[:1], plan, check_first_batch="off")
     with pytest.raises(KeyError, match="the user's own"):
         fit(module, strategy, loader(12, BATCH_SIZE))

@@ -34,11 +34,16 @@ def in_a_line(names: Sequence[str], optimizer: str) -> Plan:
     return Plan(stages, micro_batches=3)
 
 
-def hosted(names: Sequence[str], _optimizer: str) -> Plan:
+def hosted(names: Sequence[str], optimizer: str) -> Plan:
     """The coordinator shares layers with the second worker, behind those of the first one."""
     stages = [
         StagePlan([names[0]], (0, 2)),
-        StagePlan([names[1], "coordinator"], (2, 5), shares=[2, 1]),
+        StagePlan(
+            [names[1], "coordinator"],
+            (2, 5),
+            shares=[2, 1],
+            optimizer=None if optimizer == "each" else "split",
+        ),
     ]
     return Plan(stages, micro_batches=3)
 
@@ -58,6 +63,7 @@ PLANS: dict[str, tuple[Callable[[Sequence[str], str], Plan], str]] = {
     "each in a line": (in_a_line, "each"),
     "split in a line": (in_a_line, "split"),
     "hosted": (hosted, "each"),
+    "hosted split": (hosted, "split"),
 }
 MODULES: dict[str, type[TinyModule]] = {"whole": TinyModule, "LoRA": WithLora}
 
@@ -98,6 +104,11 @@ CASES = [
     ("hosted", "whole", "backward", 7, ALWAYS),
     ("hosted", "whole", "sums", 4, NEVER),
     ("hosted", "LoRA", "forward", 9, ALWAYS),
+    ("hosted split", "whole", "sums", 4, NEVER),
+    ("hosted split", "whole", "step", 2, ALWAYS),
+    ("hosted split", "whole", "norms", 2, NEVER),
+    ("hosted split", "LoRA", "weights of replicas", 2, ALWAYS),
+    ("hosted split", "LoRA", "backward", 7, NEVER),
 ]
 
 
@@ -124,7 +135,7 @@ def test_a_killed_replica_comes_back(
     assert_same_run(found, undisturbed(plan, module))
 
 
-@pytest.mark.parametrize("plan", ["each", "split", "hosted"])
+@pytest.mark.parametrize("plan", ["each", "split", "hosted", "hosted split"])
 @pytest.mark.parametrize("how", ["a spare", "a takeover", "both at once"])
 def test_replicas_come_back_elsewhere_and_at_once(
     how: str, plan: str, undisturbed: Callable[[str, str], Left], tmp_path: Path

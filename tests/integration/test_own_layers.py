@@ -66,6 +66,17 @@ def test_own_layers_equal_one_device(allowing: list[str], micro_batching: Any) -
     assert module.model.blocks[4].again.weight is module.model.blocks[4].tied.weight
 
 
+@pytest.mark.parametrize("optimizer", ["each", "split"])
+def test_replicas_add_up_a_parameter_with_two_names_once(
+    optimizer: Any, allowing: list[str]
+) -> None:
+    """Each replica runs one micro-batch, so that one device has the same sums."""
+    plan = Plan([StagePlan(allowing, (0, 5), optimizer=optimizer)], micro_batches=2)
+    found = fit(OwnModule(), pipeline(allowing, plan=plan, micro_batches=None), loader(8, 2))
+    plain = fit(OwnModule(), data=loader(8, 1), accumulate_grad_batches=2)
+    assert differing(found, plain) == []
+
+
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_tensors_that_layers_make_have_the_dtype_of_the_precision(
     allowing: list[str], precision: Any

@@ -114,6 +114,14 @@ def test_hooks_of_a_parameter_are_called_after_it_has_taken_new_content(stays: b
     assert called == ["gradient", "accumulated"] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_new_content_keeps_the_gradient_that_fits_it(dtype: torch.dtype) -> None:
+    linear = nn.Linear(2, 2)
+    linear.weight.grad = gradient = torch.ones(2, 2)
+    set_tensor({0: linear}, "0.weight", torch.zeros(2, 2, dtype=dtype))
+    assert linear.weight.grad is (gradient if dtype == torch.float32 else None)
+
+
 def test_buffers_keep_out_of_the_state_dict_if_they_did() -> None:
     layer = Layer()
     set_tensor({0: layer}, "0.cache", torch.ones(2, dtype=torch.float64))

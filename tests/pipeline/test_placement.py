@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -153,6 +154,13 @@ def test_replicas_take_their_shares_and_pieces_of_whole_batches_stay_with_worker
     assert placement.owner(3) == COORDINATOR
     assert placement.holders(3) == ("b", "c", COORDINATOR)
     assert Placement.of(LINE).hosted is None
+
+
+def test_workers_exchange_among_each_other_unless_the_coordinator_owns_everything() -> None:
+    assert Placement.of(HOSTED).exchanges == ()
+    stages = [replace(s, optimizer="split") if s.is_hosted else s for s in HOSTED.stages]
+    split = Placement.of(replace(HOSTED, stages=stages))
+    assert split.exchanges == (("b", "c"), ("c", "b"))
 
 
 def test_spares_share_whole_batches_if_they_are_all_there_is() -> None:

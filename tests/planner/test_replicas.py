@@ -90,6 +90,9 @@ def test_the_coordinator_adds_up_what_it_holds() -> None:
     back."""
     team = Team(["a", COORDINATOR, "b"], 200)
     assert exchange_seconds([team], link) == 2 * (2 * 2 + 0.5)
+    # With a part for each it is as between workers.
+    split = Team(team.names, 300, is_split=True)
+    assert exchange_seconds([split], link) == exchange_seconds([Team(["a", "b", "c"], 300)], link)
 
 
 def test_workers_own_equal_parts() -> None:
@@ -179,6 +182,9 @@ def test_memory_of_each_replica() -> None:
     own, its = hosted.need(COORDINATOR), hosted.need("b")
     assert (own.weights, own.gradients, own.optimizer) == (800, 800, 1600)
     assert (its.weights, its.gradients, its.optimizer) == (800, 800, 0)
+    plan = replicated(["b", COORDINATOR], [9, 7], optimizer="split")
+    parts = candidate_of(plan, profile)
+    assert parts.need(COORDINATOR).optimizer == parts.need("b").optimizer == 800
     # Room for the gradients of a worker.
     assert own.working >= 800
     # Each of its own micro-batches keeps the logits until it is its loss's turn.
@@ -206,6 +212,7 @@ SHAPES = [
     Plan([StagePlan(["a", "b"], (0, 8), shares=[2, 1])], 16),
     Plan([StagePlan(["a", "b", COORDINATOR], (0, 8), shares=[8, 4, 4])], 16),
     Plan([StagePlan(["a", COORDINATOR], (0, 6), shares=[2, 1]), StagePlan(["b"], (6, 8))], 16),
+    Plan([StagePlan(["a", "b", COORDINATOR], (0, 8), shares=[8, 4, 4], optimizer="split")], 16),
     Plan([StagePlan(["a"], (0, 4)), StagePlan(["b", COORDINATOR], (4, 8), shares=[1, 1])], 16),
     Plan(
         [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,6 +27,8 @@ from lightning_hetero.protocol.tensors import (
     body_layout,
     dtype_name,
     in_eighths,
+    in_frames,
+    sums_of_bits,
     tensor_bytes,
     tensor_from_bytes,
     to_power_of_two,
@@ -247,3 +250,29 @@ def test_no_two_holders_ever_share_a_buffer(moves: list[tuple[int, bool]]) -> No
             held.append(torch.frombuffer(buffer, dtype=torch.uint8))
             del buffer
     assert len({tensor.data_ptr() for tensor in held}) == len(held)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int8])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (4, 4), (0, 2)])
+def test_the_sum_of_bits_changes_with_each_element(shape: tuple[int, ...], dtype: Any) -> None:
+    tensor = torch.zeros(shape, dtype=dtype)
+    (before,) = sums_of_bits([tensor])
+    for index in range(tensor.numel()):
+        changed = tensor.clone()
+        changed.view(-1)[index] = 1
+        assert sums_of_bits([changed, tensor]) == [sums_of_bits([changed])[0], before]
+        assert sums_of_bits([changed]) != [before]
+
+
+def test_the_sum_of_bits_is_that_of_the_content_wherever_it_lies() -> None:
+    table = torch.arange(24, dtype=torch.float32).view(4, 6)
+    for view in (table[1:, 1:], table[1], table[1, 1:], table.t()):
+        assert sums_of_bits([view]) == sums_of_bits([view.clone().contiguous()])
+    assert sums_of_bits([]) == []
+
+
+def test_named_tensors_are_grouped_into_frames() -> None:
+    large = torch.empty(2**23)  # as much as one frame takes
+    found = [*in_frames({"a": large, "b": large[:2], "c": large[:2]}.items())]
+    assert [([*group], is_last) for group, is_last in found] == [(["a"], False), (["b", "c"], True)]
+    assert [*in_frames([])] == [({}, True)]

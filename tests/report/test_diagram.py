@@ -355,6 +355,10 @@ def test_mermaid_tells_the_shares_and_who_exchanges_gradients() -> None:
     hosted = mermaid(shaped("a2+C1", "b"))
     assert "embedding · stage 1: layer 0 (1 of 3) · head · loss" in hosted
     assert '  process0 <-. "gradients of stage 1" .-> process1' in hosted.splitlines()
+    of_all = mermaid(shaped("a+C+b"))
+    assert '  process1 <-. "gradients of stage 1" .-> process2' not in of_all.splitlines()
+    split = mermaid(shaped("a+C+b", optimizer="split"))
+    assert '  process1 <-. "gradients of stage 1" .-> process2' in split.splitlines()
     assert [arrow[:2] for arrow in arrows_of(shaped("a2+C1", "b"))] == [
         *(("process0", "process1"), ("process0", "process2")),
         *(("process1", "process2"), ("process2", "process0")),

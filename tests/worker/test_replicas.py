@@ -67,6 +67,9 @@ class Net:
         numbers = [str(number) for number in self.layers]
         sizes = {name: 4 * torch.Size(shape).numel() for name, shape in SHAPES.items()}
         self.owner_of = {name: int(owner) for name, owner in deal(sizes, numbers).items()}
+        self.holders = [*self.layers]
+        # What has come to the coordinator, which is number 0.
+        self.came_home: list[Content] = []
         for number, side in self.sides.items():
             side.expect(self._deploy(number, optimizer))
 
@@ -91,7 +94,7 @@ class Net:
             "",
             specs,
             recompute=False,
-            holders=[*self.layers],
+            holders=self.holders,
             owners=[self.owner_of[name] for name in SHAPES],
             is_split=optimizer == "split",
         )
@@ -108,7 +111,10 @@ class Net:
             else:
                 link = self.timing.choice(full)
                 message, tensors = link.frames.popleft()
-                self.sides[link.ends[1]].handlers[m.ReplicaTensors](message, (*tensors,))
+                if link.ends[1] == 0:
+                    self.came_home.append((message, tensors))
+                else:
+                    self.sides[link.ends[1]].handlers[m.ReplicaTensors](message, (*tensors,))
 
     def reduce(self, number: int) -> None:
         self.run({each: partial(side.reduce, number) for each, side in self.sides.items()})
@@ -179,6 +185,42 @@ def test_with_split_all_get_the_weights_of_the_owners() -> None:
         for layers in net.layers.values():
             for name, parameter in layers.parameters().items():
                 assert torch.equal(parameter, stepped[name])
+
+
+def test_with_split_the_coordinator_is_one_of_the_owners() -> None:
+    """It stands between the two workers, whose weights it gets and which get its own otherwise."""
+    for seed in range(20):
+        net = Net(2, seed, "split")
+        net.holders, net.owner_of = [1, 0, 2], {"0.a": 1, "0.b": 0, "1.a": 2, "1.frozen": 0}
+        for number, side in net.sides.items():
+            side.expect(net._deploy(number, "split"))
+        here = Layers(9)
+        for number in (1, 2):
+            own = [name for name, owner in net.owner_of.items() if owner == number]
+            sums = {n: g for n in own if (g := here.parameters()[n].grad) is not None}
+            net.links[0, number] = link = Link(0, number)
+            said = m.ReplicaTensors(number, 0, 1, "sums", [*sums], True)
+            link.frames.append((said, [*sums.values()]))
+        order = [net.layers[1], here, net.layers[2]]
+        expected = {name: summed(order, name) for name in SHAPES}
+        gradients = {number: net.gradients(number)["0.b"] for number in (1, 2)}
+        net.reduce(1)
+        for number in (1, 2):
+            for name, gradient in net.gradients(number).items():
+                is_own = net.owner_of[name] == number
+                assert same(gradient, expected[name] if is_own else None), (seed, number, name)
+        home = {
+            (each.source, name): tensor
+            for each, tensors in net.came_home
+            for name, tensor in zip(each.names, tensors, strict=True)
+        }
+        assert {number for number, _ in home} == {n for n, g in gradients.items() if g is not None}
+        assert all(same(home[n, "0.b"], g) for n, g in gradients.items() if g is not None)
+        net.came_home.clear()
+        net.run({n: lambda side=side: side.follow_step(2) for n, side in net.sides.items()})
+        assert not any(side.is_waiting for side in net.sides.values())
+        told = {(e.source, e.content, name) for e, _ in net.came_home for name in e.names}
+        assert told == {(1, "weights", "0.a"), (2, "weights", "1.a")}
 
 
 def sent_names(link: Link) -> list[str]:
