@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from ..errors import PlanError
 from ..transport.address import Address
 from ..transport.token import Token
-from .command import Command, start_command, stop_commands
-from .launcher import check_wishes, reachable
+from .launcher import Command, check_wishes, reachable, start_command, stop_commands
 
 # A worker whose coordinator is gone, and whose srun goes on, ends by itself after this time.
 _REJOIN_SECONDS = 60

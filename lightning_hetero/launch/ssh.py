@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from ..errors import PlanError, WorkerError
 from ..transport.address import Address
 from ..transport.token import Token
-from .command import Command, start_command, stop_commands
-from .launcher import check_wishes, reachable
+from .launcher import Command, check_wishes, reachable, start_command, stop_commands
 
 logger = logging.getLogger(__name__)
 
