@@ -35,8 +35,7 @@ from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
 from .dry_run import step_like
 from .ends import parameters_of_ends
-from .model_view import Sighting, Subject, model_profile
-from .sample_layers import LayerJob
+from .measured_model import LayerJob, Sighting, Subject, model_profile
 from .trials import (
     DeviceResult,
     LayerSchedule,

@@ -37,11 +37,10 @@ from ..planner.feasibility import as_measured, check_plan, with_shares
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
 from ..planner.verdict import judge, render
+from ..profiler.cache import Measured
 from ..profiler.dry_run import NoSample
-from ..profiler.kept import Measured
 from ..profiler.measure import ProfilingOptions
-from ..profiler.newcomer import NewcomerTrials
-from ..profiler.run import ProfilingRun
+from ..profiler.run import NewcomerTrials, ProfilingRun
 from ..recovery import Recovery, too_few
 from ..telemetry.ranges import share_as_text
 from ..transport.deadlines import Deadlines
