@@ -22,11 +22,8 @@ from ..atomic_file import replacing
 from ..errors import ProfileError
 from ..plan import COORDINATOR
 from ..planner.profile import DeviceProfile, Link, Profile
-from .measure import (
-    Described,
-    Identity,
-    usable_memory,
-)
+from ..protocol.messages import DeviceDescribed
+from .measured_model import ModelIdentity
 from .trials import job_of, seconds_of
 
 logger = logging.getLogger(__name__)
@@ -102,14 +99,14 @@ def cache_folder() -> Path:
     return base / "lightning-hetero" / "profiles"
 
 
-def cache_file(identity: Identity) -> Path:
+def cache_file(identity: ModelIdentity) -> Path:
     """The cache file of a model and its settings."""
     text = repr((identity.fingerprint, sorted(identity.settings.items())))
     digest = hashlib.sha256(text.encode()).hexdigest()[:_NUM_DIGITS]
     return cache_folder() / f"{identity.model_name}-{digest}.yaml"
 
 
-def read_known(path: Path, identity: Identity) -> Profile | None:
+def read_known(path: Path, identity: ModelIdentity) -> Profile | None:
     """The cached profile of this model; None, with a log line, if it cannot be used."""
     if not path.exists():
         return None
@@ -142,27 +139,7 @@ def write_known(path: Path, profile: Profile) -> None:
         rank_zero_info(f"what was measured is kept in {path}; {TO_MEASURE_AGAIN}")
 
 
-def with_present_memory(profile: Profile, described: Described, held_bytes: int) -> Profile:
-    """The profile with the memory that its devices have now.
-
-    Args:
-        profile: Of these devices.
-        described: The devices as they are now.
-        held_bytes: The coordinator's memory for the model, which is free after the deployment.
-    """
-    memory_bytes = usable_memory(described)
-    base_bytes = {name: found.base_bytes for name, found in described.items()}
-    base_bytes[COORDINATOR] = max(0, base_bytes.get(COORDINATOR, 0) - held_bytes)
-    devices = [
-        structs.replace(
-            device, memory_bytes=memory_bytes[device.name], base_bytes=base_bytes[device.name]
-        )
-        for device in profile.devices
-    ]
-    return structs.replace(profile, devices=devices)
-
-
-def still_true(profile: Profile, described: Described) -> Profile:
+def still_true(profile: Profile, described: Mapping[str, DeviceDescribed]) -> Profile:
     """The profile without devices that have changed, or that have other libraries now."""
     present = {name: (found.device, found.versions) for name, found in described.items()}
     names = []

@@ -63,6 +63,21 @@ class LayerJob(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ModelIdentity:
+    """The model and the settings that a profile is for.
+
+    Args:
+        model_name: The LightningModule's class.
+        fingerprint: Differs between models.
+        settings: The other things that the measured times depend on.
+    """
+
+    model_name: str
+    fingerprint: str
+    settings: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Blueprint:
     """Builds sample layers, here and on workers.
 

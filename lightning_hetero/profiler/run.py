@@ -44,7 +44,6 @@ from .cache import (
     read_known,
     restricted,
     still_true,
-    with_present_memory,
     write_known,
 )
 from .dry_run import (
@@ -58,12 +57,12 @@ from .dry_run import (
 from .ends import embedding_to_leave
 from .measure import (
     Described,
-    Identity,
     Measuring,
     ProfilingOptions,
     describe_workers,
+    usable_memory,
 )
-from .measured_model import Cutting, Subject, fingerprint, sight
+from .measured_model import Cutting, ModelIdentity, Subject, fingerprint, sight
 from .trials import (
     LayerSchedule,
     failure,
@@ -222,6 +221,26 @@ def _usable_bytes(described: m.DeviceDescribed) -> int:
     return max(1, described.base_bytes + described.free_bytes)
 
 
+def with_present_memory(profile: Profile, described: Described, held_bytes: int) -> Profile:
+    """The profile with the memory that its devices have now.
+
+    Args:
+        profile: Of these devices.
+        described: The devices as they are now.
+        held_bytes: The coordinator's memory for the model, which is free after the deployment.
+    """
+    memory_bytes = usable_memory(described)
+    base_bytes = {name: found.base_bytes for name, found in described.items()}
+    base_bytes[COORDINATOR] = max(0, base_bytes.get(COORDINATOR, 0) - held_bytes)
+    devices = [
+        structs.replace(
+            device, memory_bytes=memory_bytes[device.name], base_bytes=base_bytes[device.name]
+        )
+        for device in profile.devices
+    ]
+    return structs.replace(profile, devices=devices)
+
+
 @dataclass
 class ProfilingRun:
     """Measures the model of a run before it is deployed.
@@ -291,7 +310,7 @@ class ProfilingRun:
         present = with_present_memory(restricted(known, names), described, held_bytes)
         return Measured(present, path)
 
-    def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Identity:
+    def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> ModelIdentity:
         could_leave = embedding_to_leave(self.module, self.layers) is not None
         settings = {
             "embedding": "could leave" if could_leave else "stays",
@@ -303,7 +322,7 @@ class ProfilingRun:
             "dtypes": _listed(self.options.dtypes),
         }
         digest = fingerprint(self.module, self.layers)
-        return Identity(type(self.module).__name__, digest, settings)
+        return ModelIdentity(type(self.module).__name__, digest, settings)
 
     def _describe(self) -> dict[str, m.DeviceDescribed]:
         """The devices as they are now, the coordinator's first."""
@@ -322,7 +341,7 @@ class ProfilingRun:
         sample: SampleBatch,
         optimizer: OptimizerSettings | None,
         described: Described,
-        identity: Identity,
+        identity: ModelIdentity,
     ) -> Measuring:
         here = replace(sample, batch=to_device(self.module.trainer, sample.batch))
         cutting = Cutting(here, self.cuts_boundary, self.options.micro_batch_sizes)

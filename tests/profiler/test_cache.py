@@ -19,15 +19,16 @@ from lightning_hetero.profiler.cache import (
     read_known,
     restricted,
     still_true,
-    with_present_memory,
     write_known,
 )
-from lightning_hetero.profiler.measure import Identity, usable_memory
+from lightning_hetero.profiler.measure import usable_memory
+from lightning_hetero.profiler.measured_model import ModelIdentity
+from lightning_hetero.profiler.run import with_present_memory
 from lightning_hetero.protocol.messages import DeviceDescribed
 
 from ..planner.profiles import device, model, profile
 
-IDENTITY = Identity("Module", "test", {})
+IDENTITY = ModelIdentity("Module", "test", {})
 GIB = 2**30
 
 
@@ -77,7 +78,7 @@ def test_a_folder_that_cannot_be_written_to_is_logged(
     ],
 )
 def test_a_profile_of_another_model_or_setting_is_ignored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, identity: Identity, said: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, identity: ModelIdentity, said: str
 ) -> None:
     path = tmp_path / "profile.yaml"
     write_known(path, profile(1, []))
