@@ -151,12 +151,12 @@ class StageMonitor(pl.Callback):
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise MisconfigurationException(
-                f"every_n_steps is {every_n_steps}; it must be 1 or more."
+                f"The argument every_n_steps is {every_n_steps}; it must be 1 or more."
             )
         peaks = peak_flops.values() if isinstance(peak_flops, Mapping) else [peak_flops]
         if any(peak is not None and not 0 < peak < math.inf for peak in peaks):
             raise MisconfigurationException(
-                f"peak_flops is {peak_flops}; give FLOPs a second, such as 989e12."
+                f"The argument peak_flops is {peak_flops}; give FLOPs a second, such as 989e12."
             )
         self._every_n_steps = every_n_steps
         self._gradient_norms = gradient_norms

@@ -137,24 +137,25 @@ def check_wishes(launcher: Launcher, num_started: float = math.inf) -> None:
     Address.parse(launcher.listen)
     if not _is_count(launcher.least):
         raise PlanError(
-            f"`least` of {name} is {launcher.least!r}; it must be a whole number from 1."
+            f"The argument `least` of {name} is {launcher.least!r}; it must be a whole number "
+            "from 1."
         )
     if launcher.least > num_started:
         raise PlanError(
-            f"`least` of {name} is {launcher.least}, and {name} starts {num_started} at most; "
-            "lower `least`, or let it start more workers."
+            f"The argument `least` of {name} is {launcher.least}, and {name} starts "
+            f"{num_started} at most; lower `least`, or let it start more workers."
         )
     if launcher.most is not None and not (
         _is_count(launcher.most) and launcher.most >= launcher.least
     ):
         raise PlanError(
-            f"`most` of {name} is {launcher.most!r}; it must be a whole number from `least`, which "
-            f"is {launcher.least}, or None for all workers that come."
+            f"The argument `most` of {name} is {launcher.most!r}; it must be a whole number from "
+            f"`least`, which is {launcher.least}, or None for all workers that come."
         )
     if not 0 < launcher.wait_seconds < math.inf:
         raise PlanError(
-            f"`wait_seconds` of {name} is {launcher.wait_seconds!r}; it must be a number of "
-            "seconds above 0."
+            f"The argument `wait_seconds` of {name} is {launcher.wait_seconds!r}; it must be a "
+            "number of seconds above 0."
         )
 
 

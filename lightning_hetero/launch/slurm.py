@@ -61,8 +61,8 @@ class SlurmWorkers:
     def __post_init__(self) -> None:
         if not self.components:
             raise PlanError(
-                "`components` of SlurmWorkers is empty; write srun's options for at least one "
-                "kind of node, such as '--gres=gpu:1 -n4'."
+                "The argument `components` of SlurmWorkers is empty; write srun's options for at "
+                "least one kind of node, such as '--gres=gpu:1 -n4'."
             )
         self.least = self.least or sum(tasks_of(component) for component in self.components)
         if self.join is not None:

@@ -375,7 +375,7 @@ class Membership:
         """
         plan, run = self.run.deployment.plan, self.run
         if run.profile is None:
-            raise PlanError("nothing was measured, so nobody knows what another plan would save")
+            raise PlanError("Nothing was measured, so nobody knows what another plan would save.")
         # The present seconds are of two processes on one machine, so they tell nothing of each.
         return gathered(plan, run.profile, hosts, run.keeps_own_layers)
 
