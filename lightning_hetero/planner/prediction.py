@@ -50,7 +50,7 @@ def bottleneck(candidate: Candidate) -> str:
 def running_costs(candidate: Candidate) -> list[str]:
     """Money and energy for a million tokens, for devices whose price or watts the profile has."""
     devices = [candidate.costs.profile.device(name) for name in candidate.processes]
-    hours = _A_MILLION * candidate.step_seconds / 3600 / _tokens(candidate)
+    hours = _A_MILLION * candidate.step_seconds / 3600 / tokens_of(candidate)
     lines = []
     price, missing = _sum_of(devices, lambda device: device.price_per_hour)
     if price is not None:
@@ -92,7 +92,7 @@ class Side:
     @property
     def tokens_per_second(self) -> float:
         """Tokens of a batch over the seconds of its step."""
-        return _tokens(self.candidate) / self.candidate.step_seconds
+        return tokens_of(self.candidate) / self.candidate.step_seconds
 
     def held(self, name: str) -> str:
         """The layers that a device holds."""
@@ -157,7 +157,8 @@ def difference(before: Side, after: Side) -> str:
     return f"{after.title} is {times:.2f} x as fast as {before.title}: {rates}, {steps}"
 
 
-def _tokens(candidate: Candidate) -> int:
+def tokens_of(candidate: Candidate) -> int:
+    """The tokens of a step."""
     return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
 
 

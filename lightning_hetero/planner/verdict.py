@@ -20,7 +20,7 @@ from . import experts
 from .candidates import Candidate, Seat
 from .costs import Option
 from .feasibility import shortages
-from .prediction import running_costs
+from .prediction import running_costs, tokens_of
 from .profile import HEAD, DeviceProfile
 from .replicas import Team, exchange_seconds
 from .routes import Hop, Speed, least_bottleneck
@@ -150,13 +150,9 @@ def judge(solution: Solution) -> Verdict:
     )
 
 
-def _tokens(candidate: Candidate) -> int:
-    return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
-
-
 def _tokens_per_second(candidate: Candidate) -> float:
     seconds = candidate.step_seconds
-    return _tokens(candidate) / seconds if seconds > 0 else math.inf
+    return tokens_of(candidate) / seconds if seconds > 0 else math.inf
 
 
 def _stages(candidate: Candidate) -> list[StageVerdict]:
@@ -257,7 +253,7 @@ def _about_replicas(candidate: Candidate, search: Search) -> str:
 
 
 def _bounds(candidate: Candidate, search: Search) -> list[Bound]:
-    tokens = _tokens(candidate)
+    tokens = tokens_of(candidate)
     shortest = {
         BY_SPEEDS: _least_step(candidate, search, with_memory=False),
         BY_MEMORY: _least_step(candidate, search, with_memory=True),
