@@ -1,6 +1,7 @@
 """Train one model on devices that were never meant to work together.
 
-Each folder answers one question; the two ends of one conversation have the same file names.
+Each folder answers one question. The two ends of one conversation have the same file names, and so
+have a rule of the planner and what carries it out (`planner/replan.py`, `strategy/replan.py`).
 
     strategy/      what Lightning calls: the strategy, its hooks, plan, checkpoints, replanning
     callbacks/     what a user adds: monitor, timeline, weight average, profiler
@@ -16,7 +17,7 @@ Each folder answers one question; the two ends of one conversation have the same
     mesh/          networks apart: WireGuard files, which only their command uses
     planner/       who gets what: pure functions from a profile to a plan
     profiler/      how fast it is: measurements of a model on its devices
-    telemetry/     what happened: recorded steps, their predictions, metrics
+    telemetry/     what happened: recorded steps and their predictions
     report/        what is shown: charts, diagrams, the page on a run
     doctor/        why a worker cannot be used
     verify/        which worker computes wrongly

@@ -274,9 +274,13 @@ class Plan:
 
     def _check_counts(self) -> None:
         if self.micro_batches < 1:
-            raise PlanError(f"micro_batches is {self.micro_batches}; it must be 1 or more.")
+            raise PlanError(
+                f"The number micro_batches is {self.micro_batches}; it must be 1 or more."
+            )
         if self.in_flight is not None and self.in_flight < 1:
-            raise PlanError(f"in_flight is {self.in_flight}; it must be 1 or more, or left out.")
+            raise PlanError(
+                f"The number in_flight is {self.in_flight}; it must be 1 or more, or left out."
+            )
 
     def _check_layers(self, num_layers: int) -> None:
         covered = 0

@@ -50,11 +50,14 @@ class Recovery:
         for name in ("wait_seconds", "every_seconds", "log_gib"):
             value = getattr(self, name)
             if not (_is_number(value) and 0 <= value < math.inf):
-                raise RecoveryError(f"`{name}` is {value!r:.80}; it must be a number from 0 on.")
+                raise RecoveryError(
+                    f"The setting `{name}` is {value!r:.80}; it must be a number from 0 on."
+                )
         least = self.least_workers
         if not isinstance(least, int) or isinstance(least, bool) or least < 1:
             raise RecoveryError(
-                f"`least_workers` is {least!r:.80}; it must be a whole number from 1 on."
+                f"The setting `least_workers` is {least!r:.80}; it must be a whole number from 1 "
+                "on."
             )
 
 

@@ -26,7 +26,7 @@ def test_seconds_out_of_bounds_are_refused_with_the_value(value: Any) -> None:
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "4", True, None])
 def test_other_values_out_of_bounds_are_refused_too(name: str, value: Any) -> None:
     with pytest.raises(
-        RecoveryError, match=f"^`{name}` is .*; it must be a number from 0 on.$"
+        RecoveryError, match=f"^The setting `{name}` is .*; it must be a number from 0 on.$"
     ) as refused:
         Recovery(**{name: value})
     assert repr(value) in str(refused.value)
@@ -34,7 +34,9 @@ def test_other_values_out_of_bounds_are_refused_too(name: str, value: Any) -> No
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, "1", True, None])
 def test_a_number_of_workers_is_whole_and_from_one_on(value: Any) -> None:
-    with pytest.raises(RecoveryError, match="^`least_workers` is .*whole number from 1 on.$"):
+    with pytest.raises(
+        RecoveryError, match="^The setting `least_workers` is .*whole number from 1 on.$"
+    ):
         Recovery(least_workers=value)
 
 

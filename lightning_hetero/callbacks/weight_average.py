@@ -48,7 +48,9 @@ class StageWeightAveraging(EMAWeightAveraging):
         update_starting_at_epoch: int | None = None,
     ) -> None:
         if decay is not None and not 0 <= decay <= 1:
-            raise MisconfigurationException(f"decay is {decay}; it must be between 0 and 1.")
+            raise MisconfigurationException(
+                f"The argument decay is {decay}; it must be between 0 and 1."
+            )
         super().__init__(
             decay=decay or 0.0,
             update_every_n_steps=update_every_n_steps,

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from rich import box
@@ -17,11 +16,10 @@ from rich.text import Text
 
 from ..devices.description import equipment_here
 from ..doctor.checks import Outcome, Report, Wanted, advice
-from ..doctor.visit import Options, visit
-from ..errors import PlanError, TokenError
+from ..doctor.visit import Options, credentials_or_error, visit
+from ..errors import PlanError
 from ..plan import Plan
 from ..planner.profile import Profile
-from ..transport.tls import Credentials, credentials_of
 from ..transport.token import find_token_file
 
 _MARKS: dict[Outcome, tuple[str, str]] = {
@@ -34,7 +32,7 @@ _MARKS: dict[Outcome, tuple[str, str]] = {
 
 def run(options: argparse.Namespace) -> None:
     shared = Options(
-        credentials=_credentials(options.token_file),
+        credentials=credentials_or_error(find_token_file(options.token_file)),
         equipment=equipment_here(torch.device("cpu")),
         connect_seconds=options.timeout,
         measure_seconds=options.seconds,
@@ -53,14 +51,6 @@ def run(options: argparse.Namespace) -> None:
         for line in advice(reports):
             console.print(Text(line))
     sys.exit(0 if all(report.is_usable for report in reports) else 1)
-
-
-def _credentials(named: Path | None) -> Credentials | TokenError | None:
-    """The credentials of the token, or its error, which the doctor reports as a finding."""
-    try:
-        return credentials_of(find_token_file(named))
-    except TokenError as error:
-        return error
 
 
 def _wanted(profile: str | None, plan: str | None) -> Wanted | None:

@@ -485,7 +485,7 @@ def _checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1.")
     return int(text)
 
 
@@ -496,7 +496,7 @@ def _seconds(text: str) -> float:
         seconds = 0.0
     if not _LEAST_SECONDS <= seconds <= 3600:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds from {_LEAST_SECONDS} to 3600"
+            f"{text!r} is not a number of seconds from {_LEAST_SECONDS} to 3600."
         )
     return seconds
 
@@ -507,7 +507,7 @@ def _linger_seconds(text: str) -> float:
         check_linger_seconds(seconds, "it")
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds from 0 to {MOST_LINGER_SECONDS:.0f}"
+            f"{text!r} is not a number of seconds from 0 to {MOST_LINGER_SECONDS:.0f}."
         ) from None
     return seconds
 
@@ -518,13 +518,13 @@ def _duration(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= _MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to a year")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to a year.")
     return seconds
 
 
 def _module_name(text: str) -> str:
     if not all(part.isidentifier() for part in text.split(".")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a package as in an import")
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a package as in an import.")
     return text
 
 

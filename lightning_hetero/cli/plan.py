@@ -13,10 +13,10 @@ from rich.text import Text
 from ..errors import PlanError
 from ..plan import Plan
 from ..planner.cards import FASTEST, SLOWEST, with_card
-from ..planner.prediction import Side, bottleneck, compare, predict_given, running_costs
+from ..planner.prediction import Side, bottleneck, compare, predict_given
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, parse_memory, parse_pin, solve
-from ..planner.verdict import judge, render
+from ..planner.verdict import judge, render, running_costs
 from .options import new_file, writing
 
 Value = TypeVar("Value")
@@ -94,13 +94,13 @@ def _check_question(options: argparse.Namespace) -> None:
     """
     if options.output is not None:
         raise PlanError(
-            f"--output {options.output} has nothing to write: --given, --what-if and two profiles "
-            "write no plan. Leave it out."
+            f"The option --output {options.output} has nothing to write: --given, --what-if and "
+            "two profiles write no plan. Leave it out."
         )
     if options.given and (options.pin or options.micro_batches):
         raise PlanError(
-            f"--given {options.given} has its own layers and micro-batches; leave out --pin and "
-            "--micro-batches."
+            f"The plan --given {options.given} has its own layers and micro-batches; leave out "
+            "--pin and --micro-batches."
         )
     if len(options.profile) > 2 or (options.what_if and len(options.profile) > 1):
         most = "--what-if takes one profile" if options.what_if else "two profiles are compared"

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
         try:
             return site.measure(layers, replace(chosen, force=chosen.force or options.force))
         except NoSample as reason:
-            raise ProfileError(f"The devices cannot be measured: {reason}.") from reason
+            raise ProfileError(f"The devices cannot be measured. {reason}") from reason
 
     profile = project.instead_of_training(
         strategy.instead_of_training, measure, "nothing was measured"

@@ -12,11 +12,9 @@ import torch
 
 from ..devices.description import equipment_here
 from ..doctor.checks import Report
-from ..doctor.visit import Options, visit
-from ..errors import TokenError
+from ..doctor.visit import Options, credentials_or_error, visit
 from ..launch.cluster import Cluster, Machine, Told, carry_out, read_cluster, token_file_of
 from ..transport.address import Address
-from ..transport.tls import Credentials, credentials_of
 
 Value = TypeVar("Value")
 
@@ -53,7 +51,7 @@ def at_the_same_time(
 def visited(cluster: Cluster, told: Mapping[str, Told]) -> dict[str, Report]:
     """The doctor's reports on the machines whose workers run, by the machines' names."""
     options = Options(
-        credentials=_credentials(cluster),
+        credentials=credentials_or_error(token_file_of(cluster)),
         equipment=equipment_here(torch.device("cpu")),
         measure_seconds=_MEASURE_SECONDS,
     )
@@ -73,11 +71,3 @@ def line_of(where: Address, name: str, told: Told, report: Report | None) -> str
         return f"{place}  runs, and can be used"
     remedy = f"; {failing.remedy}" if failing.remedy else ""
     return f"{place}  runs, and cannot be used: {failing.check}: {failing.text}{remedy}"
-
-
-def _credentials(cluster: Cluster) -> Credentials | TokenError | None:
-    """The credentials of the cluster's token, or its error, which is a finding of the doctor."""
-    try:
-        return credentials_of(token_file_of(cluster))
-    except TokenError as error:
-        return error

@@ -48,8 +48,9 @@ logger = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     if options.name is not None and options.join is None:
         raise HeteroError(
-            f"`--name {options.name}` needs `--join HOST:PORT`: plans call a worker that waits for "
-            "its coordinator by its host:port. Leave `--name` out, or let the worker join."
+            f"The option `--name {options.name}` needs `--join HOST:PORT`: plans call a worker "
+            "that waits for its coordinator by its host:port. Leave `--name` out, or let the "
+            "worker join."
         )
     if options.print_unit is not None or options.print_manifest is not None:
         print(_manifest(options), end="")

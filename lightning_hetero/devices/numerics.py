@@ -123,7 +123,7 @@ def _check(wanted: Numerics) -> None:
     for field in wanted.__struct_fields__:
         if getattr(here, field) != getattr(wanted, field):
             raise ModelError(
-                f"torch {torch.__version__} does not take the coordinator's setting {field} = "
+                f"PyTorch {torch.__version__} does not take the coordinator's setting {field} = "
                 f"{getattr(wanted, field)!r} over, and would compute other numbers; use the same "
                 "version of torch here and there, or the default of this setting there."
             )

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..transport.connection import Connection, SocketConnection, prepare_socket
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import greet
 from ..transport.link_probe import Exchange, measure_link
-from ..transport.tls import Credentials, secured
+from ..transport.tls import Credentials, credentials_of, secured
 from .checks import (
     COPY_ITS_FILE,
     Finding,
@@ -52,6 +53,14 @@ _IPV6_MTU = 24
 _LARGE_BYTES = 2**16
 # The limit of IP; a loopback interface takes one byte more.
 _LARGEST_PACKET = 2**16 - 1
+
+
+def credentials_or_error(token_file: Path | None) -> Credentials | TokenError | None:
+    """The credentials of a token, or its error, which is a finding of the doctor."""
+    try:
+        return credentials_of(token_file)
+    except TokenError as error:
+        return error
 
 
 @dataclass(frozen=True)

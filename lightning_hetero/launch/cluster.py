@@ -195,7 +195,7 @@ def token_file_of(cluster: Cluster) -> Path | None:
 
 def _check(cluster: Cluster) -> None:
     if not cluster.machines:
-        raise ClusterError("`machines` is empty; name at least one machine.")
+        raise ClusterError("The key `machines` is empty; name at least one machine.")
     names = [machine.name for machine in cluster.machines]
     for machine in cluster.machines:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", machine.name):

@@ -12,7 +12,6 @@ its bundle fits next. Bundles that fit nowhere make Ray's autoscaler add nodes.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import subprocess
@@ -29,8 +28,6 @@ from ..optional import import_extra
 from ..transport.address import Address
 from ..transport.token import Token
 from .launcher import check_wishes
-
-logger = logging.getLogger(__name__)
 
 # A worker whose coordinator is gone, and whose actor lives on, ends by itself after this time.
 _REJOIN_SECONDS = 60
@@ -82,13 +79,13 @@ class RayWorkers:
     def __post_init__(self) -> None:
         if not self.bundles or not all(self.bundles):
             raise PlanError(
-                f"`bundles` of RayWorkers is {self.bundles!r}; name the resources of each worker, "
-                "such as [{'GPU': 1}] * 4."
+                f"The argument `bundles` of RayWorkers is {self.bundles!r}; name the resources of "
+                "each worker, such as [{'GPU': 1}] * 4."
             )
         if self.address in _OWN_CLUSTER:
             raise PlanError(
-                f"`address` of RayWorkers is {self.address!r}, with which Ray would start a "
-                'cluster on this machine alone; write "auto" or the address of a cluster.'
+                f"The argument `address` of RayWorkers is {self.address!r}, with which Ray would "
+                'start a cluster on this machine alone; write "auto" or the address of a cluster.'
             )
         self.least = self.least or len(self.bundles)
         if self.join is not None:

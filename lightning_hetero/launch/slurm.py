@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from ..errors import PlanError
 from ..transport.address import Address
 from ..transport.token import Token
-from .command import Command, start_command, stop_commands
-from .launcher import check_wishes, reachable
+from .launcher import Command, check_wishes, reachable, start_command, stop_commands
 
 # A worker whose coordinator is gone, and whose srun goes on, ends by itself after this time.
 _REJOIN_SECONDS = 60
@@ -62,8 +61,8 @@ class SlurmWorkers:
     def __post_init__(self) -> None:
         if not self.components:
             raise PlanError(
-                "`components` of SlurmWorkers is empty; write srun's options for at least one "
-                "kind of node, such as '--gres=gpu:1 -n4'."
+                "The argument `components` of SlurmWorkers is empty; write srun's options for at "
+                "least one kind of node, such as '--gres=gpu:1 -n4'."
             )
         self.least = self.least or sum(tasks_of(component) for component in self.components)
         if self.join is not None:

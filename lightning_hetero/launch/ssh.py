@@ -10,7 +10,6 @@ worker. The token is new for each run, and is in no file and in no list of proce
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import shlex
 import subprocess
@@ -21,10 +20,7 @@ from dataclasses import dataclass, field
 from ..errors import PlanError, WorkerError
 from ..transport.address import Address
 from ..transport.token import Token
-from .command import Command, start_command, stop_commands
-from .launcher import check_wishes, reachable
-
-logger = logging.getLogger(__name__)
+from .launcher import Command, check_wishes, reachable, start_command, stop_commands
 
 # No question may wait for an answer: nobody sees it.
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
@@ -73,7 +69,9 @@ class SshWorkers:
 
     def __post_init__(self) -> None:
         if not self.hosts:
-            raise PlanError("`hosts` of SshWorkers is empty; name at least one machine.")
+            raise PlanError(
+                "The argument `hosts` of SshWorkers is empty; name at least one machine."
+            )
         for host in self.hosts:
             if not host or host.startswith("-") or re.search(r"\s", host):
                 raise PlanError(

@@ -1,9 +1,8 @@
-"""Questions to the planner that deploy nothing: a given plan, two profiles, money and energy."""
+"""Questions to the planner that deploy nothing: a given plan, and two plans side by side."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -16,11 +15,10 @@ from ..plan import Plan
 from .candidates import Candidate
 from .costs import allowed_dtypes, layer_seconds
 from .feasibility import candidate_of, shortages
-from .profile import DeviceProfile, Profile
+from .profile import Profile
 from .search import Search
 from .solver import Solution, Wishes, apply, micro_batch_counts
-
-_A_MILLION = 1_000_000
+from .verdict import tokens_per_second
 
 
 def predict_given(plan: Plan, profile: Profile, wishes: Wishes) -> Solution:
@@ -47,36 +45,6 @@ def bottleneck(candidate: Candidate) -> str:
     )
 
 
-def running_costs(candidate: Candidate) -> list[str]:
-    """Money and energy for a million tokens, for devices whose price or watts the profile has."""
-    devices = [candidate.costs.profile.device(name) for name in candidate.processes]
-    hours = _A_MILLION * candidate.step_seconds / 3600 / _tokens(candidate)
-    lines = []
-    price, missing = _sum_of(devices, lambda device: device.price_per_hour)
-    if price is not None:
-        lines.append(f"a million tokens cost {price * hours:.3g}, at {price:.4g} an hour{missing}")
-    watts, missing = _sum_of(devices, lambda device: device.watts)
-    if watts is not None:
-        lines.append(
-            f"a million tokens take {watts * hours / 1000:.3g} kWh at most, at {watts:.0f} W"
-            f"{missing}"
-        )
-    return lines
-
-
-def _sum_of(
-    devices: Sequence[DeviceProfile], amount_of: Callable[[DeviceProfile], float | None]
-) -> tuple[float | None, str]:
-    """The sum over the devices that have an amount, and a clause that names the others."""
-    known = [amount for device in devices if (amount := amount_of(device)) is not None]
-    if not known:
-        return None, ""
-    others = [device.name for device in devices if amount_of(device) is None]
-    return sum(known), f", without {', '.join(others)}, which the profile does not tell" * bool(
-        others
-    )
-
-
 @dataclass(frozen=True)
 class Side:
     """One of two plans that are compared.
@@ -92,7 +60,7 @@ class Side:
     @property
     def tokens_per_second(self) -> float:
         """Tokens of a batch over the seconds of its step."""
-        return _tokens(self.candidate) / self.candidate.step_seconds
+        return tokens_per_second(self.candidate)
 
     def held(self, name: str) -> str:
         """The layers that a device holds."""
@@ -155,10 +123,6 @@ def difference(before: Side, after: Side) -> str:
         f"{_duration(before.candidate.step_seconds)}"
     )
     return f"{after.title} is {times:.2f} x as fast as {before.title}: {rates}, {steps}"
-
-
-def _tokens(candidate: Candidate) -> int:
-    return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
 
 
 def _duration(seconds: float) -> str:

@@ -16,7 +16,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, permutations, product
+from itertools import pairwise
 
 from msgspec.structs import replace
 
@@ -26,9 +26,9 @@ from .candidates import Candidate, spans_of
 from .feasibility import candidate_of, shortages
 from .profile import DeviceProfile, Profile
 from .replicas import shares_of
-from .search import EXCHANGES_UP_TO, LAYERS_MOVED, LEAST_GAIN_OF_CHANGE, MOST_NEAR_PLAYED
+from .search import EXCHANGES_UP_TO, MOST_NEAR_PLAYED
 from .split import best_splits, nowhere_but, only
-from .team_search import with_moved_shares
+from .team_search import LEAST_GAIN_OF_CHANGE, moved_layers, with_moved_shares
 
 THRESHOLD = 0.2
 """Share by which the slowest stage must become slower or faster to count as drifted."""
@@ -522,12 +522,9 @@ def _moved(
     stages: Sequence[StagePlan], ranges: Sequence[tuple[int, int]], places: Sequence[int]
 ) -> Iterator[list[tuple[int, int]]]:
     """The ranges in which one stage has some layers less and another one more."""
-    for (giver, taker), by in product(permutations(places, 2), LAYERS_MOVED):
-        counts = [end - first for first, end in ranges]
-        counts[giver] -= by
-        counts[taker] += by
-        if counts[giver] >= (0 if stages[giver].is_local else 1):
-            yield spans_of(counts)
+    counts = [end - first for first, end in ranges]
+    least = [0 if stage.is_local else 1 for stage in stages]
+    return map(spans_of, moved_layers(counts, places, least))
 
 
 def with_both_ends(plan: Plan) -> list[StagePlan]:

@@ -37,7 +37,13 @@ from .candidates import Arrangement, Candidate, Costs, spans_of
 from .experts import best_apart
 from .orders import Orders, in_flight_of, interchangeable, place, place_all, place_at, place_behind
 from .routes import Speed, least_bottleneck
-from .team_search import TeamSearch
+from .team_search import (
+    LAYERS_MOVED,
+    LEAST_GAIN_IN_FLIGHT,
+    LEAST_GAIN_OF_CHANGE,
+    TeamSearch,
+    moved_layers,
+)
 
 ALL_ORDERS_UP_TO = 5
 """Workers up to which all subsets in all orders are tried: 325 arrangements."""
@@ -57,20 +63,11 @@ NUM_STARTS = 4
 MOST_NEAR_PLAYED = 12
 """Small changes of one candidate that are simulated, those with the lowest bounds first."""
 
-LAYERS_MOVED = (1, 2, 4, 8)
-"""Numbers of layers that a small change moves from one stage to another."""
-
-LEAST_GAIN_OF_CHANGE = 1e-9
-"""Share of the step that a small change must save; less is rounding of sums."""
-
 LEAST_GAIN = 0.02
 """Share of the step that a device must save, because each additional device can drift or fail."""
 
 LEAST_GAIN_BEHIND = 1e-9
 """Share of the step that the coordinator's layers behind must save; less is rounding of sums."""
-
-LEAST_GAIN_IN_FLIGHT = 0.005
-"""Share of the step that more micro-batches in flight must save, because each keeps activations."""
 
 
 @dataclass(frozen=True)
@@ -512,10 +509,8 @@ def _with_moved_layers(best: Candidate) -> Iterator[Candidate]:
     """Candidates in which one seat has some layers less and another one more; the seats between
     them keep their number."""
     way, counts = Arrangement.of(best), [seat.num_layers for seat in best.seats]
-    for (giver, taker), by in product(permutations(range(len(counts)), 2), LAYERS_MOVED):
-        moved = list(counts)
-        moved[giver] -= by
-        moved[taker] += by
+    least = [0, *[1] * (len(counts) - 2), 0]
+    for moved in moved_layers(counts, range(len(counts)), least):
         yield from _with_spans(way, moved, best)
 
 

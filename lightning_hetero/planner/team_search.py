@@ -427,15 +427,28 @@ def _with_moved_layers(way: TeamArrangement, best: Candidate) -> Iterator[Candid
     ranges = best.ranges_of_teams
     last, is_hosted = len(ranges) - 1, way.hosted is not None
     places = range(1, last) if is_hosted else range(int(way.embedding_left), last + 1)
-    for (giver, taker), by in product(permutations(places, 2), LAYERS_MOVED):
-        counts = [end - first for first, end in ranges]
-        counts[giver] -= by
-        counts[taker] += by
-        if counts[giver] < (0 if giver in (0, last) else 1):
-            continue
-        moved = spans_of(counts)
+    counts, least = [end - first for first, end in ranges], [0, *[1] * (last - 1), 0]
+    for moved in map(spans_of, moved_layers(counts, places, least)):
         if way.least_seconds(moved, best.in_flight) < best.step_seconds:
             yield way.with_ranges(moved, best.in_flight)
+
+
+def moved_layers(
+    counts: Sequence[int], places: Sequence[int], least: Sequence[int]
+) -> Iterator[list[int]]:
+    """Numbers of layers by stage after one of some stages has given layers to another one.
+
+    Args:
+        counts: The numbers before.
+        places: The stages that give and take.
+        least: How many layers each stage has to keep.
+    """
+    for (giver, taker), by in product(permutations(places, 2), LAYERS_MOVED):
+        moved = list(counts)
+        moved[giver] -= by
+        moved[taker] += by
+        if moved[giver] >= least[giver]:
+            yield moved
 
 
 def with_moved_shares(best: Candidate) -> Iterator[Candidate]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
@@ -20,7 +20,6 @@ from . import experts
 from .candidates import Candidate, Seat
 from .costs import Option
 from .feasibility import shortages
-from .prediction import running_costs
 from .profile import HEAD, DeviceProfile
 from .replicas import Team, exchange_seconds
 from .routes import Hop, Speed, least_bottleneck
@@ -39,6 +38,7 @@ BY_PIPELINE = "this plan's stages, with the time to fill and drain the pipeline,
 
 # Bounds that differ by less than this share are the same bound.
 _ALIKE = 0.001
+_A_MILLION = 1_000_000
 
 COLUMNS = ("worker", "device", "layers", "dtype", "memory", "forward", "backward", "link", "busy")
 
@@ -128,7 +128,7 @@ class Verdict:
     @property
     def tokens_per_second(self) -> float:
         """Tokens of a batch over the seconds of its step."""
-        return _tokens_per_second(self.candidate)
+        return tokens_per_second(self.candidate)
 
 
 def judge(solution: Solution) -> Verdict:
@@ -139,7 +139,7 @@ def judge(solution: Solution) -> Verdict:
         candidate,
         stages=_stages(candidate),
         bounds=bounds,
-        best_single=None if single is None else (single.processes[-1], _tokens_per_second(single)),
+        best_single=None if single is None else (single.processes[-1], tokens_per_second(single)),
         advice=advise(candidate, search),
         assumed_links=_assumed_links(candidate),
         experts=(
@@ -154,7 +154,8 @@ def _tokens(candidate: Candidate) -> int:
     return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
 
 
-def _tokens_per_second(candidate: Candidate) -> float:
+def tokens_per_second(candidate: Candidate) -> float:
+    """The speed of a candidate; infinite where nothing takes time."""
     seconds = candidate.step_seconds
     return _tokens(candidate) / seconds if seconds > 0 else math.inf
 
@@ -293,8 +294,8 @@ def _why_no_gain(
     candidate: Candidate, search: Search, single: Candidate, bounds: Sequence[Bound]
 ) -> str:
     """Which bound keeps more machines from being faster; empty if the plan is faster."""
-    single_rate = _tokens_per_second(single)
-    if not math.isfinite(single_rate) or _tokens_per_second(candidate) > single_rate * NO_GAIN:
+    single_rate = tokens_per_second(single)
+    if not math.isfinite(single_rate) or tokens_per_second(candidate) > single_rate * NO_GAIN:
         return ""
     costs = candidate.costs
     others = [name for name in costs.profile.workers if name not in single.processes]
@@ -455,6 +456,36 @@ def sentences(verdict: Verdict) -> list[str]:
         lines.append(f"{verdict.assumed_links} {are} not measured; the speed is assumed.")
     advice = (advice.text for advice in verdict.advice)
     return [*lines, *running_costs(verdict.candidate), *advice]
+
+
+def running_costs(candidate: Candidate) -> list[str]:
+    """Money and energy for a million tokens, for devices whose price or watts the profile has."""
+    devices = [candidate.costs.profile.device(name) for name in candidate.processes]
+    hours = _A_MILLION * candidate.step_seconds / 3600 / _tokens(candidate)
+    lines = []
+    price, missing = _sum_of(devices, lambda device: device.price_per_hour)
+    if price is not None:
+        lines.append(f"a million tokens cost {price * hours:.3g}, at {price:.4g} an hour{missing}")
+    watts, missing = _sum_of(devices, lambda device: device.watts)
+    if watts is not None:
+        lines.append(
+            f"a million tokens take {watts * hours / 1000:.3g} kWh at most, at {watts:.0f} W"
+            f"{missing}"
+        )
+    return lines
+
+
+def _sum_of(
+    devices: Sequence[DeviceProfile], amount_of: Callable[[DeviceProfile], float | None]
+) -> tuple[float | None, str]:
+    """The sum over the devices that have an amount, and a clause that names the others."""
+    known = [amount for device in devices if (amount := amount_of(device)) is not None]
+    if not known:
+        return None, ""
+    others = [device.name for device in devices if amount_of(device) is None]
+    return sum(known), f", without {', '.join(others)}, which the profile does not tell" * bool(
+        others
+    )
 
 
 def _step(verdict: Verdict) -> str:

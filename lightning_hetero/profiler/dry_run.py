@@ -204,14 +204,14 @@ def sample_batch(trainer: pl.Trainer) -> SampleBatch:
     """
     module = trainer.lightning_module
     if trainer.state.fn != TrainerFn.FITTING:
-        raise NoSample(f"there is no training in `trainer.{trainer.state.fn}`")
+        raise NoSample(f"There is no training in `trainer.{trainer.state.fn}`.")
     if not module.automatic_optimization:
-        raise NoSample("`training_step` steps the optimizer by itself")
+        raise NoSample("The `training_step` steps the optimizer by itself.")
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise NoSample("`training_step` takes a `dataloader_iter`")
+        raise NoSample("The `training_step` takes a `dataloader_iter`.")
     source = trainer.fit_loop._data_source
     if trainer.limit_train_batches == 0 or source.instance is None or not source.is_defined():
-        raise NoSample("there is no train_dataloader")
+        raise NoSample("There is no train_dataloader.")
     loaders = source.dataloader()
     batch = _first_batch(loaders)
     several = isinstance(loaders, list)
@@ -248,7 +248,7 @@ def _first_batch(loaders: Any) -> Any:
         combined.flattened = [_in_this_process(loader) for loader in combined.flattened]
         for batch, _, _ in combined:
             return batch
-    raise NoSample("the train_dataloader has no batch")
+    raise NoSample("The train_dataloader has no batch.")
 
 
 def _in_this_process(loader: Any) -> Any:
@@ -276,7 +276,7 @@ def _copied(stream: Any) -> Any:
     if not isinstance(stream, Iterator):
         with contextlib.suppress(TypeError, AttributeError, RuntimeError, copy.Error):
             return copy.deepcopy(stream)
-    raise NoSample("the training data can be read only once, or cannot be copied to look at it")
+    raise NoSample("The training data can be read only once, or cannot be copied to look at it.")
 
 
 def _attributes_of(loader: Any) -> Iterator[Any]:

@@ -326,8 +326,8 @@ class EndsRunner:
         _, passing = self._forward(batch, passed)
         if passed.around is None or not passed.leaves:
             raise ModelError(
-                f"`training_step` of {type(self.module).__name__} does not run all decoder layers,"
-                " so they cannot be measured; use plan='even', or a plan of your own."
+                f"The `training_step` of {type(self.module).__name__} does not run all decoder "
+                "layers, so they cannot be measured; use plan='even', or a plan of your own."
             )
         wants_gradient = passed.entered[0].requires_grad
         return Example(passing.inputs, wants_gradient, passed.around, passing.calls)

@@ -35,8 +35,7 @@ from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
 from .dry_run import step_like
 from .ends import parameters_of_ends
-from .model_view import Sighting, Subject, model_profile
-from .sample_layers import LayerJob
+from .measured_model import LayerJob, ModelIdentity, Sighting, Subject, model_profile
 from .trials import (
     DeviceResult,
     LayerSchedule,
@@ -295,21 +294,6 @@ class ProfilingOptions:
 
 
 @dataclass(frozen=True)
-class Identity:
-    """The model and the settings that a profile is for.
-
-    Args:
-        model_name: The LightningModule's class.
-        fingerprint: Differs between models.
-        settings: The other things that the measured times depend on.
-    """
-
-    model_name: str
-    fingerprint: str
-    settings: Mapping[str, str]
-
-
-@dataclass(frozen=True)
 class Measuring:
     """Measures a model after its dry run.
 
@@ -329,7 +313,7 @@ class Measuring:
     options: ProfilingOptions
     sighting: Sighting
     described: Described
-    identity: Identity
+    identity: ModelIdentity
 
     def measure(self, names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> Profile:
         """Measure the devices of some processes, and the links of some pairs in both directions.

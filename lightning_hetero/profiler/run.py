@@ -1,37 +1,51 @@
-"""A profiling run: read the cached profile, measure the missing devices and links, write it back.
+"""When a model is measured: before a run on all its devices, and during a run on a new worker.
 
-The cache holds one file per model and per setting that the measured times depend on. A device
-that has changed since, that has other libraries now, or that real steps have contradicted, is
-measured again.
+Before a run, only devices and links are measured that the profile's file does not know.
+
+A worker joins while the others wait between two steps. What is known already is not measured: a
+device from the profile's file, or one that equals another worker's. Links to other workers are not
+measured during a run; they count as the way over the coordinator, which is the longest that there
+is.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
-import logging
-import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
 from ..coordinator.connections import Connections
+from ..coordinator.member import Member
 from ..devices.description import describe_device
 from ..devices.device import device_for
 from ..devices.main_memory import give_back_free_memory, is_in_main_memory
-from ..errors import ProfileError
 from ..model.hollow import hold_in_place, let_move
 from ..model.layers import DecoderLayer
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..plan import COORDINATOR
-from ..planner.profile import DeviceProfile, Link, Profile
+from ..planner.profile import DeviceProfile, Link, Profile, fit_link, in_series
 from ..protocol import messages as m
+from ..protocol.frames import Content
+from ..transport.link_probe import measure_link, payload
+from .cache import (
+    TO_MEASURE_AGAIN,
+    Measured,
+    cache_file,
+    compared,
+    merged,
+    pairs_without_link,
+    read_known,
+    restricted,
+    still_true,
+    write_known,
+)
 from .dry_run import (
     OptimizerSettings,
     SampleBatch,
@@ -41,73 +55,170 @@ from .dry_run import (
     with_optimizers,
 )
 from .ends import embedding_to_leave
-from .kept import Measured, write_kept
 from .measure import (
     Described,
-    Identity,
     Measuring,
     ProfilingOptions,
     describe_workers,
     usable_memory,
 )
-from .model_view import Cutting, sight
-from .newcomer import NewcomerTrials
-from .sample_layers import fingerprint
-from .trials import job_of, seconds_of
+from .measured_model import Cutting, ModelIdentity, Subject, fingerprint, sight
+from .trials import (
+    LayerSchedule,
+    failure,
+    layer_jobs,
+    outcome_of,
+    patience_seconds,
+    trials,
+)
 
-logger = logging.getLogger(__name__)
-
-_NUM_DIGITS = 12
-
-_TO_MEASURE_AGAIN = "to measure again, use `PipelineProfiler(force=True)` or delete the file"
-
-
-def cache_folder() -> Path:
-    """The folder of this user's cached profiles."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    # As its specification says, a relative one is invalid and ignored.
-    base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
-    return base / "lightning-hetero" / "profiles"
+# The others wait for so long, or a little longer.
+_LAYER_SECONDS = 2.0
+_LINK_SECONDS = 0.3
 
 
-def cache_file(identity: Identity) -> Path:
-    """The cache file of a model and its settings."""
-    text = repr((identity.fingerprint, sorted(identity.settings.items())))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:_NUM_DIGITS]
-    return cache_folder() / f"{identity.model_name}-{digest}.yaml"
+@dataclass(frozen=True)
+class NewcomerTrials:
+    """What a worker has to run to be measured.
 
-
-def read_known(path: Path, identity: Identity) -> Profile | None:
-    """The cached profile of this model; None, with a log line, if it cannot be used."""
-    if not path.exists():
-        return None
-    try:
-        profile = Profile.from_yaml(path)
-    except ProfileError as error:
-        rank_zero_info(f"The profile is measured again. {error}")
-        return None
-    if profile.model.fingerprint != identity.fingerprint:
-        rank_zero_info(f"{path} is the profile of another model, so this one is measured again.")
-        return None
-    settings = identity.settings
-    differing = [
-        f"{key} (was {profile.settings.get(key)!r}, is {settings.get(key)!r})"
-        for key in sorted({*settings, *profile.settings})
-        if settings.get(key) != profile.settings.get(key)
-    ]
-    if differing:
-        rank_zero_info(f"The profile {path} is measured again: other {', '.join(differing)}.")
-        return None
-    return profile
-
-
-def write_known(path: Path, profile: Profile) -> None:
-    """Write the cache file; a reader sees the old one or the new one.
-
-    The profile is valid without its file, so a file that cannot be written is only logged.
+    Args:
+        subject: The model, with one example of how it calls its layers.
+        prepared: The message from which a worker builds the layers.
     """
-    if write_kept(path, profile):
-        rank_zero_info(f"what was measured is kept in {path}; {_TO_MEASURE_AGAIN}")
+
+    subject: Subject
+    prepared: Content
+
+    @classmethod
+    def of(cls, subject: Subject) -> NewcomerTrials:
+        """The trials of a model, of which all sizes of micro-batches are known."""
+        return cls(subject, subject.blueprint.for_workers())
+
+    def at_size(self, size: int) -> NewcomerTrials:
+        """The trials for micro-batches of this many samples, or of the next size that is known."""
+        sizes = sorted(self.subject.examples)
+        kept = next((known for known in sizes if known >= size), sizes[-1])
+        examples = {kept: self.subject.examples[kept]}
+        return replace(self, subject=replace(self.subject, examples=examples))
+
+    def measure(
+        self, connections: Connections, worker: Member, described: m.DeviceDescribed
+    ) -> DeviceProfile:
+        """Measure the layers on a worker that has no stage yet.
+
+        Raises:
+            ChannelError: If it is lost.
+            WorkerError: If it cannot run the layers.
+        """
+        message, tensors = self.prepared
+        worker.channel.send(message, *tensors)
+        answer = connections.await_from(worker, (m.Done, m.NotMeasured))
+        if isinstance(answer, m.NotMeasured):
+            raise failure(f"{worker.name} cannot build the layers that it is to measure", answer)
+        subject = self.subject
+        jobs = layer_jobs(subject.kinds, sorted(subject.examples), [subject.dtype])
+        end_seconds = time.monotonic() + _LAYER_SECONDS
+        schedule = LayerSchedule(jobs, end_seconds, described.free_bytes)
+        patience = patience_seconds(_LAYER_SECONDS, len(jobs))
+        running = trials(subject, schedule, patience, time.monotonic, worker.name)
+        trial = next(running)
+        while True:
+            said, sent = trial.encode()
+            worker.channel.send(said, *sent)
+            found = connections.await_from(worker, (trial.answer, m.NotMeasured))
+            try:
+                trial = running.send(outcome_of(trial, found))
+            except StopIteration as end:
+                result = end.value
+                break
+        return DeviceProfile(
+            name=worker.name,
+            device=described.device,
+            memory_bytes=_usable_bytes(described),
+            base_bytes=described.base_bytes,
+            timings=result.timings,
+            optimizer_seconds={k: f.step_seconds for k, f in result.optimizers.items()},
+            largest_micro_batch=result.largest_micro_batch,
+            versions=described.versions,
+        )
+
+
+def describe(connections: Connections, worker: Member) -> m.DeviceDescribed:
+    """The device of a worker that has no stage yet.
+
+    Raises:
+        ChannelError: If it is lost.
+        WorkerError: If it does not answer in time.
+    """
+    worker.channel.send(m.DescribeDevice())
+    return connections.await_from(worker, m.DeviceDescribed)
+
+
+def links_with(
+    connections: Connections, worker: Member, others: Sequence[str], known: Sequence[Link]
+) -> list[Link]:
+    """The links of a worker that has no stage yet, in both directions.
+
+    Args:
+        connections: The workers.
+        worker: The new one.
+        others: The other workers.
+        known: The links of the others with the coordinator, and any that are known of the worker.
+
+    Raises:
+        ChannelError: If it is lost.
+        WorkerError: If it does not answer in time.
+    """
+
+    def exchange(there_bytes: int, back_bytes: int) -> None:
+        worker.channel.send(m.Probe(back_bytes), *payload(there_bytes))
+        connections.await_from(worker, m.ProbeAnswer)
+
+    measured = measure_link(exchange, _LINK_SECONDS)
+    name = worker.name
+    there = fit_link(COORDINATOR, name, [(s.num_bytes, s.seconds) for s in measured.there])
+    back = fit_link(name, COORDINATOR, [(s.num_bytes, s.seconds) for s in measured.back])
+    found = {(link.source, link.target): link for link in known}
+    new = {(COORDINATOR, name): there, (name, COORDINATOR): back}
+    for other in others:
+        out, home = found.get((COORDINATOR, other)), found.get((other, COORDINATOR))
+        if out is not None and home is not None:
+            new[name, other] = in_series(back, out)
+            new[other, name] = in_series(home, there)
+    return [found.get(ends, link) for ends, link in new.items()]
+
+
+def known_device(
+    name: str, described: m.DeviceDescribed, known: Iterable[DeviceProfile]
+) -> DeviceProfile | None:
+    """What was measured on one of these devices, if it equals a worker's; None otherwise.
+
+    Args:
+        name: The worker's name in plans.
+        described: Its device.
+        known: Devices that were measured; the coordinator's is left out.
+    """
+    for device in known:
+        is_equal = (device.device, device.versions) == (described.device, described.versions)
+        if is_equal and device.name != COORDINATOR and not device.stale:
+            return structs.replace(
+                device,
+                name=name,
+                memory_bytes=_usable_bytes(described),
+                base_bytes=described.base_bytes,
+            )
+    return None
+
+
+def with_newcomer(profile: Profile, device: DeviceProfile, links: Sequence[Link]) -> Profile:
+    """The profile with a further worker."""
+    devices = [known for known in profile.devices if known.name != device.name]
+    others = [link for link in profile.links if device.name not in (link.source, link.target)]
+    return structs.replace(profile, devices=[*devices, device], links=[*others, *links])
+
+
+def _usable_bytes(described: m.DeviceDescribed) -> int:
+    return max(1, described.base_bytes + described.free_bytes)
 
 
 def with_present_memory(profile: Profile, described: Described, held_bytes: int) -> Profile:
@@ -128,89 +239,6 @@ def with_present_memory(profile: Profile, described: Described, held_bytes: int)
         for device in profile.devices
     ]
     return structs.replace(profile, devices=devices)
-
-
-def still_true(profile: Profile, described: Described) -> Profile:
-    """The profile without devices that have changed, or that have other libraries now."""
-    present = {name: (found.device, found.versions) for name, found in described.items()}
-    names = []
-    for known in profile.devices:
-        if known.stale and known.name in present:
-            rank_zero_info(f"{known.name} is measured again: {known.stale}")
-        elif present.get(known.name) in (None, (known.device, known.versions)):
-            names.append(known.name)
-    return restricted(profile, names)
-
-
-# Timings of equal work by two measurements that agree.
-_MOST_TIMES = 1.5
-
-
-def compared(new: Profile, old: Profile) -> Profile:
-    """The new measurements; a device that was stale tells whether its old ones agree with them."""
-    stale = {device.name: device for device in old.devices if device.stale}
-    devices = [
-        structs.replace(
-            device,
-            confirmed=_agree(device, old_one),
-            price_per_hour=old_one.price_per_hour,
-            watts=old_one.watts,
-        )
-        if (old_one := stale.get(device.name))
-        else device
-        for device in new.devices
-    ]
-    return structs.replace(new, devices=devices)
-
-
-def _agree(new: DeviceProfile, old: DeviceProfile) -> bool:
-    before = {job_of(timing): seconds_of(timing) for timing in old.timings}
-    pairs = [
-        sorted((seconds_of(timing), before[job_of(timing)]))
-        for timing in new.timings
-        if job_of(timing) in before
-    ]
-    return all(most <= _MOST_TIMES * least for least, most in pairs)
-
-
-def merged(new: Profile, old: Profile | None) -> Profile:
-    """A profile, completed with the devices and links of an older one.
-
-    The model is that of the older profile if the new one lacks the coordinator: only there the
-    optimizer steps over the ends.
-    """
-    if old is None:
-        return new
-    names = {device.name for device in new.devices}
-    model = new.model
-    if COORDINATOR not in names:
-        model = structs.replace(old.model, embedding_may_leave=model.embedding_may_leave)
-    ends = {(link.source, link.target) for link in new.links}
-    return structs.replace(
-        new,
-        model=model,
-        devices=[*new.devices, *(device for device in old.devices if device.name not in names)],
-        links=[*new.links, *(link for link in old.links if _ends(link) not in ends)],
-    )
-
-
-def restricted(profile: Profile, names: Sequence[str]) -> Profile:
-    """The part of a profile that is about some devices, in their order."""
-    return structs.replace(
-        profile,
-        devices=[profile.device(name) for name in names],
-        links=[link for link in profile.links if {*_ends(link)} <= {*names}],
-    )
-
-
-def pairs_without_link(names: Sequence[str], links: Iterable[Link]) -> list[tuple[str, str]]:
-    """Pairs of processes whose link was not measured, each once."""
-    known = {_ends(link) for link in links}
-    return [pair for pair in itertools.combinations(names, 2) if not {pair, pair[::-1]} <= known]
-
-
-def _ends(link: Link) -> tuple[str, str]:
-    return link.source, link.target
 
 
 @dataclass
@@ -277,12 +305,12 @@ class ProfilingRun:
         else:
             rank_zero_info(
                 f"nothing is measured: {path} has the profile of this model here; "
-                f"{_TO_MEASURE_AGAIN}"
+                f"{TO_MEASURE_AGAIN}"
             )
         present = with_present_memory(restricted(known, names), described, held_bytes)
         return Measured(present, path)
 
-    def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Identity:
+    def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> ModelIdentity:
         could_leave = embedding_to_leave(self.module, self.layers) is not None
         settings = {
             "embedding": "could leave" if could_leave else "stays",
@@ -294,7 +322,7 @@ class ProfilingRun:
             "dtypes": _listed(self.options.dtypes),
         }
         digest = fingerprint(self.module, self.layers)
-        return Identity(type(self.module).__name__, digest, settings)
+        return ModelIdentity(type(self.module).__name__, digest, settings)
 
     def _describe(self) -> dict[str, m.DeviceDescribed]:
         """The devices as they are now, the coordinator's first."""
@@ -313,7 +341,7 @@ class ProfilingRun:
         sample: SampleBatch,
         optimizer: OptimizerSettings | None,
         described: Described,
-        identity: Identity,
+        identity: ModelIdentity,
     ) -> Measuring:
         here = replace(sample, batch=to_device(self.module.trainer, sample.batch))
         cutting = Cutting(here, self.cuts_boundary, self.options.micro_batch_sizes)

@@ -28,10 +28,10 @@ from ..pipeline.bench import MOST_SPREAD, Bench, Clock, LayerTrial, OptimizerTri
 from ..plan import Dtype
 from ..planner.profile import ENDS, ModelProfile, Timing
 from ..protocol import messages as m
-from .sample_layers import LayerJob
+from .measured_model import LayerJob
 
 if TYPE_CHECKING:
-    from .model_view import Subject
+    from .measured_model import Subject
 
 Trial = LayerTrial | OptimizerTrial
 Outcome = m.LayerMeasured | m.OptimizerMeasured | m.NotMeasured

@@ -22,22 +22,32 @@ from pathlib import PurePath
 from ..errors import PictureError
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..telemetry.ranges import layers_as_text, stages_as_text
-from .card import (
+from .diagram_parts import (
     CARD_WIDTH,
+    LEGEND_ROW,
+    MARGIN,
     MARK_HEIGHT,
     CardGrid,
+    both_ways,
     card,
     device_lines,
     header,
+    heading,
+    heading_height,
+    label_across,
+    label_along,
+    label_beside,
+    labels,
     layer_map,
+    legend,
+    legend_rows,
     mark_at,
     marks_row,
     marks_width,
     memory_row,
+    size_of,
 )
-from .frame import LEGEND_ROW, MARGIN, heading, heading_height, legend, legend_rows, size_of
 from .lanes import lanes
-from .links import both_ways, label_across, label_along, label_beside, labels
 from .svg import HUES, Point, element, moved, picture_file, png, rectangle, text, width_of
 from .topology import EMBEDDING, Hop, Memory, Part, Place, Topology, memory_as_text
 

@@ -19,9 +19,22 @@ from functools import cached_property
 from itertools import pairwise
 
 from ..telemetry.ranges import Range, layers_as_text
-from .card import CARD_WIDTH, CardGrid, card
-from .frame import LEGEND_ROW, MARGIN, heading, heading_height, legend, legend_rows, size_of
-from .links import LABEL_HEIGHT, both_ways, label_beside, labels_width
+from .diagram_parts import (
+    CARD_WIDTH,
+    LABEL_HEIGHT,
+    LEGEND_ROW,
+    MARGIN,
+    CardGrid,
+    both_ways,
+    card,
+    heading,
+    heading_height,
+    label_beside,
+    labels_width,
+    legend,
+    legend_rows,
+    size_of,
+)
 from .svg import (
     Point,
     arrow,

@@ -144,7 +144,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     for name, (is_valid, wanted) in _ARGUMENTS.items():
         if not is_valid(given[name]):
             raise MisconfigurationException(
-                f"`{name}` is {given[name]!r:.80}; it must be {wanted}.{_meant(name, given[name])}"
+                f"The argument `{name}` is {given[name]!r:.80}; it must be {wanted}."
+                f"{_meant(name, given[name])}"
             )
     _check_some_worker(given["workers"], given["plan"])
 
@@ -174,8 +175,8 @@ def _check_some_worker(workers: Any, plan: Any) -> None:
     needs_some = plan.remote_stages if isinstance(plan, Plan) else plan in NAMED_PLANS
     if isinstance(workers, (list, tuple)) and not workers and needs_some:
         raise MisconfigurationException(
-            "`workers` is an empty list, so nothing would be on a worker; it must name at least "
-            'one "host:port". To train on this process alone, set `workers=0`.'
+            "The argument `workers` is an empty list, so nothing would be on a worker; it must "
+            'name at least one "host:port". To train on this process alone, set `workers=0`.'
         )
 
 

@@ -37,11 +37,10 @@ from ..planner.feasibility import as_measured, check_plan, with_shares
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
 from ..planner.verdict import judge, render
+from ..profiler.cache import Measured
 from ..profiler.dry_run import NoSample
-from ..profiler.kept import Measured
 from ..profiler.measure import ProfilingOptions
-from ..profiler.newcomer import NewcomerTrials
-from ..profiler.run import ProfilingRun
+from ..profiler.run import NewcomerTrials, ProfilingRun
 from ..recovery import Recovery, too_few
 from ..telemetry.ranges import share_as_text
 from ..transport.deadlines import Deadlines
@@ -131,11 +130,13 @@ class PlanChoice:
         """
         plan = self.given(num_layers, workers) or self._solved.get((num_layers, tuple(workers)))
         function = trainer.state.fn.value if trainer.state.fn else ""
-        return plan or self.even(num_layers, workers, f"`trainer.{function}` does not train")
+        return plan or self.even(
+            num_layers, workers, f"There is no training in `trainer.{function}`."
+        )
 
     def even(self, num_layers: int, workers: Sequence[str], reason: str) -> Plan:
         """The same number of layers for everyone, because nothing can be measured."""
-        rank_zero_info(f"plan='auto' is 'even' here, since nothing can be measured: {reason}")
+        rank_zero_info(f"plan='auto' is 'even' here, since nothing can be measured. {reason}")
         return self._with_micro_batches(even_plan(num_layers, workers))
 
     def solve(self, profile: Profile, workers: Sequence[str], replicas: bool) -> Plan:

@@ -36,14 +36,8 @@ from ..planner.membership import (
 )
 from ..planner.profile import DeviceProfile, Profile
 from ..planner.replan import LEAST_GAIN
-from ..profiler.kept import Measured
-from ..profiler.newcomer import (
-    NewcomerTrials,
-    describe,
-    known_device,
-    links_with,
-    with_newcomer,
-)
+from ..profiler.cache import Measured
+from ..profiler.run import NewcomerTrials, describe, known_device, links_with, with_newcomer
 from ..protocol import messages as m
 from ..recovery import Recovery, too_few
 from ..units import in_bytes
@@ -381,7 +375,7 @@ class Membership:
         """
         plan, run = self.run.deployment.plan, self.run
         if run.profile is None:
-            raise PlanError("nothing was measured, so nobody knows what another plan would save")
+            raise PlanError("Nothing was measured, so nobody knows what another plan would save.")
         # The present seconds are of two processes on one machine, so they tell nothing of each.
         return gathered(plan, run.profile, hosts, run.keeps_own_layers)
 

@@ -35,7 +35,7 @@ from ..planner.replan import (
     misjudged,
     replan,
 )
-from ..profiler.kept import Measured, distrust
+from ..profiler.cache import Measured, distrust
 from ..profiler.trials import MEASURE_AGAIN
 
 logger = logging.getLogger(__name__)

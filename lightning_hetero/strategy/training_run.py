@@ -43,7 +43,7 @@ from ..plan import COORDINATOR, Plan
 from ..planner.feasibility import as_measured
 from ..planner.profile import EMBEDDING, HEAD, Profile
 from ..planner.replan import StageSeconds
-from ..profiler.kept import Measured
+from ..profiler.cache import Measured
 from ..protocol.messages import Equipment
 from ..report.diagram import picture_for
 from ..report.run_record import FACTS, PICTURE_NAME, PLAN_NAME, LostWorker, Process, RunFacts

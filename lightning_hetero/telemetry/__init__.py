@@ -1,1 +1,1 @@
-"""What happened: recorded steps, their metrics and predictions."""
+"""What happened: recorded steps, their predictions, and the layers of each process."""

@@ -2,7 +2,8 @@
 
 A small Llama trains on the device alone, and with half of its layers on a worker that computes on
 the same device or on the processor. Losses are compared step by step; then copies, waiting calls,
-memory and additional time are measured. Each finding is one row of a report.
+memory and additional time are measured. Each finding is one row of a report. The runs use the
+package as its users do, by its public names.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from .. import HeteroPipelineStrategy, PipelineProfiler
 from ..callbacks.monitor import deployment_of, profile_of
-from ..callbacks.profiler import PipelineProfiler
 from ..devices.copies import PlainCopies
 from ..devices.device import Device, device_for
 from ..errors import HeteroError
@@ -37,7 +38,6 @@ from ..plan import COORDINATOR, Plan, StagePlan
 from ..planner.prediction import predict_given
 from ..planner.profile import Profile
 from ..planner.solver import Wishes
-from ..strategy.strategy import HeteroPipelineStrategy
 from ..transport.token import Token, write_token_file
 from ..units import in_bytes, in_percent
 

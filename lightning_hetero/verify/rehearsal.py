@@ -132,7 +132,7 @@ class Observer:
             loss = loss_of(_step_of(self.module)(self.batch))
         if loss is None:
             raise BatchError(
-                "training_step returned None for the first batch, which asks to skip it, so "
+                "The training_step returned None for the first batch, which asks to skip it, so "
                 "nothing can be compared."
             )
         return loss
@@ -233,7 +233,7 @@ class Rehearsal:
         try:
             return sample_batch(self.module.trainer)
         except NoSample as reason:
-            raise BatchError(f"There is no batch to compare with: {reason}.") from reason
+            raise BatchError(f"There is no batch to compare with. {reason}") from reason
 
     @property
     def _stages_of_workers(self) -> list[StagePlan]:

@@ -68,7 +68,7 @@ def test_settings_travel_with_a_micro_batch(changed: dict[str, object]) -> None:
 
 
 def test_an_unknown_precision_is_refused_with_both_sides() -> None:
-    with pytest.raises(ModelError, match=r"torch \S+ does not .* matmul_precision = 'exact'"):
+    with pytest.raises(ModelError, match=r"PyTorch \S+ does not .* matmul_precision = 'exact'"):
         compute_with(Numerics("exact"))
 
 

@@ -33,7 +33,7 @@ from lightning_hetero.model.layers import (
 )
 from lightning_hetero.model.override import ForwardOverride
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
-from lightning_hetero.profiler.sample_layers import kinds_of_layers
+from lightning_hetero.profiler.measured_model import kinds_of_layers
 
 from ..families import tiny_model
 from ..models import tiny_llama

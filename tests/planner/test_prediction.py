@@ -15,11 +15,10 @@ from lightning_hetero.planner.prediction import (
     compare,
     difference,
     predict_given,
-    running_costs,
 )
 from lightning_hetero.planner.profile import Profile
 from lightning_hetero.planner.solver import Wishes
-from lightning_hetero.planner.verdict import judge, sentences
+from lightning_hetero.planner.verdict import judge, running_costs, sentences
 
 from .profiles import coordinator, device, profile
 

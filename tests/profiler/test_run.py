@@ -386,7 +386,7 @@ def test_validation_takes_the_plan_of_the_training_and_even_without_one(
     with caplog.at_level(logging.INFO):
         alone = trainer(HeteroPipelineStrategy(workers[:1], "auto"))
         alone.validate(module, loader(8, 4), verbose=False)
-    assert "'even' here, since nothing can be measured: `trainer.validate`" in caplog.text
+    assert "'even' here, since nothing can be measured. There is no training" in caplog.text
     caplog.clear()
     strategy = HeteroPipelineStrategy(workers[:1], "auto")
     run = profiled(module, strategy, tmp_path / "profile.yaml").trainer

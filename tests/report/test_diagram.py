@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_hetero.report.card import LAYERS_HEIGHT, device_lines, layer_map
 from lightning_hetero.report.diagram import diagram, mermaid
+from lightning_hetero.report.diagram_parts import LAYERS_HEIGHT, device_lines, layer_map
 from lightning_hetero.report.topology import Memory, Place, Topology
 
 from .topologies import GIB, bare, coordinator_last, shaped, topology

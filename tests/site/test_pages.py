@@ -12,10 +12,10 @@ import torch
 
 from docs.generate import commands
 from docs.generate.links import link_repository
+from lightning_hetero.callbacks.monitor import Window, pipeline_metrics, process_metrics
 from lightning_hetero.cli.options import command_line
 from lightning_hetero.devices.cpu import Cpu
 from lightning_hetero.protocol.fields import SpanKind, Totals
-from lightning_hetero.telemetry.metrics import Window, pipeline_metrics, process_metrics
 
 from ..pages import DOCS, ROOT
 

@@ -52,7 +52,9 @@ def cases(values: dict[str, list[Any]]) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "value"), cases(WRONG))
 def test_a_wrong_argument_is_refused_with_its_name(name: str, value: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=f"^`{name}` is .*; it must be .*[.?]$"):
+    with pytest.raises(
+        MisconfigurationException, match=f"^The argument `{name}` is .*; it must be .*[.?]$"
+    ):
         HeteroPipelineStrategy(**{name: value})
 
 

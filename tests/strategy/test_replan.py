@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from lightning_hetero.errors import ModelError
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.profiler.kept import Measured
+from lightning_hetero.profiler.cache import Measured
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.strategy.replan import STEPS_BETWEEN_MOVES, Watch
 

@@ -23,7 +23,7 @@ from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Link, in_series
 from lightning_hetero.profiler.measure import measure_links, prepare_workers
-from lightning_hetero.profiler.sample_layers import Blueprint
+from lightning_hetero.profiler.measured_model import Blueprint
 from lightning_hetero.profiler.trials import Outcome, Trial, outcome_of
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.compatibility import Identity

@@ -1,4 +1,4 @@
-"""The card of one place in the diagram: its name, device, layers, memory and marks."""
+"""The parts of a diagram as SVG: cards of places, links with labels, heading and legend."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from ..telemetry.ranges import layers_as_text, stages_as_text
 from .svg import (
+    Point,
+    arrow,
+    beside,
     element,
     elided,
     escaped,
@@ -22,11 +25,15 @@ from .svg import (
 from .topology import (
     EMBEDDING,
     MEMORY_PARTS,
+    Link,
     Memory,
     Place,
+    Speed,
+    Topology,
     is_loopback,
     memory_as_text,
     short_device,
+    speed_as_text,
     split_address,
 )
 
@@ -38,11 +45,24 @@ LAYERS_HEIGHT = 46
 MEMORY_HEIGHT = 38
 MARKS_HEIGHT = 28
 MARK_HEIGHT = 20
+APART = 5.0
+LABEL_HEIGHT = 14
+MARGIN = 36.0
+LEGEND_ROW = 22
 
 _BAR_HEIGHT = 8
 _LEAST_CELL = 6.0
 _CELL_GAP = 2.0
 _PILL_GAP = 6
+# Links whose figures differ by less have one label for both directions.
+_ALIKE = 0.1
+
+_BOTH = "small soft"
+_ACTIVATIONS = "small activation-head"
+_GRADIENTS = "small gradient-head"
+
+# The kind of an item of the legend, and its words.
+_Item = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -233,3 +253,153 @@ def mark_at(x: float, y: float, mark: str) -> str:
 
 def _pill_width(mark: str) -> float:
     return width_of(mark, 11) + 18
+
+
+@dataclass(frozen=True)
+class Label:
+    """A text beside a link, with the style class of its direction."""
+
+    content: str
+    class_: str
+
+
+def both_ways(points: Sequence[Point], link: Link) -> str:
+    """The two lines of a link: activations along the points, gradients back. A one-way link carries
+    only token ids."""
+    if link.is_one_way:
+        lines = arrow(points, "token")
+    else:
+        lines = arrow(beside(points, APART), "activation")
+        lines += arrow(list(reversed(beside(points, -APART))), "gradient")
+    said = [label.content for side in labels(link) for label in side]
+    return titled(", ".join(said), lines, class_="link") if said else lines
+
+
+def labels(link: Link) -> tuple[list[Label], list[Label]]:
+    """The labels on the activations' side and on the gradients' side, from the line outwards."""
+    forward, backward = link.forward, None if link.is_one_way else link.backward
+    above = [Label(link.activation_dtype, _ACTIVATIONS)] if link.activation_dtype else []
+    below = [Label(link.gradient_dtype, _GRADIENTS)] if link.gradient_dtype else []
+    if forward is None or backward is None or _are_alike(forward, backward):
+        known = forward or backward
+        rate, latency = speed_as_text(known) if known else ("", "")
+        both = [[Label(rate, _BOTH)], [Label(latency, _BOTH)]] if known else [[], []]
+        return [*both[0], *above], [*both[1], *below]
+    there = [Label(said, _ACTIVATIONS) for said in speed_as_text(forward)]
+    back = [Label(said, _GRADIENTS) for said in speed_as_text(backward)]
+    return [*there, *above], [*back, *below]
+
+
+def label_across(x: float, y: float, link: Link) -> str:
+    """Labels above and below the middle of a horizontal link, one per line."""
+    above, below = labels(link)
+    rows = [(y - 11 - number * LABEL_HEIGHT, one) for number, one in enumerate(above)]
+    rows += [(y + 20 + number * LABEL_HEIGHT, one) for number, one in enumerate(below)]
+    return "".join(text(x, row, one.content, one.class_, "middle") for row, one in rows)
+
+
+def label_along(x: float, y: float, link: Link) -> str:
+    """Labels in one line above a horizontal link that goes back to the left."""
+    both = [one for side in labels(link) for one in side]
+    return _in_a_line(x, y - 12, both, "middle") if both else ""
+
+
+def label_beside(x: float, y: float, link: Link, anchor: str) -> str:
+    """Labels beside the middle of a vertical link, two per line and direction."""
+    lines = _lines(link)
+    top = y - (len(lines) - 1) * LABEL_HEIGHT / 2 + 4
+    return "".join(
+        _in_a_line(x, top + number * LABEL_HEIGHT, line, anchor)
+        for number, line in enumerate(lines)
+    )
+
+
+def labels_width(link: Link) -> float:
+    """The width of the labels beside a vertical link."""
+    lines = [" · ".join(one.content for one in line) for line in _lines(link)]
+    return max((width_of(line, 11) for line in lines), default=0.0)
+
+
+def _lines(link: Link) -> list[list[Label]]:
+    return [side[i : i + 2] for side in labels(link) for i in range(0, len(side), 2)]
+
+
+def _in_a_line(x: float, y: float, parts: Sequence[Label], anchor: str) -> str:
+    spans = [
+        element("tspan", escaped(f"{' · ' * (number > 0)}{part.content}"), class_=part.class_)
+        for number, part in enumerate(parts)
+    ]
+    return element("text", *spans, x=x, y=y, text_anchor=anchor)
+
+
+def _are_alike(one: Speed, other: Speed) -> bool:
+    return abs(one.bytes_per_second / other.bytes_per_second - 1) < _ALIKE
+
+
+def size_of(topology: Topology) -> str:
+    """The layers and the processes, in words."""
+    places = len(topology.places)
+    processes = f"{places} processes" if places > 1 else "one process"
+    return f"{topology.num_layers} layers over {processes}"
+
+
+def fact_lines(topology: Topology, width: float) -> list[str]:
+    """The facts about the whole run, in lines of at most this width."""
+    facts = [*([size_of(topology)] if topology.title else []), *topology.facts]
+    # Non-breaking spaces make lines end between facts where possible.
+    whole = (fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts)
+    lines = wrapped(" · ".join(whole), width, 12, most_lines=4)
+    return [line.removesuffix(" ·") for line in lines]
+
+
+def heading_height(topology: Topology, width: float) -> float:
+    """The height of the heading, with the margin above it."""
+    return MARGIN + 38 + 17 * len(fact_lines(topology, width))
+
+
+def heading(topology: Topology, left: float, width: float) -> str:
+    """The title, and the facts about the whole run."""
+    title = elided(topology.title or size_of(topology), width, 20, is_bold=True)
+    lines = [text(left, MARGIN + 16, title, "title ink")]
+    for number, line in enumerate(fact_lines(topology, width)):
+        lines.append(text(left, MARGIN + 40 + 17 * number, line, "normal soft"))
+    return "".join(lines)
+
+
+def legend_rows(topology: Topology, width: float) -> list[list[_Item]]:
+    """The kind of each item of the legend and its words, in rows."""
+    items = []
+    if topology.hops:
+        ways = [hop.link.is_one_way for hop in topology.hops]
+        items += [("token", "token ids")] if any(ways) else []
+        items += [("activation", "activations"), ("gradient", "gradients")]
+        items += [("exchange", "gradients of replicas")] if topology.exchanges else []
+    used = {
+        name
+        for place in topology.places
+        if place.memory is not None and place.memory.total_bytes
+        for name, amount in place.memory.used_bytes.items()
+        if amount
+    }
+    words = {"training": "gradients and optimizer", "other": "working memory"}
+    items += [(name, words.get(name, name)) for name in MEMORY_PARTS if name in used]
+    return in_rows(items, lambda item: 28 + width_of(item[1], 11), 22, width)
+
+
+def legend(rows: Sequence[Sequence[_Item]], left: float, top: float) -> str:
+    """The rows of the legend below each other."""
+    parts = []
+    y = top
+    for row in rows:
+        x = left
+        for kind, words in row:
+            parts.append(moved(x, y, _swatch(kind), text(28, 11, words, "small soft")))
+            x += 28 + width_of(words, 11) + 22
+        y += LEGEND_ROW
+    return element("g", *parts, class_="legend")
+
+
+def _swatch(kind: str) -> str:
+    if kind in MEMORY_PARTS:
+        return rectangle(6, 2, 14, 10, memory_class(kind), radius=2)
+    return element("path", d="M0 7 L22 7", class_=f"line {kind}-line")

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
-from lightning_hetero.profiler.sample_layers import fingerprint, kinds_of_layers, wants_gradient
+from lightning_hetero.profiler.measured_model import fingerprint, kinds_of_layers, wants_gradient
 
 from ..families import CONFIGS, tiny_model
 from ..models import tiny_llama

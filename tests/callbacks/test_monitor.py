@@ -6,14 +6,14 @@ import pytest
 from msgspec.structs import replace
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from lightning_hetero.protocol.fields import Totals
-from lightning_hetero.telemetry.metrics import (
+from lightning_hetero.callbacks.monitor import (
     Window,
     difference,
     flops_per_token,
     pipeline_metrics,
     process_metrics,
 )
+from lightning_hetero.protocol.fields import Totals
 
 from ..models import VOCABULARY, tiny_llama
 

@@ -1,0 +1,218 @@
+"""The file that keeps a profile between runs, and what of it is still true.
+
+The cache holds one file per model and per setting that the measured times depend on. A device
+that has changed since, that has other libraries now, or that real steps have contradicted, is
+measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from msgspec import structs
+
+from ..atomic_file import replacing
+from ..errors import ProfileError
+from ..plan import COORDINATOR
+from ..planner.profile import DeviceProfile, Link, Profile
+from ..protocol.messages import DeviceDescribed
+from .measured_model import ModelIdentity
+from .trials import job_of, seconds_of
+
+logger = logging.getLogger(__name__)
+
+TO_MEASURE_AGAIN = "to measure again, use `PipelineProfiler(force=True)` or delete the file"
+
+# Of the digest in the name of a file.
+_NUM_DIGITS = 12
+# Timings of equal work by two measurements that agree.
+_MOST_TIMES = 1.5
+
+
+class Measured(NamedTuple):
+    """A profile, and the file that keeps it; None if no file is to be changed.
+
+    Args:
+        profile: The profile.
+        path: The file.
+    """
+
+    profile: Profile
+    path: Path | None
+
+
+def distrust(measured: Measured, reasons: Mapping[str, str]) -> list[str]:
+    """Mark devices in the file of a profile, so that the next start measures them again.
+
+    Args:
+        measured: The profile, as this run read or measured it.
+        reasons: Why the devices with these names are to be measured again.
+
+    Returns:
+        The marked devices. A device that the file describes by other times, or whose second
+        measurement agreed with its first, is not marked.
+    """
+    path = measured.path
+    if path is None:
+        return []
+    try:
+        kept = Profile.from_yaml(path)
+    except ProfileError as error:
+        logger.warning("The measurements cannot be marked as wrong. %s", error)
+        return []
+    used = {device.name: device.timings for device in measured.profile.devices}
+    marked = {
+        device.name: structs.replace(device, stale=reasons[device.name])
+        for device in kept.devices
+        if device.name in reasons and not device.confirmed and used[device.name] == device.timings
+    }
+    if marked:
+        devices = [marked.get(device.name, device) for device in kept.devices]
+        _write(path, structs.replace(kept, devices=devices))
+    return list(marked)
+
+
+def _write(path: Path, profile: Profile) -> bool:
+    """Write the file of a profile; returns whether that was possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, mode=0o600) as file:
+            file.write(profile.as_yaml().encode())
+    except OSError as error:
+        rank_zero_info(f"The profile cannot be written to {path}: {error}.")
+        return False
+    return True
+
+
+def cache_folder() -> Path:
+    """The folder of this user's cached profiles."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    # As its specification says, a relative one is invalid and ignored.
+    base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
+    return base / "lightning-hetero" / "profiles"
+
+
+def cache_file(identity: ModelIdentity) -> Path:
+    """The cache file of a model and its settings."""
+    text = repr((identity.fingerprint, sorted(identity.settings.items())))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:_NUM_DIGITS]
+    return cache_folder() / f"{identity.model_name}-{digest}.yaml"
+
+
+def read_known(path: Path, identity: ModelIdentity) -> Profile | None:
+    """The cached profile of this model; None, with a log line, if it cannot be used."""
+    if not path.exists():
+        return None
+    try:
+        profile = Profile.from_yaml(path)
+    except ProfileError as error:
+        rank_zero_info(f"The profile is measured again. {error}")
+        return None
+    if profile.model.fingerprint != identity.fingerprint:
+        rank_zero_info(f"{path} is the profile of another model, so this one is measured again.")
+        return None
+    settings = identity.settings
+    differing = [
+        f"{key} (was {profile.settings.get(key)!r}, is {settings.get(key)!r})"
+        for key in sorted({*settings, *profile.settings})
+        if settings.get(key) != profile.settings.get(key)
+    ]
+    if differing:
+        rank_zero_info(f"The profile {path} is measured again: other {', '.join(differing)}.")
+        return None
+    return profile
+
+
+def write_known(path: Path, profile: Profile) -> None:
+    """Write the cache file; a reader sees the old one or the new one.
+
+    The profile is valid without its file, so a file that cannot be written is only logged.
+    """
+    if _write(path, profile):
+        rank_zero_info(f"what was measured is kept in {path}; {TO_MEASURE_AGAIN}")
+
+
+def still_true(profile: Profile, described: Mapping[str, DeviceDescribed]) -> Profile:
+    """The profile without devices that have changed, or that have other libraries now."""
+    present = {name: (found.device, found.versions) for name, found in described.items()}
+    names = []
+    for known in profile.devices:
+        if known.stale and known.name in present:
+            rank_zero_info(f"{known.name} is measured again: {known.stale}")
+        elif present.get(known.name) in (None, (known.device, known.versions)):
+            names.append(known.name)
+    return restricted(profile, names)
+
+
+def compared(new: Profile, old: Profile) -> Profile:
+    """The new measurements; a device that was stale tells whether its old ones agree with them."""
+    stale = {device.name: device for device in old.devices if device.stale}
+    devices = [
+        structs.replace(
+            device,
+            confirmed=_agree(device, old_one),
+            price_per_hour=old_one.price_per_hour,
+            watts=old_one.watts,
+        )
+        if (old_one := stale.get(device.name))
+        else device
+        for device in new.devices
+    ]
+    return structs.replace(new, devices=devices)
+
+
+def _agree(new: DeviceProfile, old: DeviceProfile) -> bool:
+    before = {job_of(timing): seconds_of(timing) for timing in old.timings}
+    pairs = [
+        sorted((seconds_of(timing), before[job_of(timing)]))
+        for timing in new.timings
+        if job_of(timing) in before
+    ]
+    return all(most <= _MOST_TIMES * least for least, most in pairs)
+
+
+def merged(new: Profile, old: Profile | None) -> Profile:
+    """A profile, completed with the devices and links of an older one.
+
+    The model is that of the older profile if the new one lacks the coordinator: only there the
+    optimizer steps over the ends.
+    """
+    if old is None:
+        return new
+    names = {device.name for device in new.devices}
+    model = new.model
+    if COORDINATOR not in names:
+        model = structs.replace(old.model, embedding_may_leave=model.embedding_may_leave)
+    ends = {(link.source, link.target) for link in new.links}
+    return structs.replace(
+        new,
+        model=model,
+        devices=[*new.devices, *(device for device in old.devices if device.name not in names)],
+        links=[*new.links, *(link for link in old.links if _ends(link) not in ends)],
+    )
+
+
+def restricted(profile: Profile, names: Sequence[str]) -> Profile:
+    """The part of a profile that is about some devices, in their order."""
+    return structs.replace(
+        profile,
+        devices=[profile.device(name) for name in names],
+        links=[link for link in profile.links if {*_ends(link)} <= {*names}],
+    )
+
+
+def pairs_without_link(names: Sequence[str], links: Iterable[Link]) -> list[tuple[str, str]]:
+    """Pairs of processes whose link was not measured, each once."""
+    known = {_ends(link) for link in links}
+    return [pair for pair in itertools.combinations(names, 2) if not {pair, pair[::-1]} <= known]
+
+
+def _ends(link: Link) -> tuple[str, str]:
+    return link.source, link.target
