@@ -9,7 +9,7 @@ modules that the worker's owner allowed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -140,6 +140,34 @@ def write_recipe(
         absent={number: absent for number, layer in layers if (absent := absent_in(layer.module))},
         code=code_of((layer.module for _, layer in layers), owner.config._attn_implementation),
     )
+
+
+def joined(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Fewer recipes for the same layers, as each recipe takes a whole model to build.
+
+    Recipes with adapters or tensors in 4 bits stay apart, because these change the whole model.
+    """
+    found: list[Recipe] = []
+    for recipe in recipes:
+        last = found[-1] if found else None
+        if last is not None and _model_of(last) == _model_of(recipe):
+            found[-1] = msgspec.structs.replace(
+                last,
+                layers=last.layers | recipe.layers,
+                embedding=last.embedding or recipe.embedding,
+                absent=last.absent | recipe.absent,
+                code=last.code | recipe.code,
+            )
+        else:
+            found.append(recipe)
+    return found
+
+
+def _model_of(recipe: Recipe) -> Any:
+    """What tells the model of a recipe from others; the recipe itself if its model is its own."""
+    if recipe.adapters is not None or recipe.four_bit:
+        return recipe
+    return recipe.model_class, recipe.config, recipe.attention, recipe.experts
 
 
 def build_layers(
