@@ -209,8 +209,14 @@ def build_layers(
     return layers
 
 
+# What fills new parameters. Those on `meta` have nothing to fill, and trying takes time.
+_FILLING = frozenset(
+    {nn.init.constant_, nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_}
+)
+
+
 class _Budget(TorchFunctionMode):
-    """Ends a building that takes too many calls of torch in this thread.
+    """Ends a building that takes too many calls of torch in this thread, and fills no parameter.
 
     What a config costs is known only to the code of its model: counts multiply.
     """
@@ -228,6 +234,8 @@ class _Budget(TorchFunctionMode):
                 f"The layers take more than {MOST_CALLS} calls of torch to build, so a worker does "
                 "not build them; the recipe's config has too many parts."
             )
+        if function in _FILLING:
+            return kwargs["tensor"]
         return function(*args, **(kwargs or {}))
 
 

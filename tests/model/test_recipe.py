@@ -225,6 +225,14 @@ def test_an_entry_that_no_layer_of_transformers_reads_is_left_out() -> None:
     assert "backbone_scale" not in plain_config(config)
 
 
+def test_parameters_are_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Module(llama())
+    written = write_recipe(root, numbered(root))
+    for name in ("uniform_", "normal_"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: pytest.fail("It was filled."))
+    assert all(p.is_meta for p in build_layers(written).parameters())
+
+
 def test_stages_of_one_model_are_built_together() -> None:
     root, other = Module(llama()), Module(mistral())
     first, second = numbered(root, 0, 1), numbered(root, 1, 3)
