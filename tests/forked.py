@@ -27,7 +27,13 @@ from lightning_hetero import cli
 # On other systems some libraries do not survive a fork.
 CAN_FORK = sys.platform == "linux"
 # What a worker imports when it gets its first layers: their class, adapters, four bits.
-NEEDED_BY_LAYERS = ("transformers.models.llama.modeling_llama", "peft", "bitsandbytes")
+NEEDED_BY_LAYERS = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "peft.tuners.lora.bnb",
+    "bitsandbytes",
+    "torch.profiler._cupti_monitor",
+)
 # What modules of tests import that have layers of their own.
 NEEDED_BY_TESTS = (
     "lightning.pytorch",
@@ -35,6 +41,7 @@ NEEDED_BY_TESTS = (
     "hypothesis",
     "pytest",
     "lightning_hetero.strategy.strategy",
+    "tests.along_layers",
 )
 
 

@@ -17,11 +17,13 @@ from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 
 from .models import VOCABULARY, tiny_llama
+from .qlora import with_lora
 
 torch.set_num_threads(1)
 _model = tiny_llama(1)
-_recipe = write_recipe(_model, list(enumerate(find_decoder_layers(_model))))
-build_layers(Recipe.from_json(_recipe.to_json()))
+for _root in (_model, with_lora(tiny_llama(1), "llama")):
+    _recipe = write_recipe(_root, list(enumerate(find_decoder_layers(_root))))
+    build_layers(Recipe.from_json(_recipe.to_json()))
 with torch.no_grad():
     _model(torch.arange(VOCABULARY).view(1, -1), use_cache=False)
 equipment_here(torch.device("cpu"))

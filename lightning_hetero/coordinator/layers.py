@@ -12,7 +12,7 @@ from ..errors import ModelError, RemoteProtocolError
 from ..model.attributes import AttributeState, Change, differences, write_change
 from ..model.four_bit import State
 from ..model.layers import DecoderLayer, describe_layer
-from ..model.recipe import Recipe, build_layers
+from ..model.recipe import Recipe, build_layers, joined
 from ..model.tensors import (
     flatten,
     named_tensors,
@@ -392,12 +392,13 @@ def changed_since_recipe(
     Raises:
         ModelError: If an attribute cannot be sent.
     """
-    found = []
-    for stage in stages:
-        if isinstance(stage.recipe, Recipe):
-            built = build_layers(stage.recipe)
-            made = {number: built[str(number)] for number in stage.layers}
-            found += differences(stage.layers, made, _is_followed)
+    made = {
+        int(number): layer
+        for recipe in joined(stage.recipe for stage in stages if isinstance(stage.recipe, Recipe))
+        for number, layer in build_layers(recipe).items()
+    }
+    are_here = {n: layer for stage in stages for n, layer in stage.layers.items() if n in made}
+    found = differences(are_here, made, _is_followed)
     for change in found:
         write_change(change, layers[change.layer_index].name)
     return found

@@ -628,11 +628,12 @@ class _TensorCount(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        # An operation in place, or one that returns a view, takes no memory.
-        given = self._storages((args, kwargs))
-        for identity, storage in self._storages(result).items():
-            if identity not in given and identity not in self._alive:
-                self._note(identity, storage)
+        found = self._storages(result)
+        if not self._alive.issuperset(found):
+            # An operation in place, or one that returns a view, takes no memory.
+            given = self._storages((args, kwargs))
+            for identity in found.keys() - given.keys() - self._alive:
+                self._note(identity, found[identity])
         return result
 
     def taken_bytes(self) -> int:
@@ -646,13 +647,14 @@ class _TensorCount(TorchDispatchMode):
 
     def _storages(self, tree: Any) -> dict[int, torch.UntypedStorage]:
         """The storages of the tensors in nested values that are on the device, by identity."""
-        return {
-            value.untyped_storage()._cdata: value.untyped_storage()
+        storages = (
+            value.untyped_storage()
             for value in tree_iter(tree)
             if isinstance(value, Tensor)
             and value.device.type == self._device_type
             and value.layout is torch.strided
-        }
+        )
+        return {storage._cdata: storage for storage in storages}
 
     def _note(self, identity: int, storage: torch.UntypedStorage) -> None:
         num_bytes = storage.nbytes()

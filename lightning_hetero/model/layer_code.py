@@ -25,7 +25,7 @@ import sys
 import sysconfig
 import textwrap
 import time
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dis import get_instructions
 from functools import cache, cached_property, partial, partialmethod
@@ -63,6 +63,10 @@ _ORDINARY = (
     *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, WrapperDescriptorType),
     *(MethodWrapperType, MethodDescriptorType, ClassMethodDescriptorType),
     *(property, staticmethod, classmethod, cached_property),
+)
+# What neither is a function nor wraps one: most of what a layer has as attributes.
+_PLAIN = frozenset(
+    {type(None), bool, int, float, str, dict, OrderedDict, list, tuple, set, ModuleType}
 )
 _EMPTY_CLASSES = {object, nn.Module, torch.autograd.Function}
 _MOST_NAMED = 3
@@ -387,6 +391,8 @@ def _content(cell: CellType) -> Any:
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:
     """The functions of an attribute of a class."""
+    if type(value) in _PLAIN:
+        return iter(())
     if isinstance(value, property):
         found = [value.fget, value.fset]
     elif isinstance(value, (cached_property, partial, partialmethod)):

@@ -198,6 +198,7 @@ def _layer_lists(root: nn.Module) -> list[str]:
     found = (
         f"{model_name}.{name}".strip(".")
         for model_name, model in root.named_modules()
+        if getattr(model, "_no_split_modules", None)
         for name, module in model.named_modules()
         if _is_layer_list(model, module)
     )
@@ -215,12 +216,12 @@ def other_layer_lists(root: nn.Module, layers: Sequence[DecoderLayer]) -> list[s
 
 
 def _is_layer_list(model: nn.Module, module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList):
+        return False
     count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-    unsplit = getattr(model, "_no_split_modules", None) or ()
-    return (
-        isinstance(module, nn.ModuleList)
-        and len(module) == count
-        and all(type(without_wrapper("", layer)[1]).__name__ in unsplit for layer in module)
+    unsplit: Any = model._no_split_modules
+    return len(module) == count and all(
+        type(without_wrapper("", layer)[1]).__name__ in unsplit for layer in module
     )
 
 

@@ -9,7 +9,7 @@ modules that the worker's owner allowed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -142,6 +142,34 @@ def write_recipe(
     )
 
 
+def joined(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Fewer recipes for the same layers, as each recipe takes a whole model to build.
+
+    Recipes with adapters or tensors in 4 bits stay apart, because these change the whole model.
+    """
+    found: list[Recipe] = []
+    for recipe in recipes:
+        last = found[-1] if found else None
+        if last is not None and _model_of(last) == _model_of(recipe):
+            found[-1] = msgspec.structs.replace(
+                last,
+                layers=last.layers | recipe.layers,
+                embedding=last.embedding or recipe.embedding,
+                absent=last.absent | recipe.absent,
+                code=last.code | recipe.code,
+            )
+        else:
+            found.append(recipe)
+    return found
+
+
+def _model_of(recipe: Recipe) -> Any:
+    """What tells the model of a recipe from others; the recipe itself if its model is its own."""
+    if recipe.adapters is not None or recipe.four_bit:
+        return recipe
+    return recipe.model_class, recipe.config, recipe.attention, recipe.experts
+
+
 def build_layers(
     recipe: Recipe | BlocksRecipe, allowed: Allowed = NOTHING_ALLOWED
 ) -> nn.ModuleDict:
@@ -181,8 +209,14 @@ def build_layers(
     return layers
 
 
+# What fills new parameters. Those on `meta` have nothing to fill, and trying takes time.
+_FILLING = frozenset(
+    {nn.init.constant_, nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_}
+)
+
+
 class _Budget(TorchFunctionMode):
-    """Ends a building that takes too many calls of torch in this thread.
+    """Ends a building that takes too many calls of torch in this thread, and fills no parameter.
 
     What a config costs is known only to the code of its model: counts multiply.
     """
@@ -200,6 +234,8 @@ class _Budget(TorchFunctionMode):
                 f"The layers take more than {MOST_CALLS} calls of torch to build, so a worker does "
                 "not build them; the recipe's config has too many parts."
             )
+        if function in _FILLING:
+            return kwargs["tensor"]
         return function(*args, **(kwargs or {}))
 
 

@@ -138,6 +138,7 @@ def until(is_so: Callable[[], Any]) -> None:
     end = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
         assert time.monotonic() < end, "It did not come in time."
+        time.sleep(0.02)  # those that are waited for need the processor
 
 
 def state_of(address: str, credentials: Credentials | None = None) -> tuple[str, str]:

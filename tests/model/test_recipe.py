@@ -29,12 +29,13 @@ from transformers import (
 )
 
 from lightning_hetero.errors import ModelError
+from lightning_hetero.model.adapters import Adapters
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.model.captured_outputs import is_collecting
 from lightning_hetero.model.custom_layers import BlocksRecipe
 from lightning_hetero.model.hf_config import plain_config
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
-from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
+from lightning_hetero.model.recipe import Recipe, build_layers, joined, write_recipe
 
 from ..models import tiny_llama
 
@@ -222,6 +223,30 @@ def test_an_entry_that_no_layer_of_transformers_reads_is_left_out() -> None:
     config = LlamaConfig(**SMALL)
     config.backbone_scale = 2.0
     assert "backbone_scale" not in plain_config(config)
+
+
+def test_parameters_are_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Module(llama())
+    written = write_recipe(root, numbered(root))
+    for name in ("uniform_", "normal_"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: pytest.fail("It was filled."))
+    assert all(p.is_meta for p in build_layers(written).parameters())
+
+
+def test_stages_of_one_model_are_built_together() -> None:
+    root, other = Module(llama()), Module(mistral())
+    first, second = numbered(root, 0, 1), numbered(root, 1, 3)
+    whole, apart = joined(
+        [
+            write_recipe(root, first),
+            write_recipe(root, second),
+            write_recipe(other, numbered(other)),
+        ]
+    )
+    assert whole == write_recipe(root, [*first, *second])
+    assert apart == write_recipe(other, numbered(other))
+    with_adapters = replace(whole, adapters=Adapters({}, []))
+    assert joined([with_adapters, whole]) == [with_adapters, whole]
 
 
 def test_labels_are_the_users_own_words() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import re
 import threading
 import time
 from queue import Empty
@@ -80,6 +81,7 @@ def wait_until_away(end: End) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not end.channel.is_away:
         assert time.monotonic() < deadline
+        time.sleep(0.001)  # the threads that find it broken need the processor
 
 
 def error_of(end: End) -> HeteroError:
@@ -102,7 +104,7 @@ def test_what_is_sent_during_a_gap_arrives_after_it(caplog: pytest.LogCaptureFix
         assert not up.channel.is_away
     assert "the connection to downstream broke: downstream ended the connection" in caplog.text
     assert "without a Goodbye; waiting up to 20 s for it to come back" in caplog.text
-    assert "the connection to upstream is back after 0." in caplog.text
+    assert re.search(r"the connection to upstream is back after \d+\.\d s", caplog.text)
     assert caplog.text.count(" broke") == 2
 
 
