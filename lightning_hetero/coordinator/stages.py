@@ -118,6 +118,7 @@ class RemoteStages:
         sums_due: The exchanges whose sums workers send to this process: several if somebody has
             looked at gradients in the middle of an accumulation window.
         is_before_step: Whether an optimizer steps behind the present batch.
+        on_backward: Called before gradients are sent.
         on_last_backward: Called, before an optimizer's step, when all gradients of such a batch
             have been sent.
         on_last_gradients: Called, before an optimizer's step, with the workers that get no more
@@ -136,6 +137,7 @@ class RemoteStages:
         self.has_new_gradients = False
         self.sums_due: list[int] = []
         self.is_before_step = False
+        self.on_backward: Callable[[], None] = lambda: None
         self.on_last_backward: Callable[[], None] = lambda: None
         self.on_last_gradients: Callable[[Collection[Member]], None] = lambda _workers: None
         self.before_step: Callable[[bool], None] = lambda _keeps_gradients: None
@@ -257,6 +259,7 @@ class RemoteStages:
         self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
     ) -> None:
         """Send the gradients of a returned activation to the last stage."""
+        self.on_backward()
         self._due.note_backward(key)
         self.has_new_gradients = True
         way = self._connections.ways[key]
