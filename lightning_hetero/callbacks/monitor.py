@@ -22,7 +22,7 @@ from typing_extensions import override
 from ..coordinator.deployment import Deployment
 from ..coordinator.losses import Loss, lost_between, seconds_of
 from ..model.four_bit import describe_parameter, is_four_bit
-from ..pipeline.optimizer import gradient_norms, total_norm
+from ..pipeline.optimizer import gradient_norms, gradients_here, total_norm
 from ..pipeline.placement import Placement
 from ..plan import COORDINATOR
 from ..planner.profile import Profile
@@ -307,10 +307,9 @@ def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[str, float]:
     """The norm of the gradients on each process, by the metric's name."""
-    here = [p.grad for p in module.parameters() if p.grad is not None]
     number_of = {name: number for number, name in process_names(deployment).items()}
     placement = Placement.of(deployment.plan)
-    norms: dict[int, list[float]] = {0: gradient_norms(here)}
+    norms: dict[int, list[float]] = {0: gradient_norms(gradients_here(module.parameters()))}
     for name, norm in deployment.coordinator.training.gradient_norms().items():
         for holder in placement.holders(int(name.partition(".")[0])):
             norms.setdefault(number_of[holder], []).append(norm)

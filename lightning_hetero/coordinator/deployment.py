@@ -381,6 +381,14 @@ class Deployment:
         """The name of each tensor that is not here or that workers step."""
         return {**self.tensors.names_of, **({} if self.hosted is None else self.hosted.given)}
 
+    @property
+    def kept_here(self) -> list[Tensor]:
+        """The parameters that this process steps, of layers of which workers step the others."""
+        hosted = self.hosted
+        if hosted is None or not hosted.given:
+            return []
+        return [parameter for parameter in hosted.names_of if parameter not in hosted.given]
+
     def modules_of(self, stage: StagePlan) -> dict[int, nn.Module]:
         """The modules of a stage, by their numbers."""
         held = layers_of_stage(self._root, self.layers, stage)

@@ -117,6 +117,7 @@ class RemoteStages:
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
         sums_due: The exchange whose sums workers send to this process; None if there is none.
         is_before_step: Whether an optimizer steps behind the present batch.
+        on_backward: Called before gradients are sent.
         on_last_backward: Called, before an optimizer's step, when all gradients of such a batch
             have been sent.
         on_last_gradients: Called, before an optimizer's step, with the workers that get no more
@@ -135,6 +136,7 @@ class RemoteStages:
         self.has_new_gradients = False
         self.sums_due: int | None = None
         self.is_before_step = False
+        self.on_backward: Callable[[], None] = lambda: None
         self.on_last_backward: Callable[[], None] = lambda: None
         self.on_last_gradients: Callable[[Collection[Member]], None] = lambda _workers: None
         self.before_step: Callable[[bool], None] = lambda _keeps_gradients: None
@@ -256,6 +258,7 @@ class RemoteStages:
         self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
     ) -> None:
         """Send the gradients of a returned activation to the last stage."""
+        self.on_backward()
         self._due.note_backward(key)
         self.has_new_gradients = True
         way = self._connections.ways[key]

@@ -10,7 +10,8 @@ come back together with its result.
 
 `TensorAway` and `ParameterAway` are the classes of the parameters and buffers of layers on workers.
 torch would ignore much of what a program does with them: ``average.add_(parameter)`` adds nothing
-and ``parameter.data.clamp_(...)`` changes nothing if the parameter is on ``meta``.
+and ``parameter.data.clamp_(...)`` changes nothing if the parameter is on ``meta``. `GradientAway`
+stands for the gradient of such a parameter, which a program may drop.
 
 Every other use would give wrong numbers without an error, so it raises a `ModelError`.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -439,8 +441,162 @@ class TensorAway(_Away, Tensor):
     """A buffer of a layer on a worker, or a tensor computed from a parameter there."""
 
 
+_GRADIENT: Any = Tensor.grad
+_OF_PARAMETERS = frozenset(
+    {
+        *(_GRADIENT.__get__, _GRADIENT.__set__),
+        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    }
+)
+
+
 class ParameterAway(_Away, nn.Parameter):
     """A parameter of a layer on a worker."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function not in _OF_PARAMETERS:
+            return super().__torch_function__(function, types, args, kwargs)
+        name, gradients = _name_of(function), GradientsAway.of(args[0])
+        if name.startswith("register"):
+            raise ModelError(
+                f"`{name}` adds a hook to a parameter of a layer that lives on a worker, where it "
+                "would not fire. Keep the layer with the coordinator."
+            )
+        if gradients is None:
+            return super().__torch_function__(function, types, args, kwargs)
+        return gradients.read(args[0]) if name == "grad" else gradients.write(*args)
+
+
+_OF_GRADIENT = (
+    "wants the gradient of a parameter of a layer that lives on a worker, which is not here. To "
+    "clip gradients, clip them with `self.clip_gradients(...)`, with the Trainer's "
+    "`gradient_clip_val`, or with `trainer.strategy.clip_grad_norm_(...)`; read their norms with "
+    "`trainer.strategy.grad_norms()`; or keep the layer with the coordinator."
+)
+_MAKE_ZERO = frozenset({"zero_", "_foreach_zero_"})
+_OF_FORM_OF_GRADIENTS = frozenset().union(*_OF_FORM.values(), _OF_PLACE)
+_KNOWN_OF_GRADIENTS = frozenset({"grad_fn", "is_leaf", "requires_grad_", "detach_", "__hash__"})
+
+
+class GradientAway(Tensor):
+    """A gradient on a worker: it may be dropped or made zero, and its content is not here."""
+
+    parameter: Tensor
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Self:
+        """What stands for the gradient of a parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            nothing = torch.empty_like(parameter, device="meta", requires_grad=False)
+            made: Self = Tensor._make_subclass(cls, nothing)
+        made.parameter = parameter
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = _name_of(function)
+        gradients = instances_in(args, GradientAway)
+        if name in _MAKE_ZERO and len(gradients) == len(tensors_in(args)):
+            for gradient in gradients:
+                gradient.parameter.grad = None
+            return args[0]
+        if function not in _OF_FORM_OF_GRADIENTS and name not in _KNOWN_OF_GRADIENTS:
+            raise ModelError(f"`{name}` {_OF_GRADIENT}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<the gradient of {tuple(self.shape)} numbers on a worker>"
+
+
+_GRADIENTS = "gradients_away"
+
+
+class GradientsAway:
+    """Which parameters on workers have a gradient there. What is in it only the workers know.
+
+    Args:
+        parameters: Parameters on workers. Their ``grad`` is found here until `detach`.
+
+    Attributes:
+        are_hidden: Whether no parameter shows its gradient, as while an optimizer steps those that
+            are here.
+    """
+
+    are_hidden = False
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = [*parameters]
+        self._are_there = False
+        # By the id of the parameter, since a tensor's own hash takes long.
+        self._shown: dict[int, GradientAway] = {}
+        self._dropped: dict[int, Tensor] = {}
+        self._untold: dict[int, Tensor] = {}
+        for parameter in self._parameters:
+            vars(parameter)[_GRADIENTS] = self
+
+    @staticmethod
+    def of(parameter: Tensor) -> GradientsAway | None:
+        """What knows of the gradient of a parameter; None unless a training runs."""
+        return vars(parameter).get(_GRADIENTS)
+
+    def detach(self) -> None:
+        """Leave the parameters without gradients."""
+        for parameter in self._parameters:
+            vars(parameter).pop(_GRADIENTS, None)
+
+    def note_backward(self) -> None:
+        """Note that every parameter that trains gets a gradient."""
+        self._are_there = True
+        self._dropped.clear()
+        self._untold.clear()
+
+    def take_dropped(self) -> list[Tensor]:
+        """The parameters whose gradients were dropped here since the last call."""
+        dropped, self._untold = [*self._untold.values()], {}
+        return dropped
+
+    def note_told(self, parameters: Iterable[Tensor]) -> None:
+        """Note that the workers have dropped the gradients of these parameters."""
+        for parameter in parameters:
+            self._untold.pop(id(parameter), None)
+
+    def kept(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the parameters whose gradients were not dropped since the latest backward."""
+        named = {id(parameter): parameter for parameter in parameters} if self._are_there else {}
+        left = [named[key] for key in named.keys() - self._dropped.keys()]
+        return list(compress(left, training_flags(left)))
+
+    def read(self, parameter: Tensor) -> GradientAway | None:
+        """What stands for the gradient of a parameter; None if it has no gradient."""
+        key = id(parameter)
+        if self.are_hidden or not self._are_there or key in self._dropped:
+            return None
+        if not training_flags([parameter])[0]:
+            return None
+        if key not in self._shown:
+            self._shown[key] = GradientAway.of(parameter)
+        return self._shown[key]
+
+    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Drop the gradient of a parameter, or take that back.
+
+        Raises:
+            ModelError: If it is to get another gradient.
+        """
+        key = id(parameter)
+        if gradient is None and self._are_there:
+            self._dropped[key] = self._untold[key] = parameter
+        elif gradient is not None and gradient is self._shown.get(key):
+            self._dropped.pop(key, None)
+            self._untold.pop(key, None)
+        elif gradient is not None:
+            raise ModelError(f"`grad =` {_OF_GRADIENT}")
 
 
 _KINDS: dict[type, type] = {Tensor: TensorAway, nn.Parameter: ParameterAway}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -329,9 +329,14 @@ def in_dtype_of(parameter: Tensor, key: str, value: Any) -> Any:
 
 
 def optimizer_gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that the optimizer's next step would use."""
+    """The gradients here that the optimizer's next step would use."""
     groups = optimizer.param_groups
-    return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return gradients_here(p for group in groups for p in group["params"])
+
+
+def gradients_here(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients of parameters that are in this process."""
+    return [p.grad for p in parameters if not p.is_meta and p.grad is not None]
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> list[float]:

@@ -27,18 +27,19 @@ from ..coordinator.deployment import Deployment
 from ..coordinator.optimizer_parts import RemoteOptimizer, changed_parameters, optimized_parameters
 from ..errors import ModelError
 from ..model.override import stand_in
+from ..model.placeholders import GradientsAway
 from ..pipeline.optimizer import (
     Clipping,
     clip_gradients,
     clipping_factor,
     gradient_norms,
-    optimizer_gradients,
+    gradients_here,
     total_norm,
 )
 from ..pipeline.recorder import APPLY, Recorder
 from .arguments import scaler_of
 
-Versions = set[tuple[int, int]]
+Versions = list[tuple[int, int] | None]
 
 
 def record_own_steps(
@@ -62,21 +63,7 @@ def record_own_steps(
         stepping.enter_context(recorder.span("optimizer", message=APPLY))
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not is_own(optimizer):
-            return None
-        # The first argument is the optimizer itself.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            begin()
-            return None
-
-        def closure_then_begin() -> Any:
-            found = closure()
-            begin()
-            return found
-
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, closure_then_begin, *args[2:]), others
+        return _behind_closure(begin, args, kwargs) if is_own(optimizer) else None
 
     hooks = ExitStack()
     hooks.callback(stepping.close)
@@ -86,6 +73,31 @@ def record_own_steps(
     return hooks
 
 
+def _behind_closure(act: Callable[[], object], args: Any, kwargs: Any) -> Any:
+    """Let something happen in an optimizer's step, when its closure has run if it has one.
+
+    Args:
+        act: What is to happen.
+        args: Those of the step; the first one is the optimizer itself.
+        kwargs: Those of the step.
+
+    Returns:
+        Other arguments for the step; None to keep them.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        act()
+        return None
+
+    def closure_then_act() -> Any:
+        found = closure()
+        act()
+        return found
+
+    others = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], closure_then_act, *args[2:]), others
+
+
 class RemoteSteps:
     """Diverts a precision plugin's clipping and stepping until `detach`.
 
@@ -93,6 +105,9 @@ class RemoteSteps:
         plugin: Lightning's precision plugin.
         optimizers: The optimizers with parameters on stages; the plugin handles all others.
         names_of: Names of the parameters on stages.
+        zero_gradients: Drops the gradients of parameters with these names on stages, or makes them
+            zero.
+        kept_here: Parameters that are stepped here, of layers of which workers step the others.
     """
 
     def __init__(
@@ -100,13 +115,20 @@ class RemoteSteps:
         plugin: Precision,
         optimizers: Sequence[RemoteOptimizer],
         names_of: Mapping[Tensor, str],
+        zero_gradients: Callable[[Sequence[str], bool], None],
+        kept_here: Sequence[Tensor] = (),
     ) -> None:
         self.optimizers = optimizers
         self._names_of = names_of
+        self._zero_gradients = zero_gradients
+        self._gradients = GradientsAway(names_of)
+        self._kept_here = kept_here
+        # Their gradients as a backward, or clipping everywhere, has left them.
+        self._noted: Versions = []
+        held = (optimized_parameters(remote.optimizer) for remote in optimizers)
+        self._optimized = [p for parameters in held for p in parameters if p in names_of]
         self._plugin = plugin
         self._remote = {id(remote.optimizer): remote for remote in optimizers}
-        # By optimizer: gradients that are known to be unclipped, or None once they are clipped.
-        self._unclipped: dict[int, Versions | None] = {}
         self._sent: set[int] = set()
         diverted = {
             "clip_grad_by_norm": partial(self._clip, plugin.clip_grad_by_norm, "clip_by_norm"),
@@ -116,7 +138,13 @@ class RemoteSteps:
         self._undo = ExitStack()
         for name, ours in diverted.items():
             self._undo.callback(stand_in(plugin, name, ours))
+        self._undo.callback(self._gradients.detach)
+        scaler = scaler_of(plugin)
+        if scaler is not None:
+            self._undo.callback(stand_in(scaler, "unscale_", self._hiding(scaler.unscale_)))
         for remote in optimizers:
+            hook = remote.optimizer.register_step_pre_hook(self._before_step)
+            self._undo.callback(hook.remove)
             hook = remote.optimizer.register_step_post_hook(self._after_step)
             self._undo.callback(hook.remove)
             self._undo.callback(remote.detach)
@@ -125,15 +153,59 @@ class RemoteSteps:
         """Restore the plugin and the optimizers."""
         self._undo.close()
 
-    def note_backward(self) -> None:
-        """Note that a backward has ended: its gradients are not clipped yet."""
-        if scaler_of(self._plugin) is None:  # which changes them all, just before the step
-            for number, remote in self._remote.items():
-                self._unclipped[number] = _versions(remote.optimizer)
+    def begin_backward(self, accumulates: bool | None) -> None:
+        """Note that a backward begins: all parameters on stages that train get gradients.
 
-    def note_clipping(self) -> None:
-        """Note that all gradients, here and on the stages, were clipped."""
-        self._unclipped = dict.fromkeys(self._remote)
+        Args:
+            accumulates: Whether the stages have kept the gradients of batches before, by the rule
+                of Lightning; None under manual optimization, which has no rule.
+
+        Raises:
+            ModelError: If gradients were kept or dropped here against that rule.
+        """
+        if accumulates is None:
+            self.follow_dropped()
+        kept = self._gradients.kept(self._optimized) if accumulates is False else []
+        dropped = self._gradients.take_dropped() if accumulates else []
+        for parameter in (*kept, *dropped):
+            raise ModelError(
+                f"The gradient of {self._names_of[parameter]} of the layers was "
+                f"{'kept' if kept else 'dropped'} here before a backward, and its worker has "
+                f"{'dropped' if kept else 'added to'} it, by the rule of Lightning's own "
+                "`optimizer_zero_grad`. Accumulate with the Trainer's `accumulate_grad_batches`, "
+                "or drop gradients under manual optimization."
+            )
+        self._gradients.note_backward()
+
+    def follow_dropped(self) -> None:
+        """Drop the gradients on the stages that were dropped here, as by ``parameter.grad = None``
+        or by a `zero_grad` that Lightning does not call."""
+        dropped = self._gradients.take_dropped()
+        if dropped:
+            self._zero_gradients([self._names_of[parameter] for parameter in dropped], True)
+
+    def note_gradients(self) -> None:
+        """Note that gradients have changed everywhere, and not only here."""
+        self._noted = _versions(self._kept_here)
+
+    def _check_gradients(self) -> None:
+        """Refuse gradients that were changed here alone.
+
+        Raises:
+            ModelError: With what changes them everywhere.
+        """
+        if self._noted != _versions(self._kept_here):
+            raise ModelError(
+                "Gradients of layers were changed here before the optimizer's step, and workers "
+                "have the gradients of the layers' other parameters. Clip them with "
+                "`self.clip_gradients(...)`, with the Trainer's `gradient_clip_val`, or with "
+                "`trainer.strategy.clip_grad_norm_(...)`, or take `optimizer: split` out of the "
+                "stage in the plan."
+            )
+
+    def note_zeroed(self, parameters: Iterable[Tensor]) -> None:
+        """Note that the stages have dropped these parameters' gradients, or made them zero."""
+        self._gradients.note_told(parameters)
 
     def remote_of(self, optimizer: Optimizer | LightningOptimizer) -> RemoteOptimizer | None:
         """An optimizer's parts on the stages; accepts Lightning's wrapper too."""
@@ -149,8 +221,9 @@ class RemoteSteps:
         if remote is None:
             clip_here(optimizer, clip_val)
         else:
+            self.follow_dropped()
             getattr(remote, everywhere)(clip_val)
-            self._unclipped[id(remote.optimizer)] = None
+            self.note_gradients()
 
     def _after_closure(self, original: Callable[..., None], model: Any, optimizer: Any) -> None:
         """Step on the stages: the gradients are final, and the optimizer is about to step here."""
@@ -162,18 +235,35 @@ class RemoteSteps:
             return
         scaler = scaler_of(self._plugin)
         is_finite = scaler is None or self._unscale(scaler, remote)
-        number = id(remote.optimizer)
-        if getattr(model, "automatic_optimization", True):
-            self._unclipped[number] = _versions(optimizer)
         original(model, optimizer)
-        _check_not_clipped_by_hand(self._unclipped.pop(number, None), optimizer)
+        self._check_gradients()
+        self.follow_dropped()
         if is_finite:
             # Before the step here, so that all step at the same time.
             remote.step()
-            self._sent.add(number)
+            self._sent.add(id(remote.optimizer))
+
+    def _hiding(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of torch that is to see the gradients here alone."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._gradients.are_hidden = True
+            try:
+                return act(*args, **kwargs)
+            finally:
+                self._gradients.are_hidden = False
+                self.note_gradients()
+
+        return run
+
+    def _before_step(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Let the optimizer step what has a gradient here."""
+        return _behind_closure(partial(setattr, self._gradients, "are_hidden", True), args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
         """Step on the stages too if the user stepped the optimizer without Lightning."""
+        self._gradients.are_hidden = False
+        self.follow_dropped()
         remote = self._remote[id(optimizer)]
         if id(optimizer) in self._sent:
             self._sent.remove(id(optimizer))
@@ -198,19 +288,12 @@ class RemoteSteps:
         return not any(flag.item() for flag in found.values())
 
 
-def _versions(optimizer: Optimizer) -> Versions:
+def _versions(parameters: Iterable[Tensor]) -> Versions:
     """The identity and version of each gradient: they change with its content."""
-    return {(id(gradient), gradient._version) for gradient in optimizer_gradients(optimizer)}
-
-
-def _check_not_clipped_by_hand(unclipped: Versions | None, optimizer: Optimizer) -> None:
-    if unclipped and not unclipped & _versions(optimizer):
-        raise ModelError(
-            "All gradients on this process were changed before the optimizer's step, and those "
-            "of layers on workers were not here to be changed; clip them with "
-            "`self.clip_gradients(...)`, with the Trainer's `gradient_clip_val`, or with "
-            "`trainer.strategy.clip_grad_norm_(...)`."
-        )
+    gradients = (parameter.grad for parameter in parameters)
+    return [
+        None if gradient is None else (id(gradient), gradient._version) for gradient in gradients
+    ]
 
 
 class FollowedZeroGrad:
@@ -223,29 +306,39 @@ class FollowedZeroGrad:
     """
 
     def __init__(self, root: nn.Module, deployment: Deployment, remote_steps: RemoteSteps) -> None:
-        self._remote_of = remote_steps.remote_of
+        self._remote_of, self._note_zeroed = remote_steps.remote_of, remote_steps.note_zeroed
         self._undo = ExitStack()
         names_of, training = deployment.tensors.names_of, deployment.coordinator.training
         for module in root.modules():
             names = [names_of[p] for p in module.parameters() if p in names_of]
             if names:
-                self._follow(module, partial(training.zero_gradients, names))
+                zero = partial(training.zero_gradients, names)
+                self._follow(module, zero, [*module.parameters()])
         for remote in remote_steps.optimizers:
-            self._follow(remote.optimizer, remote.zero_grad)
+            self._follow_optimizer(remote.optimizer, remote)
 
     def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
         """Follow Lightning's wrappers too: they call the method of the optimizer's class."""
         for wrapper in wrappers:
             remote = self._remote_of(wrapper)
             if remote is not None:
-                self._follow(wrapper, remote.zero_grad)
+                self._follow_optimizer(wrapper, remote)
 
     def detach(self) -> None:
         """Restore every `zero_grad`."""
         self._undo.close()
 
-    def _follow(self, owner: Any, zero_remotely: Callable[[bool], None]) -> None:
-        zero_grad = _ZeroGrad(owner.zero_grad, zero_remotely)
+    def _follow_optimizer(self, owner: Any, remote: RemoteOptimizer) -> None:
+        self._follow(owner, remote.zero_grad, optimized_parameters(remote.optimizer))
+
+    def _follow(
+        self, owner: Any, zero_remotely: Callable[[bool], None], parameters: Sequence[Tensor]
+    ) -> None:
+        def zero_and_note(set_to_none: bool) -> None:
+            zero_remotely(set_to_none)
+            self._note_zeroed(parameters)
+
+        zero_grad = _ZeroGrad(owner.zero_grad, zero_and_note)
         self._undo.callback(zero_grad.end)
         self._undo.callback(stand_in(owner, "zero_grad", zero_grad))
 
@@ -278,7 +371,8 @@ def norms_by_name(module: nn.Module, deployment: Deployment | None) -> dict[str,
     """The 2-norm of every existing gradient, by its parameter's name."""
     # First, for it lets replicas add up their gradients, here too.
     remote = {} if deployment is None else deployment.grad_norms()
-    here = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    named = module.named_parameters()
+    here = {name: p.grad for name, p in named if not p.is_meta and p.grad is not None}
     norms = remote | dict(zip(here, gradient_norms([*here.values()]), strict=True))
     return {name: norms[name] for name, _ in module.named_parameters() if name in norms}
 
@@ -291,7 +385,7 @@ def clip_by_global_norm(module: nn.Module, deployment: Deployment | None, max_no
     """
     norm = total_norm([*norms_by_name(module, deployment).values()])
     clipping = Clipping(factor=clipping_factor(max_norm, norm))
-    clip_gradients([p.grad for p in module.parameters() if p.grad is not None], clipping)
+    clip_gradients(gradients_here(module.parameters()), clipping)
     if deployment is not None:
         deployment.coordinator.training.clip_gradients(None, clipping)
     return norm

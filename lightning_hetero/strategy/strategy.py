@@ -347,6 +347,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         Returns:
             The norm before.
         """
+        self._follow_dropped_gradients()
         norm = clip_by_global_norm(self._module(), self.deployment, max_norm)
         if isinstance(self._run, TrainingRun):
             self._run.note_clipping()
@@ -355,7 +356,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def grad_norms(self) -> dict[str, float]:
         """The 2-norm of every gradient, here and on the workers, by its parameter's name in the
         LightningModule; parameters without a gradient are left out."""
+        self._follow_dropped_gradients()
         return norms_by_name(self._module(), self.deployment)
+
+    def _follow_dropped_gradients(self) -> None:
+        if isinstance(self._run, TrainingRun):
+            self._run.follow_dropped()
 
     def move_layers(self, plan: Plan) -> None:
         """Move layers to where a plan has them, with their weights, optimizer state and averages.

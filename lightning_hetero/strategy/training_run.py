@@ -154,9 +154,15 @@ class TrainingRun(Run):
         self._put_back.callback(figures.detach)
         # Under automatic optimization, Lightning's rule says when gradients become zero.
         self._followed: FollowedZeroGrad | None = None
-        if not module.automatic_optimization:
+        plugin: Any = module.trainer.precision_plugin
+        if module.automatic_optimization:
+            begin = partial(self._begin_backward, plugin.backward)
+            self._put_back.callback(stand_in(plugin, "backward", begin))
+        else:
             self._followed = FollowedZeroGrad(module, deployment, self._remote_steps)
             self._put_back.callback(self._followed.detach)
+            # The user may call `loss.backward()` without Lightning.
+            self._put_back.callback(stand_in(stages, "on_backward", self._begin_backward_by_hand))
 
     @property
     def profile(self) -> Profile | None:
@@ -192,7 +198,18 @@ class TrainingRun(Run):
         """
         self.deployment.check_placed()
         self.is_inside_window = True
+        if self._step.accumulates:
+            self._remote_steps.follow_dropped()
         return self._step.run(step, args)
+
+    def _begin_backward_by_hand(self) -> None:
+        self._remote_steps.begin_backward(None)
+
+    def _begin_backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Run the backward of a precision plugin: until then hooks may drop gradients of before."""
+        self._remote_steps.begin_backward(self._step.accumulates)
+        backward(*args, **kwargs)
+        self._remote_steps.note_gradients()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -204,17 +221,19 @@ class TrainingRun(Run):
         else:
             with recorder.span("backward"), self.deployment.draws.of_latest():
                 yield
-        if self._followed is not None:
-            self._remote_steps.note_backward()
 
     def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
         """Follow what user code calls on Lightning's wrappers of the optimizers."""
         if self._followed is not None:
             self._followed.follow_wrappers(wrappers)
 
+    def follow_dropped(self) -> None:
+        """Drop gradients on the workers that were dropped here."""
+        self._remote_steps.follow_dropped()
+
     def note_clipping(self) -> None:
         """Note that all gradients, here and on the workers, were clipped."""
-        self._remote_steps.note_clipping()
+        self._remote_steps.note_gradients()
 
     def note_optimizer_step(self) -> None:
         """Note that an optimizer has stepped."""
@@ -300,11 +319,13 @@ class TrainingRun(Run):
         self, deployment: Deployment, options: StepOptions, optimizers: Sequence[Optimizer]
     ) -> tuple[RemoteSteps, BatchStep]:
         """The optimizers' parts on the stages, and the training step that uses them."""
-        plugin, names_of = self._module.trainer.precision_plugin, deployment.stepped_away
-        remote = remote_optimizers(optimizers, deployment.coordinator.training, names_of)
+        plugin, names_of = self._module.trainer.precision_plugin, deployment.tensors.names_of
+        training = deployment.coordinator.training
+        remote = remote_optimizers(optimizers, training, deployment.stepped_away)
         for each in remote:
             check_precision(plugin, each.optimizer)
-        remote_steps = RemoteSteps(plugin, remote, names_of)
+        zero, kept_here = training.zero_gradients, deployment.kept_here
+        remote_steps = RemoteSteps(plugin, remote, names_of, zero, kept_here)
         if not options.cuts_step(self._module):
             return remote_steps, WholeBatchStep(self._module, deployment, options)
         check = first_batch_check(self._module, deployment, options)

@@ -163,7 +163,7 @@ class BatchStep:
         return step
 
     @property
-    def _accumulates(self) -> bool:
+    def accumulates(self) -> bool:
         """Whether gradients of earlier batches are kept: the user's code drops them under manual
         optimization, and otherwise Lightning's rule for this batch decides."""
         trainer = self._module.trainer
@@ -181,7 +181,7 @@ class WholeBatchStep(BatchStep):
         step = self._number_step()
         with (
             self._deployment.hand_overs.batch_of(self._reader.count(batch, rest)),
-            self._deployment.hand_overs.whole_batch_step(num_pieces, self._accumulates),
+            self._deployment.hand_overs.whole_batch_step(num_pieces, self.accumulates),
             draws.of(draws.whole_batch(step)),
         ):
             result = training_step()
@@ -234,7 +234,7 @@ class MicrobatchedStep(BatchStep):
         self._scaling.check_last()
         batch, *rest = args
         cut, weights = self._cut(batch, rest)
-        accumulates, step = self._accumulates, self._number_step()
+        accumulates, step = self.accumulates, self._number_step()
         has_begun = self._check_first(cut, rest, accumulates)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         scale = self._loss_scale

@@ -28,7 +28,7 @@ from lightning_hetero import (
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.coordinator.exchange import Exchange
 from lightning_hetero.coordinator.replicas import HostedReplicas
-from lightning_hetero.errors import PlanError
+from lightning_hetero.errors import ModelError, PlanError
 from lightning_hetero.protocol import messages as m
 
 from ..equality import assert_close, differing, weights_of
@@ -501,6 +501,38 @@ def test_weights_that_change_without_a_trace_change_on_workers_too(
     expected = run_alone(plan, use)
     assert max(float(p.detach().abs().max()) for p in expected.parameters()) < 0.04
     assert differing(run_over(workers, plan, use), expected) == []
+
+
+class ClippingByHand(pl.Callback):
+    """Clips the gradients that are here, in one of Lightning's hooks."""
+
+    def __init__(self, hook: str) -> None:
+        self._hook = hook
+
+    def _clip(self, hook: str, module: nn.Module) -> None:
+        if hook == self._hook:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+
+    def on_after_backward(self, _trainer: Any, module: nn.Module) -> None:
+        self._clip("on_after_backward", module)
+
+    def on_before_optimizer_step(self, _trainer: Any, module: nn.Module, *_: Any) -> None:
+        self._clip("on_before_optimizer_step", module)
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+def test_with_split_gradients_that_change_here_alone_are_refused(
+    hook: str, workers: list[str]
+) -> None:
+    data, callbacks = loader(BATCH_SIZE, BATCH_SIZE), [ClippingByHand(hook)]
+    split = HeteroPipelineStrategy(workers[:1], hosted_plan(workers, optimizer="split"))
+    with pytest.raises(ModelError, match="changed here before the optimizer's step"):
+        fit(TinyModule(), split, data, callbacks=callbacks)
+    # Without it all gradients are here.
+    whole = HeteroPipelineStrategy(workers[:1], hosted_plan(workers))
+    found = fit(TinyModule(), whole, data, callbacks=callbacks)
+    expected = fit(TinyModule(), data=data, callbacks=callbacks)
+    assert_close(weights_of(found), weights_of(expected))
 
 
 def test_with_split_each_parameter_is_stepped_and_sent_by_its_owner_alone(

@@ -10,7 +10,6 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.optim import SGD
 
-from lightning_hetero.errors import ModelError
 from lightning_hetero.pipeline.recorder import Recorder
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.strategy.optimizers import RemoteSteps, record_own_steps
@@ -50,7 +49,7 @@ def sgd() -> SGD:
 def diverted() -> tuple[Precision, RemoteSteps, FakeRemote]:
     plugin, remote = Precision(), FakeRemote(sgd())
     plugin._after_closure = lambda *_: remote.told.append("hooks and clipping")  # type: ignore[method-assign]
-    return plugin, RemoteSteps(plugin, [remote], {}), remote  # type: ignore[list-item]
+    return plugin, RemoteSteps(plugin, [remote], {}, lambda *_: None), remote  # type: ignore[list-item]
 
 
 def test_clipping_and_stepping_go_to_the_stages_until_detached() -> None:
@@ -114,24 +113,3 @@ def test_a_step_that_bypasses_lightning_is_followed() -> None:
     _, _, remote = diverted()
     remote.optimizer.step()
     assert remote.told == ["step", "stepped"]
-
-
-def clip_by_hand(optimizer: SGD) -> None:
-    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-
-
-def test_a_clipping_by_hand_after_a_backward_is_refused() -> None:
-    plugin, steps, remote = diverted()
-    steps.note_backward()
-    clip_by_hand(remote.optimizer)
-    with pytest.raises(ModelError, match="clip_grad_norm_"):
-        plugin._after_closure(MANUAL, remote.optimizer)  # type: ignore[arg-type]
-
-
-def test_a_clipping_that_the_stages_know_of_may_follow_a_backward() -> None:
-    plugin, steps, remote = diverted()
-    steps.note_backward()
-    clip_by_hand(remote.optimizer)
-    steps.note_clipping()
-    plugin._after_closure(MANUAL, remote.optimizer)  # type: ignore[arg-type]
-    assert remote.told == ["hooks and clipping", "step"]
