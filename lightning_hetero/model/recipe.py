@@ -234,7 +234,7 @@ class _Budget(TorchFunctionMode):
                 f"The layers take more than {MOST_CALLS} calls of torch to build, so a worker does "
                 "not build them; the recipe's config has too many parts."
             )
-        if function in _FILLING:
+        if function in _FILLING and kwargs["tensor"].is_meta:
             return kwargs["tensor"]
         return function(*args, **(kwargs or {}))
 
