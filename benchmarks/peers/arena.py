@@ -24,7 +24,11 @@ EVEN = "torch 1F1B, even split"
 TORCH = ("torch 1F1B", EVEN, "torch GPipe")
 DDP, UNEQUAL_DDP = "torch DDP", "torch DDP, unequal"
 CUT, REPLICAS = "hetero, cut layers", "hetero, replicas"
-HETERO = ("hetero", CUT, REPLICAS, "hetero, coordinator first", "hetero, 16-bit wire")
+SPLIT_REPLICAS = "hetero, replicas, optimizer split"
+HETERO = (
+    *("hetero", CUT, REPLICAS, SPLIT_REPLICAS),
+    *("hetero, coordinator first", "hetero, 16-bit wire"),
+)
 PLANNED = ("hetero", CUT)
 """Those that take a plan, if one is given."""
 

@@ -20,6 +20,7 @@ MODULES = {
     "hetero": "hetero",
     "hetero, cut layers": "hetero",
     "hetero, replicas": "hetero",
+    "hetero, replicas, optimizer split": "hetero",
     "hetero, coordinator first": "hetero",
     "hetero, 16-bit wire": "hetero",
 }

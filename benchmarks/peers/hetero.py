@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from benchmarks.peers.arena import CUT, REPLICAS, SHARED
+from benchmarks.peers.arena import CUT, REPLICAS, SHARED, SPLIT_REPLICAS
 from benchmarks.peers.job import Job, Speaker
 from benchmarks.peers.one_device import TellAtEnd
 from benchmarks.training import fit
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.plan import COORDINATOR, WireDtype
+from lightning_hetero.plan import COORDINATOR, ReplicaOptimizer, WireDtype
 
 WORKER = "worker"
 """What a plan file of this benchmark calls the worker, whose port is not known before."""
@@ -70,9 +70,10 @@ def plan_for(job: Job) -> Plan | str:
 
 def stages_for(job: Job) -> list[StagePlan]:
     """The stages of the split."""
-    if job.peer == REPLICAS:
-        shares = [job.micro_batches - job.split, job.split]
-        return [StagePlan([job.worker, COORDINATOR], (0, job.num_layers), shares=shares)]
+    if job.peer in (REPLICAS, SPLIT_REPLICAS):
+        names, shares = [job.worker, COORDINATOR], [job.micro_batches - job.split, job.split]
+        optimizer: ReplicaOptimizer | None = "split" if job.peer == SPLIT_REPLICAS else None
+        return [StagePlan(names, (0, job.num_layers), shares=shares, optimizer=optimizer)]
     if job.peer == "hetero, coordinator first":
         local = StagePlan([COORDINATOR], (0, job.split))
         return [local, StagePlan([job.worker], (job.split, job.num_layers))]

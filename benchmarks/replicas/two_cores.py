@@ -15,7 +15,16 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.arena import CUT, DDP, REPLICAS, SHARED, UNEQUAL_DDP, Arena, Setting
+from benchmarks.peers.arena import (
+    CUT,
+    DDP,
+    REPLICAS,
+    SHARED,
+    SPLIT_REPLICAS,
+    UNEQUAL_DDP,
+    Arena,
+    Setting,
+)
 from benchmarks.peers.main import SERVER, SHORT, run_round, why_not
 from benchmarks.peers.report import ONE_CORE, SLOWED_CORE, Measured
 from benchmarks.peers.throttle import How
@@ -62,8 +71,8 @@ class Case:
         """What the first process has, by the peer; the plan of `PLANNED` is not given."""
         count = self.micro_batches
         equal = count // 2
-        splits = {REPLICAS: self.own, DDP: equal, UNEQUAL_DDP: self.own, SERVER: self.own}
-        return {**splits, CUT: HALVES_HERE, PLANNED: NUM_LAYERS // 2}
+        own = dict.fromkeys((REPLICAS, SPLIT_REPLICAS, UNEQUAL_DDP, SERVER), self.own)
+        return {**own, DDP: equal, CUT: HALVES_HERE, PLANNED: NUM_LAYERS // 2}
 
 
 FEW = (2, 4, 8)
@@ -74,7 +83,7 @@ SLOW_IN_FLIGHT = 8
 CASES = [
     Case("adapters", 16, 7, 1.85, (DDP,), has_adapters=True),
     Case("weights", 16, 7, 1.75, (DDP,)),
-    *(Case(f"few-{count}", count, count // 2, 1.70, (CUT, DDP)) for count in FEW),
+    *(Case(f"few-{count}", count, count // 2, 1.70, (SPLIT_REPLICAS, CUT, DDP)) for count in FEW),
     *(
         Case(f"few-{count}-adapters", count, count // 2, 1.70, (CUT, DDP), has_adapters=True)
         for count in FEW
