@@ -328,7 +328,8 @@ class Plan:
                 if name not in workers:
                     raise PlanError(
                         f"Stage {index} is on {name!r}, which is none of the workers "
-                        f"{list(workers)}; name one of them or add it to `workers`."
+                        f"{list(workers)}; name one of them or {COORDINATOR!r}, or add it to "
+                        "`workers`."
                     )
         self._check_hosted()
 

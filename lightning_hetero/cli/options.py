@@ -274,7 +274,8 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WORKER=START:END",
-        help="layers that a worker, or the coordinator, must hold; repeatable",
+        help="layers from START to before END, which a worker, or the coordinator, must hold; "
+        "repeatable",
     )
     plan.add_argument(
         "--exclude",
@@ -345,7 +346,7 @@ def _add_check_options(check: argparse.ArgumentParser) -> None:
         help="check this device, such as cuda:1; may be repeated (default: all accelerators, and "
         "the processor where there is none)",
     )
-    _add_output_option(check, "the report, as Markdown,", "standard output")
+    _add_output_option(check, "the report as Markdown", "standard output")
 
 
 def _add_verify_options(verify: argparse.ArgumentParser) -> None:

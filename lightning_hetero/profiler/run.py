@@ -297,6 +297,10 @@ class ProfilingRun:
         pairs = pairs_without_link(names, [] if known is None else known.links)
         if known is None or missing or pairs:
             with _ends_here(self.module, self.layers):
+                rank_zero_info(
+                    f"measuring {', '.join(missing or names)}, for up to about "
+                    f"{self.options.budget_seconds:g} s"
+                )
                 measuring = self._measuring(sample, optimizer, described, identity)
                 found = measuring.measure(missing, pairs)
                 known = merged(found if kept is None else compared(found, kept), known)

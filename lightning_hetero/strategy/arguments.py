@@ -91,7 +91,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: (
             value is None
             or isinstance(value, str)
-            or _are_texts(value)
+            or (_are_texts(value) and len(value) > 0)
             or (callable(value) and not isinstance(value, nn.Module))
         ),
         "the dotted path of a ModuleList or of one layer, a list of paths, a function from the "

@@ -443,7 +443,8 @@ class Worker:
         if seconds > 0:
             return (
                 "this worker is busy: the connection to its coordinator broke, and it waits up to "
-                f"{seconds:g} s for it to come back; try again later, or use another worker."
+                f"{seconds:g} s for it to come back; try again later, use another worker, or "
+                "restart this one if that run is over."
             )
         return (
             "this worker is busy with another coordinator; wait for its run to end, or use "

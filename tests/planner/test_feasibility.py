@@ -103,6 +103,7 @@ def test_the_stages_of_a_worker_have_to_fit_together() -> None:
     [
         (plan(("tower", 0, 5)), "The plan covers 5 layers and the model has 6"),
         (plan(("towr", 0, 6)), "'towr', which is none of the workers ['laptop', 'tower']"),
+        (plan(("Coordinator", 0, 6)), "name one of them or 'coordinator', or add it"),
         (plan(("tower", 0, 6), micro_batches=9), "cannot be cut into 9 micro-batches"),
         (
             plan(("laptop", 0, 4), ("tower", 4, 6)),

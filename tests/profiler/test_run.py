@@ -93,6 +93,7 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
     strategy, module = HeteroPipelineStrategy(workers[:2], "auto"), TinyModule()
     with caplog.at_level(logging.INFO):
         profiled(module, strategy, path)
+    assert f"measuring coordinator, {workers[0]}, {workers[1]}, for up to about" in caplog.text
     assert f"what was measured is kept in {path}" in caplog.text
     assert "tokens/s" in capsys.readouterr().out
     plain = fit(TinyModule(), data=loader(8, 4))

@@ -21,7 +21,7 @@ from ..models import TinyModule
 WRONG: dict[str, list[Any]] = {
     "workers": [-1, True, 2.5, None, "127.0.0.1:9999", "Auto", [9999], {"127.0.0.1:9999"}],
     "plan": [None, 3, "fast", "Auto", {"stages": []}, [StagePlan(["coordinator"], (0, 1))]],
-    "layers": [3, [3], nn.ModuleList(), {"blocks": 1}],
+    "layers": [3, [], [3], nn.ModuleList(), {"blocks": 1}],
     "micro_batches": [0, -2, 1.5, "4", True],
     "micro_batching": [None, "steps", True],
     "replan": [None, "yes", 1],

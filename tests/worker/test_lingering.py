@@ -163,6 +163,7 @@ def test_another_coordinator_is_told_why_the_worker_is_busy() -> None:
         answer = found.say()
         assert isinstance(answer, m.Failure)
         assert "the connection to its coordinator broke, and it waits up to 60 s" in answer.reason
+        assert "restart this one if that run is over" in answer.reason
         found.relay.plug()
         assert found.is_answered()
 
