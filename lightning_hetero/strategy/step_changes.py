@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -86,3 +87,74 @@ def _form_of(value: Any) -> Any:
             return repr(value)
         return len(value)
     return repr(value) if isinstance(value, _NUMBERS) else id(value)
+
+
+class OwnAttributes:
+    """Shows each micro-batch the attributes that it has set by itself.
+
+    Micro-batches take turns at the layers on workers. What one of them keeps in an attribute before
+    the layers, such as a mask, is to be found behind them, although others have set it meanwhile.
+
+    Args:
+        module: The LightningModule.
+        away: Modules in it that run elsewhere.
+    """
+
+    def __init__(self, module: pl.LightningModule, away: Iterable[nn.Module]) -> None:
+        skipped = {inner for outer in away for inner in outer.modules()}
+        self._attributes = [
+            vars(inner)
+            for inner in module.modules()
+            if inner not in skipped and not may_change(inner)
+        ]
+        self._ignored = {*vars(pl.LightningModule()), "log", "forward"}
+        # The first step shows which modules set any.
+        self._looked_at: Sequence[int] = range(len(self._attributes))
+        # By micro-batch: what it has set, by the number of the module and the name.
+        self._own: dict[int, dict[tuple[int, str], Any]] = {}
+
+    def begin_step(self) -> None:
+        """Forget the micro-batches of the step before."""
+        if self._own:
+            found = {number for own in self._own.values() for number, _ in own}
+            self._looked_at = sorted({0, *found})
+        self._own.clear()
+
+    @contextmanager
+    def part(self, microbatch: int) -> Iterator[None]:
+        """Inside, a part of a micro-batch runs, up to its next hand-over."""
+        own = self._own.setdefault(microbatch, {})
+        others = {key: self._show(key, value) for key, value in own.items()}
+        before = {number: dict(self._attributes[number]) for number in self._looked_at}
+        try:
+            yield
+        finally:
+            for number, known in before.items():
+                for name, value in list(self._attributes[number].items()):
+                    if value is not known.get(name, _NOTHING) and name not in self._ignored:
+                        key = number, name
+                        own[key] = value
+                        self._show(key, _added(others.pop(key, _NOTHING), known.get(name), value))
+            for key, value in others.items():
+                if key[1] in self._attributes[key[0]]:
+                    self._show(key, value)
+                else:
+                    del own[key]
+
+    def _show(self, key: tuple[int, str], value: Any) -> Any:
+        """Set an attribute; returns what was there."""
+        number, name = key
+        present = self._attributes[number].pop(name, _NOTHING)
+        if value is not _NOTHING:
+            self._attributes[number][name] = value
+        return present
+
+
+_NOTHING = object()
+
+
+def _added(others: Any, before: Any, value: Any) -> Any:
+    """What an attribute becomes that a micro-batch has changed: a count of others is added to."""
+    if all(type(each) in (int, float) for each in (others, before, value)):
+        return others + (value - before)
+    return value

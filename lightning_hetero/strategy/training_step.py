@@ -41,7 +41,7 @@ from ..pipeline.results import (
     weighted_mean,
 )
 from .arguments import FirstCheck, StepOptions, scaler_of
-from .step_changes import StepChanges, warn_of_changes
+from .step_changes import OwnAttributes, StepChanges, warn_of_changes
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,7 @@ class MicrobatchedStep(BatchStep):
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
         self._flags = FrozenFlags(module)
+        self._own_attributes = OwnAttributes(module, deployment.modules_away)
         self.recorder = coordinator.telemetry.recorder
         self.recorder.take_laps()  # a former run's
         self._driver = Driver(
@@ -225,6 +226,7 @@ class MicrobatchedStep(BatchStep):
             deployment.plan.starts_on_worker,
             self.recorder,
             self._flags.check,
+            self._own_attributes.part,
             deployment.hosted,
         )
 
@@ -254,6 +256,7 @@ class MicrobatchedStep(BatchStep):
         ]
         plan = self._deployment.plan
         self._flags.begin_step(len(work))
+        self._own_attributes.begin_step()
         stages = self._deployment.coordinator.stages
         stages.is_before_step = _steps_behind_batch(self._module.trainer)
         with ExitStack() as stack:

@@ -209,6 +209,17 @@ class CentredOutside(Learner):
         return super().leave(self.centred(hidden))
 
 
+class Keeps(Learner):
+    """Keeps in an attribute what it needs again behind the layers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.scale = inputs.abs().mean((1, 2), keepdim=True)
+        return super().forward(inputs)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return super().leave(hidden) * self.scale
+
+
 class StateSpace(Learner):
     """Computes the layers' first state of each sample."""
 
@@ -329,5 +340,11 @@ PATTERNS = [
         said=r"`training_step` changes centred\.mean",
         differs=True,
         remedy=BOUNDARY,
+    ),
+    Pattern(
+        "kept in an attribute",
+        "The model keeps something of its input until the layers have run.",
+        Keeps,
+        said="`training_step` changes scale",
     ),
 ]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_hetero.strategy.step_changes import StepChanges
+from lightning_hetero.strategy.step_changes import OwnAttributes, StepChanges
 
 
 class Keeping(pl.LightningModule):
@@ -62,3 +62,33 @@ def test_micro_batches_that_begin_before_others_end_are_told_apart() -> None:
     for _ in range(3):
         changes.note()
     assert changes.repeated == ["loss"]
+
+
+def test_each_micro_batch_finds_what_it_has_kept() -> None:
+    module = Keeping()
+    own = OwnAttributes(module, [module.away])
+    kept = [torch.full((1,), float(number)) for number in range(3)]
+    for _step in range(2):
+        own.begin_step()
+        for number in range(3):
+            with own.part(number):
+                module.hidden = kept[number]
+                module.loss += 1.0
+        for number in range(3):
+            with own.part(number):
+                assert module.hidden is kept[number]
+                module.loss += 1.0
+        assert module.hidden is kept[2]
+    assert module.loss == 12.0
+
+
+def test_what_only_one_micro_batch_sets_is_there_for_all() -> None:
+    module = Keeping()
+    own = OwnAttributes(module, [])
+    with own.part(0):
+        module.cache = 7
+    with own.part(1):
+        assert module.cache == 7
+        module.outputs.append(1.0)
+    with own.part(0):
+        assert module.outputs == [1.0]
