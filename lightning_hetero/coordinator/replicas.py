@@ -202,11 +202,19 @@ class HostedReplicas:
 
     def _check_parameters(self) -> None:
         for name, tensor in self._present():
-            if isinstance(tensor, nn.Parameter) and tensor not in self.names_of:
+            if isinstance(tensor, nn.Parameter) and self.names_of.get(tensor) != name:
                 raise ModelError(
                     f"The parameter {name} of a layer was replaced by another one during the run, "
                     "and the gradients that workers have for it would be lost. Set its content "
                     "with `load_state_dict()`, or let one process alone have the layer."
+                )
+
+    def _check_hooks(self) -> None:
+        for parameter, name in self.names_of.items():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ModelError(
+                    f"The parameter {name} of a layer has got a hook during the run, which would "
+                    "not fire on a worker. Remove it, or keep the layer with the coordinator."
                 )
 
     def _send(self, names: Collection[str]) -> None:
@@ -246,11 +254,12 @@ class HostedReplicas:
         """Inside, a batch's micro-batches run.
 
         Raises:
-            ModelError: If a tensor of the layers has changed inside: other micro-batches ran with
-                another one.
+            ModelError: If a parameter of the layers has a hook, or if one of their tensors has
+                changed inside: other micro-batches ran with another one.
         """
         self._note_other_bits()
         before = self._states()
+        self._check_hooks()
         yield
         for worker in self.workers:
             # What is being sent must not change.

@@ -96,6 +96,7 @@ class Driver:
         recorder: Sums up the coordinator's own actions.
         check_piece: Called with a micro-batch's number after each piece of its forward; it may
             refuse what that has done.
+        part: Gives a context in which such a piece runs, from a micro-batch's number.
         hosted: The layers that run here for some micro-batches; None if there are none.
     """
 
@@ -106,6 +107,7 @@ class Driver:
     starts_first: bool = False
     recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")))
     check_piece: Callable[[int], None] = lambda _microbatch: None
+    part: Callable[[int], AbstractContextManager[None]] = lambda _microbatch: nullcontext()
     hosted: HostedLayers | None = None
 
     def run(
@@ -346,7 +348,7 @@ class _RunningStep:
     def _go_on(self, index: int, run: Callable[[], HandedOver | Finished]) -> None:
         microbatch = self._in_flight[index]
         where = self._where(index, partial(self._enter, index), partial(self._stop, index, True))
-        with where, self.driver.draws.of(microbatch.draws):
+        with where, self.driver.draws.of(microbatch.draws), self.driver.part(index):
             microbatch.draws.go_on()
             report = run()
         self.driver.check_piece(index)

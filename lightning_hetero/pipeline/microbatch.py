@@ -388,6 +388,11 @@ def _cut(part: Any, start: int, end: int, samples: Samples) -> Any:
 def _cut_tensor(tensor: Tensor, start: int, end: int, samples: Samples) -> Tensor:
     if tensor.ndim == 0:
         return tensor
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise BatchError(
+            "A sparse or nested tensor in the batch cannot be cut. Return dense tensors from the "
+            "data loader, or use micro_batching='boundary'."
+        )
     dim = _dim_in(tensor, samples)
     if dim is None:
         raise BatchError(

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
@@ -37,8 +37,9 @@ from ..recovery import Recovery
 
 _PACKAGE = __name__.partition(".")[0]
 
-# Gets a batch, the other arguments of `training_step`, and a function that begins the step again.
-FirstCheck: TypeAlias = Callable[[CutBatch, Sequence[Any], Callable[[], None]], None]
+# Gets a batch, the other arguments of `training_step`, and a function that begins the step again;
+# returns the names of what it has said that `training_step` changes.
+FirstCheck: TypeAlias = Callable[[CutBatch, Sequence[Any], Callable[[], None]], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -268,12 +269,18 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 
 def warn_of_batch_statistics(module: pl.LightningModule) -> None:
-    """Warn of BatchNorm: its statistics will come from one micro-batch each."""
-    if any(isinstance(m, _BatchNorm) for m in module.modules()):
+    """Warn of norms with statistics: these will come from one micro-batch each."""
+    norms = [m for m in module.modules() if isinstance(m, _NormBase)]
+    if any(isinstance(norm, _BatchNorm) for norm in norms):
         rank_zero_warn(
             f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
             "micro-batch. With micro_batching='boundary' they are those of the batch; layers on "
             "workers that have BatchNorm then get batches in one piece."
+        )
+    elif any(norm.track_running_stats for norm in norms):
+        rank_zero_warn(
+            f"{type(module).__name__} has InstanceNorm with running statistics, which each "
+            "micro-batch will move; micro_batching='boundary' moves them once for each batch."
         )
 
 

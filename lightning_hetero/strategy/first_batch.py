@@ -19,13 +19,13 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torchmetrics import Metric
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..coordinator.deployment import Deployment
 from ..devices.device import device_for, is_out_of_memory
 from ..devices.main_memory import free_main_memory
 from ..errors import BatchError, HeteroError
+from ..model.override import stand_in
 from ..pipeline.microbatch import (
     GO_ON,
     IGNORED_LABEL,
@@ -35,10 +35,12 @@ from ..pipeline.microbatch import (
     LossWeighting,
     Samples,
 )
-from ..pipeline.results import loss_of
+from ..pipeline.results import BatchMetrics, StepLog, loss_of
 from ..pipeline.tolerance import coarsest, rounding_of_loss
 from ..profiler.dry_run import no_trace
 from .arguments import FirstCheck, StepOptions, autocast_dtype
+from .first_logs import Logged, differing, in_words
+from .step_changes import may_change, warn_of_changes
 
 # Losses may cancel each other to almost nothing, and so may the numbers within each loss. So an
 # absolute difference below this part of the relative rounding error is rounding too. A loss below
@@ -51,6 +53,10 @@ _MARGIN = 1.5
 _FEWEST_COMPARED = 2
 # A fourth loss of one batch may differ by this multiple of the spread of three losses.
 _SPREADS = 8
+
+
+def _drop(*_args: Any, **_kwargs: Any) -> None:
+    """Stands in for what would keep a value."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class _Problem:
-    """A difference between the loss of a batch and that of its micro-batches.
+    """A difference between what a batch has and what its micro-batches have together.
 
     Args:
         text: The difference and its remedies in words.
@@ -128,8 +134,10 @@ def first_batch_check(
     if mode == "off":
         return None
 
-    def check(batch: CutBatch, rest: Sequence[Any], begin_again: Callable[[], None]) -> None:
-        FirstBatchCheck(module, deployment, weighting, rest, begin_again).run(batch, mode)
+    def check(
+        batch: CutBatch, rest: Sequence[Any], begin_again: Callable[[], None]
+    ) -> Sequence[str]:
+        return FirstBatchCheck(module, deployment, weighting, rest, begin_again).run(batch, mode)
 
     return check
 
@@ -152,10 +160,13 @@ class FirstBatchCheck:
     rest: Sequence[Any]
     begin_again: Callable[[], None]
 
-    def run(self, batch: CutBatch, mode: CheckFirstBatch) -> None:
+    def run(self, batch: CutBatch, mode: CheckFirstBatch) -> Sequence[str]:
         """Check a batch of two micro-batches at least.
 
         Everything is as before afterwards, random generators included.
+
+        Returns:
+            The parameters and buffers of which it has warned that each micro-batch changes them.
 
         Raises:
             BatchError: If the difference is too large, and the mode is ``"stop"``.
@@ -165,17 +176,12 @@ class FirstBatchCheck:
             _evaluate(self.module, away)
             problem = self._problem(batch)
             changed = list(_changed_in(self.module, has_changed))
-        if changed:
-            rank_zero_warn(
-                f"`training_step` changes {', '.join(changed)} in place, which happens once for "
-                "each micro-batch and not once for each batch. If that makes a difference, do it "
-                "in `on_train_batch_end`, or use `micro_batching='boundary'`."
-            )
-        if problem is None:
-            return
-        if mode == "stop" and problem.is_large:
+        warn_of_changes(changed)
+        if problem is not None and mode == "stop" and problem.is_large:
             raise BatchError(f"{problem.text} {GO_ON}")
-        rank_zero_warn(problem.text)
+        if problem is not None:
+            rank_zero_warn(problem.text)
+        return changed
 
     def _problem(self, batch: CutBatch) -> _Problem | None:
         """The problem of a batch, or of its first micro-batches if the batch does not fit."""
@@ -199,12 +205,14 @@ class FirstBatchCheck:
         return None
 
     def _compare(self, batch: CutBatch) -> _Problem | None:
+        logged, log, shares = Logged(), StepLog(BatchMetrics(), self.weighting == "sum"), [0.0]
         with self._from_the_start():
-            first, most = self._metered(batch)
+            first, most = self._metered(batch, log, shares)
             batch = batch.first(most)
-            cut = [first, *(self._loss(piece) for piece in batch.microbatches[1:])]
+            others = enumerate(batch.microbatches[1:], 1)
+            cut = [first, *(self._loss_of_piece(piece, n, log, shares) for n, piece in others)]
         with self._from_the_start():
-            losses = Losses(self._loss(batch.whole), cut, self._rounding())
+            losses = Losses(self._loss(batch.whole, logged.note), cut, self._rounding())
         if losses.skips_only_whole:
             rank_zero_warn(
                 "The loss of the first batch could not be compared with that of its "
@@ -214,29 +222,74 @@ class FirstBatchCheck:
             return None
         weights = self._weights(batch, self.weighting)
         difference = losses.difference(weights)
-        if difference <= losses.rounding or self._is_random(losses, difference, batch):
+        if difference <= losses.rounding:
+            shares[:] = self._weights(batch, "samples") if self.weighting == "sum" else weights
+            return self._compare_logs(batch, logged, log)
+        if self._is_random(losses, difference, batch):
             return None
         text = _said(losses, weights, difference, self._remedies(losses, batch))
         return _Problem(text, difference > max(losses.rounding, STOPPING_DIFFERENCE))
 
-    def _loss(self, batch: Any, *, is_cut: bool = False) -> float | None:
+    def _compare_logs(self, batch: CutBatch, whole: Logged, log: StepLog) -> _Problem | None:
+        """What the batch logs otherwise than its micro-batches together."""
+        cut = Logged()
+        log.publish(cut.note)
+        names = differing(whole, cut)
+        if not names:
+            return None
+        again = Logged()
+        self._redrawn(batch.whole, again.note)
+        # A time, or what is drawn at random, is another value at each run.
+        moving = differing(whole, again)
+        names = [name for name in names if name not in moving]
+        if not names:
+            return None
+        return _Problem(
+            "The first batch logs other values than its micro-batches together: "
+            f"{in_words(names, whole, cut)}. What `training_step` logs is averaged over "
+            "micro-batches: log a sum with `reduce_fx='sum'`, and anything else with a "
+            "torchmetrics object or in `on_train_batch_end`. Pass the samples of the micro-batch "
+            "as `batch_size`. `micro_batching='boundary'` logs as one device does.",
+            is_large=False,
+        )
+
+    def _loss_of_piece(
+        self, piece: Any, number: int, log: StepLog, shares: list[float]
+    ) -> float | None:
+        """The loss of a micro-batch; its share, which is not known yet, will be in ``shares``."""
+        log.weigh(lambda: shares[number], number)
+        return self._loss(piece, log.log, log.note_loss)
+
+    def _loss(
+        self,
+        batch: Any,
+        log: Callable[..., None] = _drop,
+        note_loss: Callable[[Tensor | None], None] = _drop,
+        *,
+        is_cut: bool = False,
+    ) -> float | None:
         plugin = self.module.trainer.precision_plugin
+        put_back = stand_in(self.module, "log", log)
         with torch.no_grad(), self.deployment.hand_overs.trying(is_cut=is_cut):
             with plugin.train_step_context():
                 result = self.module.training_step(batch, *self.rest)
             self.deployment.check_forward_finished()
+        put_back()
         loss = loss_of(result)
+        note_loss(loss)
         return None if loss is None else float(loss)
 
     def _recover(self) -> None:
         self.deployment.abort()
         self.begin_again()
 
-    def _metered(self, batch: CutBatch) -> tuple[float | None, int]:
+    def _metered(
+        self, batch: CutBatch, log: StepLog, shares: list[float]
+    ) -> tuple[float | None, int]:
         """The loss of the first micro-batch, and how many may be one batch for the memory."""
         device = device_for(self.module.trainer.strategy.root_device)
         with device.metering() as meter:
-            loss = self._loss(batch.microbatches[0])
+            loss = self._loss_of_piece(batch.microbatches[0], 0, log, shares)
             peak_bytes = meter.peak_bytes()
         if not device.overcommits:
             return loss, len(batch.microbatches)  # more than there is raises an error
@@ -261,10 +314,10 @@ class FirstBatchCheck:
         )
         return True
 
-    def _redrawn(self, batch: Any) -> float | None:
+    def _redrawn(self, batch: Any, log: Callable[..., None] = _drop) -> float | None:
         """The loss with the next random numbers, and with nothing else of the run before."""
         with self._from_the_start(puts_draws_back=False):
-            return self._loss(batch)
+            return self._loss(batch, log)
 
     def _from_the_start(self, *, puts_draws_back: bool = True) -> AbstractContextManager[Any]:
         """Inside, forwards have no side effects: a layer in this process may count its calls, and
@@ -333,7 +386,7 @@ class FirstBatchCheck:
 def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool]) -> Iterator[str]:
     """The changed parameters and buffers, without norms and metrics, which may change."""
     for path, inner in module.named_modules():
-        if not isinstance(inner, (Metric, _NormBase)):
+        if not may_change(inner):
             for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
                 if tensor is not None and has_changed(tensor):
                     yield f"{path}.{name}".strip(".")

@@ -41,6 +41,7 @@ from ..pipeline.results import (
     weighted_mean,
 )
 from .arguments import FirstCheck, StepOptions, scaler_of
+from .step_changes import OwnAttributes, StepChanges, warn_of_changes
 
 
 @dataclass(frozen=True)
@@ -207,10 +208,14 @@ class MicrobatchedStep(BatchStep):
         coordinator = deployment.coordinator
         self._loss_weighting = options.loss_weighting
         self._check = check
+        # While the first batch that is cut runs, what its micro-batches change.
+        self._changes: StepChanges | None = None
+        self._told: Sequence[str] = ()
         self._copies = coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
         self._flags = FrozenFlags(module)
+        self._own_attributes = OwnAttributes(module, deployment.modules_away)
         self.recorder = coordinator.telemetry.recorder
         self.recorder.take_laps()  # a former run's
         self._driver = Driver(
@@ -221,6 +226,7 @@ class MicrobatchedStep(BatchStep):
             deployment.plan.starts_on_worker,
             self.recorder,
             self._flags.check,
+            self._own_attributes.part,
             deployment.hosted,
         )
 
@@ -250,6 +256,7 @@ class MicrobatchedStep(BatchStep):
         ]
         plan = self._deployment.plan
         self._flags.begin_step(len(work))
+        self._own_attributes.begin_step()
         stages = self._deployment.coordinator.stages
         stages.is_before_step = _steps_behind_batch(self._module.trainer)
         with ExitStack() as stack:
@@ -261,6 +268,9 @@ class MicrobatchedStep(BatchStep):
             results = self._driver.run(
                 step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
+        if self._changes is not None:
+            changed, self._changes = self._changes.repeated, None
+            warn_of_changes([name for name in changed if name not in self._told])
         log.publish(self._module.log)
         merged = self._merge(results, weights.all, shares.all, scale)
         if merged is None:
@@ -306,7 +316,8 @@ class MicrobatchedStep(BatchStep):
         stages, plan = self._deployment.coordinator.stages, self._deployment.plan
         begin = partial(stages.begin_step, plan.max_in_flight, accumulate)
         begin()
-        check(batch, rest, partial(begin, is_trial=True))
+        self._told = check(batch, rest, partial(begin, is_trial=True))
+        self._changes = StepChanges(self._module, self._deployment.modules_away)
         return True
 
     def _run_one(
@@ -314,11 +325,17 @@ class MicrobatchedStep(BatchStep):
     ) -> Any:
         """Run ``training_step`` in the turn of a micro-batch, after its log has begun."""
         begin()
+        self._note_changes()
         with torch.enable_grad(), self._module.trainer.precision_plugin.train_step_context():
             result = self._module.training_step(microbatch, *rest)
+        self._note_changes()
         self._deployment.check_forward_finished()
         log.note_loss(loss_of(result))
         return result
+
+    def _note_changes(self) -> None:
+        if self._changes is not None:
+            self._changes.note()
 
     def _merge(
         self, results: list[Any], weights: list[float], shares: list[float], loss_scale: float

@@ -81,6 +81,7 @@ def plain() -> tuple[Record, Record]:
     return run("auto")
 
 
+@pytest.mark.filterwarnings("ignore:The first batch logs other values")
 @pytest.mark.parametrize("micro_batching", ["step", "boundary"])
 def test_hooks_and_metrics_are_those_of_one_device(
     micro_batching: Any, plain: tuple[Record, Record], workers: list[str]

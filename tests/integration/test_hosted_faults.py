@@ -181,6 +181,26 @@ def test_another_parameter_in_the_place_of_one_is_refused(workers: list[str]) ->
         fit(Replacing(), strategy, loader(12, BATCH_SIZE))
 
 
+class Tying(TinyModule):
+    def on_fit_start(self) -> None:
+        first, second = self.model.model.layers[1:3]
+        second.mlp.up_proj.weight = first.mlp.up_proj.weight
+
+
+class Hooking(TinyModule):
+    def on_train_start(self) -> None:
+        self.model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 0.1 * gradient)
+
+
+@pytest.mark.parametrize(("kind", "match"), [(Tying, "was replaced"), (Hooking, "has got a hook")])
+def test_a_tie_or_a_hook_that_comes_during_the_run_is_refused(
+    kind: type[TinyModule], match: str, workers: list[str]
+) -> None:
+    strategy = HeteroPipelineStrategy(workers[:1], hosted(workers[:1]))
+    with pytest.raises(ModelError, match=match):
+        fit(kind(), strategy, loader(12, BATCH_SIZE))
+
+
 @pytest.mark.parametrize("optimizer", [None, "split"])
 def test_an_error_in_a_micro_batch_that_runs_here_leaves_the_worker_free(
     optimizer: Any, workers: list[str]

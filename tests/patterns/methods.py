@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -251,6 +251,21 @@ class AveragedHead(Learner):
         average(self.averages, self.head)
 
 
+class LeavesOut(Learner):
+    """Leaves out a batch whose gradient is too large."""
+
+    def on_after_backward(self) -> None:
+        if float(cast(Tensor, self.head.bias.grad).norm()) > 0.4:
+            self.zero_grad()
+
+
+class ClipsByHand(Learner):
+    """Clips before Lightning would."""
+
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
 class Momentum(AveragedHead):
     """Predicts what an average of its head says, and moves it inside of its step."""
 
@@ -380,5 +395,16 @@ PATTERNS = [
         said=r"`training_step` changes averages\.(weight|bias)",
         differs=True,
         remedy=BOUNDARY,
+    ),
+    Pattern(
+        "bad batches left out",
+        "`zero_grad()` in `on_after_backward` if a gradient is too large.",
+        LeavesOut,
+    ),
+    Pattern(
+        "clipping in `on_after_backward`",
+        "`clip_grad_norm_` of torch sees the gradients of this process alone.",
+        ClipsByHand,
+        refused="wants the gradient of a parameter",
     ),
 ]

@@ -183,6 +183,43 @@ class NormOutside(Learner):
         return super().leave(normed)
 
 
+class Centred(nn.Module):
+    """Takes off a mean that it updates at each call in training."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(hidden.detach().mean((0, 1)), 0.1)
+        return hidden - self.mean
+
+
+class CentredOutside(Learner):
+    """A running mean before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centred = Centred()
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return super().leave(self.centred(hidden))
+
+
+class Keeps(Learner):
+    """Keeps in an attribute what it needs again behind the layers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.scale = inputs.abs().mean((1, 2), keepdim=True)
+        return super().forward(inputs)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return super().leave(hidden) * self.scale
+
+
 class StateSpace(Learner):
     """Computes the layers' first state of each sample."""
 
@@ -250,7 +287,7 @@ PATTERNS = [
         "The layer that counts its calls is not away.",
         Counting,
         settings={"here": 1},
-        said=r"`micro_batching='boundary'` repairs it",
+        said=r"`micro_batching='boundary'` repairs it|changes layers\.0\.num_calls",
         differs=True,
         remedy=BOUNDARY,
     ),
@@ -295,5 +332,19 @@ PATTERNS = [
         NormOutside,
         refused=r"`micro_batching='boundary'`",
         remedy=BOUNDARY,
+    ),
+    Pattern(
+        "running mean outside of the layers",
+        "A module of the coordinator updates a buffer in training, as codebooks do.",
+        CentredOutside,
+        said=r"`training_step` changes centred\.mean",
+        differs=True,
+        remedy=BOUNDARY,
+    ),
+    Pattern(
+        "kept in an attribute",
+        "The model keeps something of its input until the layers have run.",
+        Keeps,
+        said="`training_step` changes scale",
     ),
 ]

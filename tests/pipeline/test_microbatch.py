@@ -157,6 +157,7 @@ def test_the_batch_itself_is_left_as_it_was() -> None:
         (["a", "b"], "no tensor"),
         (object(), "object holds no tensor"),
         ({"x": rows(), "labels": {1, 2}}, "set"),
+        ({"x": torch.zeros(4, 2), "sparse": torch.eye(4).to_sparse()}, "sparse or nested"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(batch: Any, reason: str) -> None:

@@ -1,0 +1,160 @@
+"""What a ``training_step`` changes in the modules of this process whenever it runs.
+
+On one device such a change happens once for each batch, and here once for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torchmetrics import Metric
+
+_CONTAINERS = (list, dict, set, deque)
+_NUMBERS = (bool, int, float, str)
+# Longer containers are compared by their lengths.
+_MOST_COMPARED = 100
+
+
+def may_change(module: nn.Module) -> bool:
+    """Whether a module is a metric, or a norm with statistics, which have words of their own."""
+    return isinstance(module, (Metric, _NormBase))
+
+
+def warn_of_changes(names: Sequence[str]) -> None:
+    """Warn of what each micro-batch changes, if there is any."""
+    if names:
+        rank_zero_warn(
+            f"`training_step` changes {', '.join(names)} in place, which happens once for each "
+            "micro-batch and not once for each batch. If that makes a difference, do it in "
+            "`on_train_batch_end`, or use `micro_batching='boundary'`."
+        )
+
+
+class StepChanges:
+    """Counts how often the micro-batches of a step change each buffer and attribute.
+
+    Args:
+        module: The LightningModule.
+        away: Modules in it that run elsewhere.
+    """
+
+    def __init__(self, module: pl.LightningModule, away: Iterable[nn.Module]) -> None:
+        skipped = {inner for outer in away for inner in outer.modules()}
+        self._modules = [
+            (path, inner)
+            for path, inner in module.named_modules()
+            if inner not in skipped and not may_change(inner)
+        ]
+        self._ignored = {*vars(pl.LightningModule()), "log"}
+        self._counts: Counter[str] = Counter()
+        self._present = dict(self._look())
+
+    def note(self) -> None:
+        """Look for changes: before and after each micro-batch, since they run turn by turn."""
+        found = dict(self._look())
+        for name, (form, _) in found.items():
+            if name in self._present and self._present[name][0] != form:
+                self._counts[name] += 1
+        self._present = found
+
+    @property
+    def repeated(self) -> list[str]:
+        """The names of what several micro-batches have changed, such as no cache is."""
+        return [name for name, count in self._counts.items() if count > 1]
+
+    def _look(self) -> Iterator[tuple[str, tuple[Any, Any]]]:
+        """What tells that a value has changed, by the value's path; values are kept, so that no
+        other object gets the identity of one."""
+        for path, module in self._modules:
+            plain = {n: v for n, v in vars(module).items() if n not in self._ignored}
+            for name, value in (*module._buffers.items(), *plain.items()):
+                yield f"{path}.{name}".strip("."), (_form_of(value), value)
+
+
+def _form_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, _CONTAINERS):
+        is_short = len(value) <= _MOST_COMPARED and not isinstance(value, dict)
+        if is_short and all(isinstance(item, _NUMBERS) for item in value):
+            return repr(value)
+        return len(value)
+    return repr(value) if isinstance(value, _NUMBERS) else id(value)
+
+
+class OwnAttributes:
+    """Shows each micro-batch the attributes that it has set by itself.
+
+    Micro-batches take turns at the layers on workers. What one of them keeps in an attribute before
+    the layers, such as a mask, is to be found behind them, although others have set it meanwhile.
+
+    Args:
+        module: The LightningModule.
+        away: Modules in it that run elsewhere.
+    """
+
+    def __init__(self, module: pl.LightningModule, away: Iterable[nn.Module]) -> None:
+        skipped = {inner for outer in away for inner in outer.modules()}
+        self._attributes = [
+            vars(inner)
+            for inner in module.modules()
+            if inner not in skipped and not may_change(inner)
+        ]
+        self._ignored = {*vars(pl.LightningModule()), "log", "forward"}
+        # The first step shows which modules set any.
+        self._looked_at: Sequence[int] = range(len(self._attributes))
+        # By micro-batch: what it has set, by the number of the module and the name.
+        self._own: dict[int, dict[tuple[int, str], Any]] = {}
+
+    def begin_step(self) -> None:
+        """Forget the micro-batches of the step before."""
+        if self._own:
+            found = {number for own in self._own.values() for number, _ in own}
+            self._looked_at = sorted({0, *found})
+        self._own.clear()
+
+    @contextmanager
+    def part(self, microbatch: int) -> Iterator[None]:
+        """Inside, a part of a micro-batch runs, up to its next hand-over."""
+        own = self._own.setdefault(microbatch, {})
+        others = {key: self._show(key, value) for key, value in own.items()}
+        before = {number: dict(self._attributes[number]) for number in self._looked_at}
+        try:
+            yield
+        finally:
+            for number, known in before.items():
+                for name, value in list(self._attributes[number].items()):
+                    if value is not known.get(name, _NOTHING) and name not in self._ignored:
+                        key = number, name
+                        own[key] = value
+                        self._show(key, _added(others.pop(key, _NOTHING), known.get(name), value))
+            for key, value in others.items():
+                if key[1] in self._attributes[key[0]]:
+                    self._show(key, value)
+                else:
+                    del own[key]
+
+    def _show(self, key: tuple[int, str], value: Any) -> Any:
+        """Set an attribute; returns what was there."""
+        number, name = key
+        present = self._attributes[number].pop(name, _NOTHING)
+        if value is not _NOTHING:
+            self._attributes[number][name] = value
+        return present
+
+
+_NOTHING = object()
+
+
+def _added(others: Any, before: Any, value: Any) -> Any:
+    """What an attribute becomes that a micro-batch has changed: a count of others is added to."""
+    if all(type(each) in (int, float) for each in (others, before, value)):
+        return others + (value - before)
+    return value

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from collections import deque
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_hetero.strategy.step_changes import OwnAttributes, StepChanges
+
+
+class Keeping(pl.LightningModule):
+    """Has all that a ``training_step`` may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.away = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.outputs: list[float] = []
+        self.latest: deque[int] = deque()
+        self.loss = 0.0
+        self.hidden = torch.zeros(1)
+        self.metric = MeanMetric()
+        self.cache: int | None = None
+        self.kept = "the same"
+
+    def step(self, number: int) -> None:
+        self.mean.add_(1)
+        self.outputs.append(number)
+        self.latest.append(number)
+        self.loss += 0.5
+        self.hidden = torch.ones(1)
+        self.metric.update(1.0)
+        self.away.scale = number
+        self.inner.count = number
+        self.cache = self.cache or 7
+        self.kept = "the " + "same"
+
+
+def test_what_several_micro_batches_change_is_named() -> None:
+    module = Keeping()
+    changes = StepChanges(module, [module.away])
+    module.inner.count = -1
+    changes.note()
+    for number in range(3):
+        changes.note()
+        module.step(number)
+        changes.note()
+    assert sorted(changes.repeated) == [
+        *("hidden", "inner.count", "latest", "loss", "mean", "outputs")
+    ]
+
+
+def test_micro_batches_that_begin_before_others_end_are_told_apart() -> None:
+    module = Keeping()
+    changes = StepChanges(module, [])
+    for _ in range(3):  # each computes up to its layers
+        changes.note()
+        module.loss += 1.0
+    for _ in range(3):
+        changes.note()
+    assert changes.repeated == ["loss"]
+
+
+def test_each_micro_batch_finds_what_it_has_kept() -> None:
+    module = Keeping()
+    own = OwnAttributes(module, [module.away])
+    kept = [torch.full((1,), float(number)) for number in range(3)]
+    for _step in range(2):
+        own.begin_step()
+        for number in range(3):
+            with own.part(number):
+                module.hidden = kept[number]
+                module.loss += 1.0
+        for number in range(3):
+            with own.part(number):
+                assert module.hidden is kept[number]
+                module.loss += 1.0
+        assert module.hidden is kept[2]
+    assert module.loss == 12.0
+
+
+def test_what_only_one_micro_batch_sets_is_there_for_all() -> None:
+    module = Keeping()
+    own = OwnAttributes(module, [])
+    with own.part(0):
+        module.cache = 7
+    with own.part(1):
+        assert module.cache == 7
+        module.outputs.append(1.0)
+    with own.part(0):
+        assert module.outputs == [1.0]
