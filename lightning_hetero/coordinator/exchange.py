@@ -11,6 +11,7 @@ that has changed here.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -22,8 +23,10 @@ from ..protocol import messages as m
 from ..protocol.tensors import in_frames
 from ..transport.channel import send_copied
 from .connections import refuse_sums
-from .layers import RemoteLayers
 from .member import Member
+
+if TYPE_CHECKING:
+    from .layers import RemoteLayers
 
 # What is exchanged, the number of the exchange, and the worker that sends it.
 _Part = tuple[m.ReplicaContent, int, Member]
