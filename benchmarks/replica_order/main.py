@@ -19,13 +19,13 @@ from rich.table import Table
 
 from lightning_hetero.pipeline.rule import Action
 from lightning_hetero.planner.routes import Hop, Pipeline, Replicas, StageTimes
-from lightning_hetero.planner.simulation import Run
+from lightning_hetero.planner.simulation import SimulatedRun
 
 ACTION_SECONDS = 0.02
 """A forward at speed 1 of a stage; its backward takes twice as long."""
 
 
-class Jittered(Run):
+class Jittered(SimulatedRun):
     """A step in which the duration of each action differs by a normal distribution."""
 
     def __init__(self, pipeline: Pipeline, jitter: float, seed: int) -> None:
@@ -92,7 +92,7 @@ def measure(case: Case, options: argparse.Namespace) -> list[str]:
     """A row of the table."""
     pipeline = pipeline_of(case, options.micro_batches, options.in_flight, options.hop)
     free, in_order = mean_steps(pipeline, options.jitter, options.steps)
-    calm = Run(pipeline).play()
+    calm = SimulatedRun(pipeline).play()
     return [
         f"{1e3 * free:.0f}",
         f"{1e3 * in_order:.0f}",

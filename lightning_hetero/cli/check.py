@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from ..devices.description import equipment_here, named_device
-from ..verify.device_check import Finding, check_device
+from ..verify.device_check import CheckFinding, check_device
 from .options import check_folder, writing
 
 _MARKS = {True: "ok", False: "**FAILS**", None: ""}
@@ -54,6 +54,6 @@ def _heading(device: torch.device) -> list[str]:
     return [f"## {names}", "", versions, "", "| what | found | |", "|---|---|---|"]
 
 
-def _row(finding: Finding) -> str:
+def _row(finding: CheckFinding) -> str:
     found = " ".join(finding.found.replace("|", "/").split())
     return f"| {finding.what} | {found} | {_MARKS[finding.is_good]} |"

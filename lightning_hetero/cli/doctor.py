@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..devices.description import equipment_here
-from ..doctor.checks import Outcome, Report, Wanted, advice
+from ..doctor.checks import Outcome, Report, WantedPlan, advice
 from ..doctor.visit import Options, credentials_or_error, visit
 from ..errors import PlanError
 from ..plan import Plan
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     sys.exit(0 if all(report.is_usable for report in reports) else 1)
 
 
-def _wanted(profile: str | None, plan: str | None) -> Wanted | None:
+def _wanted(profile: str | None, plan: str | None) -> WantedPlan | None:
     if profile is None:
         if plan is not None:
             raise PlanError(
@@ -61,7 +61,7 @@ def _wanted(profile: str | None, plan: str | None) -> Wanted | None:
                 "its model with --profile."
             )
         return None
-    return Wanted(Profile.from_yaml(profile), None if plan is None else Plan.from_yaml(plan))
+    return WantedPlan(Profile.from_yaml(profile), None if plan is None else Plan.from_yaml(plan))
 
 
 def _rendered(report: Report) -> Table:

@@ -55,7 +55,7 @@ _MOST_OF_DEVICE = 16
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LinkTraffic:
     """Bytes per second in both directions of a link."""
 
     peer: str
@@ -64,7 +64,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class WorkerSighting:
     """The last look at a worker.
 
     Args:
@@ -110,7 +110,7 @@ class Sighting:
         return None if self.seen is None else self.seen.status.spare
 
     @property
-    def traffic(self) -> list[Traffic]:
+    def traffic(self) -> list[LinkTraffic]:
         """The traffic of each link since the previous look; empty at the first look."""
         earlier = _stage(self.before)
         if self.stage is None or earlier is None or self.before is None or self.seen is None:
@@ -118,7 +118,7 @@ class Sighting:
         seconds = self.seen.status.moment_seconds - self.before.status.moment_seconds
         before = {link.peer: link for link in earlier.links}
         return [
-            Traffic(
+            LinkTraffic(
                 link.peer,
                 (link.received_bytes - before[link.peer].received_bytes) / seconds,
                 (link.sent_bytes - before[link.peer].sent_bytes) / seconds,
@@ -128,15 +128,17 @@ class Sighting:
         ]
 
 
-def seen_again(last: Sighting, answer: WorkerStatus | str) -> Sighting:
+def seen_again(last: WorkerSighting, answer: WorkerStatus | str) -> WorkerSighting:
     """The sighting after another look, from the worker's answer or the reason that it gave none."""
     if isinstance(answer, str):
-        return Sighting(last.name, last.seen, None, answer, last.num_missed + 1, busy_share=None)
+        return WorkerSighting(
+            last.name, last.seen, None, answer, last.num_missed + 1, busy_share=None
+        )
     before = last.seen if not last.problem and _are_of_one_run(last.seen, answer) else None
     share = _busy_share(before, answer)
     if share is None and before is not None and answer.status.stage and answer.status.stage.stages:
         share = last.busy_share
-    return Sighting(last.name, answer, before, busy_share=share)
+    return WorkerSighting(last.name, answer, before, busy_share=share)
 
 
 def _busy_share(before: WorkerStatus | None, now: WorkerStatus) -> float | None:
@@ -162,10 +164,10 @@ def run(options: argparse.Namespace) -> None:
     deadlines = replace(Deadlines(), connect_seconds=options.patience)
     identity = Identity(credentials=credentials_of(find_token_file(options.token_file)))
     console = _console()
-    sightings = [Sighting(str(address)) for address in options.workers]
+    sightings = [WorkerSighting(str(address)) for address in options.workers]
     with ThreadPoolExecutor(len(options.workers)) as asking:
 
-        def look(before: Sequence[Sighting]) -> list[Sighting]:
+        def look(before: Sequence[WorkerSighting]) -> list[WorkerSighting]:
             answers = asking.map(lambda each: _ask(each, deadlines, identity), options.workers)
             return [seen_again(*pair) for pair in zip(before, answers, strict=True)]
 
@@ -203,7 +205,7 @@ def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerSt
         return str(error)
 
 
-def table(sightings: Sequence[Sighting]) -> RenderableType:
+def table(sightings: Sequence[WorkerSighting]) -> RenderableType:
     """The table of all workers, a row for each. Below it is why workers do not answer, and which of
     them have a lost one's place."""
     shown = Table(
@@ -218,12 +220,12 @@ def table(sightings: Sequence[Sighting]) -> RenderableType:
     return Group(shown, *(note for note in notes if note is not None))
 
 
-def _problem(each: Sighting) -> Text:
+def _problem(each: WorkerSighting) -> Text:
     looks = "1 look" if each.num_missed == 1 else f"{each.num_missed} looks"
     return Text.assemble((each.name, "bold"), f" ({looks} without an answer): {each.problem}")
 
 
-def _repetition(each: Sighting) -> Text | None:
+def _repetition(each: WorkerSighting) -> Text | None:
     repetition = None if each.stage is None else each.stage.repetition
     if repetition is None:
         return None
@@ -232,7 +234,7 @@ def _repetition(each: Sighting) -> Text | None:
     return Text.assemble((each.name, "bold"), f" has the place of a lost worker: it {said}")
 
 
-def _cells(each: Sighting) -> list[Text]:
+def _cells(each: WorkerSighting) -> list[Text]:
     seen, blank = each.seen, [Text("")]
     if seen is None:  # before the first answer
         state = Text(each.state, style="bold red") if each.problem else Text("")
@@ -253,7 +255,7 @@ def _is_short(device: str) -> bool:
     return "(" not in device and len(device) <= _MOST_OF_DEVICE
 
 
-def _cells_of_run(each: Sighting) -> list[Text]:
+def _cells_of_run(each: WorkerSighting) -> list[Text]:
     stage = each.stage
     if stage is None:
         waits_for = "" if each.spare is None else _run_from(each.spare)
@@ -283,6 +285,6 @@ def _bar(share: float) -> str:
     return f"{'█' * full}{'░' * (_BAR_CELLS - full)} {100 * share:3.0f} %"
 
 
-def _traffic(traffic: Traffic) -> str:
+def _traffic(traffic: LinkTraffic) -> str:
     received, sent = (f"{rate / 1e6:.1f}" for rate in (traffic.received, traffic.sent))
     return f"{traffic.peer:11} {f'↓{received}/↑{sent}':>13}"

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..model.layers import DecoderLayer
-from ..pipeline.tolerance import Comparison, Verdict
+from ..pipeline.tolerance import Comparison, RehearsalVerdict
 from ..plan import Plan
 from ..planner.solver import even_plan
 from ..strategy.deploy import PlanChoice, Site
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     strategy = HeteroPipelineStrategy.of(project.trainer)
     choice = strategy.plan_choice if options.plan is None else PlanChoice(options.plan, None)
 
-    def rehearse(site: Site, layers: list[DecoderLayer]) -> Verdict:
+    def rehearse(site: Site, layers: list[DecoderLayer]) -> RehearsalVerdict:
         plan = _plan(choice, len(layers), site.find_workers())
         return Rehearsal(site, layers, plan).verdict()
 
@@ -44,7 +44,7 @@ def _plan(choice: PlanChoice, num_layers: int, names: list[str]) -> Plan:
     return given or replace(even_plan(num_layers, names), micro_batches=2)
 
 
-def _rendered(verdict: Verdict) -> Group:
+def _rendered(verdict: RehearsalVerdict) -> Group:
     table = Table(
         *_COLUMNS, box=box.SIMPLE_HEAD, title="largest relative errors against one device"
     )
@@ -76,7 +76,7 @@ def _error(error: float | None, tolerance: float) -> Text:
     return Text(f"{error:.1e}", "" if error <= tolerance else "bold red")
 
 
-def _lines(verdict: Verdict) -> list[str]:
+def _lines(verdict: RehearsalVerdict) -> list[str]:
     worst = [
         f"{stage.who}: the gradient that is furthest off is {stage.parameters.name}"
         for stage in verdict.stages

@@ -36,9 +36,9 @@ from ..transport.handshake import address_of, listen
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import FILE_VARIABLE, Token, find_token_file
 from ..worker.join import Joiner
-from ..worker.owner import Owner, RunRecord
+from ..worker.owner import Owner, ServedRun
 from ..worker.shelf import KeptTensors
-from ..worker.supervisor import Place, Supervisor, serve_one_session, serve_one_session_anew
+from ..worker.supervisor import SessionPlace, Supervisor, serve_one_session, serve_one_session_anew
 from ..worker.worker import Worker
 from .options import DEFAULT_LISTEN, add_unit_option
 
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     is_own = options.listen_fd is None
     token_file = find_token_file(options.token_file) if is_own else None
     if options.place is not None:
-        place = Place.parse(options.place)
+        place = SessionPlace.parse(options.place)
         make_for = partial(_maker, options, token_file)
         joiner = _joiner(options, address_of(place.listener))
         serve_one_session_anew(make_for, _say_when_it_ends, joiner, place)
@@ -125,7 +125,10 @@ def _joiner(options: argparse.Namespace, where: Address) -> Joiner | None:
 
 
 def _worker(
-    options: argparse.Namespace, credentials: Credentials | None, place: Place, kept: KeptTensors
+    options: argparse.Namespace,
+    credentials: Credentials | None,
+    place: SessionPlace,
+    kept: KeptTensors,
 ) -> Worker:
     """The worker of these options, in the process of a session."""
     if options.threads is not None:
@@ -147,7 +150,7 @@ def _worker(
     )
 
 
-def _command_at(place: Place) -> list[str]:
+def _command_at(place: SessionPlace) -> list[str]:
     """The command of this worker, for a process that serves one session at a place."""
     options = sys.argv[sys.argv.index("worker") + 1 :]
     return [sys.executable, "-m", "lightning_hetero", "worker", "--place", str(place), *options]
@@ -224,11 +227,11 @@ def _say_when_it_ends(has_run: bool) -> None:
     Console(stderr=True, soft_wrap=True).print(text)
 
 
-def _show(record: RunRecord) -> None:
+def _show(record: ServedRun) -> None:
     Console(soft_wrap=True).print(line_of(record, time.strftime("%Y-%m-%d %H:%M:%S")))
 
 
-def line_of(record: RunRecord, ended_at: str) -> Text:
+def line_of(record: ServedRun, ended_at: str) -> Text:
     """The line about a run that the owner reads."""
     lasted = timedelta(seconds=round(record.seconds))
     is_good = record.reason == "goodbye"
@@ -248,7 +251,7 @@ def line_of(record: RunRecord, ended_at: str) -> Text:
 
 def _maker(
     options: argparse.Namespace, token_file: Path | None, secret: str
-) -> Callable[[Place, KeptTensors], Worker]:
+) -> Callable[[SessionPlace, KeptTensors], Worker]:
     """Make a function that makes the worker of a session, for the secret of the run."""
     return partial(_worker, options, _credentials(token_file, secret))
 

@@ -25,7 +25,7 @@ from ..protocol.frames import Frame
 from .answers import HeldTensor, check_content, check_state, held_tensors
 from .connections import Connections
 from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
-from .loads import Load, send_all
+from .loads import TensorLoad, send_all
 from .member import Member
 from .progress import Progress, ProgressInLines, ProgressOfBytes
 
@@ -33,7 +33,7 @@ STEPS_BETWEEN_COMPARISONS = 100
 """After so many optimizer steps the weights of replicas are compared."""
 
 
-def load_of(worker: Member, stages: Sequence[RemoteStage]) -> Load:
+def load_of(worker: Member, stages: Sequence[RemoteStage]) -> TensorLoad:
     """The load of all tensors of a worker's stages.
 
     Tensors whose dtype differs on the worker are sent without an offer.
@@ -41,7 +41,7 @@ def load_of(worker: Member, stages: Sequence[RemoteStage]) -> Load:
     layers = {number: layer for stage in stages for number, layer in stage.layers.items()}
     here = {name: tensor.dtype for name, tensor in named_tensors(layers)}
     there = {name: dtype for stage in stages for name, dtype in stage.tensor_dtypes.items()}
-    return Load(
+    return TensorLoad(
         worker,
         chain.from_iterable(stage.contents() for stage in stages),
         is_packed_there=lambda name: stored_in_four_bits(layers, name),
@@ -143,7 +143,7 @@ class RemoteLayers:
             connections.request(worker, m.Launch())
         connections.finish(connections.workers)
 
-    def _load_of(self, worker: Member) -> Load:
+    def _load_of(self, worker: Member) -> TensorLoad:
         stages = self.holdings.stages_of(worker)
         load = load_of(worker, stages)
         if self.spool is not None:
@@ -245,7 +245,7 @@ class RemoteLayers:
         """
         self.connections.check_usable()
         loads = [
-            Load(worker, iter(self._contents_for(own, tensors)), is_built=True)
+            TensorLoad(worker, iter(self._contents_for(own, tensors)), is_built=True)
             for worker, own in self.holdings.names_by_holder(tensors)
         ]
         for _ in send_all(loads, self.receive):

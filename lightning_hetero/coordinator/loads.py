@@ -40,7 +40,7 @@ def _is_room_beside(count: int, num_bytes: int) -> bool:
 
 
 @dataclass(eq=False)
-class Load:
+class TensorLoad:
     """The tensors that one worker is to receive, and those under way to it.
 
     Args:
@@ -177,7 +177,7 @@ class PassedOn:
 
 
 def send_all(
-    loads: Sequence[Load | PassedOn], receive: Callable[[int], tuple[Member, Frame]]
+    loads: Sequence[TensorLoad | PassedOn], receive: Callable[[int], tuple[Member, Frame]]
 ) -> Iterator[tuple[Member, str]]:
     """Send several workers their tensors; yields the worker and the name of each tensor.
 

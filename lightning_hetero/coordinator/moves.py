@@ -23,7 +23,7 @@ from ..protocol import messages as m
 from .answers import held_tensors
 from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
 from .layers import Names, RemoteLayers
-from .loads import Load, PassedOn, send_all
+from .loads import PassedOn, TensorLoad, send_all
 from .member import Member
 
 # A parameter that trains travels with the state of its optimizer: most have two such tensors.
@@ -148,7 +148,7 @@ class LayerMove:
                     if target is source is worker:
                         self._note_arrival(name, worker)  # it may have another dtype there now
 
-    def _load_of(self, worker: Member) -> Load:
+    def _load_of(self, worker: Member) -> TensorLoad:
         """What goes from this process to a worker."""
         names = {
             n for (n, target), source in self._sources.items() if target is worker and not source
@@ -156,7 +156,7 @@ class LayerMove:
         stages = self._after.stages_of(worker)
         contents = chain.from_iterable(stage.contents(names) for stage in stages)
         is_packed_there = partial(stored_in_four_bits, self._after.layers)
-        return Load(worker, contents, is_packed_there, is_built=True)
+        return TensorLoad(worker, contents, is_packed_there, is_built=True)
 
     def _passed_on(self) -> list[PassedOn]:
         """What each worker gets from other workers."""

@@ -52,7 +52,7 @@ class FoundWorker:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchResult:
     """The result of a search.
 
     Args:
@@ -84,7 +84,7 @@ class Search:
         )
 
 
-def find_workers(token_file: Path | None, identity: Identity, deadlines: Deadlines) -> Search:
+def find_workers(token_file: Path | None, identity: Identity, deadlines: Deadlines) -> SearchResult:
     """Search for workers and greet each of them.
 
     Raises:
@@ -102,7 +102,7 @@ def find_workers(token_file: Path | None, identity: Identity, deadlines: Deadlin
     heard = hear(Recogniser(read_token_file(token_file)), multicast_hosts(own), seconds)
     answers = speak_with(heard.ours, own, identity, deadlines)
     found = {each.address: each for each in answers if isinstance(each, FoundWorker)}
-    return Search(
+    return SearchResult(
         tuple(sorted(found.values(), key=lambda worker: _place(worker.address))),
         tuple(sorted(each for each in answers if isinstance(each, str))),
         heard.num_others,

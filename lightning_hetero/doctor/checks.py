@@ -260,7 +260,7 @@ def _cut(sentences: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedPlan:
     """A measured model, and the plan to check; None stands for the best plan for the profile."""
 
     profile: Profile
@@ -279,7 +279,7 @@ class Wanted:
         return candidate_of(plan, profile)
 
 
-def against_plan(wanted: Wanted, worker: str, measured: Sequence[Link]) -> Finding:
+def against_plan(wanted: WantedPlan, worker: str, measured: Sequence[Link]) -> Finding:
     """Whether a worker's link to the coordinator is fast enough for the plan.
 
     The link is too slow if a micro-batch occupies it longer than the slowest stage, because that

@@ -35,7 +35,7 @@ from .checks import (
     Finding,
     Greeting,
     Report,
-    Wanted,
+    WantedPlan,
     against_plan,
     broken_off,
     completed,
@@ -81,7 +81,7 @@ class Options:
     equipment: m.Equipment
     connect_seconds: float = 10.0
     measure_seconds: float = 2.0
-    wanted: Wanted | None = None
+    wanted: WantedPlan | None = None
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class GivenTensors:
                 )
 
 
-class Arguments:
+class GivenArguments:
     """The arguments of a layer's call on a worker, which the layer must leave as they are.
 
     Args:

@@ -63,7 +63,7 @@ class Items(msgspec.Struct, frozen=True, tag="items"):
     items: list[Value]
 
 
-class Table(msgspec.Struct, frozen=True, tag="table"):
+class DictionaryTable(msgspec.Struct, frozen=True, tag="table"):
     """A dictionary, in its order."""
 
     items: list[tuple[Value, Value]]
@@ -82,14 +82,14 @@ class Function(msgspec.Struct, frozen=True, tag="function"):
     path: ImportPath
 
 
-class Member(msgspec.Struct, frozen=True, tag="member"):
+class EnumMember(msgspec.Struct, frozen=True, tag="member"):
     """A member of an enumeration."""
 
     path: ImportPath
     name: str
 
 
-class Record(msgspec.Struct, frozen=True, tag="record"):
+class DataclassRecord(msgspec.Struct, frozen=True, tag="record"):
     """An instance of a dataclass, with what its own code has set besides its fields."""
 
     path: ImportPath
@@ -103,7 +103,7 @@ class Class(msgspec.Struct, frozen=True, tag="class"):
     path: ImportPath
 
 
-class Part(msgspec.Struct, frozen=True, tag="part"):
+class ModulePart(msgspec.Struct, frozen=True, tag="part"):
     """The module that has the attribute, or a module inside it, by its path there."""
 
     path: str
@@ -121,7 +121,7 @@ class Loose(msgspec.Struct, frozen=True, tag="loose"):
 class Method(msgspec.Struct, frozen=True, tag="method"):
     """A method of a `Part`."""
 
-    part: Part
+    part: ModulePart
     name: str
 
 
@@ -170,13 +170,13 @@ Value = Union[  # noqa: UP007 - the names are known only later
     float,
     str,
     Items,
-    Table,
+    DictionaryTable,
     Text,
     Function,
-    Member,
-    Record,
+    EnumMember,
+    DataclassRecord,
     Class,
-    Part,
+    ModulePart,
     Loose,
     Method,
     Partial,
@@ -222,7 +222,7 @@ def write_value(
     if kind in _CONTAINERS.values():
         return Items(kind.__name__, [write(item) for item in value])
     if kind is dict:
-        return Table([(write(key), write(item)) for key, item in value.items()])
+        return DictionaryTable([(write(key), write(item)) for key, item in value.items()])
     if inspect.isfunction(value) and LOCALS in value.__qualname__:
         return _write_closure(value, where, paths, write)
     if inspect.isfunction(value) or inspect.isbuiltin(value):
@@ -238,7 +238,7 @@ def write_value(
             return _write_loose(value, noted_path(kind, "layer class", where, paths), write)
         return _write_part(value, where, owner)
     if isinstance(value, Enum):
-        return Member(noted_path(kind, "enumeration", where, paths), value.name)
+        return EnumMember(noted_path(kind, "enumeration", where, paths), value.name)
     if isinstance(value, PretrainedConfig):
         path = noted_path(kind, "config class", where, paths)
         return Config(path, plain_config(value), value._attn_implementation or "eager")
@@ -246,7 +246,7 @@ def write_value(
         content, others = (
             {name: write(item) for name, item in items.items()} for items in _content_of(value)
         )
-        return Record(noted_path(kind, "dataclass", where, paths), content, others)
+        return DataclassRecord(noted_path(kind, "dataclass", where, paths), content, others)
     raise _refusal(where, *_cause_and_remedy(value))
 
 
@@ -309,14 +309,14 @@ def _write_part(value: Any, where: str, owner: nn.Module | None) -> Value:
     if module not in inside:
         raise _refusal(where, *_cause_and_remedy(module))
     if not inspect.ismethod(value):
-        return Part(inside[module])
+        return ModulePart(inside[module])
     if getattr(type(module), value.__name__, None) is not value.__func__:
         raise _refusal(
             where,
             f"is a method that the class {type(module).__name__} does not have",
             "use a method of the class",
         )
-    return Method(Part(inside[module]), value.__name__)
+    return Method(ModulePart(inside[module]), value.__name__)
 
 
 def _write_closure(
@@ -414,20 +414,20 @@ def read_value(
     match value:
         case Items(container, items):
             return _hashed(_CONTAINERS[container], [read(item) for item in items])
-        case Table(items):
+        case DictionaryTable(items):
             return _hashed(dict, [(read(key), read(item)) for key, item in items])
         case Text(kind, text):
             return dtype_named(text) if kind == "dtype" else _special_float(text)
         case Function(path):
             return find_function(allowed, path)
-        case Member(path, name):
+        case EnumMember(path, name):
             return _member(find_class(allowed, path, Enum, "enumeration"), name)
-        case Record(path, fields, others):
+        case DataclassRecord(path, fields, others):
             found = ({n: read(item) for n, item in items.items()} for items in (fields, others))
             return _record(find_class(allowed, path, object, "dataclass"), *found)
         case Class(path):
             return find_class(allowed, path, object, "class")
-        case Part(path):
+        case ModulePart(path):
             return _part(owner, path)
         case Loose():
             return _loose(value, find_class(allowed, value.path, nn.Module), read)

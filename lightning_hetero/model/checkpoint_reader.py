@@ -47,14 +47,14 @@ _MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """A tensor in the header of a file; ``companions`` is the state of a tensor in 4 bits."""
 
     key: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    companions: dict[str, Entry] = field(default_factory=dict)
+    companions: dict[str, StoredTensor] = field(default_factory=dict)
 
 
 def find_files(source: str | Path, hub_options: Mapping[str, Any]) -> list[Path]:
@@ -109,14 +109,14 @@ def _shards_of(index: Path) -> list[str]:
         ) from error
 
 
-def read_headers(files: Iterable[Path]) -> list[Entry]:
+def read_headers(files: Iterable[Path]) -> list[StoredTensor]:
     """The tensors in the files, those in 4 bits with their states."""
-    found: dict[str, Entry] = {}
+    found: dict[str, StoredTensor] = {}
     for file in files:
         with _opened(file) as opened:
             for key in opened.keys():  # noqa: SIM118
                 header = opened.get_slice(key)
-                found[key] = Entry(key, file, header.get_dtype(), tuple(header.get_shape()))
+                found[key] = StoredTensor(key, file, header.get_dtype(), tuple(header.get_shape()))
     for key in list(found):
         if match := _COMPANION.fullmatch(key):
             entry, owner = found.pop(key), found.get(match[1])
@@ -126,7 +126,7 @@ def read_headers(files: Iterable[Path]) -> list[Entry]:
 
 
 @contextmanager
-def loading(entries: Iterable[Entry]) -> Iterator[Callable[[Entry], Tensor]]:
+def loading(entries: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTensor], Tensor]]:
     """Open the files of tensors and their states once each, since opening reads a whole header.
 
     Yields:
@@ -184,10 +184,10 @@ class _Origin:
 
     name: str
     rule: WeightConverter | None
-    sources: list[tuple[Entry, str]] = field(default_factory=list)
+    sources: list[tuple[StoredTensor, str]] = field(default_factory=list)
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[StoredTensor]:
         return [entry for entry, _ in self.sources]
 
 
@@ -285,7 +285,7 @@ class _Conversion:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._rules = [rule for rule in rules if isinstance(rule, WeightConverter)]
 
-    def origins(self, entries: Iterable[Entry]) -> dict[str, _Origin]:
+    def origins(self, entries: Iterable[StoredTensor]) -> dict[str, _Origin]:
         """The origin of each tensor of the model. Other tensors on disk are skipped.
 
         Raises:
@@ -299,7 +299,7 @@ class _Conversion:
                     found[name] = origin
         return found
 
-    def _collect(self, entries: Iterable[Entry]) -> list[_Origin]:
+    def _collect(self, entries: Iterable[StoredTensor]) -> list[_Origin]:
         rule_of = {pattern: rule for rule in self._rules for pattern in rule.source_patterns}
         found: dict[str, _Origin] = {}
         # Experts are merged in the order of their entries.
@@ -320,7 +320,7 @@ class _Conversion:
             return rename_source_key(key, [], [], prefix, self.wanted)
         return name, pattern
 
-    def convert(self, origin: _Origin, load: Callable[[Entry], Tensor]) -> dict[str, Tensor]:
+    def convert(self, origin: _Origin, load: Callable[[StoredTensor], Tensor]) -> dict[str, Tensor]:
         """Convert the tensors of an origin to tensors of the model, by name."""
         if origin.rule is None:
             return {origin.name: load(origin.entries[0])}
@@ -354,7 +354,7 @@ def _check_fits(name: str, wanted: Tensor, outline: Tensor, origin: _Origin) -> 
         )
 
 
-def _check_form(name: str, wanted: Tensor, entry: Entry, origin: _Origin) -> None:
+def _check_form(name: str, wanted: Tensor, entry: StoredTensor, origin: _Origin) -> None:
     if entry.companions and origin.rule is not None:
         raise CheckpointError(
             f"{name} would have to be merged or split, and {entry.key} is packed into 4 bits; use "
@@ -367,7 +367,7 @@ def _check_form(name: str, wanted: Tensor, entry: Entry, origin: _Origin) -> Non
         )
 
 
-def _check_packed(name: str, wanted: Tensor, entry: Entry) -> None:
+def _check_packed(name: str, wanted: Tensor, entry: StoredTensor) -> None:
     """Compare the packed bytes: two weights share a byte, in any storage dtype."""
     if not any(suffix.startswith("quant_state.") for suffix in entry.companions):
         raise CheckpointError(
@@ -391,7 +391,7 @@ def _tied_names(model: PreTrainedModel) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def _outline(entry: Entry) -> Tensor:
+def _outline(entry: StoredTensor) -> Tensor:
     return torch.empty(entry.shape, device="meta")
 
 

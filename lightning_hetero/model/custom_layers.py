@@ -48,7 +48,7 @@ Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class TensorNode(msgspec.Struct, frozen=True):
+class EmptyTensorNode(msgspec.Struct, frozen=True):
     """A parameter without its content."""
 
     shape: list[Dimension]
@@ -56,7 +56,7 @@ class TensorNode(msgspec.Struct, frozen=True):
     requires_grad: bool = False
 
 
-class BufferNode(TensorNode, frozen=True):
+class BufferNode(EmptyTensorNode, frozen=True):
     """A buffer without its content; only persistent buffers are part of a checkpoint."""
 
     is_persistent: bool = True
@@ -85,7 +85,7 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
 
     layers: dict[int, Number]
     modules: list[ModuleNode]
-    parameters: list[TensorNode]
+    parameters: list[EmptyTensorNode]
     imports: list[str]
     code: dict[str, str] = {}
 
@@ -114,7 +114,7 @@ def describe_blocks(layers: Sequence[tuple[int, DecoderLayer]]) -> BlocksRecipe:
     description = _Description()
     numbers = {number: description.add(layer.module, layer.name) for number, layer in layers}
     parameters = [
-        TensorNode(list(parameter.shape), dtype_name(parameter.dtype), parameter.requires_grad)
+        EmptyTensorNode(list(parameter.shape), dtype_name(parameter.dtype), parameter.requires_grad)
         for parameter in description.parameter_numbers
     ]
     imports = sorted({path.module for path in description.paths if not path.is_of_torch})
@@ -293,14 +293,14 @@ def _check_names(node: ModuleNode, layer_class: type[nn.Module]) -> None:
         raise ModelError(f"The recipe gives a {node.layer_class} one name twice.")
 
 
-def _parameter(node: TensorNode) -> nn.Parameter:
+def _parameter(node: EmptyTensorNode) -> nn.Parameter:
     try:
         return nn.Parameter(_meta_tensor(node), requires_grad=node.requires_grad)
     except RuntimeError as error:
         raise ModelError(f"The recipe has an impossible parameter: {error}.") from error
 
 
-def _meta_tensor(node: TensorNode) -> Tensor:
+def _meta_tensor(node: EmptyTensorNode) -> Tensor:
     if math.prod(node.shape) > 2**48:
         raise ModelError(f"The recipe has a tensor of the shape {node.shape}.")
     return torch.empty(node.shape, dtype=dtype_named(node.dtype), device="meta")

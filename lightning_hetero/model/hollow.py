@@ -78,7 +78,7 @@ from .placeholders import (
     tensors_in,
     unmark,
 )
-from .records import Records, Span, list_begins
+from .records import HollowSpan, Records, list_begins
 from .tensors import (
     check_can_be_emptied,
     emptied,
@@ -143,8 +143,8 @@ class HollowLayers:
         self._emptied = {n: layer for n, layer in self._modules.items() if n not in kept}
         self._follow = follow
         begins = list_begins(layers)
-        self._whole = Span.of(self._modules, begins)
-        self._rest = Span.of(self._emptied, begins)
+        self._whole = HollowSpan.of(self._modules, begins)
+        self._rest = HollowSpan.of(self._emptied, begins)
         # What is hollow at present, whether kept layers run here, and what is called around them.
         self._span, self._is_here = self._whole, False
         self._on_enter: Callable[[Tensor, bool], Tensor] = _as_it_is

@@ -146,7 +146,7 @@ class Assumptions:
 
 
 @dataclass(eq=False)
-class Content:
+class PlaceholderContent:
     """What a placeholder stands for.
 
     Args:
@@ -177,7 +177,7 @@ class HiddenStatesAway(Tensor):
 
     number: int
     position: int
-    content: Content
+    content: PlaceholderContent
     form: Callable[[], Form]
     _assumptions: Assumptions
     _place: torch.device
@@ -195,7 +195,7 @@ class HiddenStatesAway(Tensor):
         made: Self = Tensor._make_subclass(cls, nothing)
         made.number, made.form, made._assumptions = number, Once(form), assumptions
         made.position, made._place = position, device
-        made.content = Content(returned(number, position))
+        made.content = PlaceholderContent(returned(number, position))
         return made
 
     def is_of(self, assumptions: Assumptions) -> bool:

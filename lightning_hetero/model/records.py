@@ -25,10 +25,10 @@ from .layer_call import LayerCall
 from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer
 from .placeholders import (
     Assumptions,
-    Content,
     Form,
     HiddenStatesAway,
     Once,
+    PlaceholderContent,
     refuse_away,
 )
 
@@ -50,7 +50,7 @@ class Records(threading.local):
     entering: Mapping[str, Tensor] = MappingProxyType({})
     along: Mapping[str, Callable[[], Form]] = MappingProxyType({})
     assumptions: Any = None
-    away: Sequence[weakref.ref[Content]] = ()
+    away: Sequence[weakref.ref[PlaceholderContent]] = ()
     # The model's own tensors that workers get.
     _given: GivenTensors = GivenTensors()
     _modes: Any = None
@@ -83,7 +83,7 @@ class Records(threading.local):
         self.along = {**self.along, states.name: states.form}
         return states
 
-    def still_there(self, given: Sequence[Tensor]) -> list[Content]:
+    def still_there(self, given: Sequence[Tensor]) -> list[PlaceholderContent]:
         """What the model may compute with behind the last layer: what it still has of the hidden
         states that layers have got, and of the results of arithmetic.
 
@@ -232,7 +232,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Span:
+class HollowSpan:
     """The layers that are hollow at present, in runs: the first layers of runs, the last ones, and
     the first ones with a cache."""
 
@@ -241,7 +241,7 @@ class Span:
     firsts_with_cache: frozenset[int]
 
     @classmethod
-    def of(cls, layers: Mapping[int, nn.Module], begins: Collection[int]) -> Span:
+    def of(cls, layers: Mapping[int, nn.Module], begins: Collection[int]) -> HollowSpan:
         """The span of layers; a run ends before each layer in ``begins``."""
         runs: list[list[int]] = []
         for number in sorted(layers):

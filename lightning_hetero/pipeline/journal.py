@@ -84,17 +84,17 @@ class FrameStore:
         # Threads that write to channels put what a device had to copy first.
         self._changing = threading.Lock()
 
-    def put(self, frame: bytes) -> KeptFrame:
+    def put(self, frame: bytes) -> StoredFrame:
         """Keep a frame until it is dropped."""
         with self._changing:
             self.num_bytes += len(frame)
             if self._memory_bytes + len(frame) <= self._most_bytes:
                 self._memory_bytes += len(frame)
-                return KeptFrame(self, len(frame), frame)
+                return StoredFrame(self, len(frame), frame)
             position = self._file.seek(0, 2)
             self._file.write(frame)
             self._num_in_file += 1
-            return KeptFrame(self, len(frame), None, position)
+            return StoredFrame(self, len(frame), None, position)
 
     def read(self, position: int, num_bytes: int) -> bytes:
         """Read a frame from the file."""
@@ -102,7 +102,7 @@ class FrameStore:
             self._file.seek(position)
             return self._file.read(num_bytes)
 
-    def drop(self, frame: KeptFrame) -> None:
+    def drop(self, frame: StoredFrame) -> None:
         """Forget a frame; the file becomes empty with its last one."""
         with self._changing:
             self.num_bytes -= frame.num_bytes
@@ -119,7 +119,7 @@ class FrameStore:
 
 
 @dataclass(frozen=True)
-class KeptFrame:
+class StoredFrame:
     """A frame in a store; its content is None if it is in the store's file."""
 
     store: FrameStore
@@ -134,7 +134,7 @@ class KeptFrame:
         return self.store.read(self.position, self.num_bytes)
 
 
-class Entry:
+class KeptMessage:
     """A message that was sent, with its frame.
 
     Args:
@@ -152,7 +152,7 @@ class Entry:
         self.stamp: Mapping[str, int] = {}
         self._encode = encode
         self._store = store
-        self._frame: KeptFrame | None = None
+        self._frame: StoredFrame | None = None
 
     def read(self) -> bytes:
         """The bytes of the frame, which is kept from the first call on."""
@@ -185,13 +185,13 @@ class SentLog:
 
     def __init__(self, store: FrameStore) -> None:
         self.store = store
-        self._entries: dict[int, deque[Entry]] = {}
+        self._entries: dict[int, deque[KeptMessage]] = {}
 
     def keep(self, member: int, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
         """Keep a message to the worker of a number; returns what encodes its frame."""
         if not isinstance(message, _SENT):
             return encode
-        entry = Entry(message, encode, self.store)
+        entry = KeptMessage(message, encode, self.store)
         encode = entry.encoding(is_ready)
         self._entries.setdefault(member, deque()).append(entry)
         return encode
@@ -206,7 +206,7 @@ class SentLog:
                 else:
                     entry.drop()
 
-    def sent_to(self, member: int) -> list[Entry]:
+    def sent_to(self, member: int) -> list[KeptMessage]:
         """What is kept for the worker of a number, in its order."""
         return list(self._entries.get(member, ()))
 
@@ -218,7 +218,7 @@ def _is_behind(message: m.Message, step: float, exchange: float) -> bool:
     return message.step is not None and message.step > step
 
 
-class Repeats:
+class RepeatedMessages:
     """Counts what a peer has said, and drops what the one in its place says again."""
 
     def __init__(self) -> None:
@@ -260,15 +260,15 @@ class Journal:
         self.fault: str | None = None
         self._store = store
         self._stamp = stamp
-        self._standing: list[Entry] = []
-        self._entries: dict[int, Entry] = {}
+        self._standing: list[KeptMessage] = []
+        self._entries: dict[int, KeptMessage] = {}
         # The number of the next one.
         self._num_entries = 0
         # Requests that are not answered to the end yet, in their order.
         self._open: list[int] = []
         # What the worker has answered to requests that are kept.
         self._answered: Counter[str] = Counter()
-        self._repeats = Repeats()
+        self._repeats = RepeatedMessages()
         self._due: Counter[str] = Counter()
         self._caches: set[int] = set()
         self._fault_at = 0
@@ -287,7 +287,7 @@ class Journal:
             self.give_up(f"Step {message.step} was given up, and no snapshot was taken since.")
         if self.fault is not None and self._mark is None and not message.is_standing:
             return encode
-        entry = Entry(message, encode, self._store)
+        entry = KeptMessage(message, encode, self._store)
         encode = entry.encoding(is_ready)
         if message.key is None and not isinstance(message, m.StampedRequest):
             entry.stamp = self._stamp()
@@ -371,7 +371,7 @@ class Journal:
         if self._fault_at <= mark:
             self.fault = None
 
-    def _standing_of(self, entry: Entry) -> Entry | None:
+    def _standing_of(self, entry: KeptMessage) -> KeptMessage | None:
         """What the worker in this one's place still has to be told of a message."""
         message = entry.message
         if not isinstance(message, m.AverageWeights):
@@ -380,7 +380,7 @@ class Journal:
             return None
         # The averages themselves are in the snapshot.
         said = m.AverageWeights("go on", 0, None)
-        return Entry(said, lambda: encode_frame(Frame(said)), self._store)
+        return KeptMessage(said, lambda: encode_frame(Frame(said)), self._store)
 
     def repeat(self) -> Iterator[tuple[m.Message, Callable[[], bytes]]]:
         """All that another worker in this one's place has to be told, in its order, and what reads
@@ -401,7 +401,7 @@ class Journal:
             yield entry.message, entry.read
 
 
-def _unstamped(entry: Entry) -> tuple[m.Message, Callable[[], bytes]]:
+def _unstamped(entry: KeptMessage) -> tuple[m.Message, Callable[[], bytes]]:
     """A standing message without its place in a step that is over."""
     if not isinstance(entry.message, m.StampedRequest):
         return entry.message, entry.read

@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from ..devices.numerics import compute_with, making
 from ..errors import ModelError, RemoteProtocolError
-from ..model.argument_changes import Arguments, check_entered, versions
+from ..model.argument_changes import GivenArguments, check_entered, versions
 from ..model.arithmetic import returned
 from ..model.attributes import AttributeState
 from ..model.captured_outputs import collect_embedded, collecting
@@ -536,7 +536,7 @@ class Stage:
                 call.set_modes(layer)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 args, kwargs = put_hidden(hidden, args, kwargs, call.place)
-                arguments = Arguments(call)
+                arguments = GivenArguments(call)
                 seed_action(self.seed, self.dropout_step, call.layer_index, *key)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 with on_trial(layer) if surroundings.is_trial else nullcontext():

@@ -177,7 +177,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RehearsalVerdict:
     """Comparisons with each stage alone on its worker, then with all of them.
 
     Args:

@@ -36,7 +36,14 @@ from ..plan import (
 )
 from .costs import START, BothEnds, Cost, End, Holder, Need, Option, cost_at, layer_seconds
 from .profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Profile
-from .replicas import Part, Team, exchange_seconds, most_in_flight, of_replica, optimizer_part
+from .replicas import (
+    ReplicaPart,
+    Team,
+    exchange_seconds,
+    most_in_flight,
+    of_replica,
+    optimizer_part,
+)
 from .routes import (
     Hop,
     Pipeline,
@@ -174,7 +181,7 @@ class Seat:
     layers: Range
     option: Option
     ends: tuple[str, ...] = ()
-    part: Part | None = None
+    part: ReplicaPart | None = None
 
     @property
     def num_layers(self) -> int:
@@ -516,7 +523,7 @@ def as_replicas(
     found = []
     for seat, share in zip(seats, shares, strict=True):
         is_own, total = seat.name == COORDINATOR, sum(shares)
-        part = Part(
+        part = ReplicaPart(
             share,
             # The coordinator's turns come last in a round, and its own micro-batches may end before
             # earlier ones that are away.

@@ -39,7 +39,7 @@ _IN_FLIGHT_EACH = 2
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """A plan for other workers.
 
     Args:
@@ -63,7 +63,7 @@ class Change:
         return self.gain >= LEAST_GAIN
 
 
-def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Change | None:
+def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> PlanChange | None:
     """The fastest plan in which a further worker has a stage too, or is a replica.
 
     Args:
@@ -89,7 +89,7 @@ def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> 
     return None
 
 
-def left(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Change | None:
+def left(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> PlanChange | None:
     """The fastest plan in which a worker has no stage any more.
 
     Args:
@@ -118,9 +118,9 @@ def left(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> Ch
     return _change(before.step_seconds, _fastest(starts, profile, keeps_own))
 
 
-def _change(before_seconds: float, found: tuple[Plan, float] | None) -> Change | None:
+def _change(before_seconds: float, found: tuple[Plan, float] | None) -> PlanChange | None:
     """The change to a plan with its step's seconds; None if there is no plan."""
-    return None if found is None else Change(found[0], before_seconds, found[1])
+    return None if found is None else PlanChange(found[0], before_seconds, found[1])
 
 
 def in_place(plan: Plan, name: str, other: str) -> Plan:
@@ -145,7 +145,7 @@ def fits(plan: Plan, profile: Profile) -> bool:
 
 def gathered(
     plan: Plan, profile: Profile, hosts: Mapping[str, str], keeps_own: bool = False
-) -> Change | None:
+) -> PlanChange | None:
     """The fastest plan over the machines that are left.
 
     Args:
@@ -170,7 +170,7 @@ def gathered(
         if change is None:
             return None
         found = change.plan
-    return Change(found, before_seconds, candidate_of(found, profile).step_seconds)
+    return PlanChange(found, before_seconds, candidate_of(found, profile).step_seconds)
 
 
 def left_by_bytes(

@@ -67,7 +67,7 @@ def fair_counts(seconds: Numbers, count: int, fixed_seconds: Numbers | float = 0
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplicaPart:
     """A replica's part in its stage.
 
     Args:

@@ -31,7 +31,7 @@ LOSS = 1
 such number, because a micro-batch never has both forwards ready."""
 
 
-class Span(NamedTuple):
+class SimulatedSpan(NamedTuple):
     """An action and when it ran."""
 
     action: Action
@@ -50,7 +50,7 @@ class Simulation:
         step_seconds: From the first action to the end of the slowest optimizer step.
     """
 
-    spans: Sequence[Span]
+    spans: Sequence[SimulatedSpan]
     busy_seconds: Sequence[float]
     peak_in_flight: Sequence[int]
     step_seconds: float
@@ -68,13 +68,13 @@ class Simulation:
 
 def simulate(pipeline: Pipeline) -> Simulation:
     """Simulate the whole step."""
-    return Run(pipeline).play()
+    return SimulatedRun(pipeline).play()
 
 
 def predict_below(pipeline: Pipeline, below: float) -> Simulation | None:
     """The prediction of `predict`, or None as soon as the step cannot be shorter than ``below``."""
     is_short = pipeline.num_microbatches <= MOST_PLAYED
-    found = Run(pipeline, below).play() if is_short else predict(pipeline)
+    found = SimulatedRun(pipeline, below).play() if is_short else predict(pipeline)
     return found if found.step_seconds < below else None
 
 
@@ -129,7 +129,7 @@ def first_ones(ready: Sequence[Action]) -> Collection[Action]:
     return first.values()
 
 
-class Run:
+class SimulatedRun:
     """A running simulation. Events are arrivals of inputs and ends of actions.
 
     Args:
@@ -159,7 +159,7 @@ class Run:
         self._events: list[tuple[float, int, bool, Action]] = []
         self._num_events = 0
         self._num_started = 0
-        self._spans: list[Span] = []
+        self._spans: list[SimulatedSpan] = []
         self._left = _in_order(pipeline)
 
     def play(self) -> Simulation:
@@ -230,7 +230,7 @@ class Run:
         is_late = now - process.busy_seconds >= self._most_idle[number]
         process.is_busy = True
         process.busy_seconds += seconds
-        self._spans.append(Span(action, now, now + seconds))
+        self._spans.append(SimulatedSpan(action, now, now + seconds))
         self._add_event(now + seconds, True, action)
         return not is_late
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ..plan import COORDINATOR
 from .candidates import Candidate, Costs, Range, as_replicas, spans_of
 from .feasibility import shortages
-from .replicas import Part
+from .replicas import ReplicaPart
 from .teams import Tables, TeamArrangement
 
 ALL_TEAMS_UP_TO = 3
@@ -494,7 +494,7 @@ def _with_whole_optimizer(best: Candidate, limit: float) -> Candidate:
     """The candidate in which replicas on workers step all parameters each, if it fits and its step
     is shorter than the limit."""
 
-    def changed(part: Part | None) -> Part | None:
+    def changed(part: ReplicaPart | None) -> ReplicaPart | None:
         if part is None or part.optimizer is None:
             return part
         return dataclasses.replace(part, optimizer="each")

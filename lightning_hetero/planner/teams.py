@@ -57,7 +57,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class TeamTable:
     """Every possible stage of a team.
 
     Args:
@@ -115,27 +115,27 @@ class Tables:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self._tables: dict[_Request, Table] = {}
+        self._tables: dict[_Request, TeamTable] = {}
         self._per_layer: dict[tuple[str, ...], float] = {}
 
-    def table(self, request: _Request) -> Table:
+    def table(self, request: _Request) -> TeamTable:
         """The table of a team."""
         if request not in self._tables:
             self._tables[request] = self._made(request)
         return self._tables[request]
 
-    def _made(self, request: _Request) -> Table:
+    def _made(self, request: _Request) -> TeamTable:
         num = self.costs.num_layers + 1
         holders = self.holders(request)
         if len(holders) == 1:
             seconds = holders[0].matrix(request.in_flight)
             is_limited = not np.array_equal(seconds, holders[0].matrix(in_flight=1))
             no_way = np.zeros((num, num), np.int8)
-            return Table(seconds, np.zeros((num, num)), (), no_way, is_limited)
+            return TeamTable(seconds, np.zeros((num, num)), (), no_way, is_limited)
         ways = list(_ways(holders, request))
         if not ways:
             no_stage = np.full((num, num), np.inf)
-            return Table(no_stage, np.zeros((num, num)), (), np.zeros((num, num), np.int8))
+            return TeamTable(no_stage, np.zeros((num, num)), (), np.zeros((num, num), np.int8))
         first, end = self._stages(request)
         found = []
         for way in ways:
@@ -156,7 +156,7 @@ class Tables:
             seconds, exchange, chosen = seconds[counts], exchange[counts], chosen[counts]
         is_stage = first < end if not request.has_embedding else (first == 0) & (end > 0)
         seconds = np.where(is_stage, seconds, np.inf)
-        return Table(seconds, exchange, ways, chosen, is_limited)
+        return TeamTable(seconds, exchange, ways, chosen, is_limited)
 
     def holders(self, request: _Request) -> list[Holder]:
         """The devices of a team."""

@@ -35,7 +35,7 @@ from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
 from .dry_run import step_like
 from .ends import parameters_of_ends
-from .measured_model import LayerJob, ModelIdentity, Sighting, Subject, model_profile
+from .measured_model import LayerJob, ModelIdentity, ModelSighting, Subject, model_profile
 from .trials import (
     DeviceResult,
     LayerSchedule,
@@ -63,7 +63,7 @@ from .trials import (
 from .trials import patience_seconds as patience_for
 
 
-def measure_ends(sighting: Sighting, budget_seconds: float, tick: Tick) -> DeviceResult:
+def measure_ends(sighting: ModelSighting, budget_seconds: float, tick: Tick) -> DeviceResult:
     """Measure embedding, head and loss at every size that memory and time allow, at least one.
 
     Raises:
@@ -95,7 +95,7 @@ def measure_ends(sighting: Sighting, budget_seconds: float, tick: Tick) -> Devic
 
 
 def _measure_whole(
-    sighting: Sighting, sizes: Sequence[int], patience_seconds: float, tick: Tick
+    sighting: ModelSighting, sizes: Sequence[int], patience_seconds: float, tick: Tick
 ) -> DeviceResult:
     """Measure ends that run once per batch: each micro-batch gets its share of the time."""
     whole = sighting.batch_size
@@ -120,7 +120,7 @@ def _share_of(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
 
 
 def _measure_batch(
-    sighting: Sighting, size: int, patience_seconds: float, tick: Tick
+    sighting: ModelSighting, size: int, patience_seconds: float, tick: Tick
 ) -> dict[str, m.LayerMeasured] | m.NotMeasured:
     measure = partial(sighting.runner.measure, sighting.cutting.batch(size), patience_seconds)
     found = attempt(measure, sighting.bench.device)
@@ -128,7 +128,9 @@ def _measure_batch(
     return found
 
 
-def _timings(sighting: Sighting, size: int, ends: Mapping[str, m.LayerMeasured]) -> list[Timing]:
+def _timings(
+    sighting: ModelSighting, size: int, ends: Mapping[str, m.LayerMeasured]
+) -> list[Timing]:
     dtype = sighting.subject.dtype
     return [timing_of(LayerJob(dtype, size, part, False), taken) for part, taken in ends.items()]
 
@@ -311,7 +313,7 @@ class Measuring:
     layers: Sequence[DecoderLayer]
     connections: Connections
     options: ProfilingOptions
-    sighting: Sighting
+    sighting: ModelSighting
     described: Described
     identity: ModelIdentity
 

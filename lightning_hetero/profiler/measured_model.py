@@ -391,7 +391,7 @@ class Cutting:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class ModelSighting:
     """A model after its dry run.
 
     Args:
@@ -414,7 +414,7 @@ def sight(
     layers: Sequence[DecoderLayer],
     cutting: Cutting,
     optimizer: OptimizerSettings | None,
-) -> Sighting:
+) -> ModelSighting:
     """Run ``training_step`` while no layer computes, to see how the model calls its layers.
 
     Args:
@@ -445,7 +445,7 @@ def sight(
         converts_weights=not isinstance(trainer.precision_plugin, MixedPrecision),
         embedding_may_leave=embedding is not None and runner.only_layers_read(embedding, largest),
     )
-    return Sighting(subject, bench, runner, cutting, batch_size)
+    return ModelSighting(subject, bench, runner, cutting, batch_size)
 
 
 def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Example]]:

@@ -49,7 +49,7 @@ from .diagram_parts import (
 )
 from .lanes import lanes
 from .svg import HUES, Point, element, moved, picture_file, png, rectangle, text, width_of
-from .topology import EMBEDDING, Hop, Memory, Part, Place, Topology, memory_as_text
+from .topology import EMBEDDING, DrawnHop, DrawnPart, DrawnPlace, Memory, Topology, memory_as_text
 
 COLUMNS = 3
 GAP = 96.0
@@ -182,11 +182,11 @@ class _Diagram:
         return element("g", *parts, *self._pills(), class_="place")
 
     @cached_property
-    def _pill_boxes(self) -> dict[Part, _Box]:
+    def _pill_boxes(self) -> dict[DrawnPart, _Box]:
         """The boxes of the coordinator's own parts, aligned to the left and to the right edge."""
         band = self._band
         y = band.bottom - _BAND_PADDING - _PILL_HEIGHT
-        boxes: dict[Part, _Box] = {}
+        boxes: dict[DrawnPart, _Box] = {}
         before, behind = self._topology.own_parts
         left, right = band.x + _BAND_PADDING, band.right - _BAND_PADDING
         for part in before:
@@ -207,12 +207,12 @@ class _Diagram:
         has_both = before[-1].layers is not None and behind[0].layers is not None
         return sum(widths) + gaps + has_both * GAP / 2
 
-    def _pill_width(self, part: Part) -> float:
+    def _pill_width(self, part: DrawnPart) -> float:
         if part.layers is not None:
             return max(_LAYERS_PILL, width_of(part.name, 12) + 22)
         return width_of(self._pill_text(part), 12) + 22
 
-    def _pill_text(self, part: Part) -> str:
+    def _pill_text(self, part: DrawnPart) -> str:
         return f"{part.name}, frozen" if part.name in self._topology.frozen_ends else part.name
 
     def _pills(self) -> list[str]:
@@ -249,7 +249,7 @@ class _Diagram:
         machine, num_layers = self._machine(place), self._topology.num_layers
         return moved(box.x, box.y, card(place, num_layers, machine, self._grid))
 
-    def _machine(self, place: Place) -> int:
+    def _machine(self, place: DrawnPlace) -> int:
         return self._topology.machines.index(place.machine)
 
     # the links
@@ -366,7 +366,7 @@ def _lines(topology: Topology) -> Iterator[str]:
         yield f"  style {own} stroke:{hue},stroke-width:2px"
 
 
-def _content(place: Place, topology: Topology) -> str:
+def _content(place: DrawnPlace, topology: Topology) -> str:
     shared = [held for held in place.ranges if held.stage != COORDINATOR_STAGE]
     has_number = len(shared) > 1 or any(held.share is not None for held in shared)
     held = stages_as_text(shared) if has_number else _layers_of(place)
@@ -383,7 +383,7 @@ def _content(place: Place, topology: Topology) -> str:
     return "<br/>".join([name, *(_said(line) for line in lines if line)])
 
 
-def _layers_of(place: Place) -> str:
+def _layers_of(place: DrawnPlace) -> str:
     return layers_as_text(*(each.layers for each in place.ranges))
 
 
@@ -394,7 +394,7 @@ def _memory_in_words(memory: Memory) -> str:
     return f"{what}: {memory_as_text(memory)} of memory"
 
 
-def _mermaid_arrow(hop: Hop, topology: Topology) -> str:
+def _mermaid_arrow(hop: DrawnHop, topology: Topology) -> str:
     """The arrow of a link; it tells its two stages if a worker has several, or a stage several
     workers."""
     link = hop.link
@@ -407,7 +407,7 @@ def _mermaid_arrow(hop: Hop, topology: Topology) -> str:
     return f'{back}-- "{_said(said)}" -->' if said else f"{back}-->"
 
 
-def _mermaid_exchange(hop: Hop) -> str:
+def _mermaid_exchange(hop: DrawnHop) -> str:
     """The dotted line between two replicas; it tells their stage."""
     known = [label.content for side in labels(hop.link) for label in side]
     said = " · ".join([f"gradients of stage {hop.stage}", *known])

@@ -25,10 +25,10 @@ from .svg import (
 from .topology import (
     EMBEDDING,
     MEMORY_PARTS,
-    Link,
+    DrawnLink,
+    DrawnPlace,
+    DrawnSpeed,
     Memory,
-    Place,
-    Speed,
     Topology,
     is_loopback,
     memory_as_text,
@@ -82,7 +82,7 @@ class CardGrid:
     mark_rows: int
 
     @classmethod
-    def around(cls, places: Sequence[Place], width: float) -> CardGrid:
+    def around(cls, places: Sequence[DrawnPlace], width: float) -> CardGrid:
         """The layout with room for all these places."""
         inner = width - 2 * PADDING
         return cls(
@@ -105,7 +105,7 @@ class CardGrid:
         )
 
 
-def card(place: Place, num_layers: int, machine: int, grid: CardGrid) -> str:
+def card(place: DrawnPlace, num_layers: int, machine: int, grid: CardGrid) -> str:
     """The card of a worker, with its upper left corner at the origin."""
     inner = grid.width - 2 * PADDING
     parts = [
@@ -127,7 +127,7 @@ def card(place: Place, num_layers: int, machine: int, grid: CardGrid) -> str:
     return titled(", ".join(part for part in said if part), *parts, class_="place")
 
 
-def _other_marks(place: Place) -> list[str]:
+def _other_marks(place: DrawnPlace) -> list[str]:
     """The marks in the card; that of the embedding is on its edge, where token ids arrive."""
     return [mark for mark in place.marks if mark != EMBEDDING]
 
@@ -141,7 +141,7 @@ def device_lines(device: str, width: float, most_lines: int = 2) -> list[str]:
     return wrapped(short_device(device, fits), width, 12, most_lines)
 
 
-def header(place: Place, machine: int, width: float) -> str:
+def header(place: DrawnPlace, machine: int, width: float) -> str:
     """The number of the place in its machine's colour, and its name."""
     host, port = split_address(place.name)
     aside = f"{port} {place.machine_name}" if port and is_loopback(host) else port or place.host
@@ -160,7 +160,7 @@ def header(place: Place, machine: int, width: float) -> str:
     return circle + chip + element("text", *parts, x=34, y=17)
 
 
-def layers_row(place: Place, num_layers: int, machine: int, width: float) -> str:
+def layers_row(place: DrawnPlace, num_layers: int, machine: int, width: float) -> str:
     """The layers of a place, and their position in the model."""
     count = f"{place.num_layers} of {num_layers}"
     layers = [each.layers for each in place.ranges]
@@ -263,7 +263,7 @@ class Label:
     class_: str
 
 
-def both_ways(points: Sequence[Point], link: Link) -> str:
+def both_ways(points: Sequence[Point], link: DrawnLink) -> str:
     """The two lines of a link: activations along the points, gradients back. A one-way link carries
     only token ids."""
     if link.is_one_way:
@@ -275,7 +275,7 @@ def both_ways(points: Sequence[Point], link: Link) -> str:
     return titled(", ".join(said), lines, class_="link") if said else lines
 
 
-def labels(link: Link) -> tuple[list[Label], list[Label]]:
+def labels(link: DrawnLink) -> tuple[list[Label], list[Label]]:
     """The labels on the activations' side and on the gradients' side, from the line outwards."""
     forward, backward = link.forward, None if link.is_one_way else link.backward
     above = [Label(link.activation_dtype, _ACTIVATIONS)] if link.activation_dtype else []
@@ -290,7 +290,7 @@ def labels(link: Link) -> tuple[list[Label], list[Label]]:
     return [*there, *above], [*back, *below]
 
 
-def label_across(x: float, y: float, link: Link) -> str:
+def label_across(x: float, y: float, link: DrawnLink) -> str:
     """Labels above and below the middle of a horizontal link, one per line."""
     above, below = labels(link)
     rows = [(y - 11 - number * LABEL_HEIGHT, one) for number, one in enumerate(above)]
@@ -298,13 +298,13 @@ def label_across(x: float, y: float, link: Link) -> str:
     return "".join(text(x, row, one.content, one.class_, "middle") for row, one in rows)
 
 
-def label_along(x: float, y: float, link: Link) -> str:
+def label_along(x: float, y: float, link: DrawnLink) -> str:
     """Labels in one line above a horizontal link that goes back to the left."""
     both = [one for side in labels(link) for one in side]
     return _in_a_line(x, y - 12, both, "middle") if both else ""
 
 
-def label_beside(x: float, y: float, link: Link, anchor: str) -> str:
+def label_beside(x: float, y: float, link: DrawnLink, anchor: str) -> str:
     """Labels beside the middle of a vertical link, two per line and direction."""
     lines = _lines(link)
     top = y - (len(lines) - 1) * LABEL_HEIGHT / 2 + 4
@@ -314,13 +314,13 @@ def label_beside(x: float, y: float, link: Link, anchor: str) -> str:
     )
 
 
-def labels_width(link: Link) -> float:
+def labels_width(link: DrawnLink) -> float:
     """The width of the labels beside a vertical link."""
     lines = [" · ".join(one.content for one in line) for line in _lines(link)]
     return max((width_of(line, 11) for line in lines), default=0.0)
 
 
-def _lines(link: Link) -> list[list[Label]]:
+def _lines(link: DrawnLink) -> list[list[Label]]:
     return [side[i : i + 2] for side in labels(link) for i in range(0, len(side), 2)]
 
 
@@ -332,7 +332,7 @@ def _in_a_line(x: float, y: float, parts: Sequence[Label], anchor: str) -> str:
     return element("text", *spans, x=x, y=y, text_anchor=anchor)
 
 
-def _are_alike(one: Speed, other: Speed) -> bool:
+def _are_alike(one: DrawnSpeed, other: DrawnSpeed) -> bool:
     return abs(one.bytes_per_second / other.bytes_per_second - 1) < _ALIKE
 
 

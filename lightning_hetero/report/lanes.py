@@ -48,7 +48,7 @@ from .svg import (
     titled,
     width_of,
 )
-from .topology import EMBEDDING, Hop, Topology
+from .topology import EMBEDDING, DrawnHop, Topology
 
 _GAP = 64.0
 _BETWEEN_LANES = 5 * LABEL_HEIGHT
@@ -81,7 +81,7 @@ class _Lanes:
         self._stops = self._lines_of_stops()
         # The links in the gap behind each column, from left to right, so that few lines cross: of
         # those that lead down the longest first, of those that lead up the shortest.
-        self._gaps: list[list[Hop]] = [[] for _ in self._stops]
+        self._gaps: list[list[DrawnHop]] = [[] for _ in self._stops]
         for hop in sorted(topology.hops, key=lambda hop: hop.source - hop.target):
             if not hop.is_inside:
                 self._gaps[hop.stage].append(hop)
@@ -167,7 +167,7 @@ class _Lanes:
             found.append(max(84.0, min(own + 22, _MOST_OF_STOP), room))
         return found
 
-    def _labels_room(self, hop: Hop) -> float:
+    def _labels_room(self, hop: DrawnHop) -> float:
         """The room of a link's labels beside its line; 0 if they are left out."""
         is_crowded = len(self._gaps[hop.stage]) > _MOST_LABELLED
         width = 0.0 if is_crowded else labels_width(hop.link)
@@ -220,7 +220,7 @@ class _Lanes:
 
     # the links
 
-    def _wire(self, hop: Hop) -> str:
+    def _wire(self, hop: DrawnHop) -> str:
         start, end = self._ends(hop)
         if hop.is_inside:
             return arrow([start, end], "activation")
@@ -232,7 +232,7 @@ class _Lanes:
         below = self._y(min(hop.source, hop.target)) + self._grid.height + _BETWEEN_LANES / 2
         return wire + label_beside(x + _ASIDE, below, hop.link, "start")
 
-    def _ends(self, hop: Hop) -> tuple[Point, Point]:
+    def _ends(self, hop: DrawnHop) -> tuple[Point, Point]:
         number = hop.stage
         right = self._columns[number] + self._widths[number]
         return (right, self._middle(hop.source)), (

@@ -45,7 +45,7 @@ class PredictedStep(msgspec.Struct, frozen=True):
     source: str = ""
 
 
-class RecordedStep(msgspec.Struct, frozen=True):
+class TimelineStep(msgspec.Struct, frozen=True):
     """A step in the timeline."""
 
     step: int
@@ -70,7 +70,7 @@ class RecordedProcess(msgspec.Struct, frozen=True):
 class Recorded(msgspec.Struct, frozen=True):
     """The summary in a timeline, without its spans."""
 
-    steps: list[RecordedStep] = []
+    steps: list[TimelineStep] = []
     processes: list[RecordedProcess] = []
 
 

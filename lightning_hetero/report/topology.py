@@ -49,7 +49,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Place:
+class DrawnPlace:
     """A process with its layers.
 
     Args:
@@ -90,7 +90,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Speed:
+class DrawnSpeed:
     """One direction of a link."""
 
     bytes_per_second: float
@@ -98,7 +98,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Link:
+class DrawnLink:
     """The link between two places, in both directions.
 
     Args:
@@ -109,15 +109,15 @@ class Link:
         is_one_way: Whether only token ids cross the link, and no gradient comes back.
     """
 
-    forward: Speed | None = None
-    backward: Speed | None = None
+    forward: DrawnSpeed | None = None
+    backward: DrawnSpeed | None = None
     activation_dtype: str | None = None
     gradient_dtype: str | None = None
     is_one_way: bool = False
 
 
 @dataclass(frozen=True)
-class Hop:
+class DrawnHop:
     """A step on the way of activations, or an exchange between two replicas.
 
     Args:
@@ -131,7 +131,7 @@ class Hop:
     stage: int
     source: int
     target: int
-    link: Link
+    link: DrawnLink
 
     @property
     def is_inside(self) -> bool:
@@ -140,7 +140,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Part:
+class DrawnPart:
     """A part of the model on the coordinator; ``layers`` is the half-open range of decoder layers,
     or None for another part."""
 
@@ -170,15 +170,15 @@ class Topology:
 
     title: str
     num_layers: int
-    coordinator: Place
-    workers: Sequence[Place]
-    hops: Sequence[Hop]
-    exchanges: Sequence[Hop] = ()
+    coordinator: DrawnPlace
+    workers: Sequence[DrawnPlace]
+    hops: Sequence[DrawnHop]
+    exchanges: Sequence[DrawnHop] = ()
     facts: Sequence[str] = ()
     frozen_ends: frozenset[str] = frozenset()
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[DrawnPlace]:
         """The coordinator and the workers."""
         return [self.coordinator, *self.workers]
 
@@ -208,14 +208,14 @@ class Topology:
         }
 
     @property
-    def own_parts(self) -> tuple[list[Part], list[Part]]:
+    def own_parts(self) -> tuple[list[DrawnPart], list[DrawnPart]]:
         """The coordinator's own parts before the stages, and after the stages; without layers of
         which it is a replica."""
-        before, behind = [Part("data")], [Part("head"), Part("loss")]
+        before, behind = [DrawnPart("data")], [DrawnPart("head"), DrawnPart("loss")]
         if not (self.workers and EMBEDDING in self.workers[0].marks):
-            before.append(Part(EMBEDDING))
+            before.append(DrawnPart(EMBEDDING))
         alone = [each for each in self.coordinator.ranges if each.stage == COORDINATOR_STAGE]
-        parts = [Part(layers_as_text(each.layers), each.layers) for each in alone]
+        parts = [DrawnPart(layers_as_text(each.layers), each.layers) for each in alone]
         first = [part for part in parts if part.layers is not None and part.layers[0] == 0]
         return [*before, *first], [*(part for part in parts if part not in first), *behind]
 
@@ -262,7 +262,7 @@ def short_device(name: str, fits: Callable[[str], bool]) -> str:
     return shorter
 
 
-def speed_as_text(speed: Speed) -> tuple[str, str]:
+def speed_as_text(speed: DrawnSpeed) -> tuple[str, str]:
     """Bandwidth and latency."""
     return in_bytes_per_second(speed.bytes_per_second), in_seconds(speed.latency_seconds)
 
@@ -306,11 +306,11 @@ def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> 
     return bare if profile is None else with_profile(bare, plan, profile)
 
 
-def _hops(plan: Plan, numbers: Mapping[str, int]) -> list[Hop]:
+def _hops(plan: Plan, numbers: Mapping[str, int]) -> list[DrawnHop]:
     """The hops that a step's micro-batches take, those between each two stages side by side."""
-    links = [Link(None, None, n.activation_dtype, n.gradient_dtype) for n in plan.narrowings]
+    links = [DrawnLink(None, None, n.activation_dtype, n.gradient_dtype) for n in plan.narrowings]
     if plan.remote_stages[0].embedding:
-        links[0] = Link(is_one_way=True)
+        links[0] = DrawnLink(is_one_way=True)
     placement = Placement.of(plan)
     stages = [COORDINATOR_STAGE, *(stage.number for stage in placement.stages), COORDINATOR_STAGE]
     ways = [
@@ -318,13 +318,13 @@ def _hops(plan: Plan, numbers: Mapping[str, int]) -> list[Hop]:
         for microbatch in range(plan.micro_batches)
     ]
     return [
-        Hop(number, *ends, link)
+        DrawnHop(number, *ends, link)
         for number, link in enumerate(links)
         for ends in sorted({(way[number], way[number + 1]) for way in ways})
     ]
 
 
-def _exchanges(plan: Plan, numbers: Mapping[str, int]) -> list[Hop]:
+def _exchanges(plan: Plan, numbers: Mapping[str, int]) -> list[DrawnHop]:
     """Who adds up gradients with whom; a coordinator that is a replica does so for all, unless the
     plan lets the others own a part."""
     found = []
@@ -333,7 +333,7 @@ def _exchanges(plan: Plan, numbers: Mapping[str, int]) -> list[Hop]:
         pairs = [*product([COORDINATOR], others)] if stage.is_hosted else []
         if not stage.is_hosted or stage.optimizer == "split":
             pairs += combinations(others, 2)
-        found += [Hop(number, numbers[one], numbers[two], Link()) for one, two in pairs]
+        found += [DrawnHop(number, numbers[one], numbers[two], DrawnLink()) for one, two in pairs]
     return found
 
 
@@ -359,11 +359,11 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
     )
 
 
-def _place(name: str, number: int, ranges: Ranges, plan: Plan) -> Place:
+def _place(name: str, number: int, ranges: Ranges, plan: Plan) -> DrawnPlace:
     is_here = name == COORDINATOR or name.startswith("local-")
     stages = [stage for stage in plan.stages if name in stage.workers and stage.layer_indices]
     marks = marks_of(ranges, [_marks_of_stage(stage) for stage in stages])
-    return Place(name, number, THIS_MACHINE if is_here else "", ranges=ranges, marks=marks)
+    return DrawnPlace(name, number, THIS_MACHINE if is_here else "", ranges=ranges, marks=marks)
 
 
 def _marks_of_stage(stage: StagePlan) -> list[str]:
@@ -384,7 +384,7 @@ def marks_of(ranges: Ranges, marks: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _measured_place(place: Place, candidate: Candidate) -> Place:
+def _measured_place(place: DrawnPlace, candidate: Candidate) -> DrawnPlace:
     if not place.ranges and place.name != COORDINATOR:
         return place
     profile = candidate.costs.profile
@@ -407,10 +407,10 @@ def _by_part(need: Need) -> Mapping[str, float]:
     }
 
 
-def _measured(bare: Topology, hops: Sequence[Hop], profile: Profile) -> list[Hop]:
+def _measured(bare: Topology, hops: Sequence[DrawnHop], profile: Profile) -> list[DrawnHop]:
     """The hops with the speeds that were measured."""
     speeds = {
-        (link.source, link.target): Speed(link.bytes_per_second, link.latency_seconds)
+        (link.source, link.target): DrawnSpeed(link.bytes_per_second, link.latency_seconds)
         for link in profile.links
     }
     names = [place.name for place in bare.places]

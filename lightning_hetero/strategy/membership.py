@@ -25,7 +25,7 @@ from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
 from ..model.tensors import named_tensors
 from ..plan import Plan
 from ..planner.membership import (
-    Change,
+    PlanChange,
     at_present,
     fits,
     gathered,
@@ -367,7 +367,7 @@ class Membership:
         for worker in [each for each in connections.members if each.name in hosts]:
             self._say_goodbye(worker)
 
-    def _gathered(self, hosts: Mapping[str, str]) -> Change | None:
+    def _gathered(self, hosts: Mapping[str, str]) -> PlanChange | None:
         """The plan over the machines that are left.
 
         Raises:
@@ -414,7 +414,7 @@ def _room_bytes(run: TrainingRun) -> Mapping[str, float]:
     }
 
 
-def _why_not(change: Change | None) -> str:
+def _why_not(change: PlanChange | None) -> str:
     if change is None:
         return "no plan gives it layers that fit"
     return (

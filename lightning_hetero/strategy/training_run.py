@@ -47,7 +47,7 @@ from ..profiler.cache import Measured
 from ..protocol.messages import Equipment
 from ..report.diagram import picture_for
 from ..report.run_record import FACTS, PICTURE_NAME, PLAN_NAME, LostWorker, Process, RunFacts
-from ..report.topology import Memory, Place, Topology, marks_of, topology_of, with_profile
+from ..report.topology import DrawnPlace, Memory, Topology, marks_of, topology_of, with_profile
 from .arguments import StepOptions, check_precision
 from .first_batch import first_batch_check
 from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
@@ -488,7 +488,7 @@ def topology_here(
     equipment = connections.worker_equipment
     placed = {place.name for place in bare.workers}
     numbers = {member.name: member.number for member in connections.members}
-    idle = [Place(name, numbers[name]) for name in equipment if name not in placed]
+    idle = [DrawnPlace(name, numbers[name]) for name in equipment if name not in placed]
     found = replace(
         bare,
         coordinator=_coordinator(bare.coordinator, module, deployment.layers),
@@ -540,7 +540,9 @@ def _title(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _coordinator(place: Place, module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> Place:
+def _coordinator(
+    place: DrawnPlace, module: pl.LightningModule, layers: Sequence[DecoderLayer]
+) -> DrawnPlace:
     tensors = chain(module.parameters(), module.buffers())
     own = {id(tensor): tensor for tensor in tensors if not tensor.is_meta}
     weights = sum(tensor.nbytes for tensor in own.values())
@@ -551,7 +553,7 @@ def _coordinator(place: Place, module: pl.LightningModule, layers: Sequence[Deco
     return _equipped(here, equipment_here(module.device), weights, held)
 
 
-def _worker(place: Place, equipment: Equipment, deployment: Deployment) -> Place:
+def _worker(place: DrawnPlace, equipment: Equipment, deployment: Deployment) -> DrawnPlace:
     stages = [stage for stage in deployment.plan.remote_stages if place.name in stage.workers]
     layers = [deployment.modules_of(stage) for stage in stages]
     weights = sum(
@@ -563,11 +565,11 @@ def _worker(place: Place, equipment: Equipment, deployment: Deployment) -> Place
 
 
 def _equipped(
-    place: Place,
+    place: DrawnPlace,
     equipment: Equipment,
     weights_bytes: int,
     layers: Sequence[dict[int, nn.Module]],
-) -> Place:
+) -> DrawnPlace:
     """The place on its device.
 
     Args:

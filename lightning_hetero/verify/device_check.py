@@ -74,7 +74,7 @@ _BATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """One row of the report.
 
     Args:
@@ -122,7 +122,7 @@ class CheckedModule(pl.LightningModule):
 
 
 @dataclass
-class Bench:
+class TrainingBench:
     """Trains on one device, and over workers, which start when they are first needed.
 
     Args:
@@ -203,16 +203,16 @@ class Bench:
         return module
 
 
-Check = Callable[[Bench], Iterator[Finding]]
+Check = Callable[[TrainingBench], Iterator[CheckFinding]]
 
 
-def check_device(device: torch.device) -> Iterator[Finding]:
+def check_device(device: torch.device) -> Iterator[CheckFinding]:
     """Yield the findings on a device, one after the other; takes minutes.
 
     A part that fails is a finding too, and the others go on.
     """
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(device, Path(folder))
+        bench = TrainingBench(device, Path(folder))
         try:
             for check in CHECKS:
                 try:
@@ -221,12 +221,12 @@ def check_device(device: torch.device) -> Iterator[Finding]:
                     what = (check.__doc__ or "").rstrip(".")
                     # Some errors of torch go on for pages.
                     said = str(error).partition("\n")[0][:_MOST_SAID]
-                    yield Finding(what, f"{type(error).__name__}: {said}", is_good=False)
+                    yield CheckFinding(what, f"{type(error).__name__}: {said}", is_good=False)
         finally:
             bench.close()
 
 
-def losses(bench: Bench) -> Iterator[Finding]:
+def losses(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Losses of a run with a worker."""
     alone = {here: bench.train(here) for here in {here for here, _ in bench.pairs}}
     for here, there in bench.pairs:
@@ -237,7 +237,7 @@ def losses(bench: Bench) -> Iterator[Finding]:
     yield _compared("the same, with recompute", again, alone[own], TOLERANCE)
 
 
-def bits(bench: Bench) -> Iterator[Finding]:
+def bits(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Bits of a run with a worker, `Trainer(deterministic=True)`."""
     own = str(bench.device)
     before = torch.are_deterministic_algorithms_enabled()
@@ -250,10 +250,10 @@ def bits(bench: Bench) -> Iterator[Finding]:
         torch.use_deterministic_algorithms(before)
     wrong = [name for name, tensor in runs[0].items() if not torch.equal(tensor, runs[1][name])]
     found = "all weights equal" if not wrong else f"{len(wrong)} of {len(runs[0])} weights differ"
-    yield Finding(f"bits of one device, deterministic, {NUM_STEPS} steps", found, not wrong)
+    yield CheckFinding(f"bits of one device, deterministic, {NUM_STEPS} steps", found, not wrong)
 
 
-def precisions(bench: Bench) -> Iterator[Finding]:
+def precisions(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Losses under bf16-mixed."""
     own = str(bench.device)
     # By its word alone Lightning would take the autocast of CUDA for a kind that it does not know.
@@ -263,31 +263,33 @@ def precisions(bench: Bench) -> Iterator[Finding]:
     yield _compared("bf16-mixed", found, plain, ROUNDED_TOLERANCE)
 
 
-def four_bits(bench: Bench) -> Iterator[Finding]:
+def four_bits(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Losses with layers in 4 bits and adapters."""
     own = str(bench.device)
     try:
         prepare = _in_four_bits(bench.folder / "model")
     except ImportError as error:
-        yield Finding("NF4 with LoRA", f"skipped: {error}")
+        yield CheckFinding("NF4 with LoRA", f"skipped: {error}")
         return
     plain = bench.train(own, prepare=prepare)
     found = bench.train(own, bench.strategy(own), prepare)
     yield _compared("NF4 with LoRA", found, plain, TOLERANCE)
 
 
-def compiling(bench: Bench) -> Iterator[Finding]:
+def compiling(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Losses with compiled layers."""
     own = str(bench.device)
     strategy = bench.strategy(own, compile=True)
     yield _compared("compile", bench.train(own, strategy), bench.train(own), TOLERANCE)
 
 
-def copies(bench: Bench) -> Iterator[Finding]:
+def copies(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Copies between the device and main memory."""
     device = device_for(bench.device)
     if isinstance(device.copies(), PlainCopies):
-        yield Finding("copies", "made where the call stands: this device has no copy streams here")
+        yield CheckFinding(
+            "copies", "made where the call stands: this device has no copy streams here"
+        )
         return
     on_device = torch.zeros(COPIED_BYTES // 4, device=bench.device)
     for kind, host in (
@@ -297,27 +299,29 @@ def copies(bench: Bench) -> Iterator[Finding]:
         for way, (target, source) in {"to": (on_device, host), "from": (host, on_device)}.items():
             copy = _copying(target, source)
             rate = COPIED_BYTES / _seconds_of(device, copy) / 1e9
-            yield Finding(f"copies {way} the device, {kind} memory", f"{rate:.1f} GB/s")
+            yield CheckFinding(f"copies {way} the device, {kind} memory", f"{rate:.1f} GB/s")
     hidden = _hidden_share(device, on_device)
-    yield Finding("copies hidden behind products", in_percent(hidden), hidden > 0.5)
+    yield CheckFinding("copies hidden behind products", in_percent(hidden), hidden > 0.5)
 
 
-def waiting(bench: Bench) -> Iterator[Finding]:
+def waiting(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Calls that make the computing thread wait for the device."""
     own, device = str(bench.device), device_for(bench.device)
     counts = []
     for strategy in (None, bench.strategy(own)):
         with device.counting_waits() as count:
             if count is None:
-                yield Finding("calls that wait for the device", "torch does not tell them here")
+                yield CheckFinding(
+                    "calls that wait for the device", "torch does not tell them here"
+                )
                 return
             bench.train(own, strategy)
         counts.append(count() / NUM_STEPS)
     found = f"{counts[1]:.1f} per step in the coordinator, {counts[0]:.1f} without workers"
-    yield Finding("calls that wait for the device", found, counts[1] <= counts[0] + 1)
+    yield CheckFinding("calls that wait for the device", found, counts[1] <= counts[0] + 1)
 
 
-def memory(bench: Bench) -> Iterator[Finding]:
+def memory(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Memory of a worker, against the planner's account."""
     own = str(bench.device)
     strategy, peaks = bench.strategy(own), _Peaks()
@@ -325,16 +329,18 @@ def memory(bench: Bench) -> Iterator[Finding]:
     bench.train(own, strategy, callbacks=[profiler, peaks])
     plan, profile = peaks.plan, peaks.profile
     if plan is None or profile is None or own == "cpu":
-        yield Finding("memory of a worker", "not counted: a processor's is that of the process")
+        yield CheckFinding(
+            "memory of a worker", "not counted: a processor's is that of the process"
+        )
         return
     need = predict_given(plan, profile, Wishes()).chosen.need(plan.workers[0])
     counted = float(need.total)
     found = f"{in_bytes(peaks.peak_bytes)}, of {in_bytes(counted)} that the planner counts"
     is_good = peaks.peak_bytes <= counted * MOST_OF_ACCOUNT
-    yield Finding("memory of a worker's tensors, at most", found, is_good)
+    yield CheckFinding("memory of a worker's tensors, at most", found, is_good)
 
 
-def costs(bench: Bench) -> Iterator[Finding]:
+def costs(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Additional time of a step."""
     own = str(bench.device)
     ratios: dict[str, list[float]] = {"all layers here": [], "half of them on a worker there": []}
@@ -344,7 +350,9 @@ def costs(bench: Bench) -> Iterator[Finding]:
             run = bench.train(own, bench.strategy(there), num_steps=TIMED_STEPS)
             found.append(run.step_seconds / plain)
     for what, found in ratios.items():
-        yield Finding(f"step with {what}", f"{median(found):.2f} times that of Lightning alone")
+        yield CheckFinding(
+            f"step with {what}", f"{median(found):.2f} times that of Lightning alone"
+        )
 
 
 CHECKS: Sequence[Check] = (
@@ -380,11 +388,11 @@ class _Peaks(pl.Callback):
 
 def _compared(
     what: str, found: CheckedModule, expected: CheckedModule, tolerance: float
-) -> Finding:
+) -> CheckFinding:
     pairs = list(zip(found.losses, expected.losses, strict=True))
     worst = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
     text = f"losses within {worst:.1e}, allowed {tolerance:.0e}"
-    return Finding(what, text, len(pairs) == NUM_STEPS and worst <= tolerance)
+    return CheckFinding(what, text, len(pairs) == NUM_STEPS and worst <= tolerance)
 
 
 def _in_four_bits(folder: Path) -> Callable[[Any], Any]:

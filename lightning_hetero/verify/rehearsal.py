@@ -26,7 +26,7 @@ from ..model.tensors import flatten, named_contents
 from ..pipeline.results import loss_of
 from ..pipeline.tolerance import (
     Comparison,
-    Verdict,
+    RehearsalVerdict,
     Worst,
     coarsest,
     relative_error,
@@ -179,7 +179,7 @@ class Rehearsal:
     layers: Sequence[DecoderLayer]
     plan: Plan
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RehearsalVerdict:
         """Compare. Nothing is trained; the module and its Trainer are as before.
 
         Raises:
@@ -209,7 +209,7 @@ class Rehearsal:
             found = self._step_away(observer, self._together(rows))
             all_stages = self.plan.remote_stages
             together = self._compare("all together", all_stages, found, expected, widest)
-        return Verdict(stages, together)
+        return RehearsalVerdict(stages, together)
 
     @property
     def module(self) -> pl.LightningModule:

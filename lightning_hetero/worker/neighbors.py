@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from ..devices.copies import Copies
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError, WorkerUnreachable
-from ..pipeline.journal import FrameStore, Repeats, SentLog
+from ..pipeline.journal import FrameStore, RepeatedMessages, SentLog
 from ..pipeline.rule import Key
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -52,7 +52,7 @@ class Neighbors:
         # What goes to other workers and has come from them, where a lost one is to be replaced.
         self._log: SentLog | None = None
         self._told_bytes = 0
-        self._repeats: dict[int, Repeats] = {}
+        self._repeats: dict[int, RepeatedMessages] = {}
         # The channels to lost workers in whose place there are others.
         self._former: WeakSet[Channel] = WeakSet()
 
@@ -95,7 +95,7 @@ class Neighbors:
             return False  # another worker has taken the place of the one that said it
         if number == 0:
             return True
-        return self._repeats.setdefault(number, Repeats()).takes(message)
+        return self._repeats.setdefault(number, RepeatedMessages()).takes(message)
 
     def replace(self, message: m.ReplaceNeighbor, start: Callable[[Channel], None]) -> None:
         """Talk to the worker in the place of a lost one, and send it what was kept.
@@ -127,7 +127,7 @@ class Neighbors:
         if latest is not None:
             by = self._came_by.items()
             self._came_by = {p: latest if c in former else c for p, c in by}
-        self._repeats.setdefault(number, Repeats()).begin()
+        self._repeats.setdefault(number, RepeatedMessages()).begin()
         for entry in () if self._log is None else self._log.sent_to(number):
             goes_up = isinstance(entry.message, m.Gradient)
             target = latest if goes_up else self._downstream.get(number)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class ServedRun:
     """One conversation with a coordinator, when it is over.
 
     Args:
@@ -44,7 +44,7 @@ class RunRecord:
     reason: str
 
 
-def _log(record: RunRecord) -> None:
+def _log(record: ServedRun) -> None:
     logger.info("%s", record)
 
 
@@ -59,7 +59,7 @@ class Owner:
     """
 
     memory_bytes: int | None = None
-    on_run_end: Callable[[RunRecord], None] = _log
+    on_run_end: Callable[[ServedRun], None] = _log
     linger_seconds: float = LINGER_SECONDS
 
     def limit(self, device: torch.device) -> None:

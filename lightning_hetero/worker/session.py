@@ -65,7 +65,7 @@ from .layers import StageLayers
 from .moves import MovedSide
 from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
-from .owner import Host, RunRecord
+from .owner import Host, ServedRun
 from .replicas import ReplicaSide
 from .snapshots import SnapshotSide
 from .takeover import RoomSide
@@ -232,11 +232,11 @@ class StageSession:
         self._inbox.put(Arrival(self._coordinator, Frame(message)))
 
     @property
-    def record(self) -> RunRecord:
+    def record(self) -> ServedRun:
         """The record of the session, for the owner."""
         seconds = time.monotonic() - self._began_seconds
         peer, steps = self._coordinator.peer, self._runner.step
-        return RunRecord(peer, self._served, steps, seconds, self._ended)
+        return ServedRun(peer, self._served, steps, seconds, self._ended)
 
     def line_with(self, secret: str) -> Line | None:
         """The line of this session that has the secret; any thread may ask."""

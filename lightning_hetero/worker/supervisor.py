@@ -75,7 +75,7 @@ OWNERS_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
-class Place:
+class SessionPlace:
     """What a session's process has from the warm process.
 
     Args:
@@ -105,7 +105,7 @@ class Place:
         return f"{self.listener.fileno()},{self.pipe.fileno()},{shelf},{self.began_seconds}"
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> SessionPlace:
         """The place that another process has written as text."""
         listener, pipe, shelf, began_seconds = text.split(",")
         return cls(
@@ -152,8 +152,8 @@ class Supervisor:
     def __init__(
         self,
         listener: socket.socket,
-        serve: Callable[[Place], None],
-        command: Callable[[Place], list[str]],
+        serve: Callable[[SessionPlace], None],
+        command: Callable[[SessionPlace], list[str]],
         forks: bool,
         stops_with_stdin: bool = False,
         secret: str = "",
@@ -350,11 +350,11 @@ class Supervisor:
         if self._is_paused:
             member.tell("pause")
 
-    def _place(self, pipe: Connection, second: Second | None = None) -> Place:
+    def _place(self, pipe: Connection, second: Second | None = None) -> SessionPlace:
         equipment = _read_equipment(self._equipment)
         # Only first processes leave tensors to each other.
         shelf = self._shelf if second is None else None
-        return Place(self._listener, pipe, shelf, self._began_seconds, equipment, second)
+        return SessionPlace(self._listener, pipe, shelf, self._began_seconds, equipment, second)
 
     def _take_spare(self) -> _Member | None:
         """The process that waits for its turn, if there is one and it has not ended."""
@@ -383,7 +383,7 @@ class Supervisor:
         return _Member(pid, ours, second)
 
     def _serve_and_exit(
-        self, place: Place, ours: Connection, signals: set[int | signal.Signals]
+        self, place: SessionPlace, ours: Connection, signals: set[int | signal.Signals]
     ) -> NoReturn:
         """The whole life of a forked process."""
         code = 1
@@ -429,10 +429,10 @@ class Supervisor:
 
 
 def serve_one_session(
-    make_worker: Callable[[Place, KeptTensors], Worker],
+    make_worker: Callable[[SessionPlace, KeptTensors], Worker],
     on_drain: Callable[[bool], None],
     joiner: Joiner | None,
-    place: Place,
+    place: SessionPlace,
 ) -> None:
     """Serve one session in this process, which has to end afterwards.
 
@@ -465,10 +465,10 @@ def serve_one_session(
 
 
 def serve_one_session_anew(
-    make_for: Callable[[str], Callable[[Place, KeptTensors], Worker]],
+    make_for: Callable[[str], Callable[[SessionPlace, KeptTensors], Worker]],
     on_drain: Callable[[bool], None],
     joiner: Joiner | None,
-    place: Place,
+    place: SessionPlace,
 ) -> NoReturn:
     """Serve one session in a process that has not been forked, and end the process.
 
@@ -488,7 +488,7 @@ def serve_one_session_anew(
     exit_at_once(0)
 
 
-def hear_turn(place: Place) -> tuple[str, Place]:
+def hear_turn(place: SessionPlace) -> tuple[str, SessionPlace]:
     """Wait for the "go" of the warm process; the secret, and the place with what it has told."""
     _, secret, second, equipment = place.pipe.recv_bytes().decode().split(" ", 3)
     place = replace(place, equipment=_read_equipment(equipment))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from lightning_hetero import HeteroPipelineStrategy, cli
-from lightning_hetero.cli.top import Sighting, seen_again, table
+from lightning_hetero.cli.top import WorkerSighting, seen_again, table
 from lightning_hetero.discovery.find import WorkerStatus
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
@@ -118,7 +118,7 @@ def test_a_worker_that_a_move_left_without_layers_is_idle(
 
 
 def test_the_first_look_averages_over_the_run_and_the_next_over_the_time_between() -> None:
-    first = seen_again(Sighting("w"), answer(10.0, busy=2.0, training=8.0, sent=100))
+    first = seen_again(WorkerSighting("w"), answer(10.0, busy=2.0, training=8.0, sent=100))
     assert first.busy_share == 0.25
     assert first.traffic == []
     second = seen_again(first, answer(12.0, busy=3.0, training=10.0, sent=300))
@@ -127,19 +127,19 @@ def test_the_first_look_averages_over_the_run_and_the_next_over_the_time_between
 
 
 def test_without_a_step_since_the_share_stays() -> None:
-    first = seen_again(Sighting("w"), answer(10.0, busy=2.0, training=8.0))
+    first = seen_again(WorkerSighting("w"), answer(10.0, busy=2.0, training=8.0))
     assert seen_again(first, answer(11.0, busy=2.0, training=8.0)).busy_share == 0.25
 
 
 def test_another_run_begins_anew() -> None:
-    first = seen_again(Sighting("w"), answer(10.0, busy=9.0, training=9.0, sent=10**9))
+    first = seen_again(WorkerSighting("w"), answer(10.0, busy=9.0, training=9.0, sent=10**9))
     second = seen_again(first, answer(11.0, busy=0.1, training=1.0, run="b"))
     assert second.busy_share == pytest.approx(0.1)
     assert second.traffic == []
 
 
 def test_a_worker_that_vanishes_from_a_run_is_lost_and_comes_back() -> None:
-    seen = seen_again(Sighting("w"), answer(10.0, 1.0, 2.0))
+    seen = seen_again(WorkerSighting("w"), answer(10.0, 1.0, 2.0))
     lost = seen_again(seen_again(seen, "No worker answers."), "No worker answers.")
     assert (lost.state, lost.num_missed, lost.traffic) == ("lost", 2, [])
     *rows, why = drawn(lost)
@@ -147,12 +147,12 @@ def test_a_worker_that_vanishes_from_a_run_is_lost_and_comes_back() -> None:
     assert why == "w (2 looks without an answer): No worker answers."
     back = seen_again(lost, answer(1.0, 0.5, 1.0, run="b"))
     assert (back.state, back.problem, back.busy_share) == ("training", "", 0.5)
-    assert Sighting("w", before=back.seen).stage is None
+    assert WorkerSighting("w", before=back.seen).stage is None
 
 
 def test_a_free_worker_that_vanishes_is_gone() -> None:
     free = WorkerStatus(m.Equipment(), m.Status(1.0, 2**20, None))
-    gone = seen_again(seen_again(Sighting("w"), free), "No worker answers.")
+    gone = seen_again(seen_again(WorkerSighting("w"), free), "No worker answers.")
     assert gone.state == "gone"
 
 
@@ -161,7 +161,7 @@ def test_a_spare_shows_the_run_for_which_it_waits(run: str) -> None:
     """A worker at the door of a run knows its coordinator only."""
     spare = m.SpareStatus(run, "10.77.0.1:5")
     seen = WorkerStatus(m.Equipment(), m.Status(1.0, 2**20, None, spare))
-    sighting = seen_again(Sighting("w:1"), seen)
+    sighting = seen_again(WorkerSighting("w:1"), seen)
     assert sighting.state == "spare"
     shown = " ".join(drawn(sighting))
     assert all(word in shown for word in ("spare", run, "10.77.0.1 "))
@@ -185,12 +185,12 @@ def test_a_worker_in_the_place_of_a_lost_one_shows_what_it_repeats(
 
 
 def test_a_worker_that_never_answered_is_not_there() -> None:
-    assert seen_again(Sighting("w"), "No worker answers.").state == "not there"
+    assert seen_again(WorkerSighting("w"), "No worker answers.").state == "not there"
 
 
 def test_a_busy_share_from_before_a_move_is_not_shown_of_an_idle_worker() -> None:
     first, second = (answer(float(n), 1.0 * n, 2.0 * n, sent=10**7 * n) for n in (1, 2))
-    busy = seen_again(seen_again(Sighting("a:1"), first), second)
+    busy = seen_again(seen_again(WorkerSighting("a:1"), first), second)
     assert busy.busy_share is not None
     assert second.status.stage is not None
     without = replace(second.status, stage=replace(second.status.stage, stages=[]))
@@ -201,7 +201,7 @@ def test_a_busy_share_from_before_a_move_is_not_shown_of_an_idle_worker() -> Non
 def test_in_130_columns_nothing_is_cut() -> None:
     name = "strix.example.org:9999"
     first, second = (answer(float(n), 1.0 * n, 2.0 * n, sent=10**7 * n) for n in (1, 2))
-    sighting = seen_again(seen_again(Sighting(name), first), second)
+    sighting = seen_again(seen_again(WorkerSighting(name), first), second)
     console = Console(width=130, record=True, file=StringIO())
     console.print(table([sighting]))
     shown = console.export_text()
@@ -222,16 +222,16 @@ def test_a_narrow_terminal_is_told_and_a_file_gets_all_columns(
     assert ("links, MB/s" in shown) != is_terminal
 
 
-def drawn(*sightings: Sighting, width: int = 130) -> list[str]:
+def drawn(*sightings: WorkerSighting, width: int = 130) -> list[str]:
     console = Console(width=width, record=True, file=StringIO())
     console.print(table(sightings))
     return console.export_text().splitlines()
 
 
-def of_device(name: str, **stage: object) -> Sighting:
+def of_device(name: str, **stage: object) -> WorkerSighting:
     seen = answer(1.0, 1.0, 2.0)
     assert seen.status.stage is not None
-    return Sighting(
+    return WorkerSighting(
         "10.77.0.11:9999",
         WorkerStatus(
             replace(seen.equipment, device_name=name),
@@ -256,7 +256,7 @@ def test_a_device_has_a_short_name_in_one_line(device: str, short: str) -> None:
 
 def test_columns_stay_in_place_from_look_to_look() -> None:
     looks = [answer(float(n), 0.9 * n, 1.0 * n, sent=n * 10**n) for n in (1, 2, 8)]
-    sighting, headings, states = Sighting("10.77.0.11:9999"), set(), []
+    sighting, headings, states = WorkerSighting("10.77.0.11:9999"), set(), []
     for look in (looks[0], looks[1], looks[2], "No worker answers.", looks[2]):
         sighting = seen_again(sighting, look)
         lines = drawn(sighting)

@@ -22,7 +22,7 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.handshake import dial
-from lightning_hetero.worker.owner import RunRecord
+from lightning_hetero.worker.owner import ServedRun
 
 from ..forked import Script, running_script
 from ..transport.pairs import PATIENCE_SECONDS, QUICK
@@ -86,22 +86,22 @@ def test_a_second_sigterm_ends_a_worker_at_once() -> None:
     ("record", "expected"),
     [
         (
-            RunRecord("10.0.0.1:5", "stage 1, layers 2 to 4 (X)", 117, 3725.0, "goodbye"),
+            ServedRun("10.0.0.1:5", "stage 1, layers 2 to 4 (X)", 117, 3725.0, "goodbye"),
             "now  10.0.0.1:5  stage 1, layers 2 to 4 (X): 117 steps in 1:02:05, ended in good "
             "order",
         ),
         (
-            RunRecord("10.0.0.1:5", "stage 1, layers 2 to 2 (X)", 1, 1.2, "it broke"),
+            ServedRun("10.0.0.1:5", "stage 1, layers 2 to 2 (X)", 1, 1.2, "it broke"),
             "now  10.0.0.1:5  stage 1, layers 2 to 2 (X): 1 step in 0:00:01, ended: it broke",
         ),
         (
-            RunRecord("10.0.0.1:5", "", 0, 0.2, "goodbye"),
+            ServedRun("10.0.0.1:5", "", 0, 0.2, "goodbye"),
             "now  10.0.0.1:5  had no layers here: 0:00:00, ended in good order",
         ),
     ],
     ids=["good", "bad", "only looked"],
 )
-def test_a_run_is_one_line(record: RunRecord, expected: str) -> None:
+def test_a_run_is_one_line(record: ServedRun, expected: str) -> None:
     assert line_of(record, "now").plain == expected
 
 

@@ -35,7 +35,7 @@ from lightning_hetero import (
 )
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.errors import HeteroError, WorkerLost
-from lightning_hetero.planner.membership import Change, in_place, left_by_bytes
+from lightning_hetero.planner.membership import PlanChange, in_place, left_by_bytes
 from lightning_hetero.strategy.membership import Membership
 
 from ..models import TinyModule, fit, loader
@@ -265,7 +265,7 @@ def plan_of(counts: Sequence[tuple[Sequence[str], int]], optimizer: Any = None) 
     return Plan(stages, 2)
 
 
-def _shared(membership: Membership, hosts: Mapping[str, str]) -> Change | None:
+def _shared(membership: Membership, hosts: Mapping[str, str]) -> PlanChange | None:
     """The plan over the machines that are left, as if it had been measured to be faster.
 
     The coordinator keeps the layers that it has: it gives them a key-value cache, with which the
@@ -282,7 +282,7 @@ def _shared(membership: Membership, hosts: Mapping[str, str]) -> Change | None:
         if found is None or _own_layers(found) != _own_layers(plan):
             found = in_place(plan, name, host)
         plan = found
-    return Change(plan, 1.0, 0.5)
+    return PlanChange(plan, 1.0, 0.5)
 
 
 def _own_layers(plan: Plan) -> set[int]:

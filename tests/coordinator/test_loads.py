@@ -15,7 +15,7 @@ from lightning_hetero.coordinator.loads import (
     MOST_SMALL_UNDER_WAY,
     MOST_UNDER_WAY,
     SMALL_BYTES,
-    Load,
+    TensorLoad,
     send_all,
 )
 from lightning_hetero.protocol import messages as m
@@ -58,8 +58,10 @@ def tensors(count: int, elements: int) -> Iterator[tuple[str, Tensor, State]]:
         yield f"{number}.weight", torch.full((1,), float(number)).expand(elements), {}
 
 
-def load(worker: FakeWorker, contents: Iterator[tuple[str, Tensor, State]], **options: Any) -> Load:
-    return Load(worker, contents, **{"is_built": True, **options})  # type: ignore[arg-type]
+def load(
+    worker: FakeWorker, contents: Iterator[tuple[str, Tensor, State]], **options: Any
+) -> TensorLoad:
+    return TensorLoad(worker, contents, **{"is_built": True, **options})  # type: ignore[arg-type]
 
 
 def test_one_that_confirms_nothing_holds_nobody_up() -> None:

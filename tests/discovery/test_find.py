@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from lightning_hetero.cli.top import Sighting, seen_again
+from lightning_hetero.cli.top import WorkerSighting, seen_again
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
@@ -61,8 +61,8 @@ def test_a_busy_worker_answers_and_its_run_goes_on() -> None:
         assert inbox.get(timeout=20).content.message.device  # type: ignore[attr-defined]
         measured = ask_status(address, QUICK, Identity(), run="another")
         channel.close(m.Goodbye())
-    assert Sighting("w:1", first).state == "in a run"
-    assert Sighting("w:1", measured).state == "measuring"
+    assert WorkerSighting("w:1", first).state == "in a run"
+    assert WorkerSighting("w:1", measured).state == "measuring"
     assert measured.status.spare is None
     assert first.status.stage is not None
     assert second.status.stage is not None
@@ -83,14 +83,14 @@ def test_status_needs_the_token() -> None:
 
 
 def test_a_worker_may_go_and_come_back_on_its_address() -> None:
-    def look(last: Sighting, address: Address) -> Sighting:
+    def look(last: WorkerSighting, address: Address) -> WorkerSighting:
         try:
             return seen_again(last, ask_status(address, QUICK, Identity()))
         except WorkerUnreachable as error:
             return seen_again(last, str(error))
 
     with worker_thread() as address:
-        seen = look(Sighting(str(address)), address)
+        seen = look(WorkerSighting(str(address)), address)
     gone = look(seen, address)
     with worker_thread(where=address):
         back = look(gone, address)

@@ -12,7 +12,7 @@ from lightning_hetero.doctor.checks import (
     Finding,
     Greeting,
     Report,
-    Wanted,
+    WantedPlan,
     advice,
     against_plan,
     completed,
@@ -43,8 +43,8 @@ def links(worker: str, bytes_per_second: float) -> list[Link]:
 def test_each_worker_carries_its_own_boundaries() -> None:
     model = MEASURED.model
     crossing = model.activation_bytes_per_sample * 16, model.gradient_bytes_per_sample * 16
-    first = against_plan(Wanted(MEASURED, PLAN), "a:1", links("a:1", 1e12))
-    last = against_plan(Wanted(MEASURED, PLAN), "b:1", links("b:1", 1e12))
+    first = against_plan(WantedPlan(MEASURED, PLAN), "a:1", links("a:1", 1e12))
+    last = against_plan(WantedPlan(MEASURED, PLAN), "b:1", links("b:1", 1e12))
     names = ("there_bytes_per_step", "back_bytes_per_step")
     assert tuple(first.figures[name] for name in names) == crossing
     assert tuple(last.figures[name] for name in names) == crossing[::-1]
@@ -62,7 +62,7 @@ def test_each_worker_carries_its_own_boundaries() -> None:
 def test_a_replica_carries_what_its_own_micro_batches_need(
     workers: list[str], shares: list[int], of_a: float, of_b: float
 ) -> None:
-    wanted = Wanted(MEASURED, Plan([StagePlan(workers, (0, 8), shares=shares)], 4))
+    wanted = WantedPlan(MEASURED, Plan([StagePlan(workers, (0, 8), shares=shares)], 4))
     for worker, part in (("a:1", of_a), ("b:1", of_b)):
         found = against_plan(wanted, worker, links(worker, 1e12))
         if not part:
@@ -75,7 +75,7 @@ def test_a_replica_carries_what_its_own_micro_batches_need(
 
 def test_in_a_line_the_first_worker_gets_token_ids_and_the_last_one_sends_most() -> None:
     stages = [StagePlan(["a:1"], (0, 4), embedding=True), StagePlan(["b:1"], (4, 8))]
-    wanted = Wanted(MEASURED, Plan(stages, micro_batches=4))
+    wanted = WantedPlan(MEASURED, Plan(stages, micro_batches=4))
     names = ("there_bytes_per_step", "back_bytes_per_step")
     first, last = (
         tuple(against_plan(wanted, worker, links(worker, 1e12)).figures[name] for name in names)
@@ -100,7 +100,7 @@ def test_a_link_has_what_crosses_it_under_plans_of_every_shape(
 ) -> None:
     cuts = [*range(len(names)), 8]
     stages = [StagePlan([name], span) for name, span in zip(names, pairwise(cuts), strict=True)]
-    wanted = Wanted(MEASURED, Plan(stages, micro_batches=4))
+    wanted = WantedPlan(MEASURED, Plan(stages, micro_batches=4))
     for worker, expected in (("a:1", of_a), ("b:1", of_b)):
         found = against_plan(wanted, worker, links(worker, 1e12))
         if expected is None:
@@ -115,7 +115,7 @@ def test_a_link_has_what_crosses_it_under_plans_of_every_shape(
 def test_a_link_that_is_the_bottleneck_fails() -> None:
     model = MEASURED.model
     most = max(model.activation_bytes_per_sample, model.gradient_bytes_per_sample) * 4
-    found = against_plan(Wanted(MEASURED, PLAN), "a:1", links("a:1", most / 1000))
+    found = against_plan(WantedPlan(MEASURED, PLAN), "a:1", links("a:1", most / 1000))
     assert found.outcome == "failed"
     assert "activation_dtype" in found.remedy
     assert float(found.figures["busy_share"]) > 1
@@ -129,13 +129,13 @@ def test_a_stage_in_the_middle_needs_nothing_of_the_coordinators_link() -> None:
         StagePlan([f"{name}:1"], span)
         for name, span in zip("abc", [(0, 2), (2, 4), (4, 8)], strict=True)
     ]
-    found = against_plan(Wanted(wider, Plan(stages, 4)), "b:1", links("b:1", 1.0))
+    found = against_plan(WantedPlan(wider, Plan(stages, 4)), "b:1", links("b:1", 1.0))
     assert found.outcome == "passed"
     assert "small messages" in found.text
 
 
 def test_without_a_plan_the_best_one_is_meant() -> None:
-    found = against_plan(Wanted(MEASURED), "a:1", links("a:1", 1e12))
+    found = against_plan(WantedPlan(MEASURED), "a:1", links("a:1", 1e12))
     assert found.outcome in ("passed", "skipped")
 
 
@@ -150,7 +150,7 @@ def test_without_a_plan_the_best_one_is_meant() -> None:
 def test_a_plan_that_does_not_fit_the_profile_is_refused(
     stages: list[StagePlan], micro_batches: int, text: str
 ) -> None:
-    wanted = Wanted(MEASURED, Plan(stages, micro_batches))
+    wanted = WantedPlan(MEASURED, Plan(stages, micro_batches))
     with pytest.raises(PlanError, match=text):
         against_plan(wanted, "a:1", links("a:1", 1e12))
 

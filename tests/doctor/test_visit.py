@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from lightning_hetero.doctor.checks import CHECKS, Finding, Report, Wanted
+from lightning_hetero.doctor.checks import CHECKS, Finding, Report, WantedPlan
 from lightning_hetero.doctor.visit import Options, visit
 from lightning_hetero.errors import TokenError
 from lightning_hetero.plan import Plan, StagePlan
@@ -34,7 +34,7 @@ Answer = Callable[[socket.socket], None]
 def seen(
     address: Address,
     credentials: Credentials | TokenError | None = None,
-    wanted: Wanted | None = None,
+    wanted: WantedPlan | None = None,
     connect_seconds: float = PATIENCE_SECONDS,
 ) -> Report:
     return visit(address, Options(credentials, m.Equipment(), connect_seconds, 0.02, wanted))
@@ -237,10 +237,10 @@ def test_the_link_is_held_against_a_plan() -> None:
     with worker_thread() as address:
         measured = profile(8, [device(str(address), 1, 2)], batch_size=16)
         plan = Plan([StagePlan([str(address)], (0, 8))], micro_batches=4)
-        found = seen(address, wanted=Wanted(measured, plan)).findings[-1]
+        found = seen(address, wanted=WantedPlan(measured, plan)).findings[-1]
         assert (found.check, found.outcome) == ("plan", "passed")
         elsewhere = profile(8, [device("other:1", 1, 2)], batch_size=16)
-        found = seen(address, wanted=Wanted(elsewhere)).findings[-1]
+        found = seen(address, wanted=WantedPlan(elsewhere)).findings[-1]
         assert found.text == f"the plan has no stage on {address}"
 
 

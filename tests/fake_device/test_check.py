@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from lightning_hetero.verify import device_check
-from lightning_hetero.verify.device_check import Bench, Finding, check_device
+from lightning_hetero.verify.device_check import CheckFinding, TrainingBench, check_device
 
 from ..verify.small_check import CONFIG, SEQUENCE_LENGTH
 from .process import fake_worker, on_fake_device
 
 
-def findings_of(part: str, addresses: dict[str, str]) -> list[Finding]:
+def findings_of(part: str, addresses: dict[str, str]) -> list[CheckFinding]:
     """The rows of one part, of a smaller model and over workers that run already."""
     device_check._CONFIG, device_check._SEQUENCE_LENGTH = CONFIG, SEQUENCE_LENGTH
     device_check.TIMED_STEPS, device_check.PROFILE_SECONDS = 3, 2.0
     device_check.COPIED_BYTES, device_check.MULTIPLIED_ROWS = 2**20, 64
     device_check.CHECKS = [getattr(device_check, part)]
-    Bench.worker_on = lambda _bench, device: addresses[device]  # type: ignore[method-assign]
-    Bench._token_file = lambda _bench, device: None  # type: ignore[method-assign, assignment, return-value]
+    TrainingBench.worker_on = lambda _bench, device: addresses[device]  # type: ignore[method-assign]
+    TrainingBench._token_file = lambda _bench, device: None  # type: ignore[method-assign, assignment, return-value]
     return list(check_device(torch.device("fake", 0)))
 
 

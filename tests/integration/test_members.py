@@ -25,7 +25,7 @@ from lightning_hetero import (
     RecoveryCallback,
     StagePlan,
 )
-from lightning_hetero.cli.top import Sighting
+from lightning_hetero.cli.top import WorkerSighting
 from lightning_hetero.devices.description import describe_device
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import PlanError, WorkerLost
@@ -145,7 +145,9 @@ def state_of(address: str, credentials: Credentials | None = None) -> tuple[str,
     """What `top` shows of a worker, and of which run it is a spare."""
     identity = Identity(credentials=credentials)
     seen = ask_status(Address.parse(address), Deadlines(), identity)
-    return Sighting(address, seen).state, "" if seen.status.spare is None else seen.status.spare.run
+    return WorkerSighting(
+        address, seen
+    ).state, "" if seen.status.spare is None else seen.status.spare.run
 
 
 def ask_to_end(worker: WorkerProcess) -> Callable[[Any], None]:

@@ -20,7 +20,7 @@ from lightning_hetero import (
     StageMonitor,
     StagePlan,
 )
-from lightning_hetero.cli.top import Sighting, seen_again
+from lightning_hetero.cli.top import WorkerSighting, seen_again
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import RunFacts, findings, read_run
@@ -45,7 +45,7 @@ class Seen:
     lost: str
     folder: Path
     rows: list[dict[str, float]]
-    sighting: Sighting
+    sighting: WorkerSighting
 
 
 class Looking(TinyModule):
@@ -53,7 +53,7 @@ class Looking(TinyModule):
 
     def __init__(self, address: str) -> None:
         super().__init__()
-        self.sighting = Sighting(address)
+        self.sighting = WorkerSighting(address)
 
     def on_train_end(self) -> None:
         seen = ask_status(Address.parse(self.sighting.name), Deadlines(), Identity())

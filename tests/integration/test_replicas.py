@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator import holdings, optimizer_parts
-from lightning_hetero.coordinator.loads import Load, send_all
+from lightning_hetero.coordinator.loads import TensorLoad, send_all
 from lightning_hetero.errors import StageFailed, WorkerError
 
 from ..equality import TOLERANCE, differing
@@ -272,7 +272,7 @@ def test_a_replica_with_other_weights_is_named(
             remote = strategy.deployment.coordinator.layers
             name, worker = "1.mlp.up_proj.weight", remote.connections.workers[-1]
             other = torch.ones(remote.holdings.tensors[name].spec.shape)
-            load = Load(worker, iter([(name, other, {})]), is_built=True)
+            load = TensorLoad(worker, iter([(name, other, {})]), is_built=True)
             assert [*send_all([load], remote.receive)]
 
     monkeypatch.setattr(optimizer_parts, "STEPS_BETWEEN_COMPARISONS", 2)

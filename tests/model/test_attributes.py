@@ -90,7 +90,7 @@ def test_modules_of_torch_in_a_list_arrive() -> None:
 def test_a_child_is_no_module_of_its_own() -> None:
     layer = nn.Sequential(nn.ReLU())
     written = a.write_value([layer[0]], "It", set(), layer)
-    assert written == a.Items("list", [a.Part("0")])
+    assert written == a.Items("list", [a.ModulePart("0")])
 
 
 def test_a_config_arrives_with_its_attention() -> None:
@@ -177,25 +177,25 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "builtins.eval": (a.Function(path("eval", "builtins")), "outside of what"),
     "torch.load": (a.Function(path("load", "torch")), "not a function of torch"),
     "a class as function": (a.Function(path("Block")), "is not a function"),
-    "a layer as enum": (a.Member(path("Block"), "BEFORE"), "derives from Enum"),
-    "a member that is none": (a.Member(path("Order"), "__class__"), "has no member"),
-    "a layer as dataclass": (a.Record(path("Block"), {}), "Block is not a dataclass"),
+    "a layer as enum": (a.EnumMember(path("Block"), "BEFORE"), "derives from Enum"),
+    "a member that is none": (a.EnumMember(path("Order"), "__class__"), "has no member"),
+    "a layer as dataclass": (a.DataclassRecord(path("Block"), {}), "Block is not a dataclass"),
     "a field too many": (
-        a.Record(path("Settings"), {"heads": 1, "factor": 1, "__class__": 1}),
+        a.DataclassRecord(path("Settings"), {"heads": 1, "factor": 1, "__class__": 1}),
         "has the fields",
     ),
     "an attribute that hides one": (
-        a.Record(path("Derived", LOOSE), {"width": 1, "heads": 1}, {"scale": 1.0}),
+        a.DataclassRecord(path("Derived", LOOSE), {"width": 1, "heads": 1}, {"scale": 1.0}),
         "would hide",
     ),
     "an attribute that is a field": (
-        a.Record(path("Derived", LOOSE), {"width": 1, "heads": 1}, {"heads": 2}),
+        a.DataclassRecord(path("Derived", LOOSE), {"width": 1, "heads": 1}, {"heads": 2}),
         "would hide",
     ),
-    "a method of torch": (a.Method(a.Part(""), "register_forward_hook"), "has no method"),
-    "a dunder as method": (a.Method(a.Part(""), "__init__"), "has no method"),
-    "a method that is none": (a.Method(a.Part(""), "gate"), "has no method"),
-    "a part that is missing": (a.Part("nothing"), "is missing"),
+    "a method of torch": (a.Method(a.ModulePart(""), "register_forward_hook"), "has no method"),
+    "a dunder as method": (a.Method(a.ModulePart(""), "__init__"), "has no method"),
+    "a method that is none": (a.Method(a.ModulePart(""), "gate"), "has no method"),
+    "a part that is missing": (a.ModulePart("nothing"), "is missing"),
     "a partial of a number": (a.Partial(1, [], {}), "a partial of a int"),
     "a partial of eval": (a.Partial(a.Function(path("eval", "builtins")), [], {}), "outside of"),
     "a foreign class": (a.Class(path("Popen", "subprocess")), "outside of what"),
@@ -213,8 +213,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         a.Loose(path("ReLU", "torch.nn.modules.activation"), {"forward": 1}, True),
         "with attributes that hide nothing",
     ),
-    "a field too few": (a.Record(path("Settings"), {"heads": 1}), "has the fields"),
-    "a foreign dataclass": (a.Record(path("Path", "pathlib"), {}), "outside of what"),
+    "a field too few": (a.DataclassRecord(path("Settings"), {"heads": 1}), "has the fields"),
+    "a foreign dataclass": (a.DataclassRecord(path("Path", "pathlib"), {}), "outside of what"),
     "a layer as config": (a.Config(path("Block"), {}, "sdpa"), "PreTrainedConfig|PretrainedConfig"),
     "a pipeline as config": (
         a.Config(path("Pipeline", "transformers.pipelines.base"), {}, "sdpa"),
@@ -229,7 +229,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "no dtype": (a.Text("dtype", "load"), "no dtype 'load'"),
     "no number": (a.Text("float", "1e5"), "has '1e5' instead of inf"),
     "a set of lists": (a.Items("set", [a.Items("list", [])]), "cannot be built"),
-    "a dictionary of lists": (a.Table([(a.Items("list", []), 1)]), "cannot be built"),
+    "a dictionary of lists": (a.DictionaryTable([(a.Items("list", []), 1)]), "cannot be built"),
 }
 
 

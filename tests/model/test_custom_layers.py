@@ -19,8 +19,8 @@ from lightning_hetero.model.allowed_imports import Allowed, ImportPath
 from lightning_hetero.model.custom_layers import (
     BlocksRecipe,
     BufferNode,
+    EmptyTensorNode,
     ModuleNode,
-    TensorNode,
     build_blocks,
     describe_blocks,
 )
@@ -313,7 +313,7 @@ NO_TREES: dict[str, tuple[BlocksRecipe, str]] = {
     ),
     "no dtype": (recipe_of(node(buffers={"a": BufferNode([1], "load")})), "no dtype 'load'"),
     "a gradient of integers": (
-        recipe_of(node(), parameters=[TensorNode([1], "int64", requires_grad=True)]),
+        recipe_of(node(), parameters=[EmptyTensorNode([1], "int64", requires_grad=True)]),
         "impossible parameter",
     ),
 }

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_hetero.pipeline.journal import FrameStore, Journal, Repeats, SentLog
+from lightning_hetero.pipeline.journal import FrameStore, Journal, RepeatedMessages, SentLog
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
 from lightning_hetero.protocol.values import DictNode
@@ -218,7 +218,7 @@ def test_a_worker_keeps_what_replicas_exchange_until_its_exchange_is_needless(
 
 
 def test_repeats_of_earlier_steps_are_forgotten() -> None:
-    repeats = Repeats()
+    repeats = RepeatedMessages()
     early, late = m.Activation(1, 0, 0, [True], []), m.Activation(2, 0, 0, [True], [])
     assert repeats.takes(early)
     assert repeats.takes(late)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_hetero.pipeline.tolerance import (
     Comparison,
-    Verdict,
+    RehearsalVerdict,
     Worst,
     coarsest,
     norm_error,
@@ -111,9 +111,9 @@ def test_the_tolerance_grows_with_roots() -> None:
 def test_the_verdict_names_who_is_wrong() -> None:
     wrong = replace(RIGHT, who="b:1", activation=1e-2)
     together = replace(RIGHT, who="all together")
-    assert Verdict([RIGHT], together).is_right
-    assert Verdict([RIGHT, wrong], together).wrong == ["b:1"]
-    assert "b:1 computed wrongly" in Verdict([RIGHT, wrong], together).sentence
-    between = Verdict([RIGHT], replace(together, loss=1.0))
+    assert RehearsalVerdict([RIGHT], together).is_right
+    assert RehearsalVerdict([RIGHT, wrong], together).wrong == ["b:1"]
+    assert "b:1 computed wrongly" in RehearsalVerdict([RIGHT, wrong], together).sentence
+    between = RehearsalVerdict([RIGHT], replace(together, loss=1.0))
     assert not between.is_right
     assert "between the workers" in between.sentence

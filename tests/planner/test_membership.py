@@ -13,7 +13,7 @@ import pytest
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.feasibility import candidate_of, shortages
 from lightning_hetero.planner.membership import (
-    Change,
+    PlanChange,
     at_present,
     fits,
     gathered,
@@ -45,7 +45,7 @@ def cluster(*names: str, seconds: float = 1.0, **memory: int) -> Profile:
     return profile(NUM_LAYERS, workers, own, batch_size=4)
 
 
-def check(change: Change | None, *names: str) -> Change:
+def check(change: PlanChange | None, *names: str) -> PlanChange:
     assert change is not None
     change.plan.check(NUM_LAYERS, names)
     return change

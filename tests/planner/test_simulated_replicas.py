@@ -20,7 +20,13 @@ from lightning_hetero.planner.routes import (
     StageTimes,
     least_seconds,
 )
-from lightning_hetero.planner.simulation import LOSS, Simulation, Span, predict_below, simulate
+from lightning_hetero.planner.simulation import (
+    LOSS,
+    SimulatedSpan,
+    Simulation,
+    predict_below,
+    simulate,
+)
 
 Times = tuple[float, float]
 
@@ -181,7 +187,7 @@ def any_replicas(draw: st.DrawFn) -> Pipeline:
     return replace(tried, starts_first=draw(st.booleans()))
 
 
-def process_of(tried: Pipeline, span: Span) -> int:
+def process_of(tried: Pipeline, span: SimulatedSpan) -> int:
     entry = tried.entries[span.action.stage_index][span.action.key.microbatch]
     return tried.process_of[entry]
 

@@ -21,8 +21,8 @@ from lightning_hetero.planner.routes import (
 from lightning_hetero.planner.simulation import (
     LOSS,
     MOST_PLAYED,
+    SimulatedSpan,
     Simulation,
-    Span,
     predict,
     predict_below,
     simulate,
@@ -64,7 +64,7 @@ def drawn(simulation: Simulation, num_stages: int) -> list[str]:
     return lines
 
 
-def symbol(span: Span) -> str:
+def symbol(span: SimulatedSpan) -> str:
     if span.action.key.visit == LOSS:
         return "L"
     digits = FORWARD if span.action.kind == "F" else BACKWARD
@@ -267,11 +267,11 @@ def any_pipeline(draw: st.DrawFn) -> Pipeline:
     )
 
 
-def spans_of(simulation: Simulation, index: int) -> list[Span]:
+def spans_of(simulation: Simulation, index: int) -> list[SimulatedSpan]:
     return [span for span in simulation.spans if span.action.stage_index == index]
 
 
-def spans_of_process(simulation: Simulation, of: Pipeline, process: int) -> list[Span]:
+def spans_of_process(simulation: Simulation, of: Pipeline, process: int) -> list[SimulatedSpan]:
     return [s for s in simulation.spans if of.process_of[s.action.stage_index] == process]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_hetero.report.diagram import diagram, mermaid
 from lightning_hetero.report.diagram_parts import LAYERS_HEIGHT, device_lines, layer_map
-from lightning_hetero.report.topology import Memory, Place, Topology
+from lightning_hetero.report.topology import DrawnPlace, Memory, Topology
 
 from .topologies import GIB, bare, coordinator_last, shaped, topology
 
@@ -368,7 +368,7 @@ def test_mermaid_tells_the_shares_and_who_exchanges_gradients() -> None:
 @pytest.mark.parametrize("names", ["CaC", "aba"])
 def test_a_worker_without_layers_is_drawn_without_links(names: str) -> None:
     drawn = shaped(*names)
-    idle = replace(drawn, workers=[*drawn.workers, Place("idle:1", 9)])
+    idle = replace(drawn, workers=[*drawn.workers, DrawnPlace("idle:1", 9)])
     assert words(idle).count("idle:1") == 1
     assert "9" in words(idle)
     assert "process9" in mermaid(idle)

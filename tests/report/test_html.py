@@ -21,9 +21,9 @@ from lightning_hetero.report.run_record import (
     PredictedStep,
     Process,
     Recorded,
-    RecordedStep,
     RunFacts,
     RunRecord,
+    TimelineStep,
     findings,
     read_run,
 )
@@ -382,7 +382,7 @@ def test_a_bubble_is_blamed_on_few_pieces() -> None:
 
 @pytest.mark.parametrize(("seconds", "said"), [(2.0, "slower"), (0.5, "faster"), (1.1, None)])
 def test_a_finding_names_a_step_off_its_prediction(seconds: float, said: str | None) -> None:
-    step = RecordedStep(3, 0.0, 1e6 * seconds, 0.1, PredictedStep(1.0, 0.1))
+    step = TimelineStep(3, 0.0, 1e6 * seconds, 0.1, PredictedStep(1.0, 0.1))
     found = " ".join(findings(record({}, recorded=Recorded([step]))))
     assert ("the predicted 1 s" in found) == (said is not None)
     assert said is None or said in found

@@ -8,7 +8,7 @@ import pytest
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner import profile as p
-from lightning_hetero.report.topology import Link, Part, Speed, Topology, topology_of
+from lightning_hetero.report.topology import DrawnLink, DrawnPart, DrawnSpeed, Topology, topology_of
 from lightning_hetero.telemetry.ranges import Range
 
 from ..planner.profiles import GIB, device, profile
@@ -62,7 +62,7 @@ def test_a_plan_alone_says_who_holds_what() -> None:
     assert all(place.memory is None and not place.device for place in found.places)
 
 
-ENDS_BEHIND = [Part("head"), Part("loss")]
+ENDS_BEHIND = [DrawnPart("head"), DrawnPart("loss")]
 
 
 def turns(*names: str, **options: Any) -> Plan:
@@ -72,8 +72,8 @@ def turns(*names: str, **options: Any) -> Plan:
 
 def test_a_coordinator_at_both_ends_has_parts_before_and_behind() -> None:
     found = topology_of(turns("coordinator", "a:1", "coordinator"))
-    before = [Part("data"), Part("embedding"), Part("layer 0", (0, 1))]
-    assert found.own_parts == (before, [Part("layer 2", (2, 3)), *ENDS_BEHIND])
+    before = [DrawnPart("data"), DrawnPart("embedding"), DrawnPart("layer 0", (0, 1))]
+    assert found.own_parts == (before, [DrawnPart("layer 2", (2, 3)), *ENDS_BEHIND])
     assert found.coordinator.num_layers == 2
     assert route_of(found) == [0, 1, 0]
     assert found.is_line
@@ -104,7 +104,7 @@ def test_a_profile_adds_facts_of_all_ranges_of_a_process() -> None:
     assert found.workers[0].marks == ("frozen",)
     known = [hop.link.forward is not None for hop in found.hops]
     assert known == [True, False, False, False, False, False, False]
-    assert found.hops[-1].link.backward == Speed(1e8, 0.001)
+    assert found.hops[-1].link.backward == DrawnSpeed(1e8, 0.001)
 
 
 def test_a_coordinator_with_the_last_layers_has_them_before_the_head() -> None:
@@ -114,11 +114,11 @@ def test_a_coordinator_with_the_last_layers_has_them_before_the_head() -> None:
         StagePlan(["coordinator"], (7, 8)),
     ]
     found = topology_of(Plan(stages))
-    assert found.own_parts == ([Part("data")], [Part("layer 7", (7, 8)), *ENDS_BEHIND])
+    assert found.own_parts == ([DrawnPart("data")], [DrawnPart("layer 7", (7, 8)), *ENDS_BEHIND])
     assert found.workers[0].marks == ("embedding",)
     # Token ids are not rounded.
     links = [hop.link for hop in found.hops]
-    assert links == [Link(is_one_way=True), Link(activation_dtype="int8"), Link()]
+    assert links == [DrawnLink(is_one_way=True), DrawnLink(activation_dtype="int8"), DrawnLink()]
 
 
 def test_a_profile_adds_devices_memory_links_and_the_prediction() -> None:
@@ -129,7 +129,7 @@ def test_a_profile_adds_devices_memory_links_and_the_prediction() -> None:
     assert fast.memory.total_bytes == 8 * GIB
     assert fast.memory.used_bytes["weights"] == 5 * GIB
     assert fast.marks == ("recomputed", "frozen")
-    assert found.hops[0].link == Link(Speed(1e8, 0.001), None, "int8", None)
+    assert found.hops[0].link == DrawnLink(DrawnSpeed(1e8, 0.001), None, "int8", None)
     assert found.hops[1].link.forward is None
     assert found.facts[-1].startswith("predicted: ")
     assert found.frozen_ends == frozenset()
@@ -177,7 +177,7 @@ def test_a_coordinator_that_is_a_replica_sends_nothing_for_its_own_micro_batches
     found = topology_of(Plan(stages, micro_batches=2))
     assert found.coordinator.ranges == (Range(1, (0, 2), (1, 2)),)
     # Its own layers have no replicas.
-    assert found.own_parts == ([Part("data"), Part("embedding")], ENDS_BEHIND)
+    assert found.own_parts == ([DrawnPart("data"), DrawnPart("embedding")], ENDS_BEHIND)
     assert [(hop.stage, hop.source, hop.target, hop.is_inside) for hop in found.hops] == [
         *((0, 0, 0, True), (0, 0, 1, False), (1, 0, 2, False), (1, 1, 2, False), (2, 2, 0, False))
     ]
@@ -191,5 +191,5 @@ def test_a_profile_adds_facts_of_each_replica() -> None:
     # Every replica has all layers, and the coordinator the embedding too.
     assert weights == [9 * GIB, 8 * GIB, 8 * GIB]
     assert [place.device for place in found.workers] == ["RTX 5090", "EPYC"]
-    assert [each.link.forward for each in found.exchanges] == [Speed(1e8, 0.001), None]
+    assert [each.link.forward for each in found.exchanges] == [DrawnSpeed(1e8, 0.001), None]
     assert found.facts[-1].startswith("predicted: ")

@@ -10,11 +10,11 @@ from typing import Any
 
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.report.topology import (
-    Hop,
-    Link,
+    DrawnHop,
+    DrawnLink,
+    DrawnPlace,
+    DrawnSpeed,
     Memory,
-    Place,
-    Speed,
     Topology,
     topology_of,
 )
@@ -53,11 +53,11 @@ def topology(num_stages: int, coordinator_layers: int = 3) -> Topology:
         ranges = (Range(number + 1, (first, first + LAYERS_EACH)),)
         marks = MARKS[number % len(MARKS)]
         host = "this machine" if name.startswith("local") else ""
-        workers.append(Place(name, number + 1, host, device, ranges, memory(gib), marks))
+        workers.append(DrawnPlace(name, number + 1, host, device, ranges, memory(gib), marks))
     return Topology(
         title="Meta-Llama-3.1-8B-Instruct with a title that goes on",
         num_layers=coordinator_layers + num_stages * LAYERS_EACH,
-        coordinator=Place(
+        coordinator=DrawnPlace(
             "coordinator",
             0,
             "this machine",
@@ -122,24 +122,24 @@ def _stage(names: str, number: int, **options: Any) -> StagePlan:
     return StagePlan(called, (number, number + 1), shares=shares, **options)
 
 
-def along(route: Sequence[int], link_of: Callable[[int], Link]) -> list[Hop]:
+def along(route: Sequence[int], link_of: Callable[[int], DrawnLink]) -> list[DrawnHop]:
     """The hops of a way through these places."""
-    return [Hop(number, *ends, link_of(number)) for number, ends in enumerate(pairwise(route))]
+    return [DrawnHop(number, *ends, link_of(number)) for number, ends in enumerate(pairwise(route))]
 
 
-def link(number: int) -> Link:
+def link(number: int) -> DrawnLink:
     """Links that differ in what is known of them."""
-    there, back = Speed(118e6, 0.0004), Speed(118e6 / (1 + number % 2), 0.0125)
+    there, back = DrawnSpeed(118e6, 0.0004), DrawnSpeed(118e6 / (1 + number % 2), 0.0125)
     if number % 3 == 1:
-        return Link(there, back, "bfloat16", "bfloat16")
-    return Link(there, back)
+        return DrawnLink(there, back, "bfloat16", "bfloat16")
+    return DrawnLink(there, back)
 
 
 def narrowed(num_stages: int) -> Topology:
     """The same with as much to say of every link as there can be, and shorter names of the ends."""
-    slow, slower = Speed(888e6, 0.00088), Speed(444e6, 0.00088)
+    slow, slower = DrawnSpeed(888e6, 0.00088), DrawnSpeed(444e6, 0.00088)
     full = topology(num_stages)
-    full_of = Link(slow, slower, "bfloat16", "bfloat16")
+    full_of = DrawnLink(slow, slower, "bfloat16", "bfloat16")
     hops = [replace(hop, link=full_of) for hop in full.hops]
     return replace(full, hops=hops, frozen_ends=frozenset())
 
@@ -152,11 +152,11 @@ def bare(num_stages: int) -> Topology:
         title="",
         coordinator=_bare_place(full.coordinator),
         workers=[_bare_place(place) for place in full.workers],
-        hops=[replace(hop, link=Link()) for hop in full.hops],
+        hops=[replace(hop, link=DrawnLink()) for hop in full.hops],
         facts=full.facts[:1],
         frozen_ends=frozenset(),
     )
 
 
-def _bare_place(place: Place) -> Place:
+def _bare_place(place: DrawnPlace) -> DrawnPlace:
     return replace(place, device="", memory=None)

@@ -13,7 +13,7 @@ import torch
 from lightning_hetero import cli
 from lightning_hetero.errors import ModelError
 from lightning_hetero.verify import device_check
-from lightning_hetero.verify.device_check import Bench, Finding, check_device
+from lightning_hetero.verify.device_check import CheckFinding, TrainingBench, check_device
 
 from .small_check import CONFIG, SEQUENCE_LENGTH
 
@@ -36,9 +36,9 @@ def same_logs() -> Iterator[None]:
     logger.setLevel(before)
 
 
-def broken(bench: Bench) -> Iterator[Finding]:
+def broken(bench: TrainingBench) -> Iterator[CheckFinding]:
     """What breaks."""
-    yield Finding("before", "it breaks")
+    yield CheckFinding("before", "it breaks")
     raise ModelError("It broke.")
 
 
@@ -47,8 +47,8 @@ def test_a_part_that_fails_is_a_finding_and_the_others_go_on(
 ) -> None:
     monkeypatch.setattr(device_check, "CHECKS", [broken, device_check.copies])
     before, failed, copies = check_device(CPU)
-    assert before == Finding("before", "it breaks")
-    assert failed == Finding("What breaks", "ModelError: It broke.", is_good=False)
+    assert before == CheckFinding("before", "it breaks")
+    assert failed == CheckFinding("What breaks", "ModelError: It broke.", is_good=False)
     assert "no copy streams" in copies.found
 
 
@@ -83,16 +83,18 @@ def test_what_cannot_be_checked_or_written_is_told_before_the_work(
 
 
 def test_wrong_losses_are_told(monkeypatch: pytest.MonkeyPatch, workers: list[str]) -> None:
-    train = Bench.train
+    train = TrainingBench.train
 
-    def off(bench: Bench, here: str, strategy: object = None, *args: object, **options: object):  # type: ignore[no-untyped-def]
+    def off(
+        bench: TrainingBench, here: str, strategy: object = None, *args: object, **options: object
+    ):  # type: ignore[no-untyped-def]
         module = train(bench, here, strategy, *args, **options)  # type: ignore[arg-type]
         module.losses[-1] *= 1.01 if strategy is not None else 1
         return module
 
-    monkeypatch.setattr(Bench, "train", off)
-    monkeypatch.setattr(Bench, "worker_on", lambda *_: workers[0])
-    monkeypatch.setattr(Bench, "_token_file", lambda *_: None)
+    monkeypatch.setattr(TrainingBench, "train", off)
+    monkeypatch.setattr(TrainingBench, "worker_on", lambda *_: workers[0])
+    monkeypatch.setattr(TrainingBench, "_token_file", lambda *_: None)
     monkeypatch.setattr(device_check, "CHECKS", [device_check.losses])
     findings = list(check_device(CPU))
     assert [finding.is_good for finding in findings] == [False, False]

@@ -27,7 +27,7 @@ from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import dial, listen, receive_opening
-from lightning_hetero.worker.owner import Budget, Owner, RunRecord
+from lightning_hetero.worker.owner import Budget, Owner, ServedRun
 from lightning_hetero.worker.worker import Worker
 
 from ..coordinator.decoder import NUM_LAYERS, run_here, surroundings
@@ -128,7 +128,7 @@ def test_a_paused_worker_is_free_at_once_when_its_coordinator_leaves() -> None:
 
 
 def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_built() -> None:
-    records: Queue[RunRecord] = Queue()
+    records: Queue[ServedRun] = Queue()
     owner = Owner(40_000, records.put)
     with (
         serving_worker(owner=owner) as (_, address),
@@ -156,7 +156,7 @@ def test_what_the_owner_allows_is_what_others_are_told() -> None:
 
 
 def test_the_owner_is_told_of_each_run() -> None:
-    records: Queue[RunRecord] = Queue()
+    records: Queue[ServedRun] = Queue()
     with deployed(Owner(on_run_end=records.put)) as (_, coordinator, _):
         forward(coordinator)
         coordinator.close()
@@ -189,7 +189,7 @@ def test_a_worker_that_is_drained_before_it_serves_ends() -> None:
 
 def test_messages_that_wait_count_as_memory() -> None:
     """A paused worker holds what it gets; a lot of it is more than the owner allows."""
-    records: Queue[RunRecord] = Queue()
+    records: Queue[ServedRun] = Queue()
     with deployed(Owner(2**20, records.put)) as (worker, coordinator, _):
         worker.pause()
         channel = coordinator.connections.workers[0].channel
@@ -217,7 +217,7 @@ def test_memory_is_free_again_when_nothing_is_in_use() -> None:
 
 
 def test_a_goodbye_comes_before_the_requests_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    records: Queue[RunRecord] = Queue()
+    records: Queue[ServedRun] = Queue()
     begun, go_on, described = threading.Event(), threading.Event(), []
 
     def describe(*_: object) -> m.DeviceDescribed:
@@ -257,7 +257,7 @@ class NoThreads(threading.Thread):
 def test_a_worker_without_threads_says_so_to_its_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    records: Queue[RunRecord] = Queue()
+    records: Queue[ServedRun] = Queue()
     with deployed(Owner(on_run_end=records.put)) as (worker, coordinator, _):
         assert worker._session is not None
         address = coordinator.connections.named("strix").address
@@ -277,7 +277,7 @@ def test_a_worker_without_threads_says_so_to_its_coordinator(
 def test_a_worker_without_threads_says_so_to_a_new_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    records: Queue[RunRecord] = Queue()
+    records: Queue[ServedRun] = Queue()
     with serving_worker(owner=Owner(on_run_end=records.put)) as (_, address):
         with monkeypatch.context() as patch:
             patch.setattr(threading, "Thread", NoThreads)

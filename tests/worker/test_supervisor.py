@@ -34,7 +34,7 @@ from lightning_hetero.transport.channel import Inbox
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import dial
-from lightning_hetero.worker.supervisor import Place, hear_turn
+from lightning_hetero.worker.supervisor import SessionPlace, hear_turn
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit, loader, tiny_llama
@@ -262,6 +262,6 @@ def test_a_process_that_was_not_forked_is_told_of_the_device() -> None:
     ours, theirs = Pipe()
     listener = socket.create_server(("127.0.0.1", 0))
     with ours, theirs, listener:
-        place = Place(listener, theirs, None, 0.0)
+        place = SessionPlace(listener, theirs, None, 0.0)
         ours.send_bytes(b"go the-secret  " + msgspec.json.encode(equipment))
         assert hear_turn(place) == ("the-secret", replace(place, equipment=equipment))
