@@ -39,7 +39,7 @@ from lightning_hetero import (
     StageMonitor,
     StagePlan,
 )
-from lightning_hetero.cli.top import Sighting, seen_again, table
+from lightning_hetero.cli.top import WorkerSighting, seen_again, table
 from lightning_hetero.discovery.find import WorkerStatus, ask_status
 from lightning_hetero.report.diagram import diagram
 from lightning_hetero.report.html import report
@@ -47,11 +47,11 @@ from lightning_hetero.report.run_record import read_run
 from lightning_hetero.report.topology import (
     MEMORY_PARTS,
     THIS_MACHINE,
-    Hop,
-    Link,
+    DrawnHop,
+    DrawnLink,
+    DrawnPlace,
+    DrawnSpeed,
     Memory,
-    Place,
-    Speed,
     Topology,
 )
 from lightning_hetero.telemetry.ranges import Range
@@ -96,11 +96,15 @@ def example() -> Topology:
         used = zip(MEMORY_PARTS, shares, strict=True)
         return Memory(gib * GIB, {part: share * gib * GIB for part, share in used})
 
-    wired, first, second = Speed(1.1e9, 0.00021), Speed(272e6, 0.0011), Speed(280e6, 0.0011)
+    wired, first, second = (
+        DrawnSpeed(1.1e9, 0.00021),
+        DrawnSpeed(272e6, 0.0011),
+        DrawnSpeed(280e6, 0.0011),
+    )
     return Topology(
         title="Llama-3.1-8B, LoRA in bfloat16",
         num_layers=32,
-        coordinator=Place(
+        coordinator=DrawnPlace(
             "coordinator",
             0,
             THIS_MACHINE,
@@ -109,11 +113,11 @@ def example() -> Topology:
             memory(31.4, (0.258, 0.007, 0.649, 0.030)),
         ),
         workers=[
-            Place(name, number, "", device, (Range(number, layers),), memory(gib, shares))
+            DrawnPlace(name, number, "", device, (Range(number, layers),), memory(gib, shares))
             for number, (name, device, layers, gib, shares) in enumerate(_STAGES, start=1)
         ],
         hops=[
-            Hop(number, number, (number + 1) % 4, Link(speed, speed))
+            DrawnHop(number, number, (number + 1) % 4, DrawnLink(speed, speed))
             for number, speed in enumerate((wired, first, second, wired))
         ],
         facts=[
@@ -161,7 +165,7 @@ def train(workers: Sequence[str], folder: Path) -> None:
 
 def look_on(workers: Sequence[str]) -> str:
     """What `top` shows of the run when it is well under way, as SVG."""
-    sightings = [Sighting(worker) for worker in workers]
+    sightings = [WorkerSighting(worker) for worker in workers]
     for _ in range(MOST_LOOKS):
         time.sleep(SECONDS_BETWEEN_LOOKS)
         sightings = [seen_again(each, _status(each.name)) for each in sightings]
