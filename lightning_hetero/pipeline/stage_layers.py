@@ -50,11 +50,13 @@ def describe_parameters(
     layers: Mapping[int, nn.Module], dtypes: Mapping[str, torch.dtype] | None = None
 ) -> list[m.ParameterSpec]:
     """Describe the tensors of layers for `build_described`; ``dtypes`` replace their own."""
+    ties = _ties(layers)
     return [
         m.ParameterSpec(
             name,
             TensorSpec(dtype_name((dtypes or {}).get(name, tensor.dtype)), list(tensor.shape)),
             tensor.requires_grad,
+            ties.get(name),
         )
         for name, tensor in named_tensors(layers)
     ]
@@ -79,3 +81,24 @@ def _check_parameters(
             "same transformers version on both, and check whether the model was changed after it "
             "was built."
         )
+    ties, wanted_ties = _ties(layers), {n: spec.same_as for n, spec in specs.items()}
+    for name in specs:
+        if ties.get(name) != wanted_ties[name]:
+            raise ModelError(
+                f"The parameters {name} and {ties.get(name) or wanted_ties[name]} are "
+                f"{'two' if name in ties else 'one'} in the model, and would be "
+                f"{'one' if name in ties else 'two'} on a worker, which builds the layers anew. "
+                "Tie parameters in the code that builds them, or keep these layers with the "
+                "coordinator."
+            )
+
+
+def _ties(layers: Mapping[int, nn.Module]) -> dict[str, str]:
+    """The first name of each parameter that has several in these layers, by its other names."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in named_tensors(layers):
+        known = first.setdefault(id(tensor), name)
+        if known != name and isinstance(tensor, nn.Parameter):
+            found[name] = known
+    return found

@@ -84,7 +84,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 # What replicas send each other.
 ReplicaContent = Literal["sums", "totals", "weights"]

@@ -242,11 +242,20 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One parameter or buffer of a stage, named ``<layer index>.<name inside the layer>``."""
+    """One parameter or buffer of a stage, named ``<layer index>.<name inside the layer>``.
+
+    Args:
+        name: Its name.
+        tensor: Its form.
+        requires_grad: Whether it trains.
+        same_as: The first name of a parameter that has several; None for a tensor of one name, and
+            under the first name.
+    """
 
     name: Name
     tensor: TensorSpec
     requires_grad: bool
+    same_as: Name | None = None
 
 
 class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

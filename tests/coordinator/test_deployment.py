@@ -115,6 +115,18 @@ def test_what_a_worker_cannot_build_leaves_the_model_as_it_was(coordinator: Coor
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
 
+@pytest.mark.parametrize("other", [2, 3])
+def test_parameters_that_a_worker_would_not_tie_are_refused(
+    coordinator: Coordinator, other: int
+) -> None:
+    layers = (model := tiny_llama(NUM_LAYERS)).model.layers
+    layers[other].mlp.up_proj.weight = layers[2].mlp.gate_proj.weight
+    text = rf"{other}\.mlp\.up_proj\.weight and 2\.mlp\.gate_proj\.weight are one in the model"
+    with pytest.raises(StageFailed, match=text):
+        deploy(model, coordinator)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
 @pytest.fixture
 def stage_caches(monkeypatch: pytest.MonkeyPatch) -> list[StageCaches]:
     """What the worker in this process keeps; the latest stage's is the last."""
