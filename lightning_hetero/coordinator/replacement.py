@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from ..errors import ChannelError, HeteroError, RemoteProtocolError, WorkerError, WorkerUnreachable
@@ -127,6 +127,8 @@ class Replacements:
         self._has_moved = False
         # What the last bits depended on when the layers were sent.
         self._kinds: dict[Member, tuple[str, ...]] = {}
+        # Whether the latest snapshot was not written.
+        self._is_unwritten = False
         # What each worker keeps of its messages to others.
         self._sent_bytes: dict[Member, int] = {}
         connections.replace = self.replace
@@ -260,6 +262,17 @@ class Replacements:
             coming.missing.discard(worker)
             self._use_if_whole()
 
+    def _note_unwritten(self, error: BaseException) -> None:
+        """Say that a snapshot was not written; the next ones are likely not to be either."""
+        if not self._is_unwritten:
+            rank_zero_warn(
+                f"A snapshot was not written to {self._files.folder.parent}, and the one before it "
+                f"stays ({error}). Until the next one is written, workers in the place of lost "
+                "ones have more to repeat. Free space there, or start the next run with "
+                "Recovery(folder=...) elsewhere."
+            )
+        self._is_unwritten = True
+
     def _bytes_of(self, worker: Member) -> int:
         stages = self._layers.holdings.stages_of(worker)
         return sum(t.nbytes for stage in stages for _, t in named_tensors(stage.layers))
@@ -272,9 +285,10 @@ class Replacements:
         self._coming, self._latest_seconds = None, time.monotonic()
         errors = (each.exception() for each in coming.written)
         if (error := next((e for e in errors if e is not None), None)) is not None:
-            rank_zero_info(f"A snapshot was not written, and the one before it stays: {error}")
+            self._note_unwritten(error)
             self._forget(coming)
             return
+        self._is_unwritten = False
         self._latest = coming.step
         for worker in self._connections.workers:
             self._files.note_whole(worker.number, coming.number, coming.told.get(worker, ()))

@@ -34,7 +34,10 @@ class Address:
         """
         found = _HOST_AND_PORT.fullmatch(text)
         if found is None or int(found["port"]) > MOST_PORT:
-            raise PlanError(f"{text!r} is no address; write host:port, such as strix.local:9999.")
+            raise PlanError(
+                f"{text!r} is no address; write host:port, such as strix.local:9999; the highest "
+                f"port is {MOST_PORT}."
+            )
         return cls(found["ipv6"] or found["name"], int(found["port"]))
 
     @property

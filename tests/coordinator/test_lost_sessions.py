@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from lightning_hetero.coordinator.replacement import Replacements
+from lightning_hetero.coordinator.snapshots import SnapshotFiles
 from lightning_hetero.errors import WorkerLost
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode
@@ -143,6 +147,25 @@ def test_what_workers_keep_brings_a_snapshot_earlier(
     run(Net(0), "replicas", "plain", tmp_path, faults)
     assert bool(taken) == counts_workers
     assert max(taken, default=0) < 2**18 < 2 * max(told)
+
+
+def test_snapshots_that_cannot_be_written_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+
+    def failing(_files: SnapshotFiles, _worker: int, number: int, _piece: Tensor) -> Future[None]:
+        written.append(number)
+        found: Future[None] = Future()
+        found.set_exception(OSError(errno.ENOSPC, "no space"))
+        return found
+
+    monkeypatch.setattr(SnapshotFiles, "add", failing)
+    with pytest.warns(UserWarning, match="was not written to .*no space.*Free space there") as told:
+        found = run(Net(0), "a line", "plain", tmp_path, Faults())
+    assert len(set(written)) > 1
+    assert sum("was not written" in str(each.message) for each in told) == 1
+    assert_same(found, undisturbed("a line", "plain"))
 
 
 def test_without_recovery_nothing_is_said_or_kept(
