@@ -39,7 +39,7 @@ from ..pipeline.results import BatchMetrics, StepLog, loss_of
 from ..pipeline.tolerance import coarsest, rounding_of_loss
 from ..profiler.dry_run import no_trace
 from .arguments import FirstCheck, StepOptions, autocast_dtype
-from .first_logs import Logged, differing, in_words
+from .first_logs import Logged, differing
 from .step_changes import may_change, warn_of_changes
 
 # Losses may cancel each other to almost nothing, and so may the numbers within each loss. So an
@@ -234,19 +234,19 @@ class FirstBatchCheck:
         """What the batch logs otherwise than its micro-batches together."""
         cut = Logged()
         log.publish(cut.note)
-        names = differing(whole, cut)
-        if not names:
+        found = differing(whole, cut, self._rounding())
+        if not found:
             return None
         again = Logged()
         self._redrawn(batch.whole, again.note)
         # A time, or what is drawn at random, is another value at each run.
         moving = differing(whole, again)
-        names = [name for name in names if name not in moving]
-        if not names:
+        texts = [text for name, text in found.items() if name not in moving]
+        if not texts:
             return None
         return _Problem(
             "The first batch logs other values than its micro-batches together: "
-            f"{in_words(names, whole, cut)}. What `training_step` logs is averaged over "
+            f"{', '.join(texts)}. What `training_step` logs is averaged over "
             "micro-batches: log a sum with `reduce_fx='sum'`, and anything else with a "
             "torchmetrics object or in `on_train_batch_end`. Pass the samples of the micro-batch "
             "as `batch_size`. `micro_batching='boundary'` logs as one device does.",

@@ -230,6 +230,7 @@ class Counting(TinyModule):
         self.num_forwards[number] += not output.is_meta  # layers are tried on `meta` once
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` changes num_forwards")
 def test_only_the_micro_batches_of_the_coordinator_run_here(workers: list[str]) -> None:
     plan = hosted_plan(workers, before=1)
     module = run_over(workers, plan, Use(Counting))

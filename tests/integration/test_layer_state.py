@@ -150,6 +150,7 @@ class Cooling(LayeredModule):
         return super().predict_step(batch, batch_idx)
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` changes num_calls")
 def test_every_micro_batch_may_set_the_same(allowing: list[str]) -> None:
     assert_equal(train(Cooling(), pipeline(allowing, 2)), train(Cooling()), rtol=1e-5)
 

@@ -103,7 +103,7 @@ def residual(_module: OwnLoop, hidden: Tensor, _number: int) -> Tensor:
     return hidden + 0.1
 
 
-# What uses hidden states, and whether that goes on where whole batches are handed over.
+# What uses hidden states, and whether it does so only behind all layers on workers.
 USES = {
     deep_supervision: True,
     mixing: True,
@@ -111,11 +111,10 @@ USES = {
     logged: False,
     halting: False,
 }
-REFUSED = [(use, "step") for use in USES] + [
-    (u, "boundary") for u, goes_on in USES.items() if not goes_on
-]
-EQUAL = [(use, "boundary") for use, goes_on in USES.items() if goes_on]
-EQUAL += [(residual, way) for way in ("step", "boundary")]
+WAYS = ("step", "boundary")
+REFUSED = [(use, way) for use, goes_on in USES.items() if not goes_on for way in WAYS]
+EQUAL = [(use, way) for use, goes_on in USES.items() if goes_on for way in WAYS]
+EQUAL += [(residual, way) for way in WAYS]
 
 
 def over(workers: list[str], first: int = 1, last: int = NUM_LAYERS, **options: Any) -> Any:
@@ -152,6 +151,7 @@ def test_looking_between_layers_on_workers_is_refused(
 
 
 @pytest.mark.parametrize(("between", "way"), EQUAL)
+@pytest.mark.filterwarnings("ignore:`training_step` changes kept")
 def test_sums_and_what_is_used_behind_the_layers_equal_one_device(
     between: Between, way: str, workers: list[str]
 ) -> None:

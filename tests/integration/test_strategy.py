@@ -151,6 +151,7 @@ class Logging(TinyModule):
         assert torch.equal(outputs["tokens"], batch["input_ids"])
 
 
+@pytest.mark.filterwarnings("ignore:The first batch logs other values")
 def test_logged_values_are_those_of_the_batch(workers: list[str]) -> None:
     def metrics(use: Any) -> dict[str, Tensor]:
         run = trainer(use, max_steps=3, max_epochs=1)

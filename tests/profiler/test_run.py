@@ -307,6 +307,7 @@ def allowing() -> Iterator[str]:
         yield str(address)
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` changes sizes")
 def test_a_device_out_of_memory_reports_the_largest_size_that_fits_and_goes_on(
     allowing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,6 +326,7 @@ def test_a_device_out_of_memory_reports_the_largest_size_that_fits_and_goes_on(
     assert strategy.plan_choice.plan == "auto"
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` changes sizes")
 def test_a_model_that_no_worker_makes_faster_is_cut_to_what_fits_here(
     allowing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_hetero.strategy.first_logs import Logged, differing, in_words
+from lightning_hetero.strategy.first_logs import Logged, differing
 
 
 def logged(value: float, batch_size: int | None = None) -> Logged:
@@ -25,7 +25,23 @@ def logged(value: float, batch_size: int | None = None) -> Logged:
     ],
 )
 def test_what_differs_is_named_with_both_numbers(whole: Logged, cut: Logged, expected: str) -> None:
-    assert in_words(differing(whole, cut), whole, cut) == expected
+    assert ", ".join(differing(whole, cut).values()) == expected
+
+
+def test_what_a_loss_in_bfloat16_may_differ_by_is_rounding() -> None:
+    whole, cut = logged(0.176758, 8), logged(0.177734, 32)
+    assert differing(whole, cut) == {
+        "value": "'value' (0.176758 and 0.177734), the batch size of 'value' (8 and 32)"
+    }
+    assert differing(whole, cut, rounding=0.01) == {"value": "the batch size of 'value' (8 and 32)"}
+
+
+def test_a_value_in_bfloat16_is_compared_as_exactly_as_it_is() -> None:
+    whole, cut, other = Logged(), Logged(), Logged()
+    for each, value in ((whole, 0.176758), (cut, 0.177734), (other, 0.19)):
+        each.note("value", torch.tensor(value, dtype=torch.bfloat16))
+    assert not differing(whole, cut)
+    assert [*differing(whole, other)] == ["value"]
 
 
 def test_only_numbers_are_compared() -> None:
