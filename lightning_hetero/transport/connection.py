@@ -25,7 +25,8 @@ _MOST_AWAITED_BYTES = 2**15
 _LEAST_AWAITED_BYTES = 1400
 # A frame comes in three parts, and small ones follow each other closely: one call reads them all.
 _READ_AHEAD_BYTES = 2**15
-# Linux calls a socket writable when a third of its buffer is free, which is more than this.
+# Linux calls a socket writable when a third of its buffer is free, which is more than this. macOS
+# has a mark for it, which `prepare_socket` sets.
 MOST_BYTES_AT_ONCE = 2**15
 # Where Linux's `struct tcp_info` has the milliseconds since the last acknowledgement came.
 _LAST_ACK = struct.Struct("=56xI")
@@ -212,6 +213,8 @@ def prepare_socket(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connected.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
+    with contextlib.suppress(OSError):  # Linux does not let it be changed
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDLOWAT, MOST_BYTES_AT_ONCE)
 
 
 def send_buffers(
