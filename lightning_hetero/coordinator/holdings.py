@@ -20,6 +20,7 @@ from ..model.lazy_weights import CheckpointWeights
 from ..model.recipe import Recipe, write_recipe
 from ..model.tensors import (
     dtypes_on_stage,
+    first_names,
     has_four_bit,
     locate,
     named_contents,
@@ -397,12 +398,11 @@ def owners_of(layers: Mapping[int, nn.Module], stage: PlacedStage) -> dict[str, 
     The coordinator, if it has them too, answers for what does not train, and for everything unless
     the plan lets the others step a part.
     """
-    named = [*named_tensors(layers)]
-    names = {id(tensor): name for name, tensor in reversed(named)}  # the first of each
-    each = [(name, tensor) for name, tensor in named if names[id(tensor)] == name]
+    first = first_names(layers)
+    each = [(name, tensor) for name, tensor in named_tensors(layers) if first[name] == name]
     trained = {name: tensor.nbytes for name, tensor in each if tensor.requires_grad}
     frozen = {name: tensor.nbytes for name, tensor in each if not tensor.requires_grad}
     own = [COORDINATOR]
     owners = deal(trained, own if stage.is_led else stage.processes)
     owners |= deal(frozen, own if stage.is_hosted else stage.processes)
-    return {name: owners[names[id(tensor)]] for name, tensor in named}
+    return {name: owners[first[name]] for name in first}

@@ -36,6 +36,12 @@ def named_tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor
             yield f"{number}.{name}", buffer
 
 
+def first_names(layers: Mapping[int, nn.Module]) -> dict[str, str]:
+    """The first name of each tensor of numbered layers, by each of its names."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(t), name) for name, t in named_tensors(layers)}
+
+
 class Content(NamedTuple):
     """A tensor, with its state if it is stored in 4 bits."""
 

@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import ModelError
 from ..model.allowed_imports import Allowed
 from ..model.recipe import Recipe, build_layers
-from ..model.tensors import named_tensors, set_tensor, stored_in_four_bits
+from ..model.tensors import first_names, named_tensors, set_tensor, stored_in_four_bits
 from ..protocol import messages as m
 from ..protocol.tensors import TensorSpec, dtype_name
 
@@ -95,10 +95,9 @@ def _check_parameters(
 
 def _ties(layers: Mapping[int, nn.Module]) -> dict[str, str]:
     """The first name of each parameter that has several in these layers, by its other names."""
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    for name, tensor in named_tensors(layers):
-        known = first.setdefault(id(tensor), name)
-        if known != name and isinstance(tensor, nn.Parameter):
-            found[name] = known
-    return found
+    first = first_names(layers)
+    return {
+        name: first[name]
+        for name, tensor in named_tensors(layers)
+        if first[name] != name and isinstance(tensor, nn.Parameter)
+    }

@@ -37,6 +37,16 @@ def warn_of_changes(names: Sequence[str]) -> None:
         )
 
 
+def _looked_into(module: nn.Module, away: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules that run here, with their paths, without those that may change."""
+    skipped = {inner for outer in away for inner in outer.modules()}
+    return [
+        (path, inner)
+        for path, inner in module.named_modules()
+        if inner not in skipped and not may_change(inner)
+    ]
+
+
 class StepChanges:
     """Counts how often the micro-batches of a step change each buffer and attribute.
 
@@ -46,12 +56,7 @@ class StepChanges:
     """
 
     def __init__(self, module: pl.LightningModule, away: Iterable[nn.Module]) -> None:
-        skipped = {inner for outer in away for inner in outer.modules()}
-        self._modules = [
-            (path, inner)
-            for path, inner in module.named_modules()
-            if inner not in skipped and not may_change(inner)
-        ]
+        self._modules = _looked_into(module, away)
         self._ignored = {*vars(pl.LightningModule()), "log"}
         self._counts: Counter[str] = Counter()
         self._present = dict(self._look())
@@ -101,12 +106,7 @@ class OwnAttributes:
     """
 
     def __init__(self, module: pl.LightningModule, away: Iterable[nn.Module]) -> None:
-        skipped = {inner for outer in away for inner in outer.modules()}
-        self._attributes = [
-            vars(inner)
-            for inner in module.modules()
-            if inner not in skipped and not may_change(inner)
-        ]
+        self._attributes = [vars(inner) for _, inner in _looked_into(module, away)]
         self._ignored = {*vars(pl.LightningModule()), "log", "forward"}
         # The first step shows which modules set any.
         self._looked_at: Sequence[int] = range(len(self._attributes))
