@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from ..errors import ModelError, WorkerError
 from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers
-from ..model.tensors import Content, locate, named_tensors
+from ..model.tensors import Content, first_names, locate
 from ..pipeline.placement import Placement
 from ..pipeline.recorder import Recorder
 from ..pipeline.turns import current_turn
@@ -339,8 +339,7 @@ class HostedReplicas:
 def _held_tensors(layers: Mapping[int, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
     """The module that owns each tensor, and its name there, by its name on the workers; a tensor
     with two names comes once."""
-    names = {id(tensor): name for name, tensor in reversed([*named_tensors(layers)])}
-    return {name: locate(layers, name)[:2] for name in reversed(names.values())}
+    return {name: locate(layers, name)[:2] for name in dict.fromkeys(first_names(layers).values())}
 
 
 def _tensor_at(owner: nn.Module, leaf: str) -> Tensor:
