@@ -34,9 +34,9 @@ class Address:
         """
         found = _HOST_AND_PORT.fullmatch(text)
         if found is None or int(found["port"]) > MOST_PORT:
+            hint = "" if found is None else f"; the highest port is {MOST_PORT}"
             raise PlanError(
-                f"{text!r} is no address; write host:port, such as strix.local:9999; the highest "
-                f"port is {MOST_PORT}."
+                f"{text!r} is no address; write host:port, such as strix.local:9999{hint}."
             )
         return cls(found["ipv6"] or found["name"], int(found["port"]))
 

@@ -2,6 +2,7 @@
 
 In the second step SLOW_SECONDS of sleep, which lets other threads of the process run as torch's
 operators do; in the third one HOLD_SECONDS in which none does, as badly written extensions do it.
+Before that the worker says what it does, as it says from time to time in a step that takes long.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from typing import Any
 
 from lightning_hetero.pipeline.rule import Action
-from lightning_hetero.pipeline.runner import Runner
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.transport.channel import of_action
+from lightning_hetero.worker.session import StageSession
 
-_run = Runner.run
+_perform = StageSession._perform
 
 
 def hold_interpreter(seconds: float) -> None:
@@ -22,13 +24,16 @@ def hold_interpreter(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-def _slow_run(self: Runner, action: Action, *rest: Any) -> Any:
+def _slow_perform(self: StageSession, action: Action) -> None:
+    step = self._runner.step
     if action.kind == "F" and action.key.microbatch == 0:
-        if self.step == 2:
+        if step == 2:
             time.sleep(float(os.environ.get("SLOW_SECONDS", 0)))
-        elif self.step == 3:
-            hold_interpreter(float(os.environ.get("HOLD_SECONDS", 0)))
-    return _run(self, action, *rest)
+        elif step == 3 and "HOLD_SECONDS" in os.environ:
+            self._coordinator.send(m.Pong(of_action(action, step)))
+            self._coordinator.wait_until_sent(0)
+            hold_interpreter(float(os.environ["HOLD_SECONDS"]))
+    _perform(self, action)
 
 
-Runner.run = _slow_run  # type: ignore[method-assign]
+StageSession._perform = _slow_perform  # type: ignore[method-assign]

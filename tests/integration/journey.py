@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Channel
+from lightning_hetero.transport.line import Line
 
 from ..models import TinyModule, fit, loader
 
@@ -127,6 +128,8 @@ PLACES: Mapping[str, Callable[[m.Message, str], bool]] = {
     ),
 }
 
+LONGEST_SECONDS = 60
+
 
 @dataclass
 class Striker:
@@ -177,6 +180,48 @@ def later(seconds: float, *actions: Callable[[], None]) -> threading.Timer:
     timer.daemon = True
     timer.start()
     return timer
+
+
+class Returns(logging.Handler):
+    """Counts the connections that come back: ours by the log, those of workers by their word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = threading.Condition()
+        self._count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if " is back after " in record.getMessage():
+            self._note()
+
+    def _note(self) -> None:
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        """Wait until so many have come back."""
+        with self._changed:
+            is_so = self._changed.wait_for(lambda: self._count >= count, LONGEST_SECONDS)
+        assert is_so, f"{self._count} of {count} connections are back in {LONGEST_SECONDS} s"
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, it counts."""
+        note, line = Channel._note, logging.getLogger(Line.__module__)
+
+        def noting(channel: Channel, message: m.Message) -> None:
+            note(channel, message)
+            if isinstance(message, m.NeighborBack):
+                self._note()
+
+        line.addHandler(self)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Channel, "_note", noting)
+                yield
+        finally:
+            line.removeHandler(self)
 
 
 def returns_in(caplog: pytest.LogCaptureFixture) -> int:

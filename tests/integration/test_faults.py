@@ -163,5 +163,5 @@ def test_a_slow_step_is_no_dead_worker(scene: Scene) -> None:
         watcher = Watcher(lambda: None, PLACES["step"])
         outcome = scene.run_with_fault(scene.strategy([worker.address]), watcher)
         assert re.search("was lost in step 3.*its process is frozen", outcome.sentence)
-        assert "is the optimizer's part of step 2." in outcome.sentence
+        assert "is the forward of micro-batch 0 in step 3." in outcome.sentence
         assert outcome.saved_step == 2
