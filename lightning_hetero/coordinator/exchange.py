@@ -59,12 +59,21 @@ class Exchange:
         """Take nothing more."""
         self._remote.connections.take_sums = refuse_sums
 
-    def send_sums(self, number: int, worker: Member, sums: Mapping[str, Tensor]) -> None:
-        """Send a worker the gradients here of what it owns; they must not change any more."""
-        for group, is_last in in_frames(sums.items()):
-            names = [*group]
+    def send_sums(
+        self, number: int, worker: Member, sums: Mapping[str, Tensor], is_last: bool = True
+    ) -> None:
+        """Send a worker the gradients here of what it owns; they must not change any more.
+
+        Args:
+            number: The exchange.
+            worker: Their owner.
+            sums: Each takes the place of one that was sent before in this exchange.
+            is_last: Whether no more of them follow.
+        """
+        for group, is_end in in_frames(sums.items()):
+            names, is_whole = [*group], is_end and is_last
             message = m.ReplicaTensors(
-                worker.number, COORDINATOR_STAGE, number, "sums", names, is_last
+                worker.number, COORDINATOR_STAGE, number, "sums", names, is_whole
             )
             send_copied(worker.channel, (message, [*group.values()]), self._copies)
 

@@ -396,13 +396,14 @@ def owners_of(layers: Mapping[int, nn.Module], stage: PlacedStage) -> dict[str, 
     and those that do not.
 
     The coordinator, if it has them too, answers for what does not train, and for everything unless
-    the plan lets the others step a part.
+    the plan lets the others step a part. Then it has the first layers, whose gradients come last in
+    a backward: a worker, which ends before, gets those of its own layers the sooner.
     """
     first = first_names(layers)
     each = [(name, tensor) for name, tensor in named_tensors(layers) if first[name] == name]
     trained = {name: tensor.nbytes for name, tensor in each if tensor.requires_grad}
     frozen = {name: tensor.nbytes for name, tensor in each if not tensor.requires_grad}
-    own = [COORDINATOR]
-    owners = deal(trained, own if stage.is_led else stage.processes)
-    owners |= deal(frozen, own if stage.is_hosted else stage.processes)
+    own = [COORDINATOR] if stage.is_hosted else []
+    owners = deal(trained, own if stage.is_led else [*own, *stage.workers])
+    owners |= deal(frozen, own or stage.workers)
     return {name: owners[first[name]] for name in first}

@@ -54,6 +54,7 @@ class Steps(Protocol):
         on_last_backward: Called when all gradients before an optimizer's step have been sent.
         on_last_gradients: Called with the workers that get no more gradients before an optimizer's
             step than those which are sent next.
+        open_exchange: Called for the number of the exchange before an optimizer's step.
     """
 
     norms_due: dict[Member, set[str]]
@@ -61,6 +62,7 @@ class Steps(Protocol):
     sums_due: int | None
     on_last_backward: Callable[[], None]
     on_last_gradients: Callable[[Collection[Member]], None]
+    open_exchange: Callable[[], int]
 
     def present_step(self) -> int:
         """The step that gradients belong to."""
@@ -130,6 +132,7 @@ class OptimizerParts:
         self._told: set[Member] = set()
         stages.on_last_backward = self.reduce
         stages.on_last_gradients = self._reduce_on
+        stages.open_exchange = self._open_exchange
 
     def build(
         self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
@@ -292,17 +295,24 @@ class OptimizerParts:
         """Let these replicas add up their gradients when what was sent to them has run."""
         if not workers:
             return
+        number = self._open_exchange()
+        for worker in workers:
+            if worker not in self._told:
+                stamp = self._stages.stamp_of_all(worker)
+                self._connections.send(worker, m.ReduceGradients(number, **stamp))
+                self._told.add(worker)
+
+    def _open_exchange(self) -> int:
+        """The number of the present step's exchange; the first call begins it, and then all workers
+        are told of it."""
         step = self._connections.step
         if self._begun is None or self._begun[0] != step:
             self._begun = step, self._next_exchange()
             self._told.clear()
+            self._stages.has_new_gradients = True
             if self.layers.holdings.placement.hosted is not None:
                 self._stages.sums_due = self._begun[1]
-        for worker in workers:
-            if worker not in self._told:
-                stamp = self._stages.stamp_of_all(worker)
-                self._connections.send(worker, m.ReduceGradients(self._begun[1], **stamp))
-                self._told.add(worker)
+        return self._begun[1]
 
     def _next_exchange(self) -> int:
         self._connections.num_exchanges += 1

@@ -11,15 +11,15 @@ the plan's order of the processes before Lightning looks at them. Before the nex
 leave, the workers get what has changed.
 
 With ``optimizer: split`` workers own a part of the parameters. Of these the sums here go to their
-owner instead, and no gradient stays; the owner steps, and its weights are here before Lightning's
-step ends.
+owner instead, layer by layer in the last backward through the layers, and no gradient stays; the
+owner steps, and its weights are here before Lightning's step ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -30,12 +30,13 @@ from ..errors import ModelError, WorkerError
 from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers
 from ..model.tensors import Content, first_names, locate
+from ..pipeline.optimizer import leaving_by_layer
 from ..pipeline.placement import Placement
 from ..pipeline.recorder import Recorder
 from ..pipeline.turns import current_turn
 from ..plan import COORDINATOR
 from ..protocol import messages as m
-from ..protocol.tensors import fingerprint_of, sums_of_bits
+from ..protocol.tensors import fingerprint_of, in_frames, sums_of_bits
 from ..transport.channel import send_copied
 from .exchange import Exchange
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
@@ -76,6 +77,7 @@ class HostedReplicas:
         self._remote = remote
         self._hollow = hollow
         self._copies = stages.copies
+        self._stages = stages
         self._held = _held_tensors(layers)
         found = self._present()
         self.names_of: Mapping[Tensor, str] = {
@@ -86,6 +88,8 @@ class HostedReplicas:
         self.given = {tensor: name for tensor, name in self.names_of.items() if name in owned}
         self._exchange = Exchange(remote, self.names_of.values(), self._copies, recorder)
         self._sent = self._states()
+        # The gradients that have gone to owners in this step, each with its version.
+        self._early: dict[str, tuple[Tensor, int]] = {}
         # The sum of the bits of each given parameter as its owner has it.
         self._bits: dict[str, int] = {}
         # The names of tensors that may have changed without a trace since they were sent.
@@ -218,13 +222,22 @@ class HostedReplicas:
                 )
 
     def _send(self, names: Collection[str]) -> None:
+        """Send all workers these tensors; those in 4 bits go one by one, with their state."""
+        plain: dict[str, Tensor] = {}
         for name, (owner, leaf) in self._held.items():
             if name in names:
-                state = state_of(owner, leaf)
-                tensor = _tensor_at(owner, leaf).detach()
-                content = m.LoadTensor(name, list(state)), [tensor, *state.values()]
-                for worker in self.workers:
-                    send_copied(worker.channel, content, self._copies)
+                state, tensor = state_of(owner, leaf), _tensor_at(owner, leaf).detach()
+                if state:
+                    self._say(m.LoadTensor(name, list(state)), [tensor, *state.values()])
+                else:
+                    plain[name] = tensor
+        for group, _ in in_frames(plain.items()):
+            if group:
+                self._say(m.UpdateTensors([*group]), [*group.values()])
+
+    def _say(self, message: m.Message, tensors: Sequence[Tensor]) -> None:
+        for worker in self.workers:
+            send_copied(worker.channel, (message, tensors), self._copies)
 
     def compare(self) -> None:
         """Compare the trained tensors of the workers with those here, which were sent to them.
@@ -260,6 +273,7 @@ class HostedReplicas:
         self._note_other_bits()
         before = self._states()
         self._check_hooks()
+        self._early.clear()
         yield
         for worker in self.workers:
             # What is being sent must not change.
@@ -302,16 +316,56 @@ class HostedReplicas:
             self._num_steps = 0
             self.compare()
 
-    def _give_gradients(self, number: int) -> None:
-        if not self._is_split:
+    @contextmanager
+    def sending_early(self) -> Iterator[None]:
+        """Inside, the last backward of a step through the layers runs. What belongs to workers goes
+        to them layer by layer, if an optimizer steps behind the batch."""
+        if not self._stages.is_before_step or not self.given:
+            yield
             return
+        send = partial(self._send_early, self._stages.open_exchange())
+        with leaving_by_layer(((name, p) for p, name in self.given.items()), send):
+            yield
+
+    def _send_early(self, number: int, gradients: Mapping[str, Tensor]) -> None:
+        self._early |= {name: (tensor, tensor._version) for name, tensor in gradients.items()}
+        for worker, own in self._by_owner(gradients):
+            if own:
+                self._exchange.send_sums(number, worker, own, is_last=False)
+
+    def _by_owner(
+        self, gradients: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Member, dict[str, Tensor]]]:
         owner_of = self._remote.holdings.owner_of
         for worker in self.workers:
-            own = [(name, p) for p, name in self.given.items() if owner_of[name] is worker]
-            sums = {name: p.grad for name, p in own if p.grad is not None}
-            self._exchange.send_sums(number, worker, sums)
+            yield worker, {name: g for name, g in gradients.items() if owner_of[name] is worker}
+
+    def _give_gradients(self, number: int) -> None:
+        """Send owners the rest of their gradients.
+
+        Raises:
+            ModelError: If one that has gone to its owner was dropped here since.
+        """
+        if not self._is_split:
+            return
+        found = {name: p.grad for p, name in self.given.items() if p.grad is not None}
+        if dropped := next((name for name in self._early if name not in found), None):
+            raise ModelError(
+                f"The gradient of {dropped} of the layers was dropped between `training_step` and "
+                "the optimizer's step, and its worker has it already. Let Lightning call "
+                "`backward` and `zero_grad`, or take `optimizer: split` out of the stage in the "
+                "plan."
+            )
+        rest = {name: g for name, g in found.items() if not self._has_gone(name, g)}
+        for worker, own in self._by_owner(rest):
+            self._exchange.send_sums(number, worker, own)
+        self._early.clear()
         for parameter in self.given:
             parameter.grad = None
+
+    def _has_gone(self, name: str, gradient: Tensor) -> bool:
+        sent, version = self._early.get(name, (None, 0))
+        return sent is gradient and version == gradient._version
 
     def take_weights(self, number: int) -> None:
         """Wait for the weights that workers have stepped, in the exchange of that number."""

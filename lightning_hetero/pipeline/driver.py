@@ -82,6 +82,10 @@ class HostedLayers(Protocol):
     def note_tokens(self, hidden: Tensor) -> None:
         """Count the tokens of a micro-batch that never leaves."""
 
+    def sending_early(self) -> AbstractContextManager[None]:
+        """Inside, the last backward of a step through these layers runs, and adds to gradients of
+        theirs for the last time."""
+
 
 @dataclass
 class Driver:
@@ -208,8 +212,10 @@ class _RunningStep:
         # The losses of micro-batches whose forward has ended, until their backward runs.
         self._losses: dict[int, Tensor | None] = {}
         self._order = GradientOrder(len(self.work), max(1, self.max_started // 2))
-        # The micro-batches whose last gradients have not been sent.
+        # The micro-batches whose last gradients have not been sent, and those that never leave and
+        # have had no backward.
         self._unsent = set(range(len(self.work)))
+        self._not_back = {index for index in self._unsent if self._stays(index)}
 
     def run(self) -> list[Any]:
         while self._num_started < len(self.work) or self._in_flight:
@@ -435,11 +441,21 @@ class _RunningStep:
                 self.driver.stages.note_last_backward()
 
     def _run_loss_backward(self, index: int, loss: Tensor | None) -> None:
+        self._not_back.discard(index)
         if loss is None or (factor := self._in_flight[index].loss_factor()) <= 0:
             return
         self._losses_have_graphs.append(loss.requires_grad)
         if loss.requires_grad:
-            self._run_backward(index, [loss], [torch.full_like(loss, factor)])
+            with self._sending_early(index):
+                self._run_backward(index, [loss], [torch.full_like(loss, factor)])
+
+    def _sending_early(self, index: int) -> AbstractContextManager[None]:
+        """The context of the backward of a micro-batch: that of the last one through hosted layers,
+        unless sums of gradients wait for the end of their micro-batch."""
+        is_apart = self.driver.gradients.is_all_apart or self._in_flight[index].is_summed_apart
+        if self.driver.hosted is None or not self._stays(index) or self._not_back or is_apart:
+            return nullcontext()
+        return self.driver.hosted.sending_early()
 
     def _has_gradients_of(self, key: Key) -> bool:
         """Whether the backward behind a visit has run; visits count from 0 without gaps here."""
@@ -513,6 +529,9 @@ class StepGradients:
             the head. One micro-batch adds to their gradients in several backwards. These parts
             are summed per micro-batch first, as a single backward does, so sums are bit-equal. So
             are all gradients from the first micro-batch on of which several backwards add to one.
+
+    Attributes:
+        is_all_apart: Whether that is so by now in this step.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
@@ -527,7 +546,7 @@ class StepGradients:
         self._partial: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._ended: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._num_added = 0
-        self._is_all_apart = False
+        self.is_all_apart = False
 
     def begin(self, accumulate: bool) -> None:
         """Start a step; with ``accumulate`` it adds to the present gradients."""
@@ -556,8 +575,8 @@ class StepGradients:
             is_summed_apart: Whether several of its backwards add to the same gradients, as where it
                 visits the stages several times.
         """
-        self._is_all_apart = self._is_all_apart or is_summed_apart
-        apart = self._parameters if self._is_all_apart else self._tied
+        self.is_all_apart = self.is_all_apart or is_summed_apart
+        apart = self._parameters if self.is_all_apart else self._tied
         total = self._take(apart)
         mine = self._partial.setdefault(microbatch, {})
         self._put(apart, [mine.get(parameter) for parameter in apart])

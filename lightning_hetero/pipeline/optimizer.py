@@ -2,8 +2,8 @@
 
 A class of the user's own must step each parameter by itself, which is tried on small parameters.
 
-The file also has the norms and the clipping of gradients, which come before a step, and running
-averages of weights, which are updated after it.
+The file also has what comes before a step, sums of gradients that leave layer by layer, norms and
+clipping, and running averages of weights, which are updated after it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -326,6 +326,36 @@ def in_dtype_of(parameter: Tensor, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
         return value
     return value.to(parameter.dtype) if value.shape == parameter.shape else value
+
+
+@contextmanager
+def leaving_by_layer(
+    parameters: Iterable[tuple[str, Tensor]], send: Callable[[dict[str, Tensor]], None]
+) -> Iterator[None]:
+    """Inside, a backward adds to these parameters' gradients for the last time in a step.
+
+    Args:
+        parameters: Their names begin with the number of their layer.
+        send: Called with the gradients of a layer when those of the next one come, and at the end.
+    """
+    layer: dict[str, Tensor] = {}
+
+    def note(name: str, parameter: Tensor) -> None:
+        number = name.partition(".")[0]
+        if any(other.partition(".")[0] != number for other in layer):
+            send({**layer})
+            layer.clear()
+        if parameter.grad is not None:
+            layer[name] = parameter.grad
+
+    with ExitStack() as hooks:
+        for name, parameter in parameters:
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(partial(note, name))
+                hooks.callback(hook.remove)
+        yield
+    if layer:
+        send(layer)
 
 
 def optimizer_gradients(optimizer: Optimizer) -> list[Tensor]:

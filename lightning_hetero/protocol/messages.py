@@ -3,7 +3,8 @@
 In order: the opening of a conversation; what every conversation has (signs of life, pauses,
 failures, the end); a stage's layers and tensors; what passes through the stages in a step;
 gradients, optimizers and weights; fingerprints. What is measured, recorded and told of a worker is
-in `measurements.py`, and what replaces a lost worker is in `snapshots.py`.
+in `measurements.py`, what processes with the same layers exchange is in `replicas.py`, and what
+replaces a lost worker is in `snapshots.py`.
 
 Each class, or its base, declares who may send it in which states (``said``), and what else the
 package has to know of it; see `Message`. Decoding checks every field against its type and bounds.
@@ -58,6 +59,10 @@ from .measurements import Record as Record
 from .measurements import StageRecord as StageRecord
 from .measurements import Status as Status
 from .measurements import Timings as Timings
+from .replicas import ReduceGradients as ReduceGradients
+from .replicas import ReplicaContent as ReplicaContent
+from .replicas import ReplicaTensors as ReplicaTensors
+from .replicas import UpdateTensors as UpdateTensors
 from .snapshots import AskRoom as AskRoom
 from .snapshots import CaughtUp as CaughtUp
 from .snapshots import ForgetSent as ForgetSent
@@ -84,10 +89,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 10
-
-# What replicas send each other.
-ReplicaContent = Literal["sums", "totals", "weights"]
+PROTOCOL_VERSION = 11
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -584,40 +586,6 @@ class ApplyOptimizer(StampedRequest, frozen=True):
     optimizer: Count
     options: list[Value]
     round: Count = 0
-
-
-class ReduceGradients(StampedRequest, frozen=True):
-    """Add up gradients with the workers that hold the same stages; exchanges are numbered."""
-
-    recorded_as = "optimizer"
-    round: Count
-
-
-class ReplicaTensors(Message, frozen=True):
-    """Gradients or weights from a worker that holds the same stage.
-
-    Args:
-        member: The number of the worker that takes it.
-        source: The number of the worker that sends it.
-        round: The number of the exchange.
-        content: ``sums`` for the owner of these parameters; ``totals`` or ``weights`` from it.
-        names: The parameters, one for each tensor.
-        is_last: Whether the sender has sent its whole part of the exchange.
-    """
-
-    said = (
-        by(Speaker.UPSTREAM, State.LINKED)
-        | by(Speaker.WORKER, State.SERVING)
-        | by(Speaker.COORDINATOR, State.SERVING)
-    )
-    is_kept = True
-    recorded_as = "optimizer"
-    member: Count
-    source: Count
-    round: Count
-    content: ReplicaContent
-    names: list[Name]
-    is_last: bool
 
 
 class FetchOptimizerState(LoadingRequest, frozen=True):

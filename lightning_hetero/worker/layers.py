@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from ..errors import ModelError
+from ..errors import ModelError, RemoteProtocolError
 from ..model.allowed_imports import Allowed
 from ..model.attributes import set_attributes
-from ..model.four_bit import is_four_bit, quantize, state_of
+from ..model.four_bit import State, is_four_bit, quantize, state_of
 from ..model.tensors import Content, locate, named_contents, named_tensors, narrowed, set_tensor
 from ..pipeline.stage_layers import build_described, numbered_layers
 from ..protocol import messages as m
@@ -40,6 +40,7 @@ class StageLayers:
         self.leaving: dict[str, Content] = {}
         self.handlers: dict[type, Handler] = {
             m.LoadTensor: self._on_load_tensor,
+            m.UpdateTensors: self._on_update_tensors,
             m.OfferTensor: self._on_offer_tensor,
             m.FetchTensors: self._on_fetch_tensors,
             m.FetchGradients: self._on_fetch_gradients,
@@ -133,14 +134,25 @@ class StageLayers:
         return [parameters[name] for name in names]
 
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
-        self._host.kept.drop(message.name)
-        content, *parts = (tensor.to(self._host.device) for tensor in tensors)
-        state = dict(zip(message.state, parts, strict=True))
-        owner, leaf, _ = locate(self.numbered, message.name)
+        content, *parts = tensors
+        self._load(message.name, content, dict(zip(message.state, parts, strict=True)))
+        self._coordinator.send(m.Loaded(message.name))
+
+    def _on_update_tensors(self, message: m.UpdateTensors, tensors: tuple[Tensor, ...]) -> None:
+        if len(tensors) != len(message.names):
+            raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
+        for name, tensor in zip(message.names, tensors, strict=True):
+            self._load(name, tensor, {})
+
+    def _load(self, name: str, tensor: Tensor, state: State) -> None:
+        """Put what has come into its place; what has no state and should be in 4 bits gets it."""
+        self._host.kept.drop(name)
+        content = tensor.to(self._host.device)
+        state = {key: part.to(self._host.device) for key, part in state.items()}
+        owner, leaf, _ = locate(self.numbered, name)
         if is_four_bit(owner, leaf) and not state:
             content, state = quantize(owner, leaf, content)
-        self._put(message.name, Content(content, state))
-        self._coordinator.send(m.Loaded(message.name))
+        self._put(name, Content(content, state))
 
     def _on_offer_tensor(self, message: m.OfferTensor, _tensors: tuple[Tensor, ...]) -> None:
         content = self._host.kept.take(message.name, message.fingerprint)

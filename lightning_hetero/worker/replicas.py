@@ -15,7 +15,7 @@ others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..devices.copies import Copies
 from ..errors import RemoteProtocolError
+from ..pipeline.optimizer import leaving_by_layer
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -115,9 +116,8 @@ class ReplicaSide:
         self._is_reduced = False
         self._parts: dict[_Part, dict[str, Tensor]] = {}
         self._whole: set[_Part] = set()
-        # What has been sent of the next sums: the state of each gradient, and those still together.
+        # What has been sent of the next sums: the state of each gradient.
         self._early: dict[str, tuple[int, int]] = {}
-        self._batch: dict[str, Tensor] = {}
 
     def expect(self, message: m.Deploy) -> None:
         """Note which stages other workers hold too, and who owns their parameters."""
@@ -168,7 +168,6 @@ class ReplicaSide:
         """Forget the exchanges up to one of this number."""
         self._round, self._waits_for = max(self._round, number), None
         self._early.clear()
-        self._batch.clear()
         self._forget_parts()
 
     def note_backward(self) -> None:
@@ -184,24 +183,11 @@ class ReplicaSide:
         if not self._shared or number <= self._round:
             yield
             return
-        with ExitStack() as hooks:
-            for name, parameter in self._parameters(lambda _, owner: owner != self._number):
-                if parameter.requires_grad:
-                    push = partial(self._push, number, name)
-                    hooks.callback(parameter.register_post_accumulate_grad_hook(push).remove)
+        foreign = self._parameters(lambda _, owner: owner != self._number)
+        with leaving_by_layer(foreign, partial(self._send_batch, number)):
             yield
-        self._send_batch(number)
 
-    def _push(self, number: int, name: str, parameter: Tensor) -> None:
-        """Send the sums of a layer when those of the next one come."""
-        layer = name.partition(".")[0]
-        if any(other.partition(".")[0] != layer for other in self._batch):
-            self._send_batch(number)
-        if parameter.grad is not None:
-            self._batch[name] = parameter.grad
-
-    def _send_batch(self, number: int) -> None:
-        batch, self._batch = self._batch, {}
+    def _send_batch(self, number: int, batch: Mapping[str, Tensor]) -> None:
         owners = {self._owner_of[name] for name in batch}
         for owner in sorted(owners):
             own = {name: tensor for name, tensor in batch.items() if self._owner_of[name] == owner}

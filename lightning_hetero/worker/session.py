@@ -102,7 +102,13 @@ _NEVER_BEHIND = (
 
 # Neither needs gradients nor changes them, so it does not wait until these are added up. A replica
 # waits for the coordinator's, and the coordinator may save a checkpoint before it sends them.
-_BESIDE_SUMS = (m.FetchTensors, m.FetchOptimizerState, m.FetchFingerprints, m.LoadTensor)
+_BESIDE_SUMS = (
+    m.FetchTensors,
+    m.FetchOptimizerState,
+    m.FetchFingerprints,
+    m.LoadTensor,
+    m.UpdateTensors,
+)
 
 
 @dataclass(frozen=True)

@@ -618,6 +618,65 @@ def test_sums_leave_layer_by_layer_in_the_last_backward_of_each_step(
     assert [each.names for each in taken if each.is_last] == [[]] * 3
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_with_split_the_sums_here_leave_layer_by_layer_too(
+    accumulate: int, workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last backward before each optimizer's step, and in no other."""
+    sent: list[tuple[int, bool, set[str]]] = []
+    send = Exchange.send_sums
+
+    def sending(
+        exchange: Exchange, number: int, worker: Any, sums: dict[str, Tensor], is_last: bool = True
+    ) -> None:
+        sent.append((number, is_last, {name.partition(".")[0] for name in sums}))
+        send(exchange, number, worker, sums, is_last)
+
+    monkeypatch.setattr(Exchange, "send_sums", sending)
+    plan = with_split(hosted_plan(workers))
+    data = loader(4 * BATCH_SIZE, BATCH_SIZE)
+    strategy = HeteroPipelineStrategy(workers[:1], plan)
+    fit(TinyModule(), strategy, data, accumulate_grad_batches=accumulate)
+    early: dict[int, list[set[str]]] = {}
+    for number, is_last, layers in sent:
+        if not is_last:
+            early.setdefault(number, []).append(layers)
+    assert len(early) == 4 // accumulate
+    # The worker owns parameters of the last three layers.
+    assert [*early.values()] == [[{"4"}, {"3"}, {"2"}]] * len(early)
+    assert [layers for _, is_last, layers in sent if is_last] == [set()] * len(early)
+
+
+def test_changed_weights_go_in_one_message_for_all_of_them(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: Counter[type] = Counter()
+    say = HostedReplicas._say
+
+    def saying(self: HostedReplicas, message: m.Message, tensors: Any) -> None:
+        said[type(message)] += 1
+        say(self, message, tensors)
+
+    monkeypatch.setattr(HostedReplicas, "_say", saying)
+    strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers))
+    fit(TinyModule(), strategy, loader(3 * BATCH_SIZE, BATCH_SIZE))
+    assert said == {m.UpdateTensors: 2}  # behind the first two of three steps
+
+
+class NoBackward(TinyModule):
+    """Leaves out the backward of the second batch."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.trainer.fit_loop.total_batch_idx != 1:
+            loss.backward()
+
+
+def test_with_split_a_batch_without_its_backward_is_refused(workers: list[str]) -> None:
+    strategy = HeteroPipelineStrategy(workers[:1], with_split(hosted_plan(workers)))
+    with pytest.raises(ModelError, match=r"dropped between `training_step` and .* `backward`"):
+        fit(NoBackward(), strategy, loader(3 * BATCH_SIZE, BATCH_SIZE))
+
+
 def test_generation_has_the_bits_of_one_device(workers: list[str]) -> None:
     model = tiny_llama(NUM_LAYERS)
     (expected,) = generated_here(model, {"do_sample": False})

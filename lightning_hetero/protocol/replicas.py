@@ -1,0 +1,60 @@
+"""The messages of processes that hold the same layers.
+
+Each runs some of the micro-batches. Their gradients are added up in exchanges, which are numbered;
+weights that one of them has changed go to the others.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .bases import Message, ServingRequest, Speaker, StampedRequest, State, by
+from .fields import Count, Name
+
+# What replicas send each other in an exchange.
+ReplicaContent = Literal["sums", "totals", "weights"]
+
+
+class ReduceGradients(StampedRequest, frozen=True):
+    """Add up gradients with the workers that hold the same stages; exchanges are numbered."""
+
+    recorded_as = "optimizer"
+    round: Count
+
+
+class ReplicaTensors(Message, frozen=True):
+    """Gradients or weights from a worker that holds the same stage.
+
+    Args:
+        member: The number of the worker that takes it.
+        source: The number of the worker that sends it.
+        round: The number of the exchange.
+        content: ``sums`` for the owner of these parameters; ``totals`` or ``weights`` from it.
+        names: The parameters, one for each tensor.
+        is_last: Whether the sender has sent its whole part of the exchange.
+    """
+
+    said = (
+        by(Speaker.UPSTREAM, State.LINKED)
+        | by(Speaker.WORKER, State.SERVING)
+        | by(Speaker.COORDINATOR, State.SERVING)
+    )
+    is_kept = True
+    recorded_as = "optimizer"
+    member: Count
+    source: Count
+    round: Count
+    content: ReplicaContent
+    names: list[Name]
+    is_last: bool
+
+
+class UpdateTensors(ServingRequest, frozen=True):
+    """New content of parameters and buffers that the coordinator holds too, a tensor for each name.
+
+    The worker does not answer. A tensor in 4 bits comes as a `LoadTensor`, with its state.
+    """
+
+    is_kept = True
+    requests = "loading its weights"
+    names: list[Name]
