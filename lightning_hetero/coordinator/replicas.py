@@ -43,6 +43,9 @@ from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
 from .stages import RemoteStages
 
+# Gradients by their parameters' names, each with its version.
+Gradients = dict[str, tuple[Tensor, int]]
+
 
 class HostedReplicas:
     """The layers of which this process is a replica. Implements `HostedLayers` for the driver.
@@ -88,8 +91,10 @@ class HostedReplicas:
         self.given = {tensor: name for tensor, name in self.names_of.items() if name in owned}
         self._exchange = Exchange(remote, self.names_of.values(), self._copies, recorder)
         self._sent = self._states()
-        # The gradients that have gone to owners in this step, each with its version.
-        self._early: dict[str, tuple[Tensor, int]] = {}
+        # The gradients that have gone to owners in this step, and those that were left here within
+        # an accumulation window.
+        self._early: Gradients = {}
+        self._left: Gradients = {}
         # The sum of the bits of each given parameter as its owner has it.
         self._bits: dict[str, int] = {}
         # The names of tensors that may have changed without a trace since they were sent.
@@ -262,14 +267,37 @@ class HostedReplicas:
                     "continue from a checkpoint."
                 )
 
+    def note_gradients(self) -> None:
+        """Note the gradients within an accumulation window: here are the sums of the micro-batches
+        of this process alone."""
+        named = ((name, parameter.grad) for parameter, name in self.names_of.items())
+        self._left = {name: (g, g._version) for name, g in named if g is not None}
+
+    def _check_gradients(self) -> None:
+        for parameter, name in self.names_of.items():
+            if name in self._left and not _is_as_noted(self._left[name], parameter.grad):
+                raise ModelError(
+                    f"The gradient of {name} of the layers was changed within an accumulation "
+                    "window, where this process has the sum of its own micro-batches and the "
+                    "workers have the others. Change gradients in `on_before_optimizer_step`, "
+                    "which sees the sums of all replicas."
+                )
+
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, accumulates: bool) -> Iterator[None]:
         """Inside, a batch's micro-batches run.
 
+        Args:
+            accumulates: Whether they add to the present gradients.
+
         Raises:
-            ModelError: If a parameter of the layers has a hook, or if one of their tensors has
-                changed inside: other micro-batches ran with another one.
+            ModelError: If a parameter of the layers has a hook, if the gradients that they add to
+                were changed here, or if one of the layers' tensors has changed inside: other
+                micro-batches ran with another one.
         """
+        if accumulates:
+            self._check_gradients()
+        self._left.clear()
         self._note_other_bits()
         before = self._states()
         self._check_hooks()
@@ -311,6 +339,8 @@ class HostedReplicas:
             found = [sums[process][name] for process in self.processes if name in sums[process]]
             on_device = [gradient.to(parameter.device) for gradient in found]
             parameter.grad = reduce(Tensor.add_, on_device) if found else None
+        if not self._stages.is_before_step:  # somebody looks at gradients within a window
+            self.note_gradients()
         # Not before: with a part of the parameters a worker waits for the gradients from here.
         if self._num_steps >= STEPS_BETWEEN_COMPARISONS and self._sent == self._states():
             self._num_steps = 0
@@ -356,16 +386,17 @@ class HostedReplicas:
                 "`backward` and `zero_grad`, or take `optimizer: split` out of the stage in the "
                 "plan."
             )
-        rest = {name: g for name, g in found.items() if not self._has_gone(name, g)}
+        early = self._early
+        rest = {
+            name: gradient
+            for name, gradient in found.items()
+            if name not in early or not _is_as_noted(early[name], gradient)
+        }
         for worker, own in self._by_owner(rest):
             self._exchange.send_sums(number, worker, own)
         self._early.clear()
         for parameter in self.given:
             parameter.grad = None
-
-    def _has_gone(self, name: str, gradient: Tensor) -> bool:
-        sent, version = self._early.get(name, (None, 0))
-        return sent is gradient and version == gradient._version
 
     def take_weights(self, number: int) -> None:
         """Wait for the weights that workers have stepped, in the exchange of that number."""
@@ -388,6 +419,11 @@ class HostedReplicas:
     def _states(self) -> dict[str, tuple[int, int, int]]:
         """What tells that a tensor has changed: the object, its memory and its version."""
         return {name: (id(t), t.data_ptr(), t._version) for name, t in self._present()}
+
+
+def _is_as_noted(noted: tuple[Tensor, int], gradient: Tensor | None) -> bool:
+    tensor, version = noted
+    return tensor is gradient and version == tensor._version
 
 
 def _held_tensors(layers: Mapping[int, nn.Module]) -> dict[str, tuple[nn.Module, str]]:

@@ -264,7 +264,7 @@ class MicrobatchedStep(BatchStep):
             stack.callback(stand_in(self._module, "log", log.log))
             stack.enter_context(metrics.gathering(self._module))
             if self._deployment.hosted is not None:
-                stack.enter_context(self._deployment.hosted.step())
+                stack.enter_context(self._deployment.hosted.step(accumulates))
             results = self._driver.run(
                 step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
@@ -366,9 +366,11 @@ class MicrobatchedStep(BatchStep):
 
     def _add_gradients(self) -> None:
         """Add up the sums of all replicas before the optimizer steps."""
-        coordinator = self._deployment.coordinator
-        if self._deployment.hosted is not None and coordinator.stages.is_before_step:
+        coordinator, hosted = self._deployment.coordinator, self._deployment.hosted
+        if hosted is not None and coordinator.stages.is_before_step:
             coordinator.training.add_up()
+        elif hosted is not None:
+            hosted.note_gradients()
 
 
 class LossScaling:

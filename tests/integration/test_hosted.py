@@ -536,6 +536,21 @@ def test_with_split_gradients_that_change_here_alone_are_refused(
     assert_close(weights_of(found), weights_of(expected))
 
 
+@pytest.mark.parametrize("optimizer", [None, "split"])
+def test_gradients_that_change_here_within_a_window_are_refused(
+    optimizer: Any, workers: list[str]
+) -> None:
+    """Before its end they are those of the micro-batches here."""
+    plan = hosted_plan(workers, optimizer=optimizer)
+    strategy = HeteroPipelineStrategy(workers[:1], plan)
+    options: Any = {
+        "callbacks": [ClippingByHand("on_after_backward")],
+        "accumulate_grad_batches": 2,
+    }
+    with pytest.raises(ModelError, match="changed within an accumulation window"):
+        fit(TinyModule(), strategy, loader(2 * BATCH_SIZE, BATCH_SIZE), **options)
+
+
 def test_with_split_each_parameter_is_stepped_and_sent_by_its_owner_alone(
     workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,8 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor UpdateTensors BeginStep SetAttributes "
-        "Arguments Activation Gradient DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients "
+        "Arguments Activation Gradient DropCaches AbortStep SetTrained ZeroGradients MeasureNorms "
+        "ClipGradients "
         "ApplyOptimizer AverageWeights ReduceGradients ReplicaTensors Record FetchRecord "
         "FetchTensors FetchGradients FetchOptimizerState FetchFingerprints Deploy "
         "KeepSent ForgetSent TakeSnapshot Replay Wait ReplaceNeighbor AskRoom OpenSession",
