@@ -1,5 +1,10 @@
 """Mutual TLS 1.3: the credentials of a process, the handshake, and the connection after it.
 
+    token ── HKDF-SHA256 ──▶ Ed25519 key ── signs ──▶ certificate of a process
+
+The token derives the key of an authority, which signs short-lived certificates. A certificate says
+only that its owner has the token: no name, no host, no role.
+
     send ──▶ encrypt ─▶ outgoing ──▶ the connection below ──▶ incoming ─▶ decrypt ──▶ receive
              └──────── lock ──────┘                          └──────── lock ───────┘
 
@@ -21,13 +26,123 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..errors import ChannelError, TrustError
 from ..protocol.frames import TLS_RECORD_TYPES
 from .connection import Connection
-from .token import RENEWAL, Authority, Certificate, Token, read_token_file
+from .token import Token, read_token_file
+
+_SALT = b"lightning-hetero"
+_PURPOSE = b"authority of mutual TLS, version 1"
+_KEY_BYTES = 32
+
+# Every process creates the same certificate of the authority, so its dates are fixed, and so far
+# apart that it is valid by every clock.
+_FIRST_DAY = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
+_LAST_DAY = datetime.datetime(2199, 12, 31, tzinfo=datetime.timezone.utc)
+
+# How far the clocks of two machines may be apart.
+CLOCK_SKEW = datetime.timedelta(days=2)
+# Age at which a process replaces its certificate.
+RENEWAL = datetime.timedelta(days=1)
+
+_USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate that the authority signed, and its key, both as PEM; the key does not print."""
+
+    public: bytes
+    key: bytes = field(repr=False)
+
+
+class Authority:
+    """Issues certificates that all processes with the same token accept."""
+
+    def __init__(self, token: Token) -> None:
+        derivation = HKDF(hashes.SHA256(), _KEY_BYTES, _SALT, _PURPOSE)
+        self._key = Ed25519PrivateKey.from_private_bytes(derivation.derive(token.secret))
+        self._name = _name("lightning-hetero authority")
+        self._key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        self.certificate = _pem(self._certify_itself())
+
+    def issue(self, now: datetime.datetime) -> Certificate:
+        """A certificate for this process, with a new key of its own."""
+        key = Ed25519PrivateKey.generate()
+        last_moment = now + RENEWAL + CLOCK_SKEW
+        certificate = (
+            self._unsigned(_name("lightning-hetero"), key, now - CLOCK_SKEW, last_moment)
+            .serial_number(x509.random_serial_number())
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage("digital_signature"), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage(
+                    [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+                ),
+                critical=False,
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._key_id),
+                critical=False,
+            )
+            .sign(self._key, None)
+        )
+        key_text = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        return Certificate(_pem(certificate), key_text)
+
+    def _certify_itself(self) -> x509.Certificate:
+        return (
+            self._unsigned(self._name, self._key, _FIRST_DAY, _LAST_DAY)
+            .serial_number(1)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage("key_cert_sign"), critical=True)
+            .add_extension(self._key_id, critical=False)
+            .sign(self._key, None)
+        )
+
+    def _unsigned(
+        self,
+        subject: x509.Name,
+        key: Ed25519PrivateKey,
+        first_moment: datetime.datetime,
+        last_moment: datetime.datetime,
+    ) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .not_valid_before(first_moment)
+            .not_valid_after(last_moment)
+        )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _usage(only: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{usage: usage == only for usage in _USAGES})
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def utc_now() -> datetime.datetime:

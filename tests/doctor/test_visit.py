@@ -20,8 +20,8 @@ from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.handshake import dial
-from lightning_hetero.transport.tls import Credentials, _load_certificate, utc_now
-from lightning_hetero.transport.token import Authority, Token
+from lightning_hetero.transport.tls import Authority, Credentials, _load_certificate, utc_now
+from lightning_hetero.transport.token import Token
 
 from ..launch.guests import WITH_TOKEN, door
 from ..planner.profiles import device, profile

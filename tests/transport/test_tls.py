@@ -29,8 +29,8 @@ from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.connection import Connection, SocketConnection, send_buffers
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import dial
-from lightning_hetero.transport.tls import Credentials, secured
-from lightning_hetero.transport.token import RENEWAL, Authority, Token, write_token_file
+from lightning_hetero.transport.tls import RENEWAL, Authority, Credentials, secured
+from lightning_hetero.transport.token import Token, write_token_file
 
 from .credentials import OTHER_TOKEN, OURS, THEIRS, TOKEN, at
 from .pairs import (

@@ -19,11 +19,9 @@ from cryptography.exceptions import InvalidSignature
 
 from lightning_hetero.errors import TokenError
 from lightning_hetero.transport import token as t
+from lightning_hetero.transport.tls import CLOCK_SKEW, RENEWAL, Authority
 from lightning_hetero.transport.token import (
-    CLOCK_SKEW,
-    RENEWAL,
     SECRET_BYTES,
-    Authority,
     Token,
     find_token_file,
     read_token_file,
