@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import HeteroError, PlanError
 from ..recovery import LINGER_SECONDS, MOST_LINGER_SECONDS, check_linger_seconds
@@ -30,6 +31,25 @@ _LEAST_SECONDS = 0.01
 
 class Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown arguments here, so that the error names the command that has got them."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
+        return options, unknown
+
+    def _meant(self, unknown: Sequence[str]) -> str:
+        """A question for what misspelt options probably are; empty if nobody knows."""
+        known = [
+            option
+            for action in self._actions
+            if action.help != argparse.SUPPRESS
+            for option in action.option_strings
+        ]
+        given = [text.partition("=")[0] for text in unknown if text.startswith("--")]
+        near = [name for text in given for name in get_close_matches(text, known, n=1)]
+        return f"; did you mean {' and '.join(near)}" if near else ""
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the options are listed, and exit with status 2."""

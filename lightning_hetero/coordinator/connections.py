@@ -32,6 +32,7 @@ from ..pipeline.placement import Placement
 from ..pipeline.rule import Key
 from ..protocol import messages as m
 from ..protocol.frames import Frame
+from ..protocol.session import RUN_LETTERS
 from ..protocol.tensors import BufferPool
 from ..transport.address import Address
 from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
@@ -120,7 +121,7 @@ class Connections:
         self._put_aside: deque[Arrival] = deque()
         self._receive_pool = receive_pool
         self._source = source
-        self.run = secrets.token_hex(4)
+        self.run = secrets.token_hex(RUN_LETTERS // 2)
         # Why the run is over.
         self._end: WorkerError | None = None
         self._by_channel: dict[Channel, Member] = {}

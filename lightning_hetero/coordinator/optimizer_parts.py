@@ -51,6 +51,7 @@ class Steps(Protocol):
         norms_due: For each worker that has got gradients from here, the parameters that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
         sums_due: The exchange whose sums workers send to this process; None if there is none.
+        awaits_backward: Whether the backward of the latest loss has not run.
         on_last_backward: Called when all gradients before an optimizer's step have been sent.
         on_last_gradients: Called with the workers that get no more gradients before an optimizer's
             step than those which are sent next.
@@ -60,6 +61,7 @@ class Steps(Protocol):
     norms_due: dict[Member, set[str]]
     has_new_gradients: bool
     sums_due: int | None
+    awaits_backward: bool
     on_last_backward: Callable[[], None]
     on_last_gradients: Callable[[Collection[Member]], None]
     open_exchange: Callable[[], int]
@@ -275,7 +277,12 @@ class OptimizerParts:
         return self.layers.fetch_gradients(names)
 
     def add_up(self) -> None:
-        """Let all replicas add up their gradients, and wait for those that this process owns."""
+        """Let all replicas add up their gradients, and wait for those that this process owns.
+
+        Raises:
+            ModelError: If gradients of the latest batch are on workers, and not here yet.
+        """
+        self.check_published()
         if self.hosted is not None and self._stages.sums_due is None:
             # Only this process may have run micro-batches.
             self._stages.has_new_gradients |= self.hosted.has_given_gradients
@@ -283,6 +290,20 @@ class OptimizerParts:
         number, self._stages.sums_due = self._stages.sums_due, None
         if self.hosted is not None and number is not None:
             self.hosted.add_gradients(number)
+
+    def check_published(self) -> None:
+        """Refuse to use gradients that the backward of the latest loss has not published here.
+
+        Raises:
+            ModelError: With the remedies.
+        """
+        if self._stages.awaits_backward:
+            raise ModelError(
+                "The backward of the loss that `training_step` has returned did not run, and the "
+                "workers have the gradients of its batch already. Look at gradients in "
+                "`on_after_backward` or later; to leave a batch out, return None from "
+                "`training_step`, and do not leave out the backward."
+            )
 
     def reduce(self) -> None:
         """Let replicas add up their gradients when what was sent has run; does not wait for it."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..devices.copies import Copies
-from ..errors import HeteroError, RemoteProtocolError
+from ..errors import HeteroError, ModelError, RemoteProtocolError
 from ..pipeline.boundary import Gradients, Surroundings
 from ..pipeline.codec import (
     Leg,
@@ -116,6 +116,8 @@ class RemoteStages:
             accumulated before, the parameters of its stage that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
         sums_due: The exchange whose sums workers send to this process; None if there is none.
+        awaits_backward: Whether `training_step` has returned a loss whose backward, which publishes
+            the gradients here, has not run.
         is_before_step: Whether an optimizer steps behind the present batch.
         on_backward: Called before gradients are sent.
         on_last_backward: Called, before an optimizer's step, when all gradients of such a batch
@@ -136,6 +138,7 @@ class RemoteStages:
         self.norms_due: dict[Member, set[str]] = {}
         self.has_new_gradients = False
         self.sums_due: int | None = None
+        self.awaits_backward = False
         self.is_before_step = False
         self.on_backward: Callable[[], None] = lambda: None
         self.on_last_backward: Callable[[], None] = lambda: None
@@ -154,10 +157,12 @@ class RemoteStages:
         """Start a step on every stage; a trial leaves gradients and dropout masks as they are.
 
         Raises:
+            ModelError: If workers wait for gradients from here, so that they would not begin.
             WorkerError: If a worker, or a link between two, was lost before.
         """
         connections = self._connections
         connections.check_linked()
+        self._check_nobody_waits()
         keeps_gradients = accumulate or is_trial
         self.before_step(keeps_gradients)
         self.copies.keep_for(max_in_flight)
@@ -177,6 +182,16 @@ class RemoteStages:
         # An idle worker counts the steps too, since it may get layers before a later one.
         for worker, stamp in stamps:
             connections.send(worker, begin(**stamp))
+
+    def _check_nobody_waits(self) -> None:
+        hosted = self._layers.holdings.placement.hosted
+        if self.sums_due is not None and hosted is not None and hosted.is_split:
+            raise ModelError(
+                "Layers on workers were called behind `training_step` and before the backward of "
+                "its loss, where the workers of a stage with `optimizer: split` wait for the "
+                "gradients from here. Call the model within `training_step` or behind the backward "
+                "(`on_after_backward`), or take `optimizer: split` from the plan."
+            )
 
     def stamp(self, worker: Member) -> dict[str, int]:
         """What a worker's stages have done together in the present step, for requests that belong
@@ -204,6 +219,7 @@ class RemoteStages:
         """Make every stage forget the present step; never raises."""
         self.norms_due.clear()
         self.has_new_gradients, self.sums_due = False, None
+        self.awaits_backward = False
         # What was under way may still come back, so its ways stay known.
         self._counts = _Counts()
         if self._connections.step > 0:

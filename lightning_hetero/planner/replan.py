@@ -3,9 +3,11 @@
 `misjudged` compares the first steps with the measurements on which the plan is based.
 
 A `Watcher` looks at the slowest stage, because that one limits the step. It takes medians over some
-steps, because one slow step means nothing. It ignores changes common to all stages, because longer
-sequences slow all of them alike. `replan` keeps the devices and their order. Where stages have
-replicas, it first tries other shares, which move no weight; otherwise it moves layers.
+steps, because one slow step means nothing. A drift has to last twice as long as the longest one
+that has ended by itself, because on some machines other programs come and go all the time. It
+ignores changes common to all stages, because longer sequences slow all of them alike. `replan`
+keeps the devices and their order. Where stages have replicas, it first tries other shares, which
+move no weight; otherwise it moves layers.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ WINDOW = 5
 
 SUSTAINED = 8
 """Steps for which a drift must last; with the window, the tenth slow step reports it."""
+
+MOST_SUSTAINED = 40
+"""The most steps for which a drift must last where earlier ones have ended by themselves."""
 
 MISJUDGED = 1.5
 """Factor by which a device must differ from its measurements for these to be doubted."""
@@ -116,6 +121,9 @@ class Watcher:
         self._threshold = threshold
         self._recent: deque[Mapping[str, StageSeconds]] = deque(maxlen=WINDOW)
         self._num_off = 0
+        # The most steps for which a drift has lasted that was not there to stay.
+        self._longest_off = 0
+        self._told_at = -MOST_SUSTAINED
         self.num_steps = 0
 
     def note(self, seconds: Mapping[str, StageSeconds]) -> Drift | None:
@@ -134,11 +142,16 @@ class Watcher:
         if self._expected is None:
             self._expected = now
         is_off = abs(_drift(now, self._expected)) > self._threshold
+        if not is_off:
+            self._longest_off = max(self._longest_off, self._num_off)
         self._num_off = self._num_off + 1 if is_off else 0
-        if self._num_off < SUSTAINED:
+        if self._num_off < min(max(SUSTAINED, 2 * self._longest_off), MOST_SUSTAINED):
             return None
         drift = _describe(now, self._expected)
         self._expected, self._num_off = now, 0
+        if self.num_steps - self._told_at < MOST_SUSTAINED:
+            self._longest_off = max(self._longest_off, self.num_steps - self._told_at)
+        self._told_at = self.num_steps
         return drift
 
     @property

@@ -27,6 +27,14 @@ from typing import Literal
 from ..errors import LocalProtocolError, RemoteProtocolError
 from .bases import Message, Speaker, State
 
+RUN_LETTERS = 8
+"""Letters of a run's name, with which the names of the run's sessions begin."""
+
+
+def are_of_one_run(name: str, other: str) -> bool:
+    """Whether two sessions belong to one run, by their names."""
+    return name[:RUN_LETTERS] == other[:RUN_LETTERS]
+
 
 class Session:
     """One end of a conversation. Both ends check the messages of both directions."""

@@ -149,6 +149,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
                 f"{_meant(name, given[name])}"
             )
     _check_some_worker(given["workers"], given["plan"])
+    _check_named_once(given["workers"])
 
 
 def _is_plan(value: Any) -> bool:
@@ -178,6 +179,17 @@ def _check_some_worker(workers: Any, plan: Any) -> None:
         raise MisconfigurationException(
             "The argument `workers` is an empty list, so nothing would be on a worker; it must "
             'name at least one "host:port". To train on this process alone, set `workers=0`.'
+        )
+
+
+def _check_named_once(workers: Any) -> None:
+    """Refuse a list of workers with one address twice: a plan would count one device as two."""
+    named = workers if isinstance(workers, (list, tuple)) else ()
+    twice = next((name for name in named if named.count(name) > 1), None)
+    if twice is not None:
+        raise MisconfigurationException(
+            f"The argument `workers` has {twice!r} twice; name each worker once. Several workers "
+            "on one machine need a port each, and a plan may give one worker several stages."
         )
 
 

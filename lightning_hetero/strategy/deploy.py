@@ -424,8 +424,8 @@ class Site:
                 )
         what = "training_step runs on each" if self._cuts_step else "boundary only"
         rank_zero_info(
-            f"each batch is cut into {plan.micro_batches} micro-batches ({what}), "
-            f"at most {plan.max_in_flight} in flight"
+            f"each batch is cut into {plan.micro_batches} micro-batches, or into single samples if "
+            f"it has fewer ({what}), at most {plan.max_in_flight} in flight"
         )
 
 

@@ -236,6 +236,7 @@ class MicrobatchedStep(BatchStep):
 
         The ``backward`` of the returned loss only puts the gradients into ``.grad``.
         """
+        self._deployment.coordinator.training.check_published()
         self._deployment.trained.follow()
         self._scaling.check_last()
         batch, *rest = args
@@ -276,6 +277,7 @@ class MicrobatchedStep(BatchStep):
         if merged is None:
             # There is no backward, and gradients of earlier batches may wait on the workers.
             self._add_gradients()
+        stages.awaits_backward = merged is not None
         return merged
 
     @property
@@ -361,6 +363,7 @@ class MicrobatchedStep(BatchStep):
     def _publish(self, loss_scale: float, gradient: Tensor) -> None:
         """Publish the gradients when Lightning runs its backward."""
         self._scaling.note(gradient, loss_scale)
+        self._deployment.coordinator.stages.awaits_backward = False
         self._gradients.publish()
         self._add_gradients()
 

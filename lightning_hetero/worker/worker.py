@@ -29,7 +29,7 @@ from ..errors import ChannelError, HeteroError, ProtocolError, TrustError, Worke
 from ..model.allowed_imports import Allowed
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
-from ..protocol.session import Session, answering_session
+from ..protocol.session import Session, answering_session, are_of_one_run
 from ..transport.address import Address
 from ..transport.channel import Channel
 from ..transport.compatibility import Identity
@@ -361,7 +361,7 @@ class Worker:
                 self._say_welcome(connection, rules, lingering, before_sending=attach)
                 session.start_upstream(channel)
                 return None
-            self._check_free()
+            self._check_free(hello.session)
             self._say_welcome(connection, rules, lingering)
             self._session = StageSession(hello.session, channel, self._host)
             self._forgetting.cancel()
@@ -422,8 +422,11 @@ class Worker:
         stages = [] if session is None else session.status().stages
         return SecondStatus(stages, device_for(self._host.device).used_bytes())
 
-    def _check_free(self) -> None:
+    def _check_free(self, wanted: str) -> None:
         """Wait for the end of a run that is about to end; refuse a coordinator if none ends.
+
+        Args:
+            wanted: The name of the session that the coordinator wants to open.
 
         Raises:
             WorkerError: With the reason.
@@ -434,11 +437,16 @@ class Worker:
             )
         busy_seconds = self._host.deadlines.busy_seconds
         if not self._session_changed.wait_for(lambda: self._session is None, busy_seconds):
-            raise WorkerError(self._busy_reason())
+            raise WorkerError(self._busy_reason(wanted))
         if self._is_replaced:
             raise _Replaced("the process that answered ends with its session; dial again.")
 
-    def _busy_reason(self) -> str:
+    def _busy_reason(self, wanted: str) -> str:
+        if self._session is not None and are_of_one_run(wanted, self._session.name):
+            return (
+                "this worker serves this run already; if two of the run's addresses lead to it, "
+                "name one of them only."
+            )
         seconds = 0.0 if self._session is None else self._session.waits_seconds
         if seconds > 0:
             return (

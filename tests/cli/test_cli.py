@@ -81,6 +81,11 @@ def test_the_version_is_shown(
             "strix.local:9999",
         ),
         (["plan"], "plan: the following arguments are required: PROFILE"),
+        (
+            ["worker", "--devise", "cuda", "--thread=2"],
+            "worker: unrecognized arguments: --devise cuda; did you mean --device",
+        ),
+        (["worker", "--shout"], "worker: unrecognized arguments: --shout"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

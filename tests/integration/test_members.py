@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -526,14 +527,21 @@ def test_a_worker_of_the_list_that_comes_back_joins(
 
 # replicas
 
-REPLICAS = "replicas of the workers", "the coordinator is one"
+# By the kind of replicas: the processes beside the workers, and who steps the parameters.
+REPLICAS: dict[str, tuple[list[str], Any]] = {
+    "replicas of the workers": ([], None),
+    "split among the workers": ([], "split"),
+    "the coordinator is one": ([COORDINATOR], None),
+    "the coordinator owns a part": ([COORDINATOR], "split"),
+}
 
 
 def replicas_of(names: Sequence[str], kind: str) -> Plan:
     """All layers on these workers, and on the coordinator too."""
-    own = [COORDINATOR] if kind == "the coordinator is one" else []
+    own, optimizer = REPLICAS[kind]
     shares = [1] * len([*names, *own])
-    return Plan([StagePlan([*names, *own], (0, NUM_LAYERS), shares=shares)], 6)
+    stage = StagePlan([*names, *own], (0, NUM_LAYERS), shares=shares, optimizer=optimizer)
+    return Plan([stage], 6)
 
 
 def moved_to(plan: Plan) -> Callable[[Any], None]:
@@ -568,6 +576,9 @@ def test_a_replica_that_is_to_end_leaves_its_micro_batches_to_the_others(
     assert_same(found, expected)
     assert events.told == [("left", names[1])]
     assert [plan.workers for plan in events.plans[3:5]] == [names, names[:1]]
+    own, optimizer = REPLICAS[kind]
+    kept = [stage.optimizer for stage in events.plans[4].stages]
+    assert kept == [optimizer if own else None]
 
 
 @pytest.mark.usefixtures("measured_for_replicas")
@@ -576,16 +587,17 @@ def test_one_that_comes_late_is_a_further_replica_and_is_recovered(
     worker_processes: list[WorkerProcess], kind: str, where: str, token_file: Path, tmp_path: Path
 ) -> None:
     present = [worker.address for worker in worker_processes]
-    own = [COORDINATOR] if kind == "the coordinator is one" else []
+    own, optimizer = REPLICAS[kind]
     holders = [*present[:2], *own, present[2]]
     # The last one is a spare at first, which adds nothing to any sum.
-    began = Plan([StagePlan(holders, (0, NUM_LAYERS), shares=[*[1] * (len(holders) - 1), 0])], 6)
+    began = StagePlan(holders, (0, NUM_LAYERS), shares=[*[1] * (len(holders) - 1), 0])
+    began = replace(began, optimizer=optimizer)
     shares = [2, 2, 1, 1] if own else [2, 2, 2]
-    became = Plan([StagePlan(holders, (0, NUM_LAYERS), shares=shares)], 6)
-    events = Events({3: moved_to(became)})
+    became = replace(began, shares=shares)
+    events = Events({3: moved_to(Plan([became], 6))})
     # Norms are added up over the owners of parameters, and the spare is one of them.
     whole: dict[str, Any] = {"gradient_clip_val": None}
-    expected = train(HeteroPipelineStrategy(present, began), events, **whole)
+    expected = train(HeteroPipelineStrategy(present, Plan([began], 6)), events, **whole)
     with ExitStack() as stack:
         door = Door(stack, where, token_file)
         door.start("left")
@@ -600,7 +612,8 @@ def test_one_that_comes_late_is_a_further_replica_and_is_recovered(
             new[0].session.kill()
 
         events = Events({3: come, 6: kill})
-        plan = Plan([StagePlan(["left", "right", *own], (0, NUM_LAYERS))], 6)
+        stage = StagePlan(["left", "right", *own], (0, NUM_LAYERS), optimizer=optimizer)
+        plan = Plan([stage], 6)
         settings = Recovery(folder=tmp_path / "recovery", every_seconds=0)
         strategy = door.strategy(plan, replan=True, recovery=settings)
         quick = PipelineProfiler(budget_seconds=0.5)
@@ -609,4 +622,4 @@ def test_one_that_comes_late_is_a_further_replica_and_is_recovered(
     assert events.told == [("joined", "new"), ("restored", "new")]
     [stage] = events.plans[3].stages
     assert stage.workers == ["left", "right", *own, "new"]
-    assert stage.shares == shares
+    assert (stage.shares, stage.optimizer) == (shares, optimizer)

@@ -76,6 +76,16 @@ def test_local_workers_train_and_end(
     assert torch.get_num_threads() == threads
 
 
+def test_the_log_tells_how_small_batches_are_cut(
+    workers: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    module = TinyModule()
+    with caplog.at_level(logging.INFO):
+        strategy = HeteroPipelineStrategy(workers[:1], "even", micro_batches=100)
+        trainer(strategy, max_steps=1).fit(module, loader(24, 12))
+    assert "into 100 micro-batches, or into single samples if it has fewer (" in caplog.text
+
+
 def test_a_plan_file_is_followed(workers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     Plan([StagePlan([workers[0]], (0, 5))], micro_batches=2).to_yaml(path)

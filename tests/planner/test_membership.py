@@ -23,7 +23,7 @@ from lightning_hetero.planner.membership import (
     left_by_bytes,
 )
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.planner.replan import StageSeconds, expected_seconds
+from lightning_hetero.planner.replan import StageSeconds, expected_seconds, replan
 
 from .profiles import coordinator, device, ends, profile, timing
 
@@ -291,3 +291,35 @@ def test_ranges_follow_each_other(plan: Plan) -> None:
     for change in (joined(plan, measured, "c"), left(plan, measured, "b")):
         stages = check(change, "a", "b", "c").plan.stages
         assert all(one.layers[1] == other.layers[0] for one, other in pairwise(stages))
+
+
+OWNED_IN_PARTS = {
+    "on workers": replicas(({"a": 4, "b": 4, "c": 4}, NUM_LAYERS), optimizer="split"),
+    "the coordinator too": replicas(
+        ({"a": 4, "b": 4, COORDINATOR: 4}, NUM_LAYERS), optimizer="split"
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", OWNED_IN_PARTS.values(), ids=OWNED_IN_PARTS)
+def test_owners_of_parts_stay_so_whoever_comes_and_goes_and_however_fast_they_are(
+    plan: Plan,
+) -> None:
+    everyone = with_batch(cluster("a", "b", "c", "d"))
+    slow = {name: StageSeconds(3.0 if name == "b" else 1.0) for name in plan.stages[0].workers}
+    found = [
+        joined(plan, everyone, "d"),
+        left(plan, everyone, "a"),
+        gathered(plan, everyone, {"a": "b"}),
+        replan(plan, everyone, slow),
+        replan(plan, None, slow),
+    ]
+    plans = [each.plan for each in found if each is not None]
+    plans += [in_place(plan, "a", "d"), candidate_of(plan, everyone).plan()]
+    by_bytes = left_by_bytes(plan, "b", [1] * NUM_LAYERS, dict.fromkeys("abcd", 1e9))
+    assert len(plans) == 7
+    assert by_bytes is not None
+    for each in [*plans, by_bytes]:
+        [stage] = each.stages
+        assert len(stage.workers) > 1
+        assert stage.optimizer == "split"

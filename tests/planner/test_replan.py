@@ -14,6 +14,7 @@ from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.feasibility import candidate_of
 from lightning_hetero.planner.profile import Profile
 from lightning_hetero.planner.replan import (
+    MOST_SUSTAINED,
     SUSTAINED,
     WARM_UP,
     WINDOW,
@@ -333,6 +334,32 @@ def test_noise_causes_no_drift_and_hides_none() -> None:
     ((step, drift),) = noticed(watcher, [noisy(b=2) for _ in range(200)])
     assert step <= 20
     assert drift.stage == "b"
+
+
+def test_a_change_lasts_twice_as_long_as_those_that_have_ended_by_themselves() -> None:
+    watcher = settled()
+    assert noticed(watcher, ([scaled(b=3)] * 7 + [STEADY] * 12) * 3) == []
+    ((step, drift),) = noticed(watcher, [scaled(b=2)] * 60)
+    assert step == 2 * 7 + WINDOW // 2
+    assert drift.stage == "b"
+
+
+def test_other_programs_that_come_and_go_are_told_seldom_and_hide_no_lasting_change() -> None:
+    """Every so often one of them takes about half of the slowest stage's device for a while."""
+    dice = random.Random(0)
+
+    def times(factor: float, seconds: int) -> list[dict[str, S]]:
+        noise = [dice.uniform(0.9, 1.1) for _ in range(seconds)]
+        return [scaled(b=factor * each) for each in noise]
+
+    watcher, told = settled(), 0
+    for _ in range(60):
+        told += len(noticed(watcher, times(dice.uniform(1.5, 2.5), dice.randint(4, 14))))
+        told += len(noticed(watcher, times(1, dice.randint(15, 40))))
+    assert told <= 4
+    assert noticed(watcher, times(1, 60)) == []
+    ((step, _),) = noticed(watcher, times(2, 200))
+    assert step <= MOST_SUSTAINED + WINDOW
 
 
 def test_a_plan_that_promised_too_much_is_noticed() -> None:

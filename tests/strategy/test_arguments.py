@@ -93,6 +93,11 @@ def test_an_empty_list_of_workers_needs_a_plan_without_workers() -> None:
             HeteroPipelineStrategy([], plan)
 
 
+def test_an_address_twice_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="has 'a:1' twice; name each worker once"):
+        HeteroPipelineStrategy(["a:1", "b:1", "a:1"])
+
+
 def test_a_host_that_cannot_use_the_strategy_shows_which_one_can() -> None:
     with pytest.raises(ValueError, match="only lightning.pytorch.Trainer can use: not Fabric"):
         Fabric(strategy=HeteroPipelineStrategy(0), accelerator="cpu")  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.errors import WorkerError, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
@@ -75,6 +76,13 @@ def test_one_coordinator_at_a_time_and_then_the_next() -> None:
         second, _ = dial(address, "coordinator", "c", QUICK, Identity())
         second.start(SimpleQueue())
         second.close()
+
+
+def test_one_worker_at_two_addresses_is_told_as_such() -> None:
+    with worker_thread() as address:
+        other = Address("localhost", address.port)
+        with pytest.raises(WorkerUnreachable, match="serves this run already.*name one of them"):
+            Coordinator([("a", address), ("b", other)], QUICK, Identity())
 
 
 @pytest.fixture
