@@ -382,9 +382,8 @@ class HostedReplicas:
         if dropped := next((name for name in self._early if name not in found), None):
             raise ModelError(
                 f"The gradient of {dropped} of the layers was dropped between `training_step` and "
-                "the optimizer's step, and its worker has it already. Let Lightning call "
-                "`backward` and `zero_grad`, or take `optimizer: split` out of the stage in the "
-                "plan."
+                "its backward, and its worker has it already. Drop gradients behind the "
+                "optimizer's step."
             )
         early = self._early
         rest = {
