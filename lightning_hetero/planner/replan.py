@@ -47,6 +47,9 @@ SUSTAINED = 8
 MOST_SUSTAINED = 40
 """The most steps for which a drift must last where earlier ones have ended by themselves."""
 
+SETTLED = 30
+"""Steps by the end of which a run without measurements has its usual speed."""
+
 MISJUDGED = 1.5
 """Factor by which a device must differ from its measurements for these to be doubted."""
 
@@ -118,6 +121,7 @@ class Watcher:
         self, expected: Mapping[str, float] | None = None, threshold: float = THRESHOLD
     ) -> None:
         self._expected = expected
+        self._was_promised = expected is not None
         self._threshold = threshold
         self._recent: deque[Mapping[str, StageSeconds]] = deque(maxlen=WINDOW)
         self._num_off = 0
@@ -148,7 +152,10 @@ class Watcher:
         if self._num_off < min(max(SUSTAINED, 2 * self._longest_off), MOST_SUSTAINED):
             return None
         drift = _describe(now, self._expected)
+        is_faster = drift.seconds < drift.expected_seconds
         self._expected, self._num_off = now, 0
+        if is_faster and not self._was_promised and self.num_steps <= SETTLED:
+            return None  # the first steps were slow, as they mostly are
         if self.num_steps - self._told_at < MOST_SUSTAINED:
             self._longest_off = max(self._longest_off, self.num_steps - self._told_at)
         self._told_at = self.num_steps

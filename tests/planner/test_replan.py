@@ -369,6 +369,16 @@ def test_a_plan_that_promised_too_much_is_noticed() -> None:
     assert drift.stage == "b"
 
 
+def test_a_run_that_begins_slowly_has_not_become_faster() -> None:
+    slow, steady = [scaled(coordinator=3, b=2)] * 12, [STEADY] * 40
+    assert noticed(Watcher(), slow + steady) == []
+    # Measurements promised what comes first.
+    promised = {name: stage.total for name, stage in slow[0].items()}
+    assert len(noticed(Watcher(promised), slow + steady)) == 1
+    # Later it is told.
+    assert len(noticed(Watcher(), [scaled(b=2)] * 40 + steady)) == 1
+
+
 def test_the_first_steps_do_not_count() -> None:
     watcher = Watcher()
     assert noticed(watcher, [scaled(b=50)] * WARM_UP + [STEADY] * 60) == []
