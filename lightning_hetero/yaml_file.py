@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 import yaml
+from msgspec import inspect
 
 Kind = Literal["a plan", "a profile", "a config of LightningCLI"]
 Value = TypeVar("Value")
@@ -103,7 +104,7 @@ def convert(
     try:
         return msgspec.convert(content, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise error_class(_sentence(str(error), content, may_show)) from None
+        raise error_class(_sentence(str(error), content, kind, may_show)) from None
 
 
 # The words for the types in msgspec's sentences.
@@ -126,7 +127,7 @@ _STEP = re.compile(r"([^.\[\]]+)|\[([^\]]+)\]")
 _UNKNOWN = object()
 
 
-def _sentence(fault: str, content: object, may_show: bool) -> str:
+def _sentence(fault: str, content: object, kind: type, may_show: bool) -> str:
     """What msgspec says, such as "Expected `int`, got `str` - at `$.a`", as a plain sentence."""
     parts = _FAULT.fullmatch(fault)
     what, path = (fault, "") if parts is None else (parts["what"], parts["path"] or "")
@@ -137,11 +138,11 @@ def _sentence(fault: str, content: object, may_show: bool) -> str:
         if field[1] == "missing required":
             return f"The key {field[2]!r} is missing{where}; add it."
         return f"The key {field[2]!r}{where} is unknown; remove it, or correct its name."
-    expected = _EXPECTED.fullmatch(what)
-    if expected is None:
+    expected, words = _EXPECTED.fullmatch(what), _words_at(kind, path)
+    if expected is None and not words:
         return f"{place or 'The content'} cannot be used: {what}."
     name, value = place or "The content", _value_at(content, path)
-    wanted = _wanted(*expected.groups())
+    wanted = _wanted(*expected.groups()) if expected else " or ".join(map(repr, words))
     if value is _UNKNOWN or not may_show:
         return f"{name} must be {wanted}."
     shown = repr(value)
@@ -155,6 +156,32 @@ def _wanted(kinds: str, of_length: str, comparison: str | None, number: str | No
     if of_length:
         return " ".join([words, "of length", *bound, number or ""])
     return f"{words} of {bound[0]} {number}" if bound else words
+
+
+def _words_at(kind: type, path: str) -> list[object]:
+    """The words that are allowed at a path of msgspec; none where it is no choice of words."""
+    found = _alternatives(inspect.type_info(kind))
+    for key, index in _STEP.findall(path):
+        found = [
+            other
+            for each in found
+            for inner in _inside(each, key if not index else None)
+            for other in _alternatives(inner)
+        ]
+    return [word for each in found if isinstance(each, inspect.LiteralType) for word in each.values]
+
+
+def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
+    return [*kind.types] if isinstance(kind, inspect.UnionType) else [kind]
+
+
+def _inside(kind: inspect.Type, key: str | None) -> list[inspect.Type]:
+    """The types of a field, or of the items."""
+    if isinstance(kind, (inspect.StructType, inspect.DataclassType)):
+        return [each.type for each in kind.fields if each.encode_name == key]
+    if isinstance(kind, inspect.DictType):
+        return [kind.value_type]
+    return [kind.item_type] if isinstance(kind, inspect.CollectionType) else []
 
 
 def _with_names(path: str, content: object) -> str:

@@ -184,6 +184,13 @@ def with_stage(**changes: Any) -> dict[str, Any]:
     return {"stages": [{"workers": ["a:1"], "layers": [0, 3], **changes}]}
 
 
+def test_a_wrong_word_is_refused_with_the_right_ones() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_dict(with_stage(optimizer="splitt"))
+    expected = "stages[0].optimizer is 'splitt'; it must be 'each' or 'split'."
+    assert str(caught.value) == expected
+
+
 @pytest.mark.parametrize(
     ("content", "fragment"),
     [

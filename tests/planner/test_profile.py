@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "a strange dtype": (
         lambda raw: raw["model"].update(dtype="float8"),
-        "Invalid enum value 'float8'",
+        "model.dtype is 'float8'; it must be 'bfloat16' or 'float16' or 'float32'.",
     ),
     "no layers": (lambda raw: raw["model"].update(layers=[]), "model.layers"),
     "a kind without a part": (
