@@ -33,6 +33,7 @@ NEEDED_BY_LAYERS = (
     "peft.tuners.lora.bnb",
     "bitsandbytes",
     "torch.profiler._cupti_monitor",
+    "encodings.idna",  # of the first connection that a session makes
 )
 # What modules of tests import that have layers of their own.
 NEEDED_BY_TESTS = (

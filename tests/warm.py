@@ -16,12 +16,14 @@ from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 
+from .families import CONFIGS, tiny_model
 from .models import VOCABULARY, tiny_llama
 from .qlora import with_lora
 
 torch.set_num_threads(1)
 _model = tiny_llama(1)
-for _root in (_model, with_lora(tiny_llama(1), "llama")):
+_families = map(tiny_model, CONFIGS)
+for _root in (_model, with_lora(tiny_llama(1), "llama"), *_families):
     _recipe = write_recipe(_root, list(enumerate(find_decoder_layers(_root))))
     build_layers(Recipe.from_json(_recipe.to_json()))
 with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Where a thread computes: its device, its stream and its default device.
+"""Where a thread computes: its device, its stream, its default device, and on how many cores.
 
-torch keeps all three per thread. A new thread starts on the first device of the machine, on its
-default stream, and makes tensors in main memory.
+torch keeps all four per thread. A new thread starts on the first device of the machine, on its
+default stream, makes tensors in main memory, and multiplies matrices on all cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ThreadDevice:
         return cls(torch.get_default_device(), _current_stream())
 
     def take_over(self) -> None:
-        """Make the calling thread compute here from now on."""
+        """Make the calling thread compute here from now on, on as many cores as all threads do."""
+        heed_num_threads()
         # A default device costs time at each call of torch, so the processor's is not set.
         is_main_memory = self.default_device == torch.device("cpu")
         torch.set_default_device(None if is_main_memory else self.default_device)
@@ -58,6 +59,15 @@ class ThreadDevice:
         if self.stream is None or other.stream is None or self.stream == other.stream:
             return
         self.stream.wait_stream(other.stream)
+
+
+def heed_num_threads() -> None:
+    """Make the calling thread compute on as many cores as `torch.set_num_threads` has said.
+
+    Not every operation makes torch tell a new thread. A product of matrices before that would take
+    all cores, and wait in a busy loop for those that others use.
+    """
+    torch.get_num_threads()
 
 
 def _current_stream() -> torch.Stream | None:

@@ -31,6 +31,7 @@ from queue import SimpleQueue
 from torch import Tensor, nn
 
 from ..devices.device import device_for
+from ..devices.thread_device import heed_num_threads
 from ..errors import (
     ChannelError,
     HeteroError,
@@ -289,6 +290,7 @@ class StageSession:
             device = device_for(self._host.device)
             device.wake()
             device.make_current()
+            heed_num_threads()
             self._start(self._coordinator)
             while True:
                 while not self._inbox.empty():

@@ -21,6 +21,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import BatchError, ModelError
 from lightning_hetero.transport.token import FILE_VARIABLE
 
+from ..conftest import WorkerProcess
 from ..local_workers import local_workers
 from ..models import TinyModule, loader, trainer
 
@@ -84,6 +85,25 @@ def test_the_log_tells_how_small_batches_are_cut(
         strategy = HeteroPipelineStrategy(workers[:1], "even", micro_batches=100)
         trainer(strategy, max_steps=1).fit(module, loader(24, 12))
     assert "into 100 micro-batches, or into single samples if it has fewer (" in caplog.text
+
+
+def test_a_session_computes_on_as_many_cores_as_its_worker_is_told(
+    workers: list[str], worker_processes: list[WorkerProcess]
+) -> None:
+    counts: list[int] = []
+
+    class Counting(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            counts.append(worker_processes[0].session.num_threads())
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            counts.append(worker_processes[0].session.num_threads())
+
+    strategy = HeteroPipelineStrategy(workers[:1], plan="even")
+    trainer(strategy, max_steps=1, callbacks=[Counting()]).fit(TinyModule(), loader(12, 12))
+    # No product of matrices has started helpers.
+    before, after = counts
+    assert after == before
 
 
 def test_a_plan_file_is_followed(workers: list[str], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -205,6 +206,16 @@ def test_turns_at_once_have_threads_of_their_own() -> None:
         turn.start()
     found = {turn.resume(None) for turn in turns}
     assert len(found) == 3
+
+
+def test_a_turn_computes_on_as_many_cores_as_it_is_told() -> None:
+    def multiply() -> int:
+        before = psutil.Process().num_threads()
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        return psutil.Process().num_threads() - before
+
+    assert torch.get_num_threads() == 1
+    assert made(multiply, "the first work of a new thread").start() == Finished(0)
 
 
 def test_a_turn_that_was_abandoned_before_it_started_does_not_run() -> None:
