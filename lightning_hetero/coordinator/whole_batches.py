@@ -2,9 +2,10 @@
 
 Evaluation, manual optimization and ``micro_batching="boundary"`` hand over the hidden states of a
 whole batch. They are cut into pieces along the samples, so that all stages work at once. Layers
-that mix samples would then compute something else. So the first two pieces of the first hand-over
-of each kind also run as one, and both results are compared. Two take no more memory than two
-micro-batches in flight do.
+that mix samples would then compute something else, and so would layers with an argument that has as
+many rows as there are samples by chance. So the first two pieces of the first hand-over of each
+kind also run as one, and both results are compared. Two take no more memory than two micro-batches
+in flight do.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..pipeline.handover import (
     cut_request,
     exchange_whole,
     first_of_request,
+    how_cut,
     takes_sequence_first,
 )
 from ..pipeline.microbatch import GO_ON, STOPPING_DIFFERENCE, BatchOptions
@@ -68,7 +70,8 @@ class WholeBatches:
         self._dimension = SampleDimension(options.dim, is_sequence_first)
         self._check = options.check
         self._trial = trial
-        self._checked: set[tuple[bool, bool]] = set()
+        # What was compared: with gradients, in training mode, and how arguments are cut.
+        self._checked: set[tuple[bool, bool, tuple[int | None, ...]]] = set()
         self._said: set[str] = set()
         self.num_samples: int | None = None
 
@@ -119,9 +122,12 @@ class WholeBatches:
 
     def _check_once(self, request: Request, dim: int) -> None:
         """Compare pieces with the whole, for the first hand-over of its kind."""
+        if self._check == "off":
+            return
         around = request.surroundings
-        kind = (around.grad_enabled, any(call.training for call in around.calls))
-        if self._check == "off" or kind in self._checked:
+        is_training = any(call.training for call in around.calls)
+        kind = around.grad_enabled, is_training, how_cut(request, dim)
+        if kind in self._checked:
             return
         self._checked.add(kind)
         pieces, whole = self._compared(request, dim)
@@ -139,7 +145,8 @@ class WholeBatches:
         text = (
             "The layers on workers compute other hidden states for a batch than for its "
             f"micro-batches: the difference is {100 * difference:.3g} % of their norm. They mix "
-            "the samples of a batch, or another dimension than the one that is cut counts them."
+            "the samples of a batch, or another dimension than the one that is cut counts them, or "
+            "an argument that has as many rows as the batch has samples does not belong to them."
         )
         if self._check == "stop" and difference > max(tolerance, STOPPING_DIFFERENCE):
             remedies = self._remedies(request, dim)
