@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
+from ..errors import ModelError
+
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, str)
 # Longer containers are compared by their lengths.
@@ -99,6 +101,8 @@ class OwnAttributes:
 
     Micro-batches take turns at the layers on workers. What one of them keeps in an attribute before
     the layers, such as a mask, is to be found behind them, although others have set it meanwhile.
+    Other tensors in the places of parameters, as `torch.func.functional_call` puts them there for a
+    while, are seen by none but the micro-batch that has put them there.
 
     Args:
         module: The LightningModule.
@@ -112,17 +116,63 @@ class OwnAttributes:
         self._looked_at: Sequence[int] = range(len(self._attributes))
         # By micro-batch: what it has set, by the number of the module and the name.
         self._own: dict[int, dict[tuple[int, str], Any]] = {}
+        self._modules = _looked_into(module, away)
+        # Where each parameter is: its path, the dictionary and the key that hold it, and itself.
+        self._held: list[tuple[str, dict[str, Any], str, Any]] = []
+        # By micro-batch: what is in these places instead, by their numbers.
+        self._instead: dict[int, dict[int, Any]] = {}
 
     def begin_step(self) -> None:
         """Forget the micro-batches of the step before."""
+        self._instead.clear()
+        self._held = [
+            (f"{path}.{name}".strip("."), inner._parameters, name, parameter)
+            for path, inner in self._modules
+            for name, parameter in inner._parameters.items()
+        ]
         if self._own:
             found = {number for own in self._own.values() for number, _ in own}
             self._looked_at = sorted({0, *found})
         self._own.clear()
 
+    def end_step(self) -> None:
+        """Refuse parameters that a micro-batch has replaced for good: the others had the old ones.
+
+        Raises:
+            ModelError: With the name of one.
+        """
+        instead, self._instead = self._instead, {}
+        for number in {number for places in instead.values() for number in places}:
+            raise ModelError(
+                f"`training_step` replaced the parameter {self._held[number][0]}, and each "
+                "micro-batch would do that again. Replace it in `on_train_batch_start` or "
+                "earlier, or use micro_batching='boundary'."
+            )
+
+    @contextmanager
+    def _parameters_of(self, microbatch: int) -> Iterator[None]:
+        for number, tensor in self._instead.pop(microbatch, {}).items():
+            _, holder, name, _ = self._held[number]
+            holder[name] = tensor
+        try:
+            yield
+        finally:
+            instead = {}
+            for number, (_, holder, name, parameter) in enumerate(self._held):
+                if (found := holder.get(name)) is not parameter:
+                    instead[number] = found
+                    holder[name] = parameter
+            if instead:
+                self._instead[microbatch] = instead
+
     @contextmanager
     def part(self, microbatch: int) -> Iterator[None]:
         """Inside, a part of a micro-batch runs, up to its next hand-over."""
+        with self._parameters_of(microbatch), self._attributes_of(microbatch):
+            yield
+
+    @contextmanager
+    def _attributes_of(self, microbatch: int) -> Iterator[None]:
         own = self._own.setdefault(microbatch, {})
         others = {key: self._show(key, value) for key, value in own.items()}
         before = {number: dict(self._attributes[number]) for number in self._looked_at}

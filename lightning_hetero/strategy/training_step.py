@@ -269,6 +269,7 @@ class MicrobatchedStep(BatchStep):
             results = self._driver.run(
                 step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
+        self._own_attributes.end_step()
         if self._changes is not None:
             changed, self._changes = self._changes.repeated, None
             warn_of_changes([name for name in changed if name not in self._told])

@@ -3,10 +3,12 @@ from __future__ import annotations
 from collections import deque
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
+from lightning_hetero.errors import ModelError
 from lightning_hetero.strategy.step_changes import OwnAttributes, StepChanges
 
 
@@ -80,6 +82,28 @@ def test_each_micro_batch_finds_what_it_has_kept() -> None:
                 module.loss += 1.0
         assert module.hidden is kept[2]
     assert module.loss == 12.0
+
+
+def test_a_parameter_that_is_replaced_for_a_call_is_replaced_for_its_micro_batch_alone() -> None:
+    module = Keeping()
+    own = OwnAttributes(module, [module.away])
+    weight = module.inner.weight
+    instead = [nn.Parameter(torch.full((2, 2), float(number))) for number in range(2)]
+    own.begin_step()
+    for number in range(2):
+        with own.part(number):
+            assert module.inner.weight is weight
+            module.inner.weight = instead[number]
+    assert module.inner.weight is weight
+    for number in range(2):
+        with own.part(number):
+            assert module.inner.weight is instead[number]
+            module.inner.weight = weight
+    own.end_step()
+    with own.part(0):
+        module.inner.weight = instead[0]
+    with pytest.raises(ModelError, match=r"replaced the parameter inner\.weight"):
+        own.end_step()
 
 
 def test_what_only_one_micro_batch_sets_is_there_for_all() -> None:
