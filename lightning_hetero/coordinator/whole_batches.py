@@ -18,7 +18,7 @@ from itertools import count
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import BatchError, ModelError, StageFailed
@@ -235,6 +235,7 @@ class HandOvers:
         self._trials = count(_FIRST_TRIAL)
         # Whether the trials that run at present are cut into pieces; None while none run.
         self._trial_is_cut: bool | None = None
+        self._leaves: list[Tensor] = []
         self._is_cutting = False
 
     @contextmanager
@@ -258,17 +259,19 @@ class HandOvers:
             self._whole_batches.num_samples = None
 
     @contextmanager
-    def trying(self, *, is_cut: bool) -> Iterator[None]:
+    def trying(self, *, is_cut: bool) -> Iterator[list[Tensor]]:
         """Inside, forwards leave nothing behind on the stages, and nothing is dropped at random.
 
-        You must begin a step before.
+        You must begin a step before. The block gets a list, to which the hidden states of each
+        hand-over are added that come back while gradients are on: leaves of a graph.
 
         Args:
             is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
         """
         self._trial_is_cut = is_cut
+        self._leaves.clear()
         try:
-            yield
+            yield self._leaves
         finally:
             self._trial_is_cut = None
 
@@ -306,9 +309,12 @@ class HandOvers:
             )
         if self._trial_is_cut is not None:
             self._follow(False)
-            if self._trial_is_cut:
-                return self._try(*self._whole_batches.cut(request))
-            return self._try([request], 0)
+            cut = self._whole_batches.cut(request) if self._trial_is_cut else ([request], 0)
+            found = self._try(*cut)
+            if not torch.is_grad_enabled():
+                return found
+            self._leaves.append(found.hidden.detach().requires_grad_())
+            return replace(found, hidden=self._leaves[-1])
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)
         # An evaluation, or a user's own call of the model, is a step by itself.
@@ -329,7 +335,11 @@ class HandOvers:
     def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
         """Run pieces so that they leave nothing behind on the stages."""
         tried = [
-            Request(piece.hidden, replace(piece.surroundings, is_trial=True)) for piece in pieces
+            Request(
+                piece.hidden.detach(),
+                replace(piece.surroundings, is_trial=True, grad_enabled=False),
+            )
+            for piece in pieces
         ]
         # The number differs from that of every other visit of the step.
         return self._join(tried, dim, next(self._trials))
