@@ -6,7 +6,7 @@ On one device such a change happens once for each batch, and here once for each 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from ..errors import ModelError
+from ..model.placeholders import tensors_in
 
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, str)
@@ -52,37 +53,62 @@ def _looked_into(module: nn.Module, away: Iterable[nn.Module]) -> list[tuple[str
 class StepChanges:
     """Counts how often the micro-batches of a step change each buffer and attribute.
 
+    A list that only gets what belongs to samples is on one device the same in the end.
+
     Args:
         module: The LightningModule.
         away: Modules in it that run elsewhere.
+        num_samples: The number of samples of each micro-batch.
     """
 
-    def __init__(self, module: pl.LightningModule, away: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        away: Iterable[nn.Module],
+        num_samples: Collection[int] = (),
+    ) -> None:
         self._modules = _looked_into(module, away)
         self._ignored = {*vars(pl.LightningModule()), "log"}
+        self._num_samples = {*num_samples}
         self._counts: Counter[str] = Counter()
         self._present = dict(self._look())
 
     def note(self) -> None:
         """Look for changes: before and after each micro-batch, since they run turn by turn."""
         found = dict(self._look())
-        for name, (form, _) in found.items():
-            if name in self._present and self._present[name][0] != form:
+        for name, (form, value, _) in found.items():
+            if name not in self._present or self._present[name][0] == form:
+                continue
+            _, former, length = self._present[name]
+            if former is not value or not self._are_of_samples(value, length):
                 self._counts[name] += 1
         self._present = found
+
+    def _are_of_samples(self, value: Any, former_length: int) -> bool:
+        """Whether a list got items for samples: one for each, or tensors that have all of them."""
+        added = value[former_length:] if isinstance(value, list) else []
+        if not added:
+            return False
+        tensors = tensors_in(added)
+        if tensors and all(t.ndim > 0 and len(t) in self._num_samples for t in tensors):
+            return True
+        # A few numbers may as well be what a micro-batch adds once.
+        are_numbers = all(isinstance(each, (int, float, Tensor)) for each in added)
+        return len(added) in self._num_samples and len(added) > (2 if are_numbers else 1)
 
     @property
     def repeated(self) -> list[str]:
         """The names of what several micro-batches have changed, such as no cache is."""
         return [name for name, count in self._counts.items() if count > 1]
 
-    def _look(self) -> Iterator[tuple[str, tuple[Any, Any]]]:
-        """What tells that a value has changed, by the value's path; values are kept, so that no
-        other object gets the identity of one."""
+    def _look(self) -> Iterator[tuple[str, tuple[Any, Any, int]]]:
+        """What tells that a value has changed, the value, and the length of a list, by the value's
+        path; values are kept, so that no other object gets the identity of one."""
         for path, module in self._modules:
             plain = {n: v for n, v in vars(module).items() if n not in self._ignored}
             for name, value in (*module._buffers.items(), *plain.items()):
-                yield f"{path}.{name}".strip("."), (_form_of(value), value)
+                length = len(value) if isinstance(value, list) else 0
+                yield f"{path}.{name}".strip("."), (_form_of(value), value, length)
 
 
 def _form_of(value: Any) -> Any:

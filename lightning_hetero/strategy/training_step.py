@@ -319,7 +319,8 @@ class MicrobatchedStep(BatchStep):
         begin = partial(stages.begin_step, plan.max_in_flight, accumulate)
         begin()
         self._told = check(batch, rest, partial(begin, is_trial=True))
-        self._changes = StepChanges(self._module, self._deployment.modules_away)
+        away = self._deployment.modules_away
+        self._changes = StepChanges(self._module, away, batch.num_samples)
         return True
 
     def _run_one(

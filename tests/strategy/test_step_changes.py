@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -20,7 +22,7 @@ class Keeping(pl.LightningModule):
         self.inner = nn.Linear(2, 2)
         self.away = nn.Linear(2, 2)
         self.register_buffer("mean", torch.zeros(2))
-        self.outputs: list[float] = []
+        self.outputs: list[Any] = []
         self.latest: deque[int] = deque()
         self.loss = 0.0
         self.hidden = torch.zeros(1)
@@ -53,6 +55,42 @@ def test_what_several_micro_batches_change_is_named() -> None:
     assert sorted(changes.repeated) == [
         *("hidden", "inner.count", "latest", "loss", "mean", "outputs")
     ]
+
+
+ADDED: dict[str, tuple[Callable[[int], list[Any]], bool]] = {
+    "a loss": (lambda _: [torch.tensor(1.0)], True),
+    "a number": (lambda _: [1.0], True),
+    "predictions": (lambda size: [torch.zeros(size, 5)], False),
+    "predictions and targets": (
+        lambda size: [{"p": torch.zeros(size), "t": [torch.zeros(size)]}],
+        False,
+    ),
+    "a loss and predictions": (lambda size: [(torch.tensor(1.0), torch.zeros(size))], True),
+    "a value for each class": (lambda _: [torch.zeros(5)], True),
+    "a text for each sample": (lambda size: ["text"] * size, False),
+    "a number for each sample": (lambda size: [1.0] * size, False),
+    "a text for each batch": (lambda _: ["text"], True),
+}
+
+
+@pytest.mark.parametrize("what", ADDED)
+def test_a_list_of_what_belongs_to_samples_is_the_same_in_the_end(what: str) -> None:
+    module, (made, is_named) = Keeping(), ADDED[what]
+    changes = StepChanges(module, [], [4, 4, 3])
+    for size in (4, 4, 3):
+        changes.note()
+        module.outputs.extend(made(size))
+        changes.note()
+    assert changes.repeated == (["outputs"] if is_named else [])
+
+
+def test_two_numbers_are_not_taken_for_those_of_two_samples() -> None:
+    module = Keeping()
+    changes = StepChanges(module, [], [2, 2])
+    for _ in range(2):
+        module.outputs.extend([0.5, 0.7])
+        changes.note()
+    assert changes.repeated == ["outputs"]
 
 
 def test_micro_batches_that_begin_before_others_end_are_told_apart() -> None:
