@@ -2,9 +2,10 @@
 
 Evaluation, manual optimization and ``micro_batching="boundary"`` hand over the hidden states of a
 whole batch. They are cut into pieces along the samples, so that all stages work at once. Layers
-that mix samples would then compute something else. So the first two pieces of the first hand-over
-of each kind also run as one, and both results are compared. Two take no more memory than two
-micro-batches in flight do.
+that mix samples would then compute something else, and so would layers with an argument that has as
+many rows as there are samples by chance. So the first two pieces of the first hand-over of each
+kind also run as one, and both results are compared. Two take no more memory than two micro-batches
+in flight do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from itertools import count
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import BatchError, ModelError, StageFailed
@@ -29,6 +30,7 @@ from ..pipeline.handover import (
     cut_request,
     exchange_whole,
     first_of_request,
+    how_cut,
     takes_sequence_first,
 )
 from ..pipeline.microbatch import GO_ON, STOPPING_DIFFERENCE, BatchOptions
@@ -68,7 +70,8 @@ class WholeBatches:
         self._dimension = SampleDimension(options.dim, is_sequence_first)
         self._check = options.check
         self._trial = trial
-        self._checked: set[tuple[bool, bool]] = set()
+        # What was compared: with gradients, in training mode, and how arguments are cut.
+        self._checked: set[tuple[bool, bool, tuple[int | None, ...]]] = set()
         self._said: set[str] = set()
         self.num_samples: int | None = None
 
@@ -119,9 +122,12 @@ class WholeBatches:
 
     def _check_once(self, request: Request, dim: int) -> None:
         """Compare pieces with the whole, for the first hand-over of its kind."""
+        if self._check == "off":
+            return
         around = request.surroundings
-        kind = (around.grad_enabled, any(call.training for call in around.calls))
-        if self._check == "off" or kind in self._checked:
+        is_training = any(call.training for call in around.calls)
+        kind = around.grad_enabled, is_training, how_cut(request, dim)
+        if kind in self._checked:
             return
         self._checked.add(kind)
         pieces, whole = self._compared(request, dim)
@@ -139,7 +145,8 @@ class WholeBatches:
         text = (
             "The layers on workers compute other hidden states for a batch than for its "
             f"micro-batches: the difference is {100 * difference:.3g} % of their norm. They mix "
-            "the samples of a batch, or another dimension than the one that is cut counts them."
+            "the samples of a batch, or another dimension than the one that is cut counts them, or "
+            "an argument that has as many rows as the batch has samples does not belong to them."
         )
         if self._check == "stop" and difference > max(tolerance, STOPPING_DIFFERENCE):
             remedies = self._remedies(request, dim)
@@ -228,6 +235,7 @@ class HandOvers:
         self._trials = count(_FIRST_TRIAL)
         # Whether the trials that run at present are cut into pieces; None while none run.
         self._trial_is_cut: bool | None = None
+        self._leaves: list[Tensor] = []
         self._is_cutting = False
 
     @contextmanager
@@ -251,17 +259,19 @@ class HandOvers:
             self._whole_batches.num_samples = None
 
     @contextmanager
-    def trying(self, *, is_cut: bool) -> Iterator[None]:
+    def trying(self, *, is_cut: bool) -> Iterator[list[Tensor]]:
         """Inside, forwards leave nothing behind on the stages, and nothing is dropped at random.
 
-        You must begin a step before.
+        You must begin a step before. The block gets a list, to which the hidden states of each
+        hand-over are added that come back while gradients are on: leaves of a graph.
 
         Args:
             is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
         """
         self._trial_is_cut = is_cut
+        self._leaves.clear()
         try:
-            yield
+            yield self._leaves
         finally:
             self._trial_is_cut = None
 
@@ -299,9 +309,12 @@ class HandOvers:
             )
         if self._trial_is_cut is not None:
             self._follow(False)
-            if self._trial_is_cut:
-                return self._try(*self._whole_batches.cut(request))
-            return self._try([request], 0)
+            cut = self._whole_batches.cut(request) if self._trial_is_cut else ([request], 0)
+            found = self._try(*cut)
+            if not torch.is_grad_enabled():
+                return found
+            self._leaves.append(found.hidden.detach().requires_grad_())
+            return replace(found, hidden=self._leaves[-1])
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)
         # An evaluation, or a user's own call of the model, is a step by itself.
@@ -322,7 +335,11 @@ class HandOvers:
     def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
         """Run pieces so that they leave nothing behind on the stages."""
         tried = [
-            Request(piece.hidden, replace(piece.surroundings, is_trial=True)) for piece in pieces
+            Request(
+                piece.hidden.detach(),
+                replace(piece.surroundings, is_trial=True, grad_enabled=False),
+            )
+            for piece in pieces
         ]
         # The number differs from that of every other visit of the step.
         return self._join(tried, dim, next(self._trials))

@@ -208,11 +208,16 @@ def _heard_at_times(hook: Callable[..., Any], is_heard: Callable[[], bool]) -> C
     return collect
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks besides those that transformers and bitsandbytes install."""
+def _none(_hook: Callable[..., Any]) -> bool:
+    return False
+
+
+def has_hooks(module: nn.Module, besides: Callable[[Callable[..., Any]], bool] = _none) -> bool:
+    """Whether a module has hooks besides those that transformers and bitsandbytes install, and
+    those that a function excuses."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    return not all(is_collecting(hook) or is_cache_hook(hook) for hook in hooks)
+    return not all(is_collecting(h) or is_cache_hook(h) or besides(h) for h in hooks)
 
 
 def is_collecting(hook: Callable[..., Any]) -> bool:

@@ -55,6 +55,7 @@ from .arithmetic import Carried, is_carried, returned
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
+from .held_parts import HeldParts, hook_away
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches
 from .layer_call import (
@@ -83,7 +84,6 @@ from .tensors import (
     check_can_be_emptied,
     emptied,
     empty_tensors,
-    locate,
     named_tensors,
     set_tensor,
     state_in,
@@ -151,7 +151,7 @@ class HollowLayers:
         self._on_leave: Callable[[], None] = lambda: None
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._emptied, remote)
-        self._held: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
+        self._held = HeldParts({})
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._records = Records()
         self._undo = ExitStack()
@@ -171,7 +171,7 @@ class HollowLayers:
             look_past_meta()
         empty_tensors(self._emptied)
         mark_as_away(tensor for _, tensor in named_tensors(self._emptied))
-        self._held = list(self._parameters_and_buffers())
+        self._held = HeldParts({number: self._layers[number] for number in self._emptied})
         self._parameters = {n: [*layer.parameters()] for n, layer in self._emptied.items()}
         for number, layer in self._modules.items():
             is_heard = (lambda: self._is_here) if number in self._kept else None
@@ -300,7 +300,7 @@ class HollowLayers:
         if is_first:
             self.check_finished()
             refuse_away(f"Layer {number}", hidden)
-            self._check_tensors()
+            self._held.check()
             records.begin(hidden)
         else:
             self._check_continues(number, hidden)
@@ -461,27 +461,6 @@ class HollowLayers:
                 "adapters with the coordinator."
             )
 
-    def _parameters_and_buffers(
-        self,
-    ) -> Iterator[tuple[str, Mapping[str, Tensor | None], str, Tensor]]:
-        """Each tensor with its full name, and with the dictionary and key that hold it."""
-        for name, tensor in named_tensors(self._emptied):
-            owner, leaf, _ = locate(self._emptied, name)
-            number, _, inner = name.partition(".")
-            held = owner._parameters if leaf in owner._parameters else owner._buffers
-            yield f"{self._layers[int(number)].name}.{inner}", held, leaf, tensor
-
-    def _check_tensors(self) -> None:
-        """Refuse a new tensor in the place of one that is away: the worker would not get it."""
-        with torch._C.DisableTorchFunctionSubclass():  # otherwise `is_meta` is slow
-            for name, held, leaf, tensor in self._held:
-                if held.get(leaf) is not tensor or not tensor.is_meta:
-                    raise ModelError(
-                        f"{name} was replaced by another tensor, but its layer lives on a worker, "
-                        "which computes with the old one. Set its content with "
-                        "`load_state_dict()`, or keep the layer with the coordinator."
-                    )
-
     def _check_continues(self, number: int, hidden: Tensor) -> None:
         calls = self._records.calls
         if not calls or calls[-1].layer_index != number - 1:
@@ -628,11 +607,7 @@ def _check_has_no_code_of_its_own(layer: DecoderLayer) -> None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     ]
     if hooked:
-        raise ModelError(
-            f"{layer.name}.{hooked[0]}".rstrip(".")
-            + " has a hook, which would not fire on a worker. Remove the hook, or keep the layer "
-            "with the coordinator."
-        )
+        raise hook_away(f"{layer.name}.{hooked[0]}".rstrip("."))
     for name, module in modules:
         if has_own_forward(module) or is_hollow(module):
             raise ModelError(

@@ -430,9 +430,12 @@ class _Away:
             if _changes(name, kwargs) or any(not t.is_meta for t in tensors_in((args, kwargs))):
                 raise ModelError(f"`{name}` {_SENTENCE}")
             try:
-                result = function(*args, **kwargs)
+                # A graph would hold the parameter, which could not get its content back then.
+                with torch.no_grad():
+                    result = function(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
                 raise ModelError(f"`{name}` {_SENTENCE}") from error
+            result = replaced(result, Tensor, _apart)
             mark_as_away(tensor for tensor in tensors_in(result) if tensor.is_meta)
             return result
 
@@ -621,6 +624,12 @@ def unmark(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if type(tensor) in _BACK:
             tensor.__class__ = _BACK[type(tensor)]
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A tensor that holds no other: a parameter that a view holds could not get its content back
+    at the end of the run."""
+    return torch.empty_like(tensor) if tensor.is_meta and tensor._is_view() else tensor
 
 
 def _is_loading(name: str, args: tuple[Any, ...]) -> bool:

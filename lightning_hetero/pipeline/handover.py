@@ -471,14 +471,38 @@ def _piece(request: Request, start: int, end: int, dim: int) -> Request:
         return cuts.setdefault(id(tensor), tensor.narrow(along, start, end - start))
 
     def cut_operand(tensor: Tensor) -> Tensor:
-        # It has as many dimensions as the hidden states.
-        has_samples = tensor.ndim > dim and tensor.shape[dim] == size
+        has_samples = _operand_has_samples(tensor, size, dim)
         return tensor.narrow(dim, start, end - start) if has_samples else tensor
 
     calls = [call.with_tensors(cut, cut_operand) for call in request.surroundings.calls]
     hidden = request.hidden.narrow(dim, start, end - start)
     carried = {name: cut(tensor) for name, tensor in request.surroundings.carried.items()}
     return Request(hidden, replace(request.surroundings, calls=calls, carried=carried))
+
+
+def how_cut(request: Request, dim: int) -> tuple[int | None, ...]:
+    """For each tensor that goes beside the hidden states, the dimension along which it is cut."""
+    size = request.hidden.shape[dim]
+    found: list[int | None] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(_dim_of_samples(tensor, size, dim))
+        return tensor
+
+    def note_operand(tensor: Tensor) -> Tensor:
+        found.append(dim if _operand_has_samples(tensor, size, dim) else None)
+        return tensor
+
+    for call in request.surroundings.calls:
+        call.with_tensors(note, note_operand)
+    for tensor in request.surroundings.carried.values():
+        note(tensor)
+    return tuple(found)
+
+
+def _operand_has_samples(tensor: Tensor, size: int, dim: int) -> bool:
+    """Whether a tensor with as many dimensions as the hidden states has their samples too."""
+    return tensor.ndim > dim and tensor.shape[dim] == size
 
 
 def _dim_of_samples(tensor: Tensor, size: int, dim: int) -> int | None:

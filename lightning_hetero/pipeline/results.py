@@ -157,6 +157,30 @@ def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> 
     )
 
 
+def merge_results(
+    results: Sequence[Mapping[str, Any]], shares: Sequence[float], added: Tensor | None = None
+) -> dict[str, Any]:
+    """Merge what micro-batches return besides their losses.
+
+    Args:
+        results: The result of each micro-batch, with its loss.
+        shares: How much each of them counts.
+        added: The batch's loss if it is the sum of the micro-batches' losses. Then other values
+            that are the loss add up too.
+
+    Raises:
+        BatchError: If the values have no merged form.
+    """
+    values = [{k: v for k, v in result.items() if k != "loss"} for result in results]
+    total = sum(shares)
+    merged: dict[str, Any] = merge_values(values, [share / total for share in shares], "its result")
+    losses = [result["loss"] for result in results]
+    if added is not None:
+        sums = (key for key in merged if are_losses([v[key] for v in values], losses))
+        merged |= dict.fromkeys(sums, added)
+    return merged
+
+
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """The mean of scalars by weight. A micro-batch of weight 0 does not count, even with a NaN."""
     terms = [
@@ -196,11 +220,14 @@ class StepLog:
         metrics: Copies of the metrics that the micro-batches have called.
         adds_losses: Whether the batch's loss is the sum of the micro-batches' losses. Then a
             logged value that is the loss adds up too.
+
+    Attributes:
+        adds_losses: As given.
     """
 
     def __init__(self, metrics: BatchMetrics, adds_losses: bool = False) -> None:
         self._metrics = metrics
-        self._adds_losses = adds_losses
+        self.adds_losses = adds_losses
         # By the name, and by how often the micro-batch had logged that name before.
         self._logged: dict[tuple[str, int], _Logged] = {}
         self._here = threading.local()
@@ -233,7 +260,7 @@ class StepLog:
 
     def note_loss(self, loss: Tensor | None) -> None:
         """Note the loss that the micro-batch of this thread has returned, after all its logging."""
-        if self._adds_losses and loss is not None:
+        if self.adds_losses and loss is not None:
             for entry, value in self._here.entries:
                 entry.are_losses.append(are_losses([value], [loss]))
 

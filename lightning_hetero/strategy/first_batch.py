@@ -4,14 +4,16 @@
     training_step(micro-batch 1), …, weighted and added ▶ loss as it is cut ─┴▶ difference
 
 Both run before the first step, without gradients and in evaluation mode, and leave nothing behind.
-If the losses differ, the check tries several remedies and names those that work.
+If the losses differ, the check tries several remedies and names those that work. If they do not,
+their gradients are compared too, of the first two micro-batches: those of `loss / loss.detach()`
+differ, and the losses are all 1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
 from ..devices.device import device_for, is_out_of_memory
@@ -35,11 +38,12 @@ from ..pipeline.microbatch import (
     LossWeighting,
     Samples,
 )
-from ..pipeline.results import BatchMetrics, StepLog, loss_of
-from ..pipeline.tolerance import coarsest, rounding_of_loss
+from ..pipeline.results import BatchMetrics, StepLog, loss_of, merge_results
+from ..pipeline.tolerance import coarsest, rounding_of_hidden, rounding_of_loss
 from ..profiler.dry_run import no_trace
-from .arguments import FirstCheck, StepOptions, autocast_dtype
-from .first_logs import Logged, differing
+from .arguments import FirstCheck, StepOptions, autocast_dtype, scaler_of
+from .first_gradients import Gradients, difference_of_gradients
+from .first_logs import Logged, differing, differing_results, form_of
 from .step_changes import may_change, warn_of_changes
 
 # Losses may cancel each other to almost nothing, and so may the numbers within each loss. So an
@@ -142,6 +146,81 @@ def first_batch_check(
     return check
 
 
+class _Observer:
+    """Sees what ``training_step`` logs and returns."""
+
+    def note_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Stands in for ``LightningModule.log``."""
+
+    def note_result(self, result: Any) -> None:
+        """Gets what it has returned."""
+
+
+_NOBODY = _Observer()
+
+
+class _Whole(_Observer):
+    """What a batch logs and returns."""
+
+    def __init__(self) -> None:
+        self.logged = Logged()
+        self.result: Any = None
+
+    @override
+    def note_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.logged.note_all(name, value, *args, **kwargs)
+
+    @override
+    def note_result(self, result: Any) -> None:
+        self.result = form_of(result) if isinstance(result, Mapping) else None
+        self.logged.compute_metrics()
+
+    def differing(
+        self, other: _Whole, rounding: float = 0.0
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """What differs in words, by its name: what is logged, and what is returned."""
+        logs = differing(self.logged, other.logged, rounding)
+        return logs, dict(differing_results(self.result, other.result, rounding))
+
+
+class _Pieces(_Observer):
+    """What the micro-batches of a batch log and return.
+
+    Args:
+        log: Merges what they log.
+    """
+
+    def __init__(self, log: StepLog) -> None:
+        self.log = log
+        self._metrics = Logged()
+        self._results: list[Any] = []
+
+    @override
+    def note_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.log.log(name, value, *args, **kwargs)
+        self._metrics.note_metric(name, value)
+
+    @override
+    def note_result(self, result: Any) -> None:
+        self.log.note_loss(loss_of(result))
+        self._results.append(form_of(result))
+        self._metrics.compute_metrics()
+
+    def together(self, shares: Sequence[float]) -> _Whole:
+        """What they log and return as one batch, by their shares of it."""
+        found = _Whole()
+        found.logged.metrics.update(self._metrics.metrics)
+        self.log.publish(found.logged.note)
+        if all(isinstance(result, Mapping) for result in self._results):
+            added = (
+                sum(result["loss"] for result in self._results) if self.log.adds_losses else None
+            )
+            # What has no merged form ends the step itself, which says so.
+            with suppress(BatchError):
+                found.result = merge_results(self._results, shares, added)
+        return found
+
+
 @dataclass(frozen=True)
 class FirstBatchCheck:
     """Compares the loss of a batch with that of its micro-batches, in a step that has begun.
@@ -205,14 +284,15 @@ class FirstBatchCheck:
         return None
 
     def _compare(self, batch: CutBatch) -> _Problem | None:
-        logged, log, shares = Logged(), StepLog(BatchMetrics(), self.weighting == "sum"), [0.0]
+        pieces, shares = _Pieces(StepLog(BatchMetrics(), self.weighting == "sum")), [0.0]
         with self._from_the_start():
-            first, most = self._metered(batch, log, shares)
+            first, most = self._metered(batch, pieces, shares)
             batch = batch.first(most)
             others = enumerate(batch.microbatches[1:], 1)
-            cut = [first, *(self._loss_of_piece(piece, n, log, shares) for n, piece in others)]
+            cut = [first, *(self._loss_of_piece(piece, n, pieces, shares) for n, piece in others)]
+        whole = _Whole()
         with self._from_the_start():
-            losses = Losses(self._loss(batch.whole, logged.note), cut, self._rounding())
+            losses = Losses(self._loss(batch.whole, whole), cut, self._rounding())
         if losses.skips_only_whole:
             rank_zero_warn(
                 "The loss of the first batch could not be compared with that of its "
@@ -223,60 +303,109 @@ class FirstBatchCheck:
         weights = self._weights(batch, self.weighting)
         difference = losses.difference(weights)
         if difference <= losses.rounding:
+            problem = self._compare_gradients(batch.first(_FEWEST_COMPARED))
+            if problem is not None:
+                return problem
             shares[:] = self._weights(batch, "samples") if self.weighting == "sum" else weights
-            return self._compare_logs(batch, logged, log)
+            return self._compare_values(batch, whole, pieces.together(shares))
         if self._is_random(losses, difference, batch):
             return None
         text = _said(losses, weights, difference, self._remedies(losses, batch))
         return _Problem(text, difference > max(losses.rounding, STOPPING_DIFFERENCE))
 
-    def _compare_logs(self, batch: CutBatch, whole: Logged, log: StepLog) -> _Problem | None:
-        """What the batch logs otherwise than its micro-batches together."""
-        cut = Logged()
-        log.publish(cut.note)
-        found = differing(whole, cut, self._rounding())
-        if not found:
+    def _compare_values(self, batch: CutBatch, whole: _Whole, cut: _Whole) -> _Problem | None:
+        """What the batch logs and returns otherwise than its micro-batches together."""
+        logs, results = whole.differing(cut, self._rounding())
+        if not logs and not results:
             return None
-        again = Logged()
-        self._redrawn(batch.whole, again.note)
+        again = _Whole()
+        self._redrawn(batch.whole, again)
         # A time, or what is drawn at random, is another value at each run.
-        moving = differing(whole, again)
-        texts = [text for name, text in found.items() if name not in moving]
-        if not texts:
+        moving_logs, moving_results = whole.differing(again)
+        logged = [text for name, text in logs.items() if name not in moving_logs]
+        returned = [text for name, text in results.items() if name not in moving_results]
+        texts = []
+        if logged:
+            texts.append(
+                "The first batch logs other values than its micro-batches together: "
+                f"{', '.join(logged)}. What `training_step` logs is averaged over "
+                "micro-batches: log a sum with `reduce_fx='sum'`, and anything else with a "
+                "torchmetrics object or in `on_train_batch_end`. Pass the samples of the "
+                "micro-batch as `batch_size`, and give a metric that averages losses their weights."
+                " `micro_batching='boundary'` logs as one device does."
+            )
+        if returned:
+            texts.append(
+                "The first batch returns other values than its micro-batches together: "
+                f"{', '.join(returned)}. Numbers that `training_step` returns are averaged over "
+                "micro-batches, and tensors and lists are joined: compute anything else in "
+                "`on_train_batch_end`. `micro_batching='boundary'` returns what one device does."
+            )
+        return _Problem(" ".join(texts), is_large=False) if texts else None
+
+    def _compare_gradients(self, batch: CutBatch) -> _Problem | None:
+        """Whether the loss of a batch of two micro-batches has their gradients, too."""
+        weights = self._weights(batch, self.weighting)
+        try:
+            whole = self._gradients(batch.whole, 1.0)
+            pairs = zip(batch.microbatches, weights, strict=True)
+            cut = [self._gradients(piece, weight) for piece, weight in pairs]
+        except Exception as error:
+            # The step itself fails in the same way, unless the check needs more than it.
+            rank_zero_info(
+                "Whether the gradients of the first batch are those of its micro-batches could "
+                f"not be checked. {type(error).__name__}: {error}"
+            )
+            self._recover()
+            return None
+        difference = difference_of_gradients(whole, cut)
+        dtype, widest = self._coarsest()
+        tolerance = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
+        if not difference > max(tolerance, STOPPING_DIFFERENCE):
             return None
         return _Problem(
-            "The first batch logs other values than its micro-batches together: "
-            f"{', '.join(texts)}. What `training_step` logs is averaged over "
-            "micro-batches: log a sum with `reduce_fx='sum'`, and anything else with a "
-            "torchmetrics object or in `on_train_batch_end`. Pass the samples of the micro-batch "
-            "as `batch_size`. `micro_batching='boundary'` logs as one device does.",
-            is_large=False,
+            "The loss of the first batch is that of its micro-batches, but its gradients are not: "
+            f"they differ by {100 * difference:.3g} %. It seems that the gradients are scaled by "
+            "a number of the batch, as in `loss / loss.detach()`; `micro_batching='boundary'` "
+            "repairs it.",
+            is_large=True,
         )
 
+    def _gradients(self, batch: Any, weight: float) -> Gradients:
+        """The gradients of a loss for the hidden states that come back from the layers."""
+        plugin = self.module.trainer.precision_plugin
+        scaler = scaler_of(plugin)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        trying = self.deployment.hand_overs.trying(is_cut=False)
+        put_back = stand_in(self.module, "log", _drop)
+        try:
+            with self._from_the_start(), torch.enable_grad(), trying as hidden:
+                with plugin.train_step_context():
+                    loss = loss_of(self.module.training_step(batch, *self.rest))
+                self.deployment.check_forward_finished()
+                return Gradients.of(loss, hidden, weight, scale)
+        finally:
+            put_back()
+
     def _loss_of_piece(
-        self, piece: Any, number: int, log: StepLog, shares: list[float]
+        self, piece: Any, number: int, pieces: _Pieces, shares: list[float]
     ) -> float | None:
         """The loss of a micro-batch; its share, which is not known yet, will be in ``shares``."""
-        log.weigh(lambda: shares[number], number)
-        return self._loss(piece, log.log, log.note_loss)
+        pieces.log.weigh(lambda: shares[number], number)
+        return self._loss(piece, pieces)
 
     def _loss(
-        self,
-        batch: Any,
-        log: Callable[..., None] = _drop,
-        note_loss: Callable[[Tensor | None], None] = _drop,
-        *,
-        is_cut: bool = False,
+        self, batch: Any, observer: _Observer = _NOBODY, *, is_cut: bool = False
     ) -> float | None:
         plugin = self.module.trainer.precision_plugin
-        put_back = stand_in(self.module, "log", log)
+        put_back = stand_in(self.module, "log", observer.note_log)
         with torch.no_grad(), self.deployment.hand_overs.trying(is_cut=is_cut):
             with plugin.train_step_context():
                 result = self.module.training_step(batch, *self.rest)
             self.deployment.check_forward_finished()
         put_back()
         loss = loss_of(result)
-        note_loss(loss)
+        observer.note_result(result)
         return None if loss is None else float(loss)
 
     def _recover(self) -> None:
@@ -284,12 +413,12 @@ class FirstBatchCheck:
         self.begin_again()
 
     def _metered(
-        self, batch: CutBatch, log: StepLog, shares: list[float]
+        self, batch: CutBatch, pieces: _Pieces, shares: list[float]
     ) -> tuple[float | None, int]:
         """The loss of the first micro-batch, and how many may be one batch for the memory."""
         device = device_for(self.module.trainer.strategy.root_device)
         with device.metering() as meter:
-            loss = self._loss_of_piece(batch.microbatches[0], 0, log, shares)
+            loss = self._loss_of_piece(batch.microbatches[0], 0, pieces, shares)
             peak_bytes = meter.peak_bytes()
         if not device.overcommits:
             return loss, len(batch.microbatches)  # more than there is raises an error
@@ -314,10 +443,10 @@ class FirstBatchCheck:
         )
         return True
 
-    def _redrawn(self, batch: Any, log: Callable[..., None] = _drop) -> float | None:
+    def _redrawn(self, batch: Any, observer: _Observer = _NOBODY) -> float | None:
         """The loss with the next random numbers, and with nothing else of the run before."""
         with self._from_the_start(puts_draws_back=False):
-            return self._loss(batch, log)
+            return self._loss(batch, observer)
 
     def _from_the_start(self, *, puts_draws_back: bool = True) -> AbstractContextManager[Any]:
         """Inside, forwards have no side effects: a layer in this process may count its calls, and
@@ -374,13 +503,16 @@ class FirstBatchCheck:
             yield Remedy("micro_batching='boundary'", "the loss couples the samples of a batch")
 
     def _rounding(self) -> float:
+        return rounding_of_loss(*self._coarsest())
+
+    def _coarsest(self) -> tuple[torch.dtype, int]:
+        """The coarsest dtype of the computation, and the terms of its longest sum."""
         dtypes = [parameter.dtype for parameter in self.module.parameters()]
         autocast = autocast_dtype(self.module.trainer.precision_plugin)
         if autocast is not None:
             dtypes.append(autocast)
-        dtype = coarsest([*dtypes, *self.deployment.stage_dtypes])
         widths = (max(p.shape, default=1) for p in self.module.parameters())
-        return rounding_of_loss(dtype, max(widths, default=1))
+        return coarsest([*dtypes, *self.deployment.stage_dtypes]), max(widths, default=1)
 
 
 def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool]) -> Iterator[str]:

@@ -40,6 +40,9 @@ from ..pipeline.recorder import APPLY, Recorder
 from .arguments import scaler_of
 
 Versions = list[tuple[int, int] | None]
+# By the id of a parameter, what tells that its part of an optimizer's state has changed; by 0, what
+# tells that the whole state was replaced.
+States = dict[int, Versions]
 
 
 def record_own_steps(
@@ -128,6 +131,8 @@ class RemoteSteps:
         held = (optimized_parameters(remote.optimizer) for remote in optimizers)
         self._optimized = [p for parameters in held for p in parameters if p in names_of]
         self._plugin = plugin
+        # By the id of an optimizer, its state in this process as its latest step has left it.
+        self._states: dict[int, States] = {}
         self._remote = {id(remote.optimizer): remote for remote in optimizers}
         self._sent: set[int] = set()
         diverted = {
@@ -146,6 +151,8 @@ class RemoteSteps:
             hook = remote.optimizer.register_step_pre_hook(self._before_step)
             self._undo.callback(hook.remove)
             hook = remote.optimizer.register_step_post_hook(self._after_step)
+            self._undo.callback(hook.remove)
+            hook = remote.optimizer.register_load_state_dict_post_hook(self._forget_state)
             self._undo.callback(hook.remove)
             self._undo.callback(remote.detach)
 
@@ -203,6 +210,23 @@ class RemoteSteps:
                 "stage in the plan."
             )
 
+    def _check_state(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose state was changed here alone.
+
+        Raises:
+            ModelError: With what changes it everywhere.
+        """
+        noted = self._states.get(id(optimizer))
+        if noted is not None and noted != _state_here(optimizer):
+            raise ModelError(
+                f"The state of {type(optimizer).__name__} was changed here between two steps, and "
+                "workers have the state for their layers. Change what `optimizer.state_dict()` "
+                "returns, and give it to `optimizer.load_state_dict()`."
+            )
+
+    def _forget_state(self, optimizer: Optimizer) -> None:
+        self._states.pop(id(optimizer), None)
+
     def note_zeroed(self, parameters: Iterable[Tensor]) -> None:
         """Note that the stages have dropped these parameters' gradients, or made them zero."""
         self._gradients.note_told(parameters)
@@ -237,6 +261,7 @@ class RemoteSteps:
         is_finite = scaler is None or self._unscale(scaler, remote)
         original(model, optimizer)
         self._check_gradients()
+        self._check_state(remote.optimizer)
         self.follow_dropped()
         if is_finite:
             # Before the step here, so that all step at the same time.
@@ -256,9 +281,14 @@ class RemoteSteps:
 
         return run
 
-    def _before_step(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Let the optimizer step what has a gradient here."""
-        return _behind_closure(partial(setattr, self._gradients, "are_hidden", True), args, kwargs)
+
+        def begin() -> None:
+            self._check_state(optimizer)
+            self._gradients.are_hidden = True
+
+        return _behind_closure(begin, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
         """Step on the stages too if the user stepped the optimizer without Lightning."""
@@ -270,6 +300,7 @@ class RemoteSteps:
         else:
             remote.step()
         remote.note_stepped()
+        self._states[id(optimizer)] = _state_here(optimizer)
 
     def _unscale(self, scaler: torch.amp.GradScaler, remote: RemoteOptimizer) -> bool:
         """Unscale the stages' gradients; the scaler has unscaled those of this process.
@@ -294,6 +325,20 @@ def _versions(parameters: Iterable[Tensor]) -> Versions:
     return [
         None if gradient is None else (id(gradient), gradient._version) for gradient in gradients
     ]
+
+
+def _state_here(optimizer: Optimizer) -> States:
+    """The identity of an optimizer's state, and identity and version of each tensor in it."""
+    found: States = {
+        id(parameter): [
+            (id(value), 0 if value.is_inference() else value._version)
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        for parameter, state in optimizer.state.items()
+        if state
+    }
+    return {**found, 0: [(id(optimizer.state), 0)]}
 
 
 class FollowedZeroGrad:

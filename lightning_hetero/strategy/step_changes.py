@@ -6,7 +6,7 @@ On one device such a change happens once for each batch, and here once for each 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
+
+from ..errors import ModelError
+from ..model.placeholders import tensors_in
 
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, str)
@@ -50,37 +53,62 @@ def _looked_into(module: nn.Module, away: Iterable[nn.Module]) -> list[tuple[str
 class StepChanges:
     """Counts how often the micro-batches of a step change each buffer and attribute.
 
+    A list that only gets what belongs to samples is on one device the same in the end.
+
     Args:
         module: The LightningModule.
         away: Modules in it that run elsewhere.
+        num_samples: The number of samples of each micro-batch.
     """
 
-    def __init__(self, module: pl.LightningModule, away: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        away: Iterable[nn.Module],
+        num_samples: Collection[int] = (),
+    ) -> None:
         self._modules = _looked_into(module, away)
         self._ignored = {*vars(pl.LightningModule()), "log"}
+        self._num_samples = {*num_samples}
         self._counts: Counter[str] = Counter()
         self._present = dict(self._look())
 
     def note(self) -> None:
         """Look for changes: before and after each micro-batch, since they run turn by turn."""
         found = dict(self._look())
-        for name, (form, _) in found.items():
-            if name in self._present and self._present[name][0] != form:
+        for name, (form, value, _) in found.items():
+            if name not in self._present or self._present[name][0] == form:
+                continue
+            _, former, length = self._present[name]
+            if former is not value or not self._are_of_samples(value, length):
                 self._counts[name] += 1
         self._present = found
+
+    def _are_of_samples(self, value: Any, former_length: int) -> bool:
+        """Whether a list got items for samples: one for each, or tensors that have all of them."""
+        added = value[former_length:] if isinstance(value, list) else []
+        if not added:
+            return False
+        tensors = tensors_in(added)
+        if tensors and all(t.ndim > 0 and len(t) in self._num_samples for t in tensors):
+            return True
+        # A few numbers may as well be what a micro-batch adds once.
+        are_numbers = all(isinstance(each, (int, float, Tensor)) for each in added)
+        return len(added) in self._num_samples and len(added) > (2 if are_numbers else 1)
 
     @property
     def repeated(self) -> list[str]:
         """The names of what several micro-batches have changed, such as no cache is."""
         return [name for name, count in self._counts.items() if count > 1]
 
-    def _look(self) -> Iterator[tuple[str, tuple[Any, Any]]]:
-        """What tells that a value has changed, by the value's path; values are kept, so that no
-        other object gets the identity of one."""
+    def _look(self) -> Iterator[tuple[str, tuple[Any, Any, int]]]:
+        """What tells that a value has changed, the value, and the length of a list, by the value's
+        path; values are kept, so that no other object gets the identity of one."""
         for path, module in self._modules:
             plain = {n: v for n, v in vars(module).items() if n not in self._ignored}
             for name, value in (*module._buffers.items(), *plain.items()):
-                yield f"{path}.{name}".strip("."), (_form_of(value), value)
+                length = len(value) if isinstance(value, list) else 0
+                yield f"{path}.{name}".strip("."), (_form_of(value), value, length)
 
 
 def _form_of(value: Any) -> Any:
@@ -99,6 +127,8 @@ class OwnAttributes:
 
     Micro-batches take turns at the layers on workers. What one of them keeps in an attribute before
     the layers, such as a mask, is to be found behind them, although others have set it meanwhile.
+    Other tensors in the places of parameters, as `torch.func.functional_call` puts them there for a
+    while, are seen by none but the micro-batch that has put them there.
 
     Args:
         module: The LightningModule.
@@ -112,17 +142,63 @@ class OwnAttributes:
         self._looked_at: Sequence[int] = range(len(self._attributes))
         # By micro-batch: what it has set, by the number of the module and the name.
         self._own: dict[int, dict[tuple[int, str], Any]] = {}
+        self._modules = _looked_into(module, away)
+        # Where each parameter is: its path, the dictionary and the key that hold it, and itself.
+        self._held: list[tuple[str, dict[str, Any], str, Any]] = []
+        # By micro-batch: what is in these places instead, by their numbers.
+        self._instead: dict[int, dict[int, Any]] = {}
 
     def begin_step(self) -> None:
         """Forget the micro-batches of the step before."""
+        self._instead.clear()
+        self._held = [
+            (f"{path}.{name}".strip("."), inner._parameters, name, parameter)
+            for path, inner in self._modules
+            for name, parameter in inner._parameters.items()
+        ]
         if self._own:
             found = {number for own in self._own.values() for number, _ in own}
             self._looked_at = sorted({0, *found})
         self._own.clear()
 
+    def end_step(self) -> None:
+        """Refuse parameters that a micro-batch has replaced for good: the others had the old ones.
+
+        Raises:
+            ModelError: With the name of one.
+        """
+        instead, self._instead = self._instead, {}
+        for number in {number for places in instead.values() for number in places}:
+            raise ModelError(
+                f"`training_step` replaced the parameter {self._held[number][0]}, and each "
+                "micro-batch would do that again. Replace it in `on_train_batch_start` or "
+                "earlier, or use micro_batching='boundary'."
+            )
+
+    @contextmanager
+    def _parameters_of(self, microbatch: int) -> Iterator[None]:
+        for number, tensor in self._instead.pop(microbatch, {}).items():
+            _, holder, name, _ = self._held[number]
+            holder[name] = tensor
+        try:
+            yield
+        finally:
+            instead = {}
+            for number, (_, holder, name, parameter) in enumerate(self._held):
+                if (found := holder.get(name)) is not parameter:
+                    instead[number] = found
+                    holder[name] = parameter
+            if instead:
+                self._instead[microbatch] = instead
+
     @contextmanager
     def part(self, microbatch: int) -> Iterator[None]:
         """Inside, a part of a micro-batch runs, up to its next hand-over."""
+        with self._parameters_of(microbatch), self._attributes_of(microbatch):
+            yield
+
+    @contextmanager
+    def _attributes_of(self, microbatch: int) -> Iterator[None]:
         own = self._own.setdefault(microbatch, {})
         others = {key: self._show(key, value) for key, value in own.items()}
         before = {number: dict(self._attributes[number]) for number in self._looked_at}

@@ -88,8 +88,9 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             micro-batches, or the layers' results for a batch with those for its pieces. ``"stop"``
             ends the run above a difference of 1 % and names the remedy; ``"warn"`` only warns;
             ``"off"`` does not compare. The check runs the first batch twice without gradients,
-            whole and cut, and changes nothing in the module. Choose ``"off"`` if ``training_step``
-            acts on something outside of the module, such as an environment.
+            whole and cut, and its first two micro-batches with gradients, and changes nothing in
+            the module. Choose ``"off"`` if ``training_step`` acts on something outside of the
+            module, such as an environment.
         checkpoint_weights: ``"all"``, or ``"trainable"`` for checkpoints that hold only the
             parameters that require gradients and every persistent buffer. The module that loads
             such a checkpoint keeps its own frozen weights; without this strategy set Lightning's

@@ -35,9 +35,8 @@ from ..pipeline.recorder import Recorder
 from ..pipeline.results import (
     BatchMetrics,
     StepLog,
-    are_losses,
     loss_of,
-    merge_values,
+    merge_results,
     weighted_mean,
 )
 from .arguments import FirstCheck, StepOptions, scaler_of
@@ -269,6 +268,7 @@ class MicrobatchedStep(BatchStep):
             results = self._driver.run(
                 step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
+        self._own_attributes.end_step()
         if self._changes is not None:
             changed, self._changes = self._changes.repeated, None
             warn_of_changes([name for name in changed if name not in self._told])
@@ -319,7 +319,8 @@ class MicrobatchedStep(BatchStep):
         begin = partial(stages.begin_step, plan.max_in_flight, accumulate)
         begin()
         self._told = check(batch, rest, partial(begin, is_trial=True))
-        self._changes = StepChanges(self._module, self._deployment.modules_away)
+        away = self._deployment.modules_away
+        self._changes = StepChanges(self._module, away, batch.num_samples)
         return True
 
     def _run_one(
@@ -349,15 +350,12 @@ class MicrobatchedStep(BatchStep):
         losses = [loss_of(result) for result, _, _ in kept]
         combined = weighted_mean(losses, [weight for _, weight, _ in kept])
         loss = _as_computed(combined, partial(self._publish, loss_scale))
-        first = kept[0][0]
-        if not isinstance(first, Mapping):
+        results = [result for result, _, _ in kept]
+        if not isinstance(results[0], Mapping):
             return loss
-        values = [{k: v for k, v in result.items() if k != "loss"} for result, _, _ in kept]
-        total = sum(share for _, _, share in kept)
-        merged = merge_values(values, [share / total for _, _, share in kept], "its result")
-        if self._adds_up:
-            added = (key for key in merged if are_losses([v[key] for v in values], losses))
-            merged |= dict.fromkeys(added, combined)
+        merged = merge_results(
+            results, [share for _, _, share in kept], combined if self._adds_up else None
+        )
         return {"loss": loss, **merged}
 
     def _publish(self, loss_scale: float, gradient: Tensor) -> None:

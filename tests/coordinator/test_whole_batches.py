@@ -74,6 +74,29 @@ def test_samples_that_stand_alone_are_cut_and_compared_once_for_each_kind() -> N
     assert len(stages.shapes) == 6
 
 
+def test_an_argument_that_is_cut_for_the_first_time_is_compared() -> None:
+    """A table with as many rows as the batch has samples, which comes later or by chance."""
+
+    class Looking(Stages):
+        def __call__(self, pieces: Sequence[Request], dim: int) -> Activation:
+            self.shapes += [tuple(piece.hidden.shape) for piece in pieces]
+            found = []
+            for piece in pieces:
+                tables = [table for _, table in piece.surroundings.calls[0].named_tensors()]
+                found.append(piece.hidden + sum(table.sum() for table in tables))
+            return join_activations([Activation(hidden) for hidden in found], dim)
+
+    stages = Looking(by_sample)
+    batches = whole_batches(stages)
+    cut(batches)
+    longer = Request(BATCH, Surroundings(True, None, [LayerCall(1, True, (torch.ones(5, 2),), {})]))
+    cut(batches, longer)
+    assert len(stages.shapes) == 6
+    table = Request(BATCH, Surroundings(True, None, [LayerCall(1, True, (torch.ones(4, 2),), {})]))
+    with pytest.raises(BatchError, match="as many rows as the batch has samples"):
+        cut(batches, table)
+
+
 def test_layers_that_mix_samples_stop_the_run() -> None:
     with pytest.raises(BatchError, match=r"the difference is \d+ % .*`micro_batches=1`.*'warn'"):
         cut(whole_batches(Stages(mixed)))

@@ -217,6 +217,56 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
+class Returning(Learner):
+    """Returns more than its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        return {
+            "loss": cross_entropy(logits, batch[1]),
+            "classes": logits.argmax(-1),
+            "names": [str(number) for number in range(len(batch[0]))],
+            "count": len(batch[0]),
+            "by_class": logits.detach().mean((0, 1)),
+        }
+
+
+class MeanOfLosses(Learner):
+    """Has a metric that weighs all losses alike, and another one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alike, self.weighted = MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.alike(loss.detach())
+        self.log("alike", self.alike)
+        self.weighted(loss.detach(), weight=len(batch[0]))
+        self.log("weighted", self.weighted)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (Returning, r"returns other values .*: 'count' \(8 and 2.75\), 'by_class' \(of shape"),
+        (MeanOfLosses, r"logs other values .*: the metric 'alike' \([\d.]+ and [\d.]+\)\. "),
+    ],
+)
+def test_what_is_returned_and_what_metrics_see_is_compared(
+    allowing: list[str], module: Any, expected: str
+) -> None:
+    pattern = Pattern("", "", module)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(pattern, pattern.strategy(allowing, {"micro_batches": 3}))
+    (found,) = [str(each.message) for each in said if "other values" in str(each.message)]
+    assert re.search(expected, found), found
+    for name in ("classes", "names", "weighted"):
+        assert name not in found
+
+
 CHECKED = [
     pattern
     for pattern in PATTERNS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.placeholders import ParameterAway
 
+from ..equality import assert_close, weights_of
 from ..models import TinyModule, fit, loader
+from ..plans import plan_of
 
 DECAY = 0.9
 
@@ -98,3 +101,60 @@ def test_parameters_of_layers_on_workers_are_parameters(workers: list[str]) -> N
 
     fit(Averaging(look), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
     assert kinds == {ParameterAway}
+
+
+def optimizer_of(module: Any) -> torch.optim.Optimizer:
+    found: torch.optim.Optimizer = module.trainer.optimizers[0]
+    return found
+
+
+def zero_moments(module: Any) -> None:
+    for state in optimizer_of(module).state.values():
+        state["exp_avg"].zero_()
+
+
+def replace_state(module: Any) -> None:
+    optimizer_of(module).state = defaultdict(dict)
+
+
+def restart(module: Any) -> None:
+    """What the refusal recommends: the moments are zero everywhere."""
+    state = optimizer_of(module).state_dict()
+    optimizer_of(module).load_state_dict({**state, "state": {}})
+
+
+STATES: dict[str, Callable[[Any], object]] = {
+    "zeroed": zero_moments,
+    "cleared": lambda module: optimizer_of(module).state.clear(),
+    "replaced": replace_state,
+}
+
+
+class OnlyLayers(Averaging):
+    """Nothing trains in this process, as with adapters."""
+
+    def __init__(self, act: Callable[[Any], object]) -> None:
+        super().__init__(act)
+        self.model.model.embed_tokens.requires_grad_(False)
+        self.model.model.norm.requires_grad_(False)
+        self.model.lm_head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("way", STATES)
+def test_an_optimizer_whose_state_is_changed_here_alone_is_refused(
+    way: str, workers: list[str]
+) -> None:
+    with pytest.raises(ModelError, match=r"The state of AdamW was changed here.*load_state_dict"):
+        fit(Averaging(STATES[way]), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
+
+
+def test_it_is_refused_too_where_nothing_trains_here(workers: list[str]) -> None:
+    plan = plan_of(workers, (0, 4))
+    with pytest.raises(ModelError, match="The state of AdamW was changed here"):
+        fit(OnlyLayers(replace_state), HeteroPipelineStrategy(workers[:1], plan), loader(8, 4))
+
+
+def test_a_state_that_is_loaded_again_is_that_of_one_device(workers: list[str]) -> None:
+    expected = fit(Averaging(restart), data=loader(16, 4))
+    found = fit(Averaging(restart), HeteroPipelineStrategy(workers[:1], "even"), loader(16, 4))
+    assert_close(weights_of(found), weights_of(expected))

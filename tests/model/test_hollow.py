@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils import swap_tensors
@@ -315,6 +316,67 @@ def test_a_hook_of_all_modules_is_refused(register: Any) -> None:
     finally:
         handle.remove()
     Hollowed(tiny_llama(5))
+
+
+@pytest.mark.parametrize("hook", ["forward", "forward pre", "backward", "backward pre"])
+def test_a_hook_inside_of_a_layer_that_is_away_is_refused_later_too(
+    hollowed: Hollowed, hook: str
+) -> None:
+    hollowed.model(tokens())
+    HOOKS[hook](hollowed.layers[2].mlp.up_proj)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj has a hook"):
+            hollowed.model(tokens())
+
+
+def test_a_hook_that_only_lightning_adds_may_stay(hollowed: Hollowed) -> None:
+    """A profiler and a summary observe all modules."""
+    expected = hollowed.model(tokens()).logits.detach()
+    with RegisterRecordFunction(hollowed.model):
+        assert torch.equal(hollowed.model(tokens()).logits, expected)
+
+
+def test_a_hook_on_a_layer_that_is_away_is_called_here(hollowed: Hollowed) -> None:
+    fired: list[nn.Module] = []
+    hollowed.layers[2].register_forward_pre_hook(lambda module, *_: fired.append(module))
+    hollowed.model(tokens())
+    assert fired == [hollowed.layers[2]]
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "replaced": lambda mlp: setattr(mlp, "up_proj", nn.Linear(16, 24, bias=False)),
+    "removed": lambda mlp: delattr(mlp, "up_proj"),
+    "added": lambda mlp: mlp.add_module("up_proj_2", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_module_inside_of_a_layer_that_is_away_is_refused(
+    hollowed: Hollowed, change: str
+) -> None:
+    CHANGES[change](hollowed.layers[2].mlp)
+    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj.* was added, removed or"):
+        hollowed.model(tokens())
+
+
+VIEWS: dict[str, Callable[[Tensor], object]] = {
+    "flat": lambda weight: weight.view(-1),
+    "transposed": lambda weight: weight.T,
+    "rows": lambda weight: [*weight],
+    "halves": lambda weight: weight.chunk(2),
+    "graph": lambda weight: weight.square(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_content_comes_back_to_a_parameter_of_which_somebody_keeps_a_view(view: str) -> None:
+    model = tiny_llama(5)
+    expected = model.model.layers[2].mlp.up_proj.weight.detach().clone()
+    hollow = Hollowed(model)
+    kept = VIEWS[view](model.model.layers[2].mlp.up_proj.weight)
+    hollow.refill()
+    assert torch.equal(model.model.layers[2].mlp.up_proj.weight, expected)
+    assert kept is not None
 
 
 def test_a_refused_hook_leaves_the_model_as_it_was() -> None:

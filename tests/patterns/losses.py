@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -176,6 +176,51 @@ class Zero(Learner):
         return super().loss(batch) * 0.0
 
 
+class OverItself(Learner):
+    """Has the loss 1."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss / loss.detach()
+
+
+class EqualSizes(Learner):
+    """Balances two losses."""
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self(batch[0])
+        loss, size = cross_entropy(logits, batch[1]), logits.square().mean()
+        return loss + size / size.detach()
+
+
+class StraightThrough(Learner):
+    """Rounds its logits."""
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        logits = self.head(hidden)
+        rounded: Tensor = logits + (logits.round() - logits).detach()
+        return rounded
+
+
+class ZeroHead(Learner):
+    """Begins without an opinion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+
+class WithOtherHead(Learner):
+    """Puts something in the place of a parameter for one call."""
+
+    def loss(self, batch: Any) -> Tensor:
+        instead = dict(self.named_parameters())
+        instead["head.weight"] = instead["head.weight"] * 0.5
+        logits = torch.func.functional_call(self, instead, (batch[0],))
+        return cross_entropy(logits, batch[1])
+
+
 class Cancelling(Learner):
     """Rewards add up to zero over a batch, and so does the loss at first."""
 
@@ -316,6 +361,31 @@ PATTERNS = [
     ),
     Pattern("zero", "The loss is exactly zero.", Zero),
     Pattern("cancelling", "The parts of the loss add up to zero.", Cancelling),
+    Pattern(
+        "loss over its own value",
+        "A loss is divided by what it is, so that it is 1 and its gradients have another scale.",
+        OverItself,
+        refused=r"`micro_batching='boundary'`",
+        remedy=BOUNDARY,
+    ),
+    Pattern(
+        "losses of equal size",
+        "A second loss is scaled to the size of the first one.",
+        EqualSizes,
+        refused=r"`micro_batching='boundary'`",
+        remedy=BOUNDARY,
+    ),
+    Pattern(
+        "straight-through estimator",
+        "What is rounded has the gradient of what was not.",
+        StraightThrough,
+    ),
+    Pattern("head of zeros", "All losses are the same at first.", ZeroHead),
+    Pattern(
+        "functional call",
+        "The step calls the model with another head by `torch.func.functional_call`.",
+        WithOtherHead,
+    ),
     Pattern(
         "random loss",
         "The loss draws random numbers.",

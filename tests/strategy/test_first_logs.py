@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections import namedtuple
+from typing import Any
+
 import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_hetero.strategy.first_logs import Logged, differing
+from lightning_hetero.strategy.first_logs import Logged, differing, differing_results, form_of
 
 
 def logged(value: float, batch_size: int | None = None) -> Logged:
@@ -42,6 +45,39 @@ def test_a_value_in_bfloat16_is_compared_as_exactly_as_it_is() -> None:
         each.note("value", torch.tensor(value, dtype=torch.bfloat16))
     assert not differing(whole, cut)
     assert [*differing(whole, other)] == ["value"]
+
+
+def test_what_a_metric_has_seen_is_compared() -> None:
+    metric = MeanMetric()
+    whole, cut = Logged(), Logged()
+    for each, value in ((whole, 1.0), (cut, 3.0)):
+        each.note_all("mean", metric)
+        metric.update(value)  # it may be called again after it was logged
+        each.compute_metrics()
+    assert differing(whole, cut) == {"mean": "the metric 'mean' (1 and 2)"}
+
+
+Pair = namedtuple("Pair", ["first", "second"])  # noqa: PYI024 - as users write it
+
+
+@pytest.mark.parametrize(
+    ("whole", "cut", "expected"),
+    [
+        ({"n": 8}, {"n": 2.0}, "'n' (8 and 2)"),
+        ({"n": 8}, {"n": 8.001}, ""),
+        ({"n": torch.tensor(8.0)}, {"n": torch.tensor(2.0)}, "'n' (8 and 2)"),
+        ({"a": {"x": torch.ones(5)}}, {"a": {"x": torch.ones(20)}}, "(of shape (5,) and (20,))"),
+        ({"x": torch.ones(5)}, {"x": torch.zeros(5)}, ""),
+        ({"x": [1, 2]}, {"x": [1, 2, 1, 2]}, "'x' (of length 2 and 4)"),
+        ({"x": Pair(1.0, 2.0)}, {"x": Pair(1.0, 3.0)}, "'second' (2 and 3)"),
+        ({"x": "text"}, {"x": "other"}, ""),
+        ({"x": None}, None, ""),
+    ],
+)
+def test_what_is_returned_otherwise_is_named(whole: Any, cut: Any, expected: str) -> None:
+    found = ", ".join(text for _, text in differing_results(form_of(whole), form_of(cut)))
+    assert expected in found
+    assert bool(found) == bool(expected)
 
 
 def test_only_numbers_are_compared() -> None:

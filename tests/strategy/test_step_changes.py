@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
+from lightning_hetero.errors import ModelError
 from lightning_hetero.strategy.step_changes import OwnAttributes, StepChanges
 
 
@@ -18,7 +22,7 @@ class Keeping(pl.LightningModule):
         self.inner = nn.Linear(2, 2)
         self.away = nn.Linear(2, 2)
         self.register_buffer("mean", torch.zeros(2))
-        self.outputs: list[float] = []
+        self.outputs: list[Any] = []
         self.latest: deque[int] = deque()
         self.loss = 0.0
         self.hidden = torch.zeros(1)
@@ -53,6 +57,42 @@ def test_what_several_micro_batches_change_is_named() -> None:
     ]
 
 
+ADDED: dict[str, tuple[Callable[[int], list[Any]], bool]] = {
+    "a loss": (lambda _: [torch.tensor(1.0)], True),
+    "a number": (lambda _: [1.0], True),
+    "predictions": (lambda size: [torch.zeros(size, 5)], False),
+    "predictions and targets": (
+        lambda size: [{"p": torch.zeros(size), "t": [torch.zeros(size)]}],
+        False,
+    ),
+    "a loss and predictions": (lambda size: [(torch.tensor(1.0), torch.zeros(size))], True),
+    "a value for each class": (lambda _: [torch.zeros(5)], True),
+    "a text for each sample": (lambda size: ["text"] * size, False),
+    "a number for each sample": (lambda size: [1.0] * size, False),
+    "a text for each batch": (lambda _: ["text"], True),
+}
+
+
+@pytest.mark.parametrize("what", ADDED)
+def test_a_list_of_what_belongs_to_samples_is_the_same_in_the_end(what: str) -> None:
+    module, (made, is_named) = Keeping(), ADDED[what]
+    changes = StepChanges(module, [], [4, 4, 3])
+    for size in (4, 4, 3):
+        changes.note()
+        module.outputs.extend(made(size))
+        changes.note()
+    assert changes.repeated == (["outputs"] if is_named else [])
+
+
+def test_two_numbers_are_not_taken_for_those_of_two_samples() -> None:
+    module = Keeping()
+    changes = StepChanges(module, [], [2, 2])
+    for _ in range(2):
+        module.outputs.extend([0.5, 0.7])
+        changes.note()
+    assert changes.repeated == ["outputs"]
+
+
 def test_micro_batches_that_begin_before_others_end_are_told_apart() -> None:
     module = Keeping()
     changes = StepChanges(module, [])
@@ -80,6 +120,28 @@ def test_each_micro_batch_finds_what_it_has_kept() -> None:
                 module.loss += 1.0
         assert module.hidden is kept[2]
     assert module.loss == 12.0
+
+
+def test_a_parameter_that_is_replaced_for_a_call_is_replaced_for_its_micro_batch_alone() -> None:
+    module = Keeping()
+    own = OwnAttributes(module, [module.away])
+    weight = module.inner.weight
+    instead = [nn.Parameter(torch.full((2, 2), float(number))) for number in range(2)]
+    own.begin_step()
+    for number in range(2):
+        with own.part(number):
+            assert module.inner.weight is weight
+            module.inner.weight = instead[number]
+    assert module.inner.weight is weight
+    for number in range(2):
+        with own.part(number):
+            assert module.inner.weight is instead[number]
+            module.inner.weight = weight
+    own.end_step()
+    with own.part(0):
+        module.inner.weight = instead[0]
+    with pytest.raises(ModelError, match=r"replaced the parameter inner\.weight"):
+        own.end_step()
 
 
 def test_what_only_one_micro_batch_sets_is_there_for_all() -> None:
