@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -168,12 +169,15 @@ class OwnAttributes:
             ModelError: With the name of one.
         """
         instead, self._instead = self._instead, {}
-        for number in {number for places in instead.values() for number in places}:
-            raise ModelError(
-                f"`training_step` replaced the parameter {self._held[number][0]}, and each "
-                "micro-batch would do that again. Replace it in `on_train_batch_start` or "
-                "earlier, or use micro_batching='boundary'."
-            )
+        for number, found in (pair for places in instead.values() for pair in places.items()):
+            path, _, _, parameter = self._held[number]
+            # Adapters of peft put frozen weights in 4 bits into the place of the same ones.
+            if not _are_frozen_and_equal(parameter, found):
+                raise ModelError(
+                    f"`training_step` replaced the parameter {path}, and each micro-batch would "
+                    "do that again. Replace it in `on_train_batch_start` or earlier, or use "
+                    "micro_batching='boundary'."
+                )
 
     @contextmanager
     def _parameters_of(self, microbatch: int) -> Iterator[None]:
@@ -227,6 +231,11 @@ class OwnAttributes:
 
 
 _NOTHING = object()
+
+
+def _are_frozen_and_equal(one: Any, other: Any) -> bool:
+    are_frozen = all(isinstance(t, nn.Parameter) and not t.requires_grad for t in (one, other))
+    return are_frozen and type(one) is type(other) and torch.equal(one, other)
 
 
 def _added(others: Any, before: Any, value: Any) -> Any:

@@ -442,17 +442,17 @@ class Worker:
             raise _Replaced("the process that answered ends with its session; dial again.")
 
     def _busy_reason(self, wanted: str) -> str:
-        if self._session is not None and are_of_one_run(wanted, self._session.name):
-            return (
-                "this worker serves this run already; if two of the run's addresses lead to it, "
-                "name one of them only."
-            )
         seconds = 0.0 if self._session is None else self._session.waits_seconds
         if seconds > 0:
             return (
                 "this worker is busy: the connection to its coordinator broke, and it waits up to "
                 f"{seconds:g} s for it to come back; try again later, use another worker, or "
                 "restart this one if that run is over."
+            )
+        if self._session is not None and are_of_one_run(wanted, self._session.name):
+            return (
+                "this worker serves this run already; if two of the run's addresses lead to it, "
+                "name one of them only."
             )
         return (
             "this worker is busy with another coordinator; wait for its run to end, or use "

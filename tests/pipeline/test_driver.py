@@ -6,7 +6,7 @@ import copy
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -672,6 +672,9 @@ class Replica:
         return microbatch in self.staying
 
     never_leaves = stays
+
+    def sending_early(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def note_tokens(self, hidden: Tensor) -> None:
         self.num_tokens += hidden.shape[:-1].numel()
