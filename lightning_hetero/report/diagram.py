@@ -22,6 +22,7 @@ from pathlib import PurePath
 from ..errors import PictureError
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..telemetry.ranges import layers_as_text, stages_as_text
+from .diagram_lanes import lanes
 from .diagram_parts import (
     CARD_WIDTH,
     LEGEND_ROW,
@@ -47,7 +48,6 @@ from .diagram_parts import (
     memory_row,
     size_of,
 )
-from .lanes import lanes
 from .svg import HUES, Point, element, moved, picture_file, png, rectangle, text, width_of
 from .topology import EMBEDDING, DrawnHop, DrawnPart, DrawnPlace, Memory, Topology, memory_as_text
 
