@@ -30,7 +30,7 @@ from ..errors import ModelError, WorkerError
 from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers
 from ..model.tensors import Content, first_names, locate
-from ..pipeline.optimizer import leaving_by_layer
+from ..pipeline.optimizer import NotedGradient, leaving_by_layer
 from ..pipeline.placement import Placement
 from ..pipeline.recorder import Recorder
 from ..pipeline.turns import current_turn
@@ -42,9 +42,6 @@ from .exchange import Exchange
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
 from .stages import RemoteStages
-
-# Gradients by their parameters' names, each with its version.
-Gradients = dict[str, tuple[Tensor, int]]
 
 
 class HostedReplicas:
@@ -93,8 +90,8 @@ class HostedReplicas:
         self._sent = self._states()
         # The gradients that have gone to owners in this step, and those that were left here within
         # an accumulation window.
-        self._early: Gradients = {}
-        self._left: Gradients = {}
+        self._early: dict[str, NotedGradient] = {}
+        self._left: dict[str, NotedGradient] = {}
         # The sum of the bits of each given parameter as its owner has it.
         self._bits: dict[str, int] = {}
         # The names of tensors that may have changed without a trace since they were sent.
@@ -271,11 +268,11 @@ class HostedReplicas:
         """Note the gradients within an accumulation window: here are the sums of the micro-batches
         of this process alone."""
         named = ((name, parameter.grad) for parameter, name in self.names_of.items())
-        self._left = {name: (g, g._version) for name, g in named if g is not None}
+        self._left = {name: NotedGradient.of(g) for name, g in named if g is not None}
 
     def _check_gradients(self) -> None:
         for parameter, name in self.names_of.items():
-            if name in self._left and not _is_as_noted(self._left[name], parameter.grad):
+            if name in self._left and not self._left[name].is_still(parameter.grad):
                 raise ModelError(
                     f"The gradient of {name} of the layers was changed within an accumulation "
                     "window, where this process has the sum of its own micro-batches and the "
@@ -358,7 +355,7 @@ class HostedReplicas:
             yield
 
     def _send_early(self, number: int, gradients: Mapping[str, Tensor]) -> None:
-        self._early |= {name: (tensor, tensor._version) for name, tensor in gradients.items()}
+        self._early |= {name: NotedGradient.of(g) for name, g in gradients.items()}
         for worker, own in self._by_owner(gradients):
             if own:
                 self._exchange.send_sums(number, worker, own, is_last=False)
@@ -389,7 +386,7 @@ class HostedReplicas:
         rest = {
             name: gradient
             for name, gradient in found.items()
-            if name not in early or not _is_as_noted(early[name], gradient)
+            if name not in early or not early[name].is_still(gradient)
         }
         for worker, own in self._by_owner(rest):
             self._exchange.send_sums(number, worker, own)
@@ -418,11 +415,6 @@ class HostedReplicas:
     def _states(self) -> dict[str, tuple[int, int, int]]:
         """What tells that a tensor has changed: the object, its memory and its version."""
         return {name: (id(t), t.data_ptr(), t._version) for name, t in self._present()}
-
-
-def _is_as_noted(noted: tuple[Tensor, int], gradient: Tensor | None) -> bool:
-    tensor, version = noted
-    return tensor is gradient and version == tensor._version
 
 
 def _held_tensors(layers: Mapping[int, nn.Module]) -> dict[str, tuple[nn.Module, str]]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..devices.copies import Copies
 from ..errors import RemoteProtocolError
-from ..pipeline.optimizer import leaving_by_layer
+from ..pipeline.optimizer import NotedGradient, leaving_by_layer
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -116,8 +116,8 @@ class ReplicaSide:
         self._is_reduced = False
         self._parts: dict[_Part, dict[str, Tensor]] = {}
         self._whole: set[_Part] = set()
-        # What has been sent of the next sums: the state of each gradient.
-        self._early: dict[str, tuple[int, int]] = {}
+        # What has been sent of the next sums.
+        self._early: dict[str, NotedGradient] = {}
 
     def expect(self, message: m.Deploy) -> None:
         """Note which stages other workers hold too, and who owns their parameters."""
@@ -192,7 +192,7 @@ class ReplicaSide:
         for owner in sorted(owners):
             own = {name: tensor for name, tensor in batch.items() if self._owner_of[name] == owner}
             self._send(owner, number, "sums", own, is_last=False)
-        self._early.update({name: _state(tensor) for name, tensor in batch.items()})
+        self._early |= {name: NotedGradient.of(tensor) for name, tensor in batch.items()}
 
     def follow_step(self, number: int) -> None:
         """Send the weights that this worker has stepped to the others, and wait for theirs."""
@@ -346,8 +346,8 @@ class ReplicaSide:
                 if parameter.requires_grad:
                     yield name, parameter.detach()
             elif gradient is not None:
-                has_left = content == "sums" and self._early.get(name) == _state(gradient)
-                if not has_left:
+                early = self._early.get(name) if content == "sums" else None
+                if early is None or not early.is_still(gradient):
                     yield name, gradient
 
     def _owned_in(self, shared: _Shared) -> Iterator[tuple[str, nn.Parameter]]:
@@ -372,8 +372,3 @@ class ReplicaSide:
         """Drop what has come for exchanges that are over."""
         self._parts = {part: each for part, each in self._parts.items() if part[0] >= self._round}
         self._whole = {part for part in self._whole if part[0] >= self._round}
-
-
-def _state(tensor: Tensor) -> tuple[int, int]:
-    """What tells that a gradient has changed."""
-    return id(tensor), tensor._version
