@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdRef
 
 from ..coordinator.deployment import Deployment
 from ..coordinator.optimizer_parts import RemoteOptimizer, changed_parameters, optimized_parameters
@@ -39,10 +40,11 @@ from ..pipeline.optimizer import (
 from ..pipeline.recorder import APPLY, Recorder
 from .arguments import scaler_of
 
-Versions = list[tuple[int, int] | None]
-# By the id of a parameter, what tells that its part of an optimizer's state has changed; by 0, what
-# tells that the whole state was replaced.
-States = dict[int, Versions]
+# What tells that tensors have changed or were replaced. An id alone may soon be that of another
+# tensor, and a gradient that nobody needs any more must not be held.
+Versions = list[tuple[WeakIdRef, int] | None]
+# An optimizer's state, and what tells that the part of a parameter has changed.
+States = tuple[Mapping[Tensor, Any], dict[Tensor, Versions]]
 
 
 def record_own_steps(
@@ -217,7 +219,10 @@ class RemoteSteps:
             ModelError: With what changes it everywhere.
         """
         noted = self._states.get(id(optimizer))
-        if noted is not None and noted != _state_here(optimizer):
+        if noted is None:
+            return
+        state, versions = _state_here(optimizer)
+        if state is not noted[0] or versions != noted[1]:
             raise ModelError(
                 f"The state of {type(optimizer).__name__} was changed here between two steps, and "
                 "workers have the state for their layers. Change what `optimizer.state_dict()` "
@@ -320,25 +325,24 @@ class RemoteSteps:
 
 
 def _versions(parameters: Iterable[Tensor]) -> Versions:
-    """The identity and version of each gradient: they change with its content."""
-    gradients = (parameter.grad for parameter in parameters)
+    """What tells that gradients have changed."""
     return [
-        None if gradient is None else (id(gradient), gradient._version) for gradient in gradients
+        None if parameter.grad is None else _version(parameter.grad) for parameter in parameters
     ]
 
 
 def _state_here(optimizer: Optimizer) -> States:
-    """The identity of an optimizer's state, and identity and version of each tensor in it."""
-    found: States = {
-        id(parameter): [
-            (id(value), 0 if value.is_inference() else value._version)
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+    """An optimizer's state, and what tells that tensors in it have changed."""
+    versions: dict[Tensor, Versions] = {
+        parameter: [_version(value) for value in state.values() if isinstance(value, Tensor)]
         for parameter, state in optimizer.state.items()
         if state
     }
-    return {**found, 0: [(id(optimizer.state), 0)]}
+    return optimizer.state, versions
+
+
+def _version(tensor: Tensor) -> tuple[WeakIdRef, int]:
+    return WeakIdRef(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 class FollowedZeroGrad:

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.optim import SGD
 
+from lightning_hetero.errors import ModelError
 from lightning_hetero.pipeline.recorder import Recorder
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.strategy.optimizers import RemoteSteps, record_own_steps
@@ -113,3 +114,19 @@ def test_a_step_that_bypasses_lightning_is_followed() -> None:
     _, _, remote = diverted()
     remote.optimizer.step()
     assert remote.told == ["step", "stepped"]
+
+
+def test_a_state_in_the_place_of_a_dropped_one_is_another() -> None:
+    """The new tensor gets the memory of the object that was dropped, and so its id."""
+    _, _, remote = diverted()
+    optimizer = remote.optimizer
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    place, version = id(state["momentum_buffer"]), state["momentum_buffer"]._version
+    del state["momentum_buffer"]
+    tried = [torch.zeros(2) for _ in range(100)]
+    state["momentum_buffer"] = next((t for t in tried if id(t) == place), tried[0])
+    assert state["momentum_buffer"]._version == version
+    with pytest.raises(ModelError, match="The state of SGD was changed here between two steps"):
+        optimizer.step()
