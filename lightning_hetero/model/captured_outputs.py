@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -202,6 +203,7 @@ class SilencedHooks:
 
 
 def _heard_at_times(hook: Callable[..., Any], is_heard: Callable[[], bool]) -> Callable[..., Any]:
+    @wraps(hook)  # it still is one that collects
     def collect(*args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs) if is_heard() else None
 

@@ -1,16 +1,20 @@
-"""What layers that are away consist of: another tensor or module, or a hook, would have no effect.
+"""What layers on workers consist of: another tensor or module, a hook, or another method of a class
+would have no effect there.
 
-A worker has built the layers as they were, and computes with that.
+A worker has built the layers as they were, and computes with that. This process may hold them too,
+for the micro-batches that it runs itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.modules.module as torch_modules
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
@@ -22,16 +26,26 @@ from .tensors import locate, named_tensors
 # Hooks of Lightning, such as those of its profiler and its summary, observe and change nothing.
 _OBSERVERS = ("lightning.", "pytorch_lightning.")
 
+# What torch calls for every module of this process.
+_HOOKS_OF_ALL_MODULES = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
 
 class HeldParts:
-    """The tensors and modules of layers that are away.
+    """The tensors, modules and classes of layers that workers have.
 
     Args:
-        layers: The layers by their numbers; their tensors are on ``meta``.
+        layers: The layers by their numbers.
+        emptied: The numbers of those whose tensors are on ``meta``; this process holds the others
+            too.
     """
 
-    def __init__(self, layers: Mapping[int, DecoderLayer]) -> None:
-        modules = {number: layer.module for number, layer in layers.items()}
+    def __init__(self, layers: Mapping[int, DecoderLayer], emptied: Collection[int]) -> None:
+        modules = {number: layer.module for number, layer in layers.items() if number in emptied}
         # Each tensor with its full name, and with the dictionary and key that hold it.
         self._tensors: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
         for name, tensor in named_tensors(modules):
@@ -39,15 +53,17 @@ class HeldParts:
             number, _, inner = name.partition(".")
             held = owner._parameters if leaf in owner._parameters else owner._buffers
             self._tensors.append((f"{layers[int(number)].name}.{inner}", held, leaf, tensor))
-        # Each module with its full name, and with its children.
-        self._modules = [
-            (f"{layer.name}.{path}".rstrip("."), module, dict(module._modules))
+        named = [
+            (f"{layer.name}.{path}".rstrip("."), module)
             for layer in layers.values()
             for path, module in layer.module.named_modules()
         ]
+        # Each module with its full name, and with its children.
+        self._modules = [(name, module, dict(module._modules)) for name, module in named]
+        self._methods = _methods_of({type(module) for _, module in named})
         # A hook on the layer itself is called where the model calls the layer: here.
         called_here = {part for layer in layers.values() for part in in_tree(layer.module)}
-        self._silent = [(n, module) for n, module, _ in self._modules if module not in called_here]
+        self._silent = [(n, module) for n, module in named if module not in called_here]
         # The number of hooks of this process so far.
         self._num_hooks = RemovableHandle.next_id
 
@@ -72,23 +88,60 @@ class HeldParts:
                 raise ModelError(
                     f"{name}.{child} was added, removed or replaced by another module, but its "
                     "layer lives on a worker, which computes with the modules that it had before. "
-                    "Do it before `fit`, or keep the layer with the coordinator."
+                    "Do it before `fit`, or let the coordinator alone have the layer."
+                )
+        for kind, name, method in self._methods:
+            if kind.__dict__.get(name) is not method:
+                raise ModelError(
+                    f"{kind.__module__}.{kind.__qualname__}.{name} was replaced during the run, "
+                    "but workers have layers with this class, and compute with the former one. "
+                    "Replace it before `fit`, or let the coordinator alone have these layers."
                 )
         if RemovableHandle.next_id != self._num_hooks:
             self._check_hooks()
             self._num_hooks = RemovableHandle.next_id
 
     def _check_hooks(self) -> None:
+        check_hooks_of_all_modules(_observes)
         for name, module in self._silent:
             if has_hooks(module, besides=_observes):
                 raise hook_away(name)
 
 
+def _methods_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[type, str, Any]]:
+    """The functions in these classes and their bases, but for torch's own."""
+    bases = {base for kind in kinds for base in kind.__mro__}
+    return [
+        (base, name, value)
+        for base in bases
+        if base.__module__.partition(".")[0] not in ("builtins", "torch")
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType)
+    ]
+
+
+def check_hooks_of_all_modules(is_excused: Callable[[Callable[..., Any]], bool]) -> None:
+    """Refuse hooks that torch calls for every module of this process.
+
+    Raises:
+        ModelError: If there is one that the function does not excuse.
+    """
+    hooks = (
+        hook for name in _HOOKS_OF_ALL_MODULES for hook in getattr(torch_modules, name).values()
+    )
+    if not all(map(is_excused, hooks)):
+        raise ModelError(
+            "A hook of all modules is registered (`torch.nn.modules.module.register_module_"
+            "forward_hook` or one of its kind), which would not fire on a worker. Remove it, or "
+            "register it on the modules that stay with the coordinator."
+        )
+
+
 def hook_away(name: str) -> ModelError:
     """The error for a hook of a module that is away."""
     return ModelError(
-        f"{name} has a hook, which would not fire on a worker. Remove the hook, or keep the layer "
-        "with the coordinator."
+        f"{name} has a hook, which would not fire on a worker. Remove the hook, or let the "
+        "coordinator alone have the layer."
     )
 
 

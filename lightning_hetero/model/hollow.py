@@ -46,7 +46,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
@@ -55,7 +54,7 @@ from .arithmetic import Carried, is_carried, returned
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
-from .held_parts import HeldParts, hook_away
+from .held_parts import HeldParts, check_hooks_of_all_modules, hook_away
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches
 from .layer_call import (
@@ -87,14 +86,6 @@ from .tensors import (
     named_tensors,
     set_tensor,
     state_in,
-)
-
-# What torch calls for every module of this process.
-_HOOKS_OF_ALL_MODULES = (
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
 )
 
 # From hidden states, recorded calls, kinds of outputs, and what goes along with the hidden states
@@ -151,7 +142,7 @@ class HollowLayers:
         self._on_leave: Callable[[], None] = lambda: None
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._emptied, remote)
-        self._held = HeldParts({})
+        self._held = HeldParts({}, ())
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._records = Records()
         self._undo = ExitStack()
@@ -171,7 +162,7 @@ class HollowLayers:
             look_past_meta()
         empty_tensors(self._emptied)
         mark_as_away(tensor for _, tensor in named_tensors(self._emptied))
-        self._held = HeldParts({number: self._layers[number] for number in self._emptied})
+        self._held = HeldParts(self._layers, self._emptied)
         self._parameters = {n: [*layer.parameters()] for n, layer in self._emptied.items()}
         for number, layer in self._modules.items():
             is_heard = (lambda: self._is_here) if number in self._kept else None
@@ -593,13 +584,7 @@ def _check_has_no_code_of_its_own(layer: DecoderLayer) -> None:
     """Refuse hooks, and a ``forward`` on an instance, such as a library's kernel: workers lack
     both."""
     modules = list(layer.module.named_modules())
-    of_all = [name for name in _HOOKS_OF_ALL_MODULES if getattr(torch_modules, name)]
-    if of_all:
-        raise ModelError(
-            "A hook of all modules is registered (`torch.nn.modules.module.register_module_"
-            "forward_hook` or one of its kind), which would not fire on a worker. Remove it, or "
-            "register it on the modules that stay with the coordinator."
-        )
+    check_hooks_of_all_modules(lambda _hook: False)
     hooked = [name for name, module in modules if has_hooks(module)]
     hooked += [
         name

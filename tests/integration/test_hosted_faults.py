@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator import replicas
@@ -192,13 +194,55 @@ class Hooking(TinyModule):
         self.model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 0.1 * gradient)
 
 
-@pytest.mark.parametrize(("kind", "match"), [(Tying, "was replaced"), (Hooking, "has got a hook")])
+class HookingInside(TinyModule):
+    def on_train_start(self) -> None:
+        self.model.model.layers[1].mlp.register_forward_hook(lambda *all: 0.5 * all[-1])
+
+
+class Swapping(TinyModule):
+    def on_train_start(self) -> None:
+        self.model.model.layers[1].mlp.act_fn = nn.ReLU()
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (Tying, "was replaced"),
+        (Hooking, "has got a hook"),
+        (HookingInside, r"layers\.1\.mlp has a hook"),
+        (Swapping, r"layers\.1\.mlp\.act_fn was added, removed or replaced"),
+    ],
+)
 def test_a_tie_or_a_hook_that_comes_during_the_run_is_refused(
     kind: type[TinyModule], match: str, workers: list[str]
 ) -> None:
     strategy = HeteroPipelineStrategy(workers[:1], hosted(workers[:1]))
     with pytest.raises(ModelError, match=match):
         fit(kind(), strategy, loader(12, BATCH_SIZE))
+
+
+@pytest.mark.parametrize("is_hosted", [True, False])
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [("hook", "A hook of all modules"), ("method", r"LlamaMLP\.forward was replaced during")],
+)
+def test_what_comes_during_the_run_for_all_layers_is_refused(
+    what: str, match: str, is_hosted: bool, workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as hooks:
+
+        class Changing(TinyModule):
+            def on_train_start(self) -> None:
+                if what == "hook":
+                    hooks.callback(register_module_forward_hook(lambda *_: None).remove)
+                else:
+                    mlp = type(self.model.model.layers[1].mlp)
+                    monkeypatch.setattr(mlp, "forward", lambda mlp, x: mlp.down_proj(x))
+
+        line = Plan([StagePlan(workers[:1], (0, 5))], micro_batches=2)
+        plan = hosted(workers[:1]) if is_hosted else line
+        with pytest.raises(ModelError, match=match):
+            fit(Changing(), HeteroPipelineStrategy(workers[:1], plan), loader(12, BATCH_SIZE))
 
 
 @pytest.mark.parametrize("optimizer", [None, "split"])
