@@ -45,7 +45,7 @@ from ..protocol.tensors import DTYPES
 from .holdings import RemoteStage, remote_stages
 from .layers import PlainAttributes, changed_since_recipe
 from .moves import LayerMove
-from .optimizer_parts import TrainedParameters
+from .optimizers import TrainedParameters
 from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
 from .replicas import HostedReplicas
 from .tensors_away import TensorsAway

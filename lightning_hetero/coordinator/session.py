@@ -32,7 +32,7 @@ from .connections import Connections
 from .layers import RemoteLayers
 from .member import Source
 from .neighbors import Neighbors
-from .optimizer_parts import OptimizerParts
+from .optimizers import OptimizerParts
 from .replacement import Replacements
 from .stages import RemoteStages
 from .telemetry import Telemetry

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdRef
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.optimizer_parts import RemoteOptimizer, changed_parameters, optimized_parameters
+from ..coordinator.optimizers import RemoteOptimizer, changed_parameters, optimized_parameters
 from ..errors import ModelError
 from ..model.override import stand_in
 from ..model.placeholders import GradientsAway

@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
 from ..coordinator.losses import Loss
-from ..coordinator.optimizer_parts import remote_optimizers
+from ..coordinator.optimizers import remote_optimizers
 from ..coordinator.progress import TrainingFigures
 from ..devices.description import equipment_here
 from ..errors import HeteroError, PictureError, PlanError, WeightsLost

@@ -12,7 +12,7 @@ from ..protocol import messages as m
 from ..protocol.values import Packer, Value, unpack
 from ..transport.channel import Channel, Handler
 from .layers import MOST_COPIES, StageLayers
-from .optimizer_parts import TrainedSide, check_state
+from .optimizers import TrainedSide, check_state
 
 
 class MovedSide:

@@ -65,7 +65,7 @@ from ..transport.line import Line
 from .layers import StageLayers
 from .moves import MovedSide
 from .neighbors import Neighbors
-from .optimizer_parts import TrainedSide
+from .optimizers import TrainedSide
 from .owner import Host, ServedRun
 from .replicas import ReplicaSide
 from .snapshots import SnapshotSide

@@ -20,7 +20,7 @@ from ..protocol.frames import Frame, encode_frame
 from ..protocol.values import Packer, Value, unpack
 from ..transport.channel import Channel, Handler
 from .layers import StageLayers
-from .optimizer_parts import Belongings, TrainedSide, check_state
+from .optimizers import Belongings, TrainedSide, check_state
 from .replicas import ReplicaSide
 
 _PIECE_BYTES = 2**20

@@ -30,7 +30,7 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.worker.optimizer_parts import TrainedSide
+from lightning_hetero.worker.optimizers import TrainedSide
 
 from ..models import tiny_llama
 from ..transport.pairs import worker_thread

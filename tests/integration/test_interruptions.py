@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
-from lightning_hetero.coordinator import optimizer_parts
-from lightning_hetero.coordinator.optimizer_parts import OptimizerParts
+from lightning_hetero.coordinator import optimizers
+from lightning_hetero.coordinator.optimizers import OptimizerParts
 from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
 from lightning_hetero.protocol import messages as m
@@ -193,7 +193,7 @@ def on_a_stage(patch: Patch) -> None:
         # Two groups, told once when the optimizer is built and once in each step.
         return {**group_options(group), **({"betas": "wrong"} if len(told) > 4 else {})}
 
-    patch.setattr(optimizer_parts, "group_options", wrong)
+    patch.setattr(optimizers, "group_options", wrong)
 
 
 PLACES: list[tuple[Callable[[Patch], None], type[BaseException]]] = [

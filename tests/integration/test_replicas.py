@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator import holdings, optimizer_parts
+from lightning_hetero.coordinator import holdings, optimizers
 from lightning_hetero.coordinator.loads import TensorLoad, send_all
 from lightning_hetero.errors import StageFailed, WorkerError
 
@@ -275,7 +275,7 @@ def test_a_replica_with_other_weights_is_named(
             load = TensorLoad(worker, iter([(name, other, {})]), is_built=True)
             assert [*send_all([load], remote.receive)]
 
-    monkeypatch.setattr(optimizer_parts, "STEPS_BETWEEN_COMPARISONS", 2)
+    monkeypatch.setattr(optimizers, "STEPS_BETWEEN_COMPARISONS", 2)
     plan = Plan([StagePlan(workers[:count], (0, 5))], micro_batches=PIECES)
     module = TinyModule()
     named = [workers[0], workers[1]] if count == 2 else [workers[2]]
@@ -288,7 +288,7 @@ def test_a_replica_with_other_weights_is_named(
 def test_replicas_on_unlike_devices_step_in_parts(
     workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer_parts, "STEPS_BETWEEN_COMPARISONS", 1)
+    monkeypatch.setattr(optimizers, "STEPS_BETWEEN_COMPARISONS", 1)
     kinds = iter(range(9))
     monkeypatch.setattr(holdings, "kind_of", lambda _equipment: next(kinds))
     module, strategy = TinyModule(), strategy_of(replicated(workers))

@@ -22,7 +22,7 @@ from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.worker.layers import StageLayers
 from lightning_hetero.worker.moves import MovedSide
-from lightning_hetero.worker.optimizer_parts import TrainedSide
+from lightning_hetero.worker.optimizers import TrainedSide
 from lightning_hetero.worker.owner import Host, Owner
 from lightning_hetero.worker.shelf import KeptTensors
 

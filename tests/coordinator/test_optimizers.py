@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator import optimizer_parts
-from lightning_hetero.coordinator.optimizer_parts import (
+from lightning_hetero.coordinator import optimizers
+from lightning_hetero.coordinator.optimizers import (
     OptimizerParts,
     RemoteOptimizer,
     TrainedParameters,
@@ -117,7 +117,7 @@ def test_the_norms_here_are_taken_while_the_stages_take_theirs(
         return [4.0]
 
     monkeypatch.setattr(parts, "ask_gradient_norms", ask)
-    monkeypatch.setattr(optimizer_parts, "gradient_norms", measure_here)
+    monkeypatch.setattr(optimizers, "gradient_norms", measure_here)
     assert remote.clip_by_norm(6.0) == 5.0
     assert parts.said == [("measure", 7), "here", "answered"]
 

@@ -1,4 +1,4 @@
-"""The worker's side of training: its optimizers, gradients and averages."""
+"""The worker's side of optimizers: it steps, clips, freezes and averages its layers' weights."""
 
 from __future__ import annotations
 

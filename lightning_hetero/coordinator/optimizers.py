@@ -1,4 +1,4 @@
-"""The coordinator's side of training: optimizers, and which parameters on the stages train.
+"""The coordinator's side of optimizers: their parts on workers, and which parameters train there.
 
 The optimizer object stays the user's own. It has all parameters and steps those with a gradient
 here. The stages step theirs when told, with the options that the groups have at that moment. A
