@@ -25,9 +25,9 @@ from ..protocol.frames import Frame
 from .answers import HeldTensor, check_content, check_state, held_tensors
 from .connections import Connections
 from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
-from .loads import TensorLoad, send_all
 from .member import Member
 from .progress import Progress, ProgressInLines, ProgressOfBytes
+from .tensor_transfers import TensorLoad, send_all
 
 STEPS_BETWEEN_COMPARISONS = 100
 """After so many optimizer steps the weights of replicas are compared."""

@@ -23,8 +23,8 @@ from ..protocol import messages as m
 from .answers import held_tensors
 from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
 from .layers import Names, RemoteLayers
-from .loads import PassedOn, TensorLoad, send_all
 from .member import Member
+from .tensor_transfers import PassedOn, TensorLoad, send_all
 
 # A parameter that trains travels with the state of its optimizer: most have two such tensors.
 _TIMES_WITH_STATE = 3

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, Plan
 from lightning_hetero.callbacks import StageWeightAveraging
-from lightning_hetero.coordinator.loads import PassedOn
+from lightning_hetero.coordinator.tensor_transfers import PassedOn
 from lightning_hetero.errors import ModelError, PlanError, WeightsLost, WorkerLost
 
 from ..conftest import WorkerProcess, worker_process

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator import holdings, optimizers
-from lightning_hetero.coordinator.loads import TensorLoad, send_all
+from lightning_hetero.coordinator.tensor_transfers import TensorLoad, send_all
 from lightning_hetero.errors import StageFailed, WorkerError
 
 from ..equality import TOLERANCE, differing

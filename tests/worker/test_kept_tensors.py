@@ -37,7 +37,7 @@ CHANGED = "1.mlp.up_proj.weight"
 @pytest.fixture(autouse=True)
 def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The bytes of the tensors that have been loaded, by their names; small ones are offered."""
-    monkeypatch.setattr("lightning_hetero.coordinator.loads.LEAST_OFFERED_BYTES", 0)
+    monkeypatch.setattr("lightning_hetero.coordinator.tensor_transfers.LEAST_OFFERED_BYTES", 0)
     send, found = Channel.send, dict[str, int]()
 
     def counting(self: Channel, message: m.Message, *tensors: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tensors on their way to workers: so many at once that every link is busy, and memory is bounded.
+"""Transfers of tensors to workers: many at once, offered first if a worker may still have them.
 
 Tensors go to several workers at once. One tensor is read at a time, for any worker that has room.
 Each worker confirms every tensor that it has put in its place, and at most two of its tensors, or

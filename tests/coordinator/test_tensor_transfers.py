@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero.coordinator.loads import (
+from lightning_hetero.coordinator.tensor_transfers import (
     MOST_REFUSALS,
     MOST_SMALL_UNDER_WAY,
     MOST_UNDER_WAY,
