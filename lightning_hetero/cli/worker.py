@@ -36,8 +36,8 @@ from ..transport.handshake import address_of, listen
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import FILE_VARIABLE, Token, find_token_file
 from ..worker.join import Joiner
+from ..worker.kept_tensors import KeptTensors
 from ..worker.owner import Owner, ServedRun
-from ..worker.shelf import KeptTensors
 from ..worker.supervisor import SessionPlace, Supervisor, serve_one_session, serve_one_session_anew
 from ..worker.worker import Worker
 from .options import DEFAULT_LISTEN, add_unit_option

@@ -20,7 +20,7 @@ from ..recovery import LINGER_SECONDS
 from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
 from .beside import Beside
-from .shelf import KeptTensors
+from .kept_tensors import KeptTensors
 
 logger = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ from ..errors import HeteroError, WorkerError
 from ..protocol.fields import Equipment
 from .beside import Second, SecondStatus
 from .join import Joiner
-from .shelf import KeptTensors, SharedShelf, open_shelf
+from .kept_tensors import KeptTensors, SharedShelf, open_shelf
 from .worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -40,9 +40,9 @@ from ..transport.line import Lingering
 from ..transport.lobby import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.tls import Credentials, secured
 from .beside import Beside, SecondStatus
+from .kept_tensors import KEPT_SECONDS, KeptTensors
 from .owner import Host, Owner
 from .session import StageSession
-from .shelf import KEPT_SECONDS, KeptTensors
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from lightning_hetero.planner.profile import Profile
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, read_token_file
 from lightning_hetero.version import __version__
-from lightning_hetero.worker.shelf import KeptTensors
+from lightning_hetero.worker.kept_tensors import KeptTensors
 from lightning_hetero.worker.supervisor import SessionPlace
 from lightning_hetero.worker.worker import Worker
 

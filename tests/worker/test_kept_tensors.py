@@ -24,7 +24,7 @@ from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.worker.shelf import KeptTensors
+from lightning_hetero.worker.kept_tensors import KeptTensors
 
 from ..models import tiny_llama
 from ..qlora import in_four_bits

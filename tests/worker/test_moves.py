@@ -20,11 +20,11 @@ from lightning_hetero.protocol.values import Packer
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.worker.kept_tensors import KeptTensors
 from lightning_hetero.worker.layers import StageLayers
 from lightning_hetero.worker.moves import MovedSide
 from lightning_hetero.worker.optimizers import TrainedSide
 from lightning_hetero.worker.owner import Host, Owner
-from lightning_hetero.worker.shelf import KeptTensors
 
 from ..models import tiny_llama
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.model.tensors import Content
-from lightning_hetero.worker.shelf import KeptTensors, SharedShelf, open_shelf
+from lightning_hetero.worker.kept_tensors import KeptTensors, SharedShelf, open_shelf
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="the system has no files in main memory"
