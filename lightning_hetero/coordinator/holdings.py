@@ -31,7 +31,7 @@ from ..pipeline.stage_layers import describe_parameters
 from ..plan import COORDINATOR, Dtype, Narrowing, Plan, StagePlan
 from ..protocol import messages as m
 from ..protocol.tensors import DTYPES, dtype_name
-from .answers import HeldTensor
+from .answer_checks import HeldTensor
 from .member import Member
 
 NOBODY: Mapping[str, int] = MappingProxyType({})

@@ -22,7 +22,7 @@ from ..model.tensors import (
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from ..protocol.frames import Frame
-from .answers import HeldTensor, check_content, check_state, held_tensors
+from .answer_checks import HeldTensor, check_content, check_state, held_tensors
 from .connections import Connections
 from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
 from .member import Member

@@ -20,7 +20,7 @@ from itertools import chain
 from ..model.tensors import stored_in_four_bits
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
-from .answers import held_tensors
+from .answer_checks import held_tensors
 from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
 from .layers import Names, RemoteLayers
 from .member import Member

@@ -38,7 +38,7 @@ from ..pipeline.recorder import APPLY, Recorder
 from ..plan import StagePlan
 from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
-from .answers import check_norms, check_optimizer_state
+from .answer_checks import check_norms, check_optimizer_state
 from .connections import Connections
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member

@@ -32,7 +32,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Content, Frame, encode_frame
 from ..protocol.values import Digests, Packer
 from ..transport.channel import send_copied
-from .answers import DueAnswers, check_narrowed
+from .answer_checks import DueAnswers, check_narrowed
 from .connections import Connections
 from .member import Member
 

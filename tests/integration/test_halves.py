@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator import answers
+from lightning_hetero.coordinator import answer_checks
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model import hollow
 from lightning_hetero.model.layer_call import LayerCall
@@ -171,7 +171,7 @@ class Tries(pl.Callback):
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.numbers: list[int] = []
-        for module in (hollow, answers):
+        for module in (hollow, answer_checks):
             patch.setattr(module, "result_on_meta", self._counting(module.result_on_meta))
 
     def _counting(self, try_layer: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.answers import (
+from lightning_hetero.coordinator.answer_checks import (
     DueAnswers,
     check_norms,
     check_optimizer_state,
