@@ -20,7 +20,7 @@ from torch import nn
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.losses import Loss, lost_between, seconds_of
+from ..coordinator.lost_workers import Loss, lost_between, seconds_of
 from ..model.four_bit import describe_parameter, is_four_bit
 from ..pipeline.optimizer import gradient_norms, gradients_here, total_norm
 from ..pipeline.placement import Placement

@@ -37,7 +37,7 @@ from ..recovery import Recovery, too_few
 from .connections import Connections
 from .holdings import kind_of
 from .layers import Names, RemoteLayers
-from .losses import Loss
+from .lost_workers import Loss
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
 from .takeover import Takeovers, needed_bytes

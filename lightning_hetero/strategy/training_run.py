@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.losses import Loss
+from ..coordinator.lost_workers import Loss
 from ..coordinator.optimizers import remote_optimizers
 from ..coordinator.progress import TrainingFigures
 from ..devices.description import equipment_here

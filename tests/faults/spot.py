@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
-from lightning_hetero.coordinator.losses import Loss
+from lightning_hetero.coordinator.lost_workers import Loss
 from lightning_hetero.report.charts import WIDTH, line_chart
 from lightning_hetero.report.svg import picture_file
 from lightning_hetero.units import in_duration

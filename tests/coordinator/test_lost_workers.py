@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.coordinator.losses import Loss, lost_between, seconds_of
+from lightning_hetero.coordinator.lost_workers import Loss, lost_between, seconds_of
 
 
 def lost(began: float, end: float | None) -> Loss:
