@@ -44,9 +44,9 @@ from ..plan import Plan, StagePlan
 from ..protocol.tensors import DTYPES
 from .holdings import RemoteStage, remote_stages
 from .layers import PlainAttributes, changed_since_recipe
+from .local_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
 from .moves import LayerMove
 from .optimizers import TrainedParameters
-from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
 from .replicas import HostedReplicas
 from .tensors_away import TensorsAway
 from .whole_batches import HandOvers

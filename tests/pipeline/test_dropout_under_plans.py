@@ -15,7 +15,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hetero.coordinator.own_layers import adjust_own, seed_own
+from lightning_hetero.coordinator.local_layers import adjust_own, seed_own
 from lightning_hetero.model.layers import DecoderLayer
 from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.draws import Draws

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from lightning_hetero.coordinator import own_layers
-from lightning_hetero.coordinator.own_layers import adjust_own, prepare_hosted
+from lightning_hetero.coordinator import local_layers
+from lightning_hetero.coordinator.local_layers import adjust_own, prepare_hosted
 from lightning_hetero.model.layers import DecoderLayer
 from lightning_hetero.model.override import overrides_of
 from lightning_hetero.pipeline.draws import Draws
@@ -38,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    monkeypatch.setattr(own_layers, "compiled", compiled)
+    monkeypatch.setattr(local_layers, "compiled", compiled)
     return found
 
 
