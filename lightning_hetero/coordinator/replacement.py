@@ -43,7 +43,7 @@ from .snapshots import SnapshotFiles, check_snapshot
 from .takeover import Takeovers, needed_bytes
 
 if TYPE_CHECKING:
-    from .stages import RemoteStages
+    from .steps import RemoteStages
 
 # Between two attempts to reach a worker that is about to start again.
 _BETWEEN_DIALS_SECONDS = 0.1

@@ -41,7 +41,7 @@ from ..transport.channel import send_copied
 from .exchange import Exchange
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
-from .stages import RemoteStages
+from .steps import RemoteStages
 
 
 class HostedReplicas:

@@ -34,7 +34,7 @@ from .member import Source
 from .neighbors import Neighbors
 from .optimizers import OptimizerParts
 from .replacement import Replacements
-from .stages import RemoteStages
+from .steps import RemoteStages
 from .telemetry import Telemetry
 
 CPU = torch.device("cpu")

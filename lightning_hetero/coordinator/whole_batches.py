@@ -39,7 +39,7 @@ from ..pipeline.tolerance import coarsest, norm_error, rounding_of_hidden
 from ..pipeline.turns import current_turn
 from ..plan import Plan
 from ..protocol.tensors import DTYPES
-from .stages import RemoteStages
+from .steps import RemoteStages
 
 _NUM_COMPARED = 2
 

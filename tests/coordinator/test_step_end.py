@@ -11,7 +11,7 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator.connections import Connections
 from lightning_hetero.coordinator.member import Member
-from lightning_hetero.coordinator.stages import RemoteStages
+from lightning_hetero.coordinator.steps import RemoteStages
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.channel import Channel

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.coordinator.member import Member
-from lightning_hetero.coordinator.stages import OutgoingArguments
+from lightning_hetero.coordinator.steps import OutgoingArguments
 from lightning_hetero.devices.copies import Copies, PlainCopies, StreamedCopies
 from lightning_hetero.errors import (
     ChannelError,
