@@ -24,10 +24,10 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame
 from .answer_checks import HeldTensor, check_content, check_state, held_tensors
 from .connections import Connections
-from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
 from .member import Member
 from .progress import Progress, ProgressInLines, ProgressOfBytes
 from .tensor_transfers import TensorLoad, send_all
+from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
 STEPS_BETWEEN_COMPARISONS = 100
 """After so many optimizer steps the weights of replicas are compared."""

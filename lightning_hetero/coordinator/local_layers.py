@@ -23,7 +23,7 @@ from ..pipeline.draws import Draws
 from ..pipeline.stage import compiled
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..protocol.messages import Equipment
-from .holdings import obstacles_to_compiling
+from .worker_stages import obstacles_to_compiling
 
 
 def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment: Equipment) -> None:

@@ -21,10 +21,10 @@ from ..model.tensors import stored_in_four_bits
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from .answer_checks import held_tensors
-from .holdings import Holdings, RemoteStage, numbered_stages, owners_of
 from .layers import Names, RemoteLayers
 from .member import Member
 from .tensor_transfers import PassedOn, TensorLoad, send_all
+from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
 # A parameter that trains travels with the state of its optimizer: most have two such tensors.
 _TIMES_WITH_STATE = 3

@@ -35,12 +35,12 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..recovery import Recovery, too_few
 from .connections import Connections
-from .holdings import kind_of
 from .layers import Names, RemoteLayers
 from .lost_workers import Loss
 from .member import Member
 from .snapshots import SnapshotFiles, check_snapshot
 from .takeover import Takeovers, needed_bytes
+from .worker_stages import kind_of
 
 if TYPE_CHECKING:
     from .steps import RemoteStages

@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_hetero.coordinator.holdings import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
+from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.holdings import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
+from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import StageFailed, WorkerError, WorkerLost
 from lightning_hetero.model.four_bit import State

@@ -12,8 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.holdings import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
+from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.four_bit import FourBit, apply_four_bit, describe_four_bit, quantize
 from lightning_hetero.model.layers import find_decoder_layers

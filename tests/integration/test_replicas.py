@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator import holdings, optimizers
+from lightning_hetero.coordinator import optimizers, worker_stages
 from lightning_hetero.coordinator.tensor_transfers import TensorLoad, send_all
 from lightning_hetero.errors import StageFailed, WorkerError
 
@@ -290,7 +290,7 @@ def test_replicas_on_unlike_devices_step_in_parts(
 ) -> None:
     monkeypatch.setattr(optimizers, "STEPS_BETWEEN_COMPARISONS", 1)
     kinds = iter(range(9))
-    monkeypatch.setattr(holdings, "kind_of", lambda _equipment: next(kinds))
+    monkeypatch.setattr(worker_stages, "kind_of", lambda _equipment: next(kinds))
     module, strategy = TinyModule(), strategy_of(replicated(workers))
     fit(module, strategy, loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE))
     assert next(kinds) == 2

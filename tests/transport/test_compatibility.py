@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.coordinator.holdings import obstacles_to_compiling, shortcomings
+from lightning_hetero.coordinator.worker_stages import obstacles_to_compiling, shortcomings
 from lightning_hetero.model.adapters import Adapters
 from lightning_hetero.model.custom_layers import BlocksRecipe
 from lightning_hetero.model.four_bit import FourBit

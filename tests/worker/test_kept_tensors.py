@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.holdings import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
+from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.devices.description import describe_device
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.holdings import RemoteStage
+from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.errors import ModelError, RemoteProtocolError
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.model.layers import find_decoder_layers

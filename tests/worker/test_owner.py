@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.coordinator.holdings import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
+from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.errors import RemoteProtocolError, StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator.holdings import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
+from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import ChannelError, StageFailed, WorkerUnreachable
 from lightning_hetero.model.layers import find_decoder_layers

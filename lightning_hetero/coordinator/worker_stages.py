@@ -1,4 +1,4 @@
-"""What workers hold: the stages that they are asked to serve, and where each tensor is."""
+"""The stages on workers: what each asks of its worker, who holds it, and where each tensor is."""
 
 from __future__ import annotations
 
