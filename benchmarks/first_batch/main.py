@@ -34,8 +34,8 @@ from benchmarks.processes import (
 )
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.coordinator.handover import WholeBatches
 from lightning_hetero.coordinator.steps import RemoteStages
-from lightning_hetero.coordinator.whole_batches import WholeBatches
 from lightning_hetero.strategy.first_batch import FirstBatchCheck
 
 NUM_LAYERS = 8

@@ -1,4 +1,4 @@
-"""Hand-overs: of a micro-batch in its turn, and of a whole batch that is cut into pieces.
+"""The coordinator's hand-overs: of a micro-batch in its turn, or of a whole batch that is cut.
 
 Evaluation, manual optimization and ``micro_batching="boundary"`` hand over the hidden states of a
 whole batch. They are cut into pieces along the samples, so that all stages work at once. Layers

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.whole_batches import WholeBatches
+from lightning_hetero.coordinator.handover import WholeBatches
 from lightning_hetero.errors import BatchError, StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Surroundings, join_activations
