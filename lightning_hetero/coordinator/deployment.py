@@ -22,6 +22,7 @@ from ..model.captured_outputs import CollectingHooks
 from ..model.compiled_layers import uncompile
 from ..model.half_layers import absent_in
 from ..model.hollow import HollowLayers, is_hollow, remote_of
+from ..model.hollow_forward import list_begins
 from ..model.layer_call import LayerCall
 from ..model.layers import (
     EMBEDDING_LAYER,
@@ -32,7 +33,6 @@ from ..model.layers import (
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
 from ..model.recipe import write_recipe
-from ..model.records import list_begins
 from ..model.shared_parts import SharedParts
 from ..model.tensors import is_frozen, named_tensors
 from ..pipeline.boundary import Collected

@@ -55,6 +55,7 @@ from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_h
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
 from .held_parts import HeldParts, check_hooks_of_all_modules, hook_away
+from .hollow_forward import HollowSpan, Records, list_begins
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches
 from .layer_call import (
@@ -78,7 +79,6 @@ from .placeholders import (
     tensors_in,
     unmark,
 )
-from .records import HollowSpan, Records, list_begins
 from .tensors import (
     check_can_be_emptied,
     emptied,

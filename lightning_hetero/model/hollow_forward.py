@@ -1,4 +1,4 @@
-"""What a forward records of a run of hollow layers, and where runs begin and end.
+"""What a forward through hollow layers records, and where runs of these layers begin and end.
 
 Each thread records for itself. What goes along with the hidden states gets its name here.
 """
