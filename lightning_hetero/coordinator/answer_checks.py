@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, RemoteProtocolError
-from ..model.arithmetic import ENTERED, returned
+from ..model.carried_tensors import ENTERED, returned
 from ..model.four_bit import State, describe_parameter, read_state, shapes_only
 from ..model.layer_call import result_on_meta
 from ..model.layers import EMBEDDING_LAYER

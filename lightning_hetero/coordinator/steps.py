@@ -1,4 +1,4 @@
-"""The coordinator's side of steps: forwards and backwards on the stages of a plan."""
+"""The coordinator's side of steps: forwards and backwards on workers, and what comes back."""
 
 from __future__ import annotations
 

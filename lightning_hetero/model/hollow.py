@@ -23,7 +23,7 @@ Layers may be kept: they are hollow too, and their weights are here all the same
 A model may have several lists of layers, such as those of an encoder and a decoder: each is a run
 of its own, with an exchange at its end. Tensors that carry gradients may go along with the hidden
 states, from the model or from one layer to later ones, and the model may do arithmetic with them;
-see `arithmetic.py`.
+see `carried_tensors.py`.
 
 Nothing here knows which process computes.
 """
@@ -50,8 +50,8 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .adapters import AdapterSwitches
 from .argument_changes import copied
-from .arithmetic import Carried, is_carried, returned
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
+from .carried_tensors import Carried, is_carried, returned
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
 from .held_parts import HeldParts, check_hooks_of_all_modules, hook_away

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from .argument_changes import GivenTensors, Modes
-from .arithmetic import ENTERED, Arithmetic, Carried, Wanted, computed, entering
+from .carried_tensors import ENTERED, Arithmetic, Carried, Wanted, computed, entering
 from .half_layers import is_second_half
 from .layer_call import LayerCall
 from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer

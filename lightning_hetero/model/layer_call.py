@@ -1,7 +1,7 @@
 """One call of a decoder layer as a value, and what the layer returns.
 
 Hidden states go from layer to layer. Other tensors may go along with them, and carry gradients. In
-the arguments of a call `Carried` stands for such a tensor, by its name; see `arithmetic.py`.
+the arguments of a call `Carried` stands for such a tensor, by its name; see `carried_tensors.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..errors import ModelError
-from .arithmetic import Arithmetic, Carried, returned
 from .attributes import unchanged
+from .carried_tensors import Arithmetic, Carried, returned
 from .placeholders import instances_in, is_away, tensors_in
 from .tensors import narrowed
 

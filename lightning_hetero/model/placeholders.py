@@ -4,9 +4,9 @@
     away       passed on, never computed with  away
 
 `HiddenStatesAway` stands for hidden states between two layers on workers. A model may pass them
-from layer to layer, read their shape, dtype and device, and do the arithmetic of `arithmetic.py`
-with them, whose result is another placeholder. Those that the model still has behind the last layer
-come back together with its result.
+from layer to layer, read their shape, dtype and device, and do the arithmetic of
+`carried_tensors.py` with them, whose result is another placeholder. Those that the model still has
+behind the last layer come back together with its result.
 
 `TensorAway` and `ParameterAway` are the classes of the parameters and buffers of layers on workers.
 torch would ignore much of what a program does with them: ``average.add_(parameter)`` adds nothing
@@ -31,7 +31,7 @@ from torch.nn.functional import dropout
 from typing_extensions import Self
 
 from ..errors import ModelError
-from .arithmetic import Wanted, returned, wanted_arithmetic
+from .carried_tensors import Wanted, returned, wanted_arithmetic
 from .layers import EMBEDDING_LAYER, describe_layer
 
 Kind = TypeVar("Kind")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..devices.copies import Land, already_here
 from ..errors import BatchError
-from ..model.arithmetic import ENTERED, is_carried, returned
+from ..model.carried_tensors import ENTERED, is_carried, returned
 from ..model.layer_call import LayerCall
 from ..model.placeholders import tensors_in
 from ..protocol.fields import Numerics

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RemoteProtocolError
-from ..model.arithmetic import Arithmetic, Carried, is_arithmetic, is_carried
+from ..model.carried_tensors import Arithmetic, Carried, is_arithmetic, is_carried
 from ..model.layer_call import CacheUse, LayerCall
 from ..model.placeholders import replaced
 from ..plan import INT8_BLOCK, WireDtype

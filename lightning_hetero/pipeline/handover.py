@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..devices.numerics import numerics_here
 from ..devices.thread_device import ThreadDevice
 from ..errors import BatchError, ModelError
-from ..model.arithmetic import is_carried
+from ..model.carried_tensors import is_carried
 from ..model.layer_call import LayerCall
 from .boundary import (
     Activation,

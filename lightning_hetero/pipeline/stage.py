@@ -22,9 +22,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from ..devices.numerics import compute_with, making
 from ..errors import ModelError, RemoteProtocolError
 from ..model.argument_changes import GivenArguments, check_entered, versions
-from ..model.arithmetic import returned
 from ..model.attributes import AttributeState
 from ..model.captured_outputs import collect_embedded, collecting
+from ..model.carried_tensors import returned
 from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer

@@ -203,7 +203,7 @@ class ArithmeticBehind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         name: The name of the result.
-        function: The function, one of those in `model/arithmetic.py`.
+        function: The function, one of those in `model/carried_tensors.py`.
         operands: A tuple.
         is_in_place: Whether the model changed the first operand itself.
     """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.arithmetic import Carried
+from lightning_hetero.model.carried_tensors import Carried
 from lightning_hetero.model.layer_call import (
     LayerCall,
     expected_result,

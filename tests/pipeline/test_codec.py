@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
-from lightning_hetero.model.arithmetic import Arithmetic, Carried
+from lightning_hetero.model.carried_tensors import Arithmetic, Carried
 from lightning_hetero.model.layer_call import CacheUse, LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients, Surroundings
 from lightning_hetero.pipeline.codec import (

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import install_output_capuring_hook
 
 from lightning_hetero.errors import BatchError, ModelError
-from lightning_hetero.model.arithmetic import Arithmetic, Carried
 from lightning_hetero.model.captured_outputs import collecting
+from lightning_hetero.model.carried_tensors import Arithmetic, Carried
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import (
     Activation,

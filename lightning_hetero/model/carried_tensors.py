@@ -1,4 +1,4 @@
-"""What goes along with the hidden states from layer to layer, and arithmetic with it.
+"""Carried tensors: they go along with the hidden states from layer to layer, with arithmetic.
 
     @0, @1, …    what enters the first layer: the hidden states, and others, such as conditioning
     @4.0, @4.1   what layer 4 returns: the hidden states, and others, such as a position bias

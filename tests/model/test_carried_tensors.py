@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.arithmetic import (
+from lightning_hetero.model.carried_tensors import (
     Arithmetic,
     Carried,
     Wanted,
