@@ -56,7 +56,7 @@ from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
 from .held_parts import HeldParts, check_hooks_of_all_modules, hook_away
 from .hollow_forward import HollowSpan, Records, list_begins
-from .hollow_state import HollowStateDicts, RemoteTensors
+from .hollow_state_dicts import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches
 from .layer_call import (
     LayerCall,
