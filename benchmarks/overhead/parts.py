@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_hetero.devices.device import forked_generators
 from lightning_hetero.devices.numerics import compute_with, numerics_here
-from lightning_hetero.pipeline.draws import Draws, seed_action
+from lightning_hetero.pipeline.random_numbers import Draws, seed_action
 from lightning_hetero.pipeline.recorder import Recorder
 from lightning_hetero.pipeline.rule import Key
 

@@ -36,10 +36,10 @@ from ..model.recipe import write_recipe
 from ..model.shared_parts import SharedParts
 from ..model.tensors import is_frozen, named_tensors
 from ..pipeline.boundary import Collected
-from ..pipeline.draws import Draws
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
 from ..pipeline.placement import Placement, coming_home, leaving_home
+from ..pipeline.random_numbers import Draws
 from ..plan import Plan, StagePlan
 from ..protocol.tensors import DTYPES
 from .handover import HandOvers

@@ -19,7 +19,7 @@ from ..model.layer_call import caches_among, without_cache
 from ..model.layers import EMBEDDING_LAYER, DecoderLayer, find_embedding
 from ..model.override import ForwardOverride
 from ..model.tensors import has_four_bit
-from ..pipeline.draws import Draws
+from ..pipeline.random_numbers import Draws
 from ..pipeline.stage import compiled
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..protocol.messages import Equipment

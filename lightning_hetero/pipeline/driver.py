@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from ..devices.device import forked_generators
 from ..errors import BatchError
 from .boundary import Activation, Gradients
-from .draws import Draws, MicrobatchDraws
 from .handover import Request, Returned, Stages
 from .placement import COORDINATOR_STAGE
+from .random_numbers import Draws, MicrobatchDraws
 from .recorder import ActionKind, Recorder
 from .rule import Action, GradientOrder, Key, choose
 from .turns import Finished, HandedOver, Turn, TurnThreads

@@ -29,7 +29,7 @@ from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
 from .boundary import Activation, Collected, Gradients, Surroundings, leaf_of
-from .draws import seed_action
+from .random_numbers import seed_action
 from .rule import Key
 
 Call = Callable[..., Any]

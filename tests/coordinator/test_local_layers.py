@@ -15,7 +15,7 @@ from lightning_hetero.coordinator import local_layers
 from lightning_hetero.coordinator.local_layers import adjust_own, prepare_hosted
 from lightning_hetero.model.layers import DecoderLayer
 from lightning_hetero.model.override import overrides_of
-from lightning_hetero.pipeline.draws import Draws
+from lightning_hetero.pipeline.random_numbers import Draws
 from lightning_hetero.plan import Plan, StagePlan
 
 

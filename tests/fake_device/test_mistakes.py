@@ -19,7 +19,7 @@ from lightning_hetero.devices.device import Accelerator, device_for, forked_gene
 from lightning_hetero.devices.streams import AcceleratorStreams
 from lightning_hetero.devices.thread_device import ThreadDevice
 from lightning_hetero.pipeline.boundary import Activation
-from lightning_hetero.pipeline.draws import seed_action
+from lightning_hetero.pipeline.random_numbers import seed_action
 from lightning_hetero.pipeline.turns import Finished, Turn, TurnThreads
 
 from . import faults, reset, waits_here

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.pipeline.draws import seed_action
+from lightning_hetero.pipeline.random_numbers import seed_action
 from lightning_hetero.pipeline.turns import current_turn
 
 from ..equality import differing

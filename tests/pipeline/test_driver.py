@@ -21,9 +21,9 @@ from lightning_hetero.model.captured_outputs import CollectingHooks
 from lightning_hetero.model.hollow import HollowLayers
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.boundary import Activation, Gradients
-from lightning_hetero.pipeline.draws import Draws
 from lightning_hetero.pipeline.driver import Driver, MicrobatchStep, StepGradients
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
+from lightning_hetero.pipeline.random_numbers import Draws
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.turns import current_turn
 

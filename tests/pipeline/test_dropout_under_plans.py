@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetero.coordinator.local_layers import adjust_own, seed_own
 from lightning_hetero.model.layers import DecoderLayer
 from lightning_hetero.pipeline.boundary import Activation
-from lightning_hetero.pipeline.draws import Draws
 from lightning_hetero.pipeline.driver import Driver, MicrobatchStep, StepGradients
+from lightning_hetero.pipeline.random_numbers import Draws
 from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.pipeline.turns import current_turn
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan

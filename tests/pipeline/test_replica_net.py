@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.boundary import Activation
-from lightning_hetero.pipeline.draws import Draws
 from lightning_hetero.pipeline.driver import Driver, MicrobatchStep, StepGradients
 from lightning_hetero.pipeline.placement import Placement
+from lightning_hetero.pipeline.random_numbers import Draws
 from lightning_hetero.pipeline.turns import current_turn
 from lightning_hetero.plan import Plan, StagePlan
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.pipeline.draws import BatchDraws, Draws, MicrobatchDraws, seed_action
+from lightning_hetero.pipeline.random_numbers import BatchDraws, Draws, MicrobatchDraws, seed_action
 
 SEED = 3
 places = st.tuples(st.integers(0, 10**6), st.integers(0, 64), st.integers(0, 64), st.integers(0, 4))

@@ -1,4 +1,4 @@
-"""Draws: the random numbers of a step, which depend on their place in it, not on who computes what.
+"""Random numbers of a step: they depend on their place in it, and not on who computes what.
 
     step 7, micro-batch 3    embedding ─▶ layer 0 ─▶ layer 1 ─▶ head, loss
     layers are seeded by                  7, 0, 3    7, 1, 3
