@@ -24,8 +24,8 @@ from typing import NamedTuple
 from ..plan import COORDINATOR
 from .candidates import Candidate, Costs, Range, as_replicas, spans_of
 from .feasibility import shortages
+from .replica_teams import Tables, TeamArrangement
 from .replicas import ReplicaPart
-from .teams import Tables, TeamArrangement
 
 ALL_TEAMS_UP_TO = 3
 """Workers up to which the search begins with all ordered teams, with several splits of each. It

@@ -24,13 +24,13 @@ from lightning_hetero.plan import COORDINATOR, Plan
 from lightning_hetero.planner.candidates import Candidate, Costs
 from lightning_hetero.planner.feasibility import shortages
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
+from lightning_hetero.planner.replica_teams import Tables, TeamArrangement
 from lightning_hetero.planner.solver import (
     Wishes,
     replicated_plan,
     solve,
     solve_replicated,
 )
-from lightning_hetero.planner.teams import Tables, TeamArrangement
 from lightning_hetero.planner.verdict import judge, sentences
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
