@@ -36,14 +36,14 @@ from ..plan import COORDINATOR
 from .candidates import Arrangement, Candidate, Costs, spans_of
 from .experts import best_apart
 from .orders import Orders, in_flight_of, interchangeable, place, place_all, place_at, place_behind
-from .routes import Speed, least_bottleneck
-from .team_search import (
+from .replica_search import (
     LAYERS_MOVED,
     LEAST_GAIN_IN_FLIGHT,
     LEAST_GAIN_OF_CHANGE,
     TeamSearch,
     moved_layers,
 )
+from .routes import Speed, least_bottleneck
 
 ALL_ORDERS_UP_TO = 5
 """Workers up to which all subsets in all orders are tried: 325 arrangements."""
