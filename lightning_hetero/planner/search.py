@@ -35,7 +35,6 @@ from itertools import combinations, permutations, product
 from ..plan import COORDINATOR
 from .candidates import Arrangement, Candidate, Costs, spans_of
 from .experts import best_apart
-from .orders import Orders, in_flight_of, interchangeable, place, place_all, place_at, place_behind
 from .replica_search import (
     LAYERS_MOVED,
     LEAST_GAIN_IN_FLIGHT,
@@ -44,6 +43,15 @@ from .replica_search import (
     moved_layers,
 )
 from .routes import Speed, least_bottleneck
+from .worker_orders import (
+    Orders,
+    in_flight_of,
+    interchangeable,
+    place,
+    place_all,
+    place_at,
+    place_behind,
+)
 
 ALL_ORDERS_UP_TO = 5
 """Workers up to which all subsets in all orders are tried: 325 arrangements."""
