@@ -26,11 +26,11 @@ from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
 from .candidates import Candidate, spans_of
 from .feasibility import candidate_of, shortages
+from .layer_split import best_splits, nowhere_but, only
 from .profile import DeviceProfile, Profile
 from .replica_search import LEAST_GAIN_OF_CHANGE, moved_layers, with_moved_shares
 from .replicas import shares_of
 from .search import EXCHANGES_UP_TO, MOST_NEAR_PLAYED
-from .split import best_splits, nowhere_but, only
 
 THRESHOLD = 0.2
 """Share by which the slowest stage must become slower or faster to count as drifted."""

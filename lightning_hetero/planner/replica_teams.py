@@ -26,6 +26,8 @@ import numpy.typing as npt
 from ..plan import COORDINATOR, Dtype, ReplicaOptimizer, most_started
 from .candidates import Candidate, Costs, Range, Seat, as_replicas
 from .costs import BothEnds, Holder, Index, Need, Numbers, fastest_of
+from .layer_split import Matrix, best_splits, nowhere_but
+from .layer_split import Numbers as Vector
 from .profile import EMBEDDING, HEAD
 from .replicas import (
     Counts,
@@ -38,8 +40,6 @@ from .replicas import (
     whole_counts,
 )
 from .routes import busy_seconds_of_media
-from .split import Matrix, best_splits, nowhere_but
-from .split import Numbers as Vector
 
 MOST_COMPARED = 1000
 """Splits of one arrangement that are compared."""

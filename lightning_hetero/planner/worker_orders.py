@@ -12,8 +12,7 @@ import numpy as np
 from ..plan import COORDINATOR
 from .candidates import Arrangement, Candidate, Costs, boundary_hops
 from .costs import BothEnds
-from .routes import busy_seconds_of_media
-from .split import (
+from .layer_split import (
     Choice,
     Indices,
     Matrix,
@@ -24,6 +23,7 @@ from .split import (
     nowhere_but,
     only,
 )
+from .routes import busy_seconds_of_media
 
 MOST_AT_ONCE = 2**20
 """Numbers of a batch of matrices, which bounds its memory."""

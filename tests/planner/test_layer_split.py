@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.planner.layer_split import (
+    Matrix,
+    Splits,
+    best_splits,
+    bottlenecks,
+    nowhere_but,
+)
 from lightning_hetero.planner.routes import Speed, least_bottleneck
 from lightning_hetero.planner.solver import even_plan
-from lightning_hetero.planner.split import Matrix, Splits, best_splits, bottlenecks, nowhere_but
 
 from .tables import TABLES, Row
 
