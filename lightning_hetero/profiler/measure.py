@@ -34,7 +34,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
 from .dry_run import step_like
-from .ends import parameters_of_ends
+from .embedding_and_head import parameters_of_ends
 from .measured_model import LayerJob, ModelIdentity, ModelSighting, Subject, model_profile
 from .trials import (
     DeviceResult,

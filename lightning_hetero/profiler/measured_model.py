@@ -43,7 +43,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensors import DTYPES, dtype_name
 from .dry_run import OptimizerSettings, SampleBatch
-from .ends import EndsRunner, Example, embedding_to_leave, parameters_of_ends
+from .embedding_and_head import EndsRunner, Example, embedding_to_leave, parameters_of_ends
 
 # These attributes change no cost: a stage recomputes as a whole, and modes come with each call.
 _NO_COST = frozenset({"gradient_checkpointing", "_is_hf_initialized", *vars(nn.Module())})

@@ -54,7 +54,7 @@ from .dry_run import (
     to_device,
     with_optimizers,
 )
-from .ends import embedding_to_leave
+from .embedding_and_head import embedding_to_leave
 from .measure import (
     Described,
     Measuring,

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.profiler.ends import PassingLayers
+from lightning_hetero.profiler.embedding_and_head import PassingLayers
 
 from ..models import TinyModule, fit, loader, tiny_llama
 

@@ -16,7 +16,7 @@ from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.plan import Dtype
 from lightning_hetero.planner.profile import ModelProfile, Part, Timing
 from lightning_hetero.profiler.dry_run import OptimizerSettings
-from lightning_hetero.profiler.ends import Example
+from lightning_hetero.profiler.embedding_and_head import Example
 from lightning_hetero.profiler.measured_model import Blueprint, LayerJob, Subject, micro_batch_sizes
 from lightning_hetero.profiler.trials import (
     DeviceResult,

@@ -1,4 +1,4 @@
-"""Runs the coordinator's own ends, embedding and head, while no layer computes.
+"""Embedding and head, the coordinator's own ends: they run while no layer computes.
 
     start ─ embedding ─▶ enter │ layers pass │ leave ─ head, loss ─▶ end      forward
           ◀─ embedding ─       │             │       ◀─ loss, head ─          backward
