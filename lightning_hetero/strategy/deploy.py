@@ -40,7 +40,7 @@ from ..planner.verdict import judge, render
 from ..profiler.cache import Measured
 from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
-from ..profiler.run import NewcomerTrials, ProfilingRun
+from ..profiler.profiling_run import NewcomerTrials, ProfilingRun
 from ..recovery import Recovery, too_few
 from ..telemetry.ranges import share_as_text
 from ..transport.deadlines import Deadlines

@@ -37,7 +37,13 @@ from ..planner.membership import (
 from ..planner.profile import DeviceProfile, Profile
 from ..planner.replan import LEAST_GAIN
 from ..profiler.cache import Measured
-from ..profiler.run import NewcomerTrials, describe, known_device, links_with, with_newcomer
+from ..profiler.profiling_run import (
+    NewcomerTrials,
+    describe,
+    known_device,
+    links_with,
+    with_newcomer,
+)
 from ..protocol import messages as m
 from ..recovery import Recovery, too_few
 from ..units import in_bytes

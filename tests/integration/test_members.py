@@ -33,7 +33,7 @@ from lightning_hetero.errors import PlanError, WorkerLost
 from lightning_hetero.plan import COORDINATOR
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, LinkSpeed, Part, Profile
 from lightning_hetero.profiler.cache import Measured
-from lightning_hetero.profiler.run import ProfilingRun
+from lightning_hetero.profiler.profiling_run import ProfilingRun
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity

@@ -23,7 +23,7 @@ from lightning_hetero.profiler.cache import (
 )
 from lightning_hetero.profiler.measure import usable_memory
 from lightning_hetero.profiler.measured_model import ModelIdentity
-from lightning_hetero.profiler.run import with_present_memory
+from lightning_hetero.profiler.profiling_run import with_present_memory
 from lightning_hetero.protocol.messages import DeviceDescribed
 
 from ..planner.profiles import device, model, profile

@@ -178,7 +178,7 @@ def test_the_second_start_measures_nothing(
     path = tmp_path / "profile.yaml"
     profiled(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), path)
     first = path.read_text()
-    monkeypatch.setattr("lightning_hetero.profiler.run.Measuring", None)
+    monkeypatch.setattr("lightning_hetero.profiler.profiling_run.Measuring", None)
     with caplog.at_level(logging.INFO):
         strategy = HeteroPipelineStrategy(workers[:1], "even")
         profiled(TinyModule(), strategy, path)
