@@ -54,7 +54,7 @@ from lightning_hetero.report.topology import (
     Memory,
     Topology,
 )
-from lightning_hetero.telemetry.ranges import Range
+from lightning_hetero.telemetry.layer_ranges import Range
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines

@@ -25,7 +25,7 @@ from ..pipeline.recorder import EXCHANGED
 from ..plan import Plan
 from ..protocol.fields import ACTIONS, Span
 from ..report.charts import chart_of
-from ..telemetry.ranges import Range, stages_as_text
+from ..telemetry.layer_ranges import Range, stages_as_text
 from ..telemetry.step import (
     Absence,
     Prediction,

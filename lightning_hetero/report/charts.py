@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..protocol.fields import Span
-from ..telemetry.ranges import stages_as_text
+from ..telemetry.layer_ranges import stages_as_text
 from ..telemetry.step import Absence, Prediction, ProcessSpans, RecordedStep, name_of
 from ..units import in_duration, in_percent, time_unit
 from .svg import (

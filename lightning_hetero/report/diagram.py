@@ -21,7 +21,7 @@ from pathlib import PurePath
 
 from ..errors import PictureError
 from ..pipeline.placement import COORDINATOR_STAGE
-from ..telemetry.ranges import layers_as_text, stages_as_text
+from ..telemetry.layer_ranges import layers_as_text, stages_as_text
 from .diagram_lanes import lanes
 from .diagram_parts import (
     CARD_WIDTH,

@@ -18,7 +18,7 @@ from __future__ import annotations
 from functools import cached_property
 from itertools import pairwise
 
-from ..telemetry.ranges import Range, layers_as_text
+from ..telemetry.layer_ranges import Range, layers_as_text
 from .diagram_parts import (
     CARD_WIDTH,
     LABEL_HEIGHT,

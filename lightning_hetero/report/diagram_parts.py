@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..telemetry.ranges import layers_as_text, stages_as_text
+from ..telemetry.layer_ranges import layers_as_text, stages_as_text
 from .svg import (
     Point,
     arrow,

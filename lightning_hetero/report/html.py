@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..errors import PlanError
-from ..telemetry.ranges import Range
+from ..telemetry.layer_ranges import Range
 from ..units import in_bytes, in_duration, in_micro_batches, in_percent
 from .charts import line_chart, shares_chart
 from .diagram import diagram

@@ -16,7 +16,7 @@ import yaml
 
 from ..errors import PictureError, PlanError
 from ..plan import Plan
-from ..telemetry.ranges import Range, ranges_of
+from ..telemetry.layer_ranges import Range, ranges_of
 from ..units import in_duration, in_micro_batches, in_percent
 from .charts import Curve, typical
 

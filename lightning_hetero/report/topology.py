@@ -18,7 +18,7 @@ from ..planner.candidates import Candidate
 from ..planner.costs import Need
 from ..planner.feasibility import candidate_of
 from ..planner.profile import ENDS, Profile
-from ..telemetry.ranges import Range, Ranges, layers_as_text, ranges_of
+from ..telemetry.layer_ranges import Range, Ranges, layers_as_text, ranges_of
 from ..units import in_bytes_per_second, in_micro_batches, in_percent, in_seconds, in_short_bytes
 
 MEMORY_PARTS = ("weights", "training", "in flight", "other")

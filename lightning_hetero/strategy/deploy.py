@@ -42,7 +42,7 @@ from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
 from ..profiler.profiling_run import NewcomerTrials, ProfilingRun
 from ..recovery import Recovery, too_few
-from ..telemetry.ranges import share_as_text
+from ..telemetry.layer_ranges import share_as_text
 from ..transport.deadlines import Deadlines
 from .arguments import (
     NAMED_PLANS,

@@ -32,7 +32,7 @@ from ..planner.routes import Hop, Pipeline, Replicas, Speed, StageTimes, least_b
 from ..planner.search import speeds_of
 from ..planner.simulation import LOSS, Simulation, predict
 from ..protocol.fields import ACTIONS, ClockSample, Span, SpanKind
-from .ranges import Ranges, ranges_of
+from .layer_ranges import Ranges, ranges_of
 
 WINDOW_SECONDS = 1.0
 """Pings within this time share one offset: even a bad clock drifts by only 0.1 ms in it."""

@@ -20,7 +20,7 @@ from lightning_hetero.report.charts import (
     thinned,
     typical,
 )
-from lightning_hetero.telemetry.ranges import Range
+from lightning_hetero.telemetry.layer_ranges import Range
 from lightning_hetero.telemetry.step import ProcessSpans, RecordedStep, prediction_of
 
 from ..telemetry.made_up import PLAN, made_up_step, staggered_step, turn_by_turn, with_loss

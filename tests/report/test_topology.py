@@ -9,7 +9,7 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner import profile as p
 from lightning_hetero.report.topology import DrawnLink, DrawnPart, DrawnSpeed, Topology, topology_of
-from lightning_hetero.telemetry.ranges import Range
+from lightning_hetero.telemetry.layer_ranges import Range
 
 from ..planner.profiles import GIB, device, profile
 

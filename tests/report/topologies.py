@@ -18,7 +18,7 @@ from lightning_hetero.report.topology import (
     Topology,
     topology_of,
 )
-from lightning_hetero.telemetry.ranges import Range
+from lightning_hetero.telemetry.layer_ranges import Range
 
 GIB = 2**30
 LAYERS_EACH = 5

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol.fields import Span, SpanKind
-from lightning_hetero.telemetry.ranges import Range
+from lightning_hetero.telemetry.layer_ranges import Range
 from lightning_hetero.telemetry.step import (
     SAME_CLOCK,
     Absence,

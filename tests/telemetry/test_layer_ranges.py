@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.telemetry.ranges import Range, ranges_of, stages_as_text
+from lightning_hetero.telemetry.layer_ranges import Range, ranges_of, stages_as_text
 
 
 def test_each_replica_has_the_layers_with_its_share() -> None:
