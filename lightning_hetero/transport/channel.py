@@ -37,8 +37,8 @@ from ..protocol.session import Session
 from ..protocol.tensors import BufferPool
 from .connection import MOST_BYTES_AT_ONCE, Connection, Traffic
 from .deadlines import Deadlines
-from .line import Line, Lingering, reason_of
 from .link_probe import Exchange, PeerClock, payload
+from .reconnection import Line, Lingering, reason_of
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from .connection import (
     send_buffers,
 )
 from .deadlines import Deadlines
-from .line import Lingering, PeerGone, receive_some
+from .reconnection import Lingering, PeerGone, receive_some
 from .tls import Credentials, secured
 
 # Connections that wait to be accepted. The system drops those beyond, and a peer tries again after

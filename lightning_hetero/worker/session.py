@@ -61,7 +61,7 @@ from ..protocol.values import KeptConstants
 from ..transport.address import Address
 from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action
 from ..transport.handshake import dial
-from ..transport.line import Line
+from ..transport.reconnection import Line
 from .layers import StageLayers
 from .moves import MovedSide
 from .neighbors import Neighbors

@@ -36,8 +36,8 @@ from ..transport.compatibility import Identity
 from ..transport.connection import Connection, SocketConnection, prepare_socket, send_buffers
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import address_of, check_hello, receive_hello
-from ..transport.line import Lingering
 from ..transport.lobby import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
+from ..transport.reconnection import Lingering
 from ..transport.tls import Credentials, secured
 from .beside import Beside, SecondStatus
 from .kept_tensors import KEPT_SECONDS, KeptTensors

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Channel
-from lightning_hetero.transport.line import Line
+from lightning_hetero.transport.reconnection import Line
 
 from ..models import TinyModule, fit, loader
 

@@ -1,4 +1,4 @@
-"""The line below a channel: a connection, and the one that takes its place when it breaks.
+"""Reconnection: the line below a channel goes on over another connection when its own breaks.
 
     the end that has dialled                    the end that was dialled
     breaks ▶ away ▶ dials again ─ Hello: secret, frames received ─▶ breaks ▶ away

@@ -16,8 +16,8 @@ import torch
 from lightning_hetero.errors import ChannelError, HeteroError, RemoteProtocolError, WorkerError
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
-from lightning_hetero.transport import line
-from lightning_hetero.transport.line import PeerGone
+from lightning_hetero.transport import reconnection
+from lightning_hetero.transport.reconnection import PeerGone
 
 from .lingering import Switch, Weather, lingering_pair
 from .pairs import PATIENCE_SECONDS, End, channel_pair, memory_pair
@@ -53,7 +53,7 @@ def received(end: End, count: int) -> list[tuple[int, torch.Tensor]]:
 @pytest.fixture
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts follow each other at once."""
-    monkeypatch.setattr(line, "pauses", lambda: itertools.repeat(0.0))
+    monkeypatch.setattr(reconnection, "pauses", lambda: itertools.repeat(0.0))
 
 
 @pytest.mark.usefixtures("without_pauses")
