@@ -54,7 +54,7 @@ from ..transport.handshake import (
     open_over,
     receive_opening,
 )
-from ..transport.lobby import SECONDS_OF_A_LINE, Lobby, RefusalLog
+from ..transport.handshake_limits import SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.tls import secured
 from .launcher import reachable
 

@@ -36,7 +36,7 @@ from ..transport.compatibility import Identity
 from ..transport.connection import Connection, SocketConnection, prepare_socket, send_buffers
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import address_of, check_hello, receive_hello
-from ..transport.lobby import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
+from ..transport.handshake_limits import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.reconnection import Lingering
 from ..transport.tls import Credentials, secured
 from .beside import Beside, SecondStatus

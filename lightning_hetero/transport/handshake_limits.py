@@ -1,4 +1,4 @@
-"""Strangers at a listening socket: how many may be in their handshake, and what is logged of them.
+"""Limits of handshakes: how many strangers may be in theirs, and what is logged of refused ones.
 
 Anyone may connect to a port. So connections that have not said who they are take bounded room, and
 refused ones bounded lines of the log.
