@@ -1,8 +1,8 @@
 """The coordinator's connections: who the workers are, asking them, hearing them, losing them.
 
-The other parts of the coordinator (`neighbors`, `layers`, `stages`, `training`, `telemetry`) share
-one `Connections`. A message that answers no request goes to the part that has registered for its
-kind in `asides`. Any other message is returned to the caller that waits.
+The other parts of the coordinator (`neighbors`, `layers`, `steps`, `optimizers`, `telemetry`)
+share one `Connections`. A message that answers no request goes to the part that has registered for
+its kind in `asides`. Any other message is returned to the caller that waits.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 A peer without the token gets no word of ours: one that does not speak TLS gets no byte at all. A
 peer with the token that cannot be used is told the reason. A worker that waits says nothing, and
 neither the worker nor this process needs a thread for that. A second process of a worker (see
-`worker.beside`) comes for one session, and waits apart. The worker's end is in `worker.join`.
+`worker.second_processes`) comes for one session, and waits apart. The worker's end is in
+`worker.join`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ number of micro-batches or of those in flight.
 
 At the end it takes as few micro-batches in flight as are nearly as fast. For a mixture in halves it
 also tries the experts on one worker and all else on another (`experts`). Then it looks for plans
-with replicas, and takes one if it is faster by as much as a device has to be (`team_search`).
+with replicas, and takes one if it is faster by as much as a device has to be (`replica_search`).
 """
 
 from __future__ import annotations

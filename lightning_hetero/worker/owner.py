@@ -19,8 +19,8 @@ from ..protocol.tensors import Buffer
 from ..recovery import LINGER_SECONDS
 from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from .beside import Beside
 from .kept_tensors import KeptTensors
+from .second_processes import Beside
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ The two processes talk through a pipe, in words:
     session        "ready DEVICE EQUIPMENT", "failed REASON", "over",
                    "alone REASON" (nobody lets it join)
 
-A run may need a second session here, in the place of a worker that it has lost; see `beside.py`.
-Then there is a first process, which says "over" before another one follows it, and second ones,
-each for one session of a NAME:
+A run may need a second session here, in the place of a worker that it has lost; see
+`second_processes.py`. Then there is a first process, which says "over" before another one follows
+it, and second ones, each for one session of a NAME:
 
     first session  "beside NAME:BYTES" asks for a second process
     second one     "does NAME STATUS" now and then
@@ -57,9 +57,9 @@ import msgspec
 from ..devices.device import is_any_in_use
 from ..errors import HeteroError, WorkerError
 from ..protocol.fields import Equipment
-from .beside import Second, SecondStatus
 from .join import Joiner
 from .kept_tensors import KeptTensors, SharedShelf, open_shelf
+from .second_processes import Second, SecondStatus
 from .worker import Worker
 
 logger = logging.getLogger(__name__)

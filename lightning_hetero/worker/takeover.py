@@ -9,8 +9,8 @@ from ..devices.device import device_for
 from ..errors import HeteroError
 from ..protocol import messages as m
 from ..transport.channel import Channel, Handler
-from .beside import Second
 from .owner import Budget, Host
+from .second_processes import Second
 
 
 def room_bytes(

@@ -39,9 +39,9 @@ from ..transport.handshake import address_of, check_hello, receive_hello
 from ..transport.handshake_limits import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.reconnection import Lingering
 from ..transport.tls import Credentials, secured
-from .beside import Beside, SecondStatus
 from .kept_tensors import KEPT_SECONDS, KeptTensors
 from .owner import Host, Owner
+from .second_processes import Beside, SecondStatus
 from .session import StageSession
 
 logger = logging.getLogger(__name__)

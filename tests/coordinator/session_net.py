@@ -50,9 +50,9 @@ from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.resumption import Ledger
 from lightning_hetero.worker import session as worker_session
 from lightning_hetero.worker import snapshots as worker_snapshots
-from lightning_hetero.worker.beside import Second
 from lightning_hetero.worker.kept_tensors import KeptTensors
 from lightning_hetero.worker.owner import Host, Owner
+from lightning_hetero.worker.second_processes import Second
 from lightning_hetero.worker.session import SessionOver, StageSession
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from lightning_hetero.protocol.fields import StageRange
 from lightning_hetero.transport.channel import Inbox
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.handshake import dial
-from lightning_hetero.worker.beside import MOST_BESIDE, Beside, Second, SecondStatus
+from lightning_hetero.worker.second_processes import MOST_BESIDE, Beside, Second, SecondStatus
 from lightning_hetero.worker.takeover import room_bytes
 
 from ..transport.pairs import QUICK, serving_worker

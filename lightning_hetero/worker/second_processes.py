@@ -1,4 +1,4 @@
-"""Sessions of one run beside each other on a worker's machine, each in a process of its own.
+"""A worker's second processes: sessions of one run beside each other on its machine.
 
 When nobody else can take a lost worker's place, a machine of the run takes it beside its own:
 
