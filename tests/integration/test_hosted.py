@@ -26,8 +26,7 @@ from lightning_hetero import (
     StagePlan,
 )
 from lightning_hetero.callbacks import StageWeightAveraging
-from lightning_hetero.coordinator.exchange import Exchange
-from lightning_hetero.coordinator.replicas import HostedReplicas
+from lightning_hetero.coordinator.replicas import Exchange, HostedReplicas
 from lightning_hetero.errors import ModelError, PlanError
 from lightning_hetero.protocol import messages as m
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.coordinator.exchange import Exchange
+from lightning_hetero.coordinator.replicas import Exchange
 from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.errors import RemoteProtocolError
 from lightning_hetero.pipeline.recorder import Recorder
