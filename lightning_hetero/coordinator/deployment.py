@@ -42,13 +42,13 @@ from ..pipeline.placement import Placement, coming_home, leaving_home
 from ..pipeline.random_numbers import Draws
 from ..plan import Plan, StagePlan
 from ..protocol.tensors import DTYPES
+from .attributes import PlainAttributes, changed_since_recipe
 from .handover import HandOvers
-from .layers import PlainAttributes, changed_since_recipe
+from .layers import TensorsAway
 from .local_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
 from .moves import LayerMove
 from .optimizers import TrainedParameters
 from .replicas import HostedReplicas
-from .tensors_away import TensorsAway
 from .worker_stages import RemoteStage, remote_stages
 
 if TYPE_CHECKING:

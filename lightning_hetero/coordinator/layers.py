@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain
+from typing import NoReturn
 
 from torch import Tensor, nn
 
-from ..errors import ModelError, RemoteProtocolError
-from ..model.attributes import AttributeState, Change, differences, write_change
+from ..errors import HeteroError, ModelError, RemoteProtocolError, WeightsLost
 from ..model.four_bit import State
-from ..model.layers import DecoderLayer, describe_layer
-from ..model.recipe import Recipe, build_layers, joined
+from ..model.hollow import no_copy
+from ..model.layers import describe_layers
+from ..model.lazy_weights import CheckpointWeights
 from ..model.tensors import (
     flatten,
     named_tensors,
@@ -287,122 +289,100 @@ class RemoteLayers:
         return self.connections.receive(seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
-# Adapters and tensors in 4 bits have switches of their own, which `AdapterSwitches` watches.
-_NOT_FOLLOWED = frozenset({"bitsandbytes", "peft"})
-
-
-class PlainAttributes:
-    """Sends attributes of layers that were changed here to the workers of these layers.
+class TensorsAway:
+    """The tensors of the layers on workers. Implements `RemoteTensors` for the hollow layers.
 
     Args:
         layers: The layers on workers by their numbers.
-        connections: The workers.
-        remote: Has deployed the layers.
-        changed: Attributes that already differ from those that the workers have built.
+        remote: Fetches and stores their tensors.
+        weights: The checkpoint that the model is loaded from, if its weights are still there.
+        changed: Tensors that may differ from that checkpoint, because they were trained.
+        kept: The numbers of layers that workers have too and that keep their weights here.
+
+    Attributes:
+        names_of: The name of each tensor on its worker.
+        changed: Tensors that may differ from the checkpoint: as given, those that are here, and
+            those that were stored.
+        loss: The reason why the weights are lost; None while they are not lost.
+        progress: Shows how far fetches have come; None if nothing shows it.
     """
 
     def __init__(
         self,
-        layers: Mapping[int, DecoderLayer],
-        connections: Connections,
+        layers: Mapping[int, nn.Module],
         remote: RemoteLayers,
-        changed: Sequence[Change],
+        weights: CheckpointWeights | None,
+        changed: Collection[Tensor] = (),
+        kept: Collection[int] = (),
     ) -> None:
-        modules = {number: layer.module for number, layer in layers.items()}
+        self.names_of = {tensor: name for name, tensor in named_tensors(layers)}
+        self.loss: WeightsLost | None = None
+        self.progress: Progress | None = None
         self._layers = layers
-        self._connections = connections
+        self._kept = kept
         self._remote = remote
-        self._state = AttributeState(modules, _is_followed)
-        self._unsent = list(changed)
-        self._latest_step = -1
-        # The layers that the present forward has called.
-        self._called: set[int] = set()
+        self._weights = weights
+        self._sent = {name for name, _ in named_tensors(layers)}
+        # A tensor that is here now may have been trained before layers moved.
+        here = (tensor for tensor in self.names_of if not tensor.is_meta)
+        self.changed = {*here, *(tensor for tensor in changed if tensor in self.names_of)}
 
-    def note_call(self, number: int) -> None:
-        """Note that a forward calls a layer, which a worker computes later, as it is now.
+    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        self.check_not_lost()
+        return self._remote.fetch(names, self.progress)
 
-        Raises:
-            ModelError: If a layer that was called before it has changed meanwhile.
-        """
-        if number <= max(self._called, default=number - 1):
-            self._called = set()
-        if not self._state.is_same(number):
-            self._unsent += self._take_changes()
-        self._called.add(number)
+    def store(self, tensors: Mapping[str, Tensor]) -> None:
+        self.check_not_lost()
+        self.changed.update(tensor for tensor, name in self.names_of.items() if name in tensors)
+        self._remote.store(tensors)
 
-    def _take_changes(self) -> list[Change]:
-        changes = self._state.take_changes()
-        late = next((each for each in changes if each.layer_index in self._called), None)
-        if late is not None:
-            raise ModelError(
-                f"The attribute {self._where(late)} was changed after the model had called "
-                f"{describe_layer(late.layer_index)}, whose worker computes the call later. Change "
-                "it in `on_train_batch_start` or earlier, pass it as an argument, or keep the "
-                "layer with the coordinator."
-            )
-        return changes
-
-    def _where(self, change: Change) -> str:
-        """The full name of the first attribute of a change."""
-        layer = self._layers[change.layer_index].name
-        return ".".join(part for part in (layer, change.path, change.names[0]) if part)
-
-    def follow(self) -> None:
-        """Send the changes. You must call this at every hand-over of the present step.
+    def check_not_lost(self) -> None:
+        """Refuse to use layers whose weights have not come home.
 
         Raises:
-            ModelError: If a worker must not have an attribute, or if an earlier micro-batch of the
-                step went without it.
+            WeightsLost: With the cause.
         """
-        step = self._connections.step
-        is_first, self._latest_step = step != self._latest_step, step
-        self._unsent += self._take_changes()
-        self._called = set()
-        if not self._unsent:
-            return
-        if not is_first:
-            change = self._unsent[0]
-            raise ModelError(
-                f"The attribute {self._where(change)} was changed in the "
-                f"middle of step {step}: other micro-batches, or other calls of the model, went to "
-                f"the worker of {describe_layer(change.layer_index)} before it. Change it in "
-                "`on_train_batch_start` or earlier, or keep the layer with the coordinator."
-            )
-        self._connections.check_usable()
-        holdings = self._remote.holdings
-        for number, stage in holdings.stages.items():
-            for change in self._unsent:
-                if change.layer_index in stage.layers:
-                    layer = self._layers[change.layer_index]
-                    text, gone = write_change(change, layer.name)
-                    message = m.SetAttributes(change.layer_index, change.path, text, gone)
-                    for worker in holdings.holders(number):
-                        self._connections.send(worker, message)
-        self._unsent = []
+        if self.loss is not None:
+            raise WeightsLost(str(self.loss)) from self.loss
 
+    def lose(self, error: BaseException, remedy: str) -> WeightsLost:
+        """Note that the weights cannot be fetched; returns the error to raise."""
+        cause = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
+        kept = f" Those of {describe_layers(self._kept)} are here." if self._kept else ""
+        self.loss = WeightsLost(
+            f"The weights of {describe_layers(self._layers)} have not come home from the workers."
+            f"{kept} {cause} Build the module anew and {remedy}."
+        )
+        return self.loss
 
-def changed_since_recipe(
-    stages: Sequence[RemoteStage], layers: Mapping[int, DecoderLayer]
-) -> list[Change]:
-    """The attributes that differ from those of layers built from their recipes.
+    def bring(
+        self, trained: Collection[Tensor], numbers: Collection[int] | None = None
+    ) -> dict[str, Tensor]:
+        """Fetch the tensors that are not in the checkpoint, or have been changed since.
 
-    A recipe for layers of the user's own contains their attributes. The recipe of a Hugging Face
-    model contains its config, and not what was set on a layer.
+        Args:
+            trained: The tensors that train at present or ever did.
+            numbers: The layers; None for all.
+        """
+        wanted = {n: layer for n, layer in self._layers.items() if numbers is None or n in numbers}
+        coming = {
+            name: tensor.nbytes
+            for name, tensor in named_tensors(wanted)
+            if name in self._sent and not (self.is_unchanged(tensor) and tensor not in trained)
+        }
+        what = "Bringing the layers back"
+        with closing(self._remote.progress(what, sum(coming.values()))) as progress:
+            # Without a request nothing is lost when a worker is gone.
+            return self._remote.fetch(list(coming), progress) if coming else {}
 
-    Raises:
-        ModelError: If an attribute cannot be sent.
-    """
-    made = {
-        int(number): layer
-        for recipe in joined(stage.recipe for stage in stages if isinstance(stage.recipe, Recipe))
-        for number, layer in build_layers(recipe).items()
-    }
-    are_here = {n: layer for stage in stages for n, layer in stage.layers.items() if n in made}
-    found = differences(are_here, made, _is_followed)
-    for change in found:
-        write_change(change, layers[change.layer_index].name)
-    return found
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether the content of a tensor is that of the checkpoint, unless it trains or did."""
+        return tensor not in self.changed and self.is_on_disk(tensor)
 
+    def is_on_disk(self, tensor: Tensor) -> bool:
+        """Whether the checkpoint that the model is loaded from has a tensor."""
+        return self._weights is not None and tensor in self._weights
 
-def _is_followed(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] not in _NOT_FOLLOWED
+    def __reduce__(self) -> NoReturn:
+        # A layer's hooks for state dicts lead here before its `forward` does.
+        raise no_copy(self._layers)

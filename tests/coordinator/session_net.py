@@ -29,8 +29,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from lightning_hetero.coordinator import attributes as coordinator_attributes
 from lightning_hetero.coordinator import connections, replacement, snapshots
-from lightning_hetero.coordinator import layers as coordinator_layers
 from lightning_hetero.coordinator import session as coordinator_session
 from lightning_hetero.coordinator import workers as fleet
 from lightning_hetero.devices.description import equipment_here
@@ -474,7 +474,7 @@ class Net:
             patch.setattr(replacement, "time", clock)
             patch.setattr(fleet.Lookout, "free", lambda _self, _used: [])
             patch.setattr(stage_layers, "build_layers", _built)
-            patch.setattr(coordinator_layers, "build_layers", _built)
+            patch.setattr(coordinator_attributes, "build_layers", _built)
             patch.setattr(fleet, "equipment_here", lambda _device: EQUIPMENT)
             try:
                 yield

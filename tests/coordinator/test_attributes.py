@@ -8,8 +8,9 @@ from typing import cast
 import pytest
 from torch import nn
 
+from lightning_hetero.coordinator.attributes import PlainAttributes
 from lightning_hetero.coordinator.connections import Connections
-from lightning_hetero.coordinator.layers import PlainAttributes, RemoteLayers
+from lightning_hetero.coordinator.layers import RemoteLayers
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layers import DecoderLayer
 

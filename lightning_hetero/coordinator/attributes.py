@@ -1,0 +1,136 @@
+"""The coordinator's side of attributes of layers: it sends workers those that have changed here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ..errors import ModelError
+from ..model.attributes import AttributeState, Change, differences, write_change
+from ..model.layers import DecoderLayer, describe_layer
+from ..model.recipe import Recipe, build_layers, joined
+from ..protocol import messages as m
+from .connections import Connections
+from .layers import RemoteLayers
+from .worker_stages import RemoteStage
+
+# Adapters and tensors in 4 bits have switches of their own, which `AdapterSwitches` watches.
+_NOT_FOLLOWED = frozenset({"bitsandbytes", "peft"})
+
+
+class PlainAttributes:
+    """Sends attributes of layers that were changed here to the workers of these layers.
+
+    Args:
+        layers: The layers on workers by their numbers.
+        connections: The workers.
+        remote: Has deployed the layers.
+        changed: Attributes that already differ from those that the workers have built.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, DecoderLayer],
+        connections: Connections,
+        remote: RemoteLayers,
+        changed: Sequence[Change],
+    ) -> None:
+        modules = {number: layer.module for number, layer in layers.items()}
+        self._layers = layers
+        self._connections = connections
+        self._remote = remote
+        self._state = AttributeState(modules, _is_followed)
+        self._unsent = list(changed)
+        self._latest_step = -1
+        # The layers that the present forward has called.
+        self._called: set[int] = set()
+
+    def note_call(self, number: int) -> None:
+        """Note that a forward calls a layer, which a worker computes later, as it is now.
+
+        Raises:
+            ModelError: If a layer that was called before it has changed meanwhile.
+        """
+        if number <= max(self._called, default=number - 1):
+            self._called = set()
+        if not self._state.is_same(number):
+            self._unsent += self._take_changes()
+        self._called.add(number)
+
+    def _take_changes(self) -> list[Change]:
+        changes = self._state.take_changes()
+        late = next((each for each in changes if each.layer_index in self._called), None)
+        if late is not None:
+            raise ModelError(
+                f"The attribute {self._where(late)} was changed after the model had called "
+                f"{describe_layer(late.layer_index)}, whose worker computes the call later. Change "
+                "it in `on_train_batch_start` or earlier, pass it as an argument, or keep the "
+                "layer with the coordinator."
+            )
+        return changes
+
+    def _where(self, change: Change) -> str:
+        """The full name of the first attribute of a change."""
+        layer = self._layers[change.layer_index].name
+        return ".".join(part for part in (layer, change.path, change.names[0]) if part)
+
+    def follow(self) -> None:
+        """Send the changes. You must call this at every hand-over of the present step.
+
+        Raises:
+            ModelError: If a worker must not have an attribute, or if an earlier micro-batch of the
+                step went without it.
+        """
+        step = self._connections.step
+        is_first, self._latest_step = step != self._latest_step, step
+        self._unsent += self._take_changes()
+        self._called = set()
+        if not self._unsent:
+            return
+        if not is_first:
+            change = self._unsent[0]
+            raise ModelError(
+                f"The attribute {self._where(change)} was changed in the "
+                f"middle of step {step}: other micro-batches, or other calls of the model, went to "
+                f"the worker of {describe_layer(change.layer_index)} before it. Change it in "
+                "`on_train_batch_start` or earlier, or keep the layer with the coordinator."
+            )
+        self._connections.check_usable()
+        holdings = self._remote.holdings
+        for number, stage in holdings.stages.items():
+            for change in self._unsent:
+                if change.layer_index in stage.layers:
+                    layer = self._layers[change.layer_index]
+                    text, gone = write_change(change, layer.name)
+                    message = m.SetAttributes(change.layer_index, change.path, text, gone)
+                    for worker in holdings.holders(number):
+                        self._connections.send(worker, message)
+        self._unsent = []
+
+
+def changed_since_recipe(
+    stages: Sequence[RemoteStage], layers: Mapping[int, DecoderLayer]
+) -> list[Change]:
+    """The attributes that differ from those of layers built from their recipes.
+
+    A recipe for layers of the user's own contains their attributes. The recipe of a Hugging Face
+    model contains its config, and not what was set on a layer.
+
+    Raises:
+        ModelError: If an attribute cannot be sent.
+    """
+    made = {
+        int(number): layer
+        for recipe in joined(stage.recipe for stage in stages if isinstance(stage.recipe, Recipe))
+        for number, layer in build_layers(recipe).items()
+    }
+    are_here = {n: layer for stage in stages for n, layer in stage.layers.items() if n in made}
+    found = differences(are_here, made, _is_followed)
+    for change in found:
+        write_change(change, layers[change.layer_index].name)
+    return found
+
+
+def _is_followed(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] not in _NOT_FOLLOWED
