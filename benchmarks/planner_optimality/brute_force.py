@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.plan import most_started
+from lightning_hetero.planner.bounds import least_bottleneck
 from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs, boundary_hops
 from lightning_hetero.planner.costs import BothEnds, Holder
 from lightning_hetero.planner.profile import HEAD, Profile
-from lightning_hetero.planner.routes import busy_seconds_of_media, least_bottleneck
 from lightning_hetero.planner.search import speeds_of
+from lightning_hetero.planner.step_model import busy_seconds_of_media
 
 Numbers = npt.NDArray[np.float64]
 Spans = npt.NDArray[np.int64]

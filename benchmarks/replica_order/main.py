@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hetero.pipeline.rule import Action
-from lightning_hetero.planner.routes import Hop, Pipeline, Replicas, StageTimes
 from lightning_hetero.planner.simulation import SimulatedRun
+from lightning_hetero.planner.step_model import Hop, Pipeline, Replicas, StageTimes
 
 ACTION_SECONDS = 0.02
 """A forward at speed 1 of a stage; its backward takes twice as long."""

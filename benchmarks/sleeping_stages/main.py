@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 from benchmarks.processes import be_quiet, machine, wide_console
 from benchmarks.training import fit
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.planner.routes import Hop, Pipeline, StageTimes
 from lightning_hetero.planner.simulation import simulate
+from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
 
 HIDDEN_SIZE = 64
 SEQUENCE_LENGTH = 32

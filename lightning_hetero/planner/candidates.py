@@ -34,6 +34,7 @@ from ..plan import (
     WireDtype,
     most_started,
 )
+from .bounds import least_seconds
 from .costs import START, BothEnds, Cost, End, Holder, Need, Option, cost_at, layer_seconds
 from .profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Profile
 from .replicas import (
@@ -44,15 +45,8 @@ from .replicas import (
     of_replica,
     optimizer_part,
 )
-from .routes import (
-    Hop,
-    Pipeline,
-    Replicas,
-    StageTimes,
-    busy_seconds_of_media,
-    least_seconds,
-)
 from .simulation import Simulation, predict, predict_below
+from .step_model import Hop, Pipeline, Replicas, StageTimes, busy_seconds_of_media
 
 Range = tuple[int, int]
 Hops = tuple[Sequence[Hop], Sequence[Hop]]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ..plan import COORDINATOR, Dtype
 from .layer_split import Matrix
 from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, ModelProfile
-from .routes import Speed
+from .step_model import Speed
 
 KEPT_FREE = 0.05
 """Share of a device's memory that no plan fills, because allocators leave holes."""

@@ -39,7 +39,7 @@ from .replicas import (
     shares_of,
     whole_counts,
 )
-from .routes import busy_seconds_of_media
+from .step_model import busy_seconds_of_media
 
 MOST_COMPARED = 1000
 """Splits of one arrangement that are compared."""

@@ -33,6 +33,7 @@ from functools import cached_property
 from itertools import combinations, permutations, product
 
 from ..plan import COORDINATOR
+from .bounds import least_bottleneck
 from .candidates import Arrangement, Candidate, Costs, spans_of
 from .experts import best_apart
 from .replica_search import (
@@ -42,7 +43,7 @@ from .replica_search import (
     TeamSearch,
     moved_layers,
 )
-from .routes import Speed, least_bottleneck
+from .step_model import Speed
 from .worker_orders import (
     Orders,
     in_flight_of,

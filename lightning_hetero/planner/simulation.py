@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from ..errors import PlanError
 from ..pipeline.rule import Action, Key, choose
-from .routes import HERE, Pipeline, least_seconds_of_processes
+from .bounds import least_seconds_of_processes
+from .step_model import HERE, Pipeline
 
 MOST_PLAYED = 256
 """Micro-batches that `predict` simulates."""

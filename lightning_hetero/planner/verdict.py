@@ -17,14 +17,15 @@ from ..pipeline.placement import Placement
 from ..plan import COORDINATOR
 from ..units import in_bytes, in_duration, in_micro_batches, in_percent, in_percent_apart
 from . import experts
+from .bounds import least_bottleneck
 from .candidates import Candidate, Seat
 from .costs import Option
 from .feasibility import shortages
 from .profile import HEAD, DeviceProfile
 from .replicas import Team, exchange_seconds
-from .routes import Hop, Speed, least_bottleneck
 from .search import LEAST_GAIN, Search, speeds_of
 from .solver import Solution
+from .step_model import Hop, Speed
 
 NO_GAIN = 1.005
 """A plan that is faster than the best single device by less than this factor gains nothing."""

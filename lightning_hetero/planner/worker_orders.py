@@ -23,7 +23,7 @@ from .layer_split import (
     nowhere_but,
     only,
 )
-from .routes import busy_seconds_of_media
+from .step_model import busy_seconds_of_media
 
 MOST_AT_ONCE = 2**20
 """Numbers of a batch of matrices, which bounds its memory."""

@@ -25,12 +25,13 @@ from ..errors import ChannelError, PlanError
 from ..pipeline.placement import Placement
 from ..pipeline.rule import Action
 from ..plan import Plan
+from ..planner.bounds import least_bottleneck
 from ..planner.candidates import Costs
 from ..planner.feasibility import candidate_of
 from ..planner.profile import Profile
-from ..planner.routes import Hop, Pipeline, Replicas, Speed, StageTimes, least_bottleneck
 from ..planner.search import speeds_of
 from ..planner.simulation import LOSS, Simulation, predict
+from ..planner.step_model import Hop, Pipeline, Replicas, Speed, StageTimes
 from ..protocol.fields import ACTIONS, ClockSample, Span, SpanKind
 from .layer_ranges import Ranges, ranges_of
 

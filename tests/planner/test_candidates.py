@@ -13,7 +13,7 @@ from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs
 from lightning_hetero.planner.feasibility import candidate_of
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, Part, Profile
-from lightning_hetero.planner.routes import Hop, StageTimes
+from lightning_hetero.planner.step_model import Hop, StageTimes
 from lightning_hetero.planner.worker_orders import place, place_at, place_behind
 
 from .profiles import GIB, coordinator, device, ends, profile, timing

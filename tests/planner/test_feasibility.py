@@ -14,8 +14,8 @@ from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.candidates import Candidate, Costs, Seat
 from lightning_hetero.planner.feasibility import candidate_of, check_plan, shortages
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, DeviceProfile, Part, Profile
-from lightning_hetero.planner.routes import Hop
 from lightning_hetero.planner.solver import Wishes, solve
+from lightning_hetero.planner.step_model import Hop
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
 

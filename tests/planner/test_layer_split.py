@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.planner.bounds import least_bottleneck
 from lightning_hetero.planner.layer_split import (
     Matrix,
     Splits,
@@ -17,8 +18,8 @@ from lightning_hetero.planner.layer_split import (
     bottlenecks,
     nowhere_but,
 )
-from lightning_hetero.planner.routes import Speed, least_bottleneck
 from lightning_hetero.planner.solver import even_plan
+from lightning_hetero.planner.step_model import Speed
 
 from .tables import TABLES, Row
 

@@ -18,7 +18,6 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, most_started
 from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
-from lightning_hetero.planner.routes import Hop, Pipeline, StageTimes
 from lightning_hetero.planner.search import (
     LEAST_GAIN,
     LEAST_GAIN_IN_FLIGHT,
@@ -26,6 +25,7 @@ from lightning_hetero.planner.search import (
 )
 from lightning_hetero.planner.simulation import simulate
 from lightning_hetero.planner.solver import Wishes, solve
+from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
 from lightning_hetero.planner.worker_orders import Orders, interchangeable, place_at
 
 from .profiles import GIB, coordinator, device, ends, profile, timing

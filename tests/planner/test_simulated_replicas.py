@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.pipeline.placement import turns
-from lightning_hetero.planner.routes import (
-    HERE,
-    Hop,
-    Pipeline,
-    Replicas,
-    StageTimes,
-    least_seconds,
-)
+from lightning_hetero.planner.bounds import least_seconds
 from lightning_hetero.planner.simulation import (
     LOSS,
     SimulatedSpan,
@@ -27,6 +20,7 @@ from lightning_hetero.planner.simulation import (
     predict_below,
     simulate,
 )
+from lightning_hetero.planner.step_model import HERE, Hop, Pipeline, Replicas, StageTimes
 
 Times = tuple[float, float]
 

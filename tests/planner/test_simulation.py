@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.pipeline import rule
-from lightning_hetero.planner.routes import (
-    Hop,
-    Pipeline,
-    StageTimes,
-    least_seconds,
-)
+from lightning_hetero.planner.bounds import least_seconds
 from lightning_hetero.planner.simulation import (
     LOSS,
     MOST_PLAYED,
@@ -27,6 +22,7 @@ from lightning_hetero.planner.simulation import (
     predict_below,
     simulate,
 )
+from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
 
 FORWARD, BACKWARD = "0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"
 

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.planner.routes import (
+from lightning_hetero.planner.bounds import least_bottleneck, least_seconds
+from lightning_hetero.planner.step_model import (
     Hop,
     Pipeline,
     Speed,
     StageTimes,
     busy_seconds_of_media,
-    least_bottleneck,
-    least_seconds,
 )
 
 

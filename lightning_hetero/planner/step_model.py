@@ -1,11 +1,8 @@
-"""One training step as a pipeline: who runs what on which micro-batch, how long it takes, and what
-the links carry; and bounds that no schedule beats.
+"""The model of a training step: who runs what on which micro-batch, how long, over which links.
 
 The coordinator is stage 0. A stage may have several replicas, and then each micro-batch has a way
 of its own. The coordinator may be a replica of the first or of the last stage; it runs that stage
-inside its own actions.
-
-`least_bottleneck` and `least_seconds` bound a step by the devices' speeds, memory, links and order.
+inside its own actions. `simulation` plays such a step, and `bounds` says what no schedule beats.
 """
 
 from __future__ import annotations
@@ -16,8 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-
-import numpy as np
 
 from ..errors import PlanError
 from ..pipeline.placement import turns
@@ -49,6 +44,14 @@ class Hop:
 
 HERE = -1
 """The route of a micro-batch through a stage that the coordinator runs in its own actions."""
+
+
+def busy_seconds_of_media(hops: Iterable[Hop]) -> dict[str, float]:
+    """The seconds for which one micro-batch occupies each medium."""
+    busy: dict[str, float] = {}
+    for hop in hops:
+        busy[hop.medium] = busy.get(hop.medium, 0.0) + hop.busy_seconds
+    return busy
 
 
 @dataclass(frozen=True)
@@ -288,9 +291,6 @@ def _check_replicas(pipeline: Pipeline, replicas: Replicas) -> None:
         )
 
 
-_INSTANT = 1e-12
-
-
 @dataclass(frozen=True)
 class Speed:
     """The speed of a device, for bounds that divide layers freely.
@@ -304,160 +304,3 @@ class Speed:
     layer_seconds: float
     fixed_seconds: float = 0.0
     most_layers: float = math.inf
-
-
-def least_bottleneck(speeds: Sequence[Speed], num_layers: int) -> float:
-    """The least seconds per micro-batch in which all devices together run all layers.
-
-    This is the sum of speeds, limited by what each device can hold; infinite if the layers do not
-    fit.
-    """
-    fixed = np.array([speed.fixed_seconds for speed in speeds])
-    each = np.array([max(speed.layer_seconds, _INSTANT) for speed in speeds])
-    most = np.array([speed.most_layers for speed in speeds])
-    if most.sum() < num_layers or np.isinf(fixed).any():
-        return math.inf
-
-    def is_enough(seconds: float) -> bool:
-        layers = np.clip((seconds - fixed) / each, 0, most).sum()
-        return bool(layers >= num_layers * (1 - 1e-12))
-
-    low = float(fixed.max())
-    if is_enough(low):
-        return low
-    high = max(2 * low, _INSTANT)
-    while not is_enough(high):
-        low, high = high, 2 * high
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return low
-
-
-def busy_seconds_of_media(hops: Iterable[Hop]) -> dict[str, float]:
-    """The seconds for which one micro-batch occupies each medium."""
-    busy: dict[str, float] = {}
-    for hop in hops:
-        busy[hop.medium] = busy.get(hop.medium, 0.0) + hop.busy_seconds
-    return busy
-
-
-def least_seconds(pipeline: Pipeline) -> float:
-    """A lower bound of the step for every schedule of the pipeline.
-
-    From each stage on, a process works off its part of all micro-batches. It cannot begin before
-    the first micro-batch has passed the stages before it, and these still work after its last
-    backward. This also holds for the coordinator's last part and everything before it. A medium
-    carries all micro-batches. The number of micro-batches in flight is bounded from the first
-    stage of each process on.
-    """
-    if pipeline.replicas is not None:
-        return _Ways(pipeline).least_seconds
-    count = pipeline.num_microbatches
-    stages, processes = pipeline.stages, pipeline.process_of
-    own = [times.forward_seconds + times.backward_seconds for times in stages]
-    optimizer = max(pipeline.sums([times.optimizer_seconds for times in stages]))
-    if pipeline.is_alone:
-        return count * (own[0] + pipeline.loss_seconds) + optimizer
-    hops = [*pipeline.forward_hops, *pipeline.backward_hops]
-    bounds = [count * busy for busy in busy_seconds_of_media(hops).values()]
-    # From the loss back to the first stage: what follows a point, and each process's work there.
-    num, behind = len(stages), pipeline.loss_seconds
-    whole = sum(own) + behind + sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
-    left = [0.0] * pipeline.num_processes
-    left[0] = behind
-    bounds.append(whole + (count - 1) * behind)
-    for index in reversed(range(num)):
-        there, back = pipeline.forward_hops[index], pipeline.backward_hops[(index + 1) % num]
-        behind += sum(hop.busy_seconds + hop.latency_seconds for hop in (there, back)) + own[index]
-        process = processes[index]
-        left[process] += own[index]
-        bounds.append(whole - behind + count * left[process])
-        if index == processes.index(process):
-            bounds.append(math.ceil(count / pipeline.limit(process)) * behind)
-    return max(bounds) + optimizer
-
-
-def least_seconds_of_processes(pipeline: Pipeline) -> list[float]:
-    """For each process, the least seconds from its first action to the end of the step."""
-    if pipeline.replicas is not None:
-        return _Ways(pipeline).least_seconds_of_processes
-    count, stages = pipeline.num_microbatches, pipeline.stages
-    own = [times.forward_seconds + times.backward_seconds for times in stages]
-    own[0] += pipeline.loss_seconds
-    last = max(pipeline.sums([times.optimizer_seconds for times in stages]))
-    found = []
-    for process, busy in enumerate(pipeline.sums(own)):
-        first = pipeline.process_of.index(process)
-        hops = pipeline.backward_hops[1 : first + 1]
-        after = sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
-        after += sum(times.backward_seconds for times in stages[:first])
-        found.append(count * busy + after + last)
-    return found
-
-
-class _Ways:
-    """The ways of the micro-batches through a pipeline with replicas, for bounds."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._counts = pipeline.ways
-        last = pipeline.sums([times.optimizer_seconds for times in pipeline.stages])
-        self._behind = pipeline.exchange_seconds + max(last)
-        each = [times.forward_seconds + times.backward_seconds for times in pipeline.stages]
-        self._busy = pipeline.sums(
-            [seconds * count for seconds, count in zip(each, pipeline.counts, strict=True)]
-        )
-        self._busy[0] += pipeline.num_microbatches * pipeline.loss_seconds
-        # The least seconds before any loss and behind any loss.
-        self._ahead = self._behind_loss = math.inf
-        # By process, the least seconds before its first action and behind its last one.
-        self._first = [math.inf] * pipeline.num_processes
-        self._last = [math.inf] * pipeline.num_processes
-        self._passing = {way: self._walk(way) for way in self._counts}
-
-    def _walk(self, way: tuple[int, ...]) -> float:
-        """Note when the processes of a way begin and end at best; the seconds of the whole way."""
-        pipeline = self._pipeline
-        there, back = pipeline.hops
-        ahead = behind = 0.0
-        for entry, after in zip(way, [*way[1:], 0], strict=True):
-            process, times = pipeline.process_of[entry], pipeline.stages[entry]
-            self._first[process] = min(self._first[process], ahead)
-            self._last[process] = min(self._last[process], behind)
-            ahead += times.forward_seconds
-            behind += times.backward_seconds
-            if process != pipeline.process_of[after]:
-                ahead += _seconds_through(there[entry, after])
-                behind += _seconds_through(back[after, entry])
-        if len(way) < pipeline.num_stages:
-            ahead += pipeline.own_times.forward_seconds
-            behind += pipeline.own_times.backward_seconds
-        self._ahead, self._behind_loss = min(self._ahead, ahead), min(self._behind_loss, behind)
-        return ahead + pipeline.loss_seconds + behind
-
-    @property
-    def least_seconds_of_processes(self) -> list[float]:
-        """For each process, the least seconds from its first action to the end of the step."""
-        pairs = zip(self._busy, self._last, strict=True)
-        return [busy + last + self._behind if math.isfinite(last) else 0.0 for busy, last in pairs]
-
-    @property
-    def least_seconds(self) -> float:
-        """A lower bound of the step."""
-        pipeline = self._pipeline
-        count = pipeline.num_microbatches
-        in_all = sum(number * self._passing[way] for way, number in self._counts.items())
-        bounds = [
-            in_all / pipeline.limit(0),
-            self._ahead + count * pipeline.loss_seconds + self._behind_loss,
-            max(self._passing.values()),
-            *(count * busy for busy in pipeline.media_seconds.values()),
-        ]
-        for busy, first, last in zip(self._busy, self._first, self._last, strict=True):
-            bounds += [first + busy + last] if math.isfinite(first) else []
-        return max(bounds) + self._behind
-
-
-def _seconds_through(hop: Hop) -> float:
-    return hop.busy_seconds + hop.latency_seconds
