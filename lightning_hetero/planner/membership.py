@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
 from .candidates import Candidate
+from .drift import StageSeconds
 from .feasibility import candidate_of, shortages
 from .profile import Profile
 from .replan import (
     LEAST_GAIN,
-    StageSeconds,
     best_shares,
     best_split,
     expected_seconds,

@@ -1,21 +1,14 @@
-"""Replanning: whether a run's stages have drifted from the plan, and which layers suit them now.
+"""Replanning: which layers or shares suit the present speeds of a run's stages.
 
-`misjudged` compares the first steps with the measurements on which the plan is based.
-
-A `Watcher` looks at the slowest stage, because that one limits the step. It takes medians over some
-steps, because one slow step means nothing. A drift has to last twice as long as the longest one
-that has ended by itself, because on some machines other programs come and go all the time. It
-ignores changes common to all stages, because longer sequences slow all of them alike. `replan`
-keeps the devices and their order. Where stages have replicas, it first tries other shares, which
-move no weight; otherwise it moves layers.
+`replan` keeps the devices and their order. Where stages have replicas, it first tries other shares,
+which move no weight; otherwise it moves layers. Whether to replan at all, `drift` says.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +18,7 @@ from msgspec.structs import replace
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
 from .candidates import Candidate, spans_of
+from .drift import StageSeconds
 from .feasibility import candidate_of, shortages
 from .layer_split import best_splits, nowhere_but, only
 from .profile import DeviceProfile, Profile
@@ -32,230 +26,8 @@ from .replica_search import LEAST_GAIN_OF_CHANGE, moved_layers, with_moved_share
 from .replicas import shares_of
 from .search import EXCHANGES_UP_TO, MOST_NEAR_PLAYED
 
-THRESHOLD = 0.2
-"""Share by which the slowest stage must become slower or faster to count as drifted."""
-
-WARM_UP = 2
-"""Steps at the start that are ignored."""
-
-WINDOW = 5
-"""Steps over which the median is taken."""
-
-SUSTAINED = 8
-"""Steps for which a drift must last; with the window, the tenth slow step reports it."""
-
-MOST_SUSTAINED = 40
-"""The most steps for which a drift must last where earlier ones have ended by themselves."""
-
-SETTLED = 30
-"""Steps by the end of which a run without measurements has its usual speed."""
-
-MISJUDGED = 1.5
-"""Factor by which a device must differ from its measurements for these to be doubted."""
-
 LEAST_GAIN = 0.05
 """Share of the step that a move must save."""
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """The seconds for which a stage computes on one micro-batch.
-
-    A replica's seconds are those of a step divided by all micro-batches of the step, also those
-    that others run. So the slowest process is the one that limits the step.
-
-    Args:
-        layers: Forward and backward of its layers.
-        ends: The head and the loss, on the coordinator. A coordinator without the first layers
-            counts everything here.
-    """
-
-    layers: float
-    ends: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The sum of both."""
-        return self.layers + self.ends
-
-
-@dataclass(frozen=True)
-class Drift:
-    """A lasting change.
-
-    Args:
-        stage: The stage that changed most.
-        seconds: Its present seconds for a micro-batch.
-        expected_seconds: Its expected seconds.
-        slowest: The slowest stage at present.
-    """
-
-    stage: str
-    seconds: float
-    expected_seconds: float
-    slowest: str
-
-    def __str__(self) -> str:
-        is_slower = self.seconds > self.expected_seconds
-        ratio = self.seconds / self.expected_seconds
-        return (
-            f"{self.stage} has become {'slower' if is_slower else 'faster'}: a micro-batch takes "
-            f"it {_milliseconds(self.seconds)}, {ratio:.2g} times the expected "
-            f"{_milliseconds(self.expected_seconds)}. The slowest stage is {self.slowest}."
-        )
-
-
-class Watcher:
-    """Decides whether the slowest stage has drifted.
-
-    Args:
-        expected: Planned seconds of each stage for a micro-batch; None takes those of the first
-            steady steps.
-        threshold: Share by which the slowest stage must change.
-
-    Attributes:
-        num_steps: Number of steps noted.
-    """
-
-    def __init__(
-        self, expected: Mapping[str, float] | None = None, threshold: float = THRESHOLD
-    ) -> None:
-        self._expected = expected
-        self._was_promised = expected is not None
-        self._threshold = threshold
-        self._recent: deque[Mapping[str, StageSeconds]] = deque(maxlen=WINDOW)
-        self._num_off = 0
-        # The most steps for which a drift has lasted that was not there to stay.
-        self._longest_off = 0
-        self._told_at = -MOST_SUSTAINED
-        self.num_steps = 0
-
-    def note(self, seconds: Mapping[str, StageSeconds]) -> Drift | None:
-        """Note the seconds of a step.
-
-        Returns:
-            The drift, reported once; afterwards the present seconds are the expected ones.
-        """
-        self.num_steps += 1
-        if self.num_steps <= WARM_UP:
-            return None
-        self._recent.append(seconds)
-        if len(self._recent) < WINDOW:
-            return None
-        now = {name: stage.total for name, stage in self.present().items()}
-        if self._expected is None:
-            self._expected = now
-        is_off = abs(_drift(now, self._expected)) > self._threshold
-        if not is_off:
-            self._longest_off = max(self._longest_off, self._num_off)
-        self._num_off = self._num_off + 1 if is_off else 0
-        if self._num_off < min(max(SUSTAINED, 2 * self._longest_off), MOST_SUSTAINED):
-            return None
-        drift = _describe(now, self._expected)
-        is_faster = drift.seconds < drift.expected_seconds
-        self._expected, self._num_off = now, 0
-        if is_faster and not self._was_promised and self.num_steps <= SETTLED:
-            return None  # the first steps were slow, as they mostly are
-        if self.num_steps - self._told_at < MOST_SUSTAINED:
-            self._longest_off = max(self._longest_off, self.num_steps - self._told_at)
-        self._told_at = self.num_steps
-        return drift
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether the medians are over as many steps as they should be."""
-        return len(self._recent) == WINDOW
-
-    def slowest(self) -> str | None:
-        """The slowest stage at present; None before the first steady step."""
-        if not self._recent:
-            return None
-        present = self.present()
-        return max(present, key=lambda name: present[name].total)
-
-    def present(self) -> dict[str, StageSeconds]:
-        """The median seconds of each stage over the latest steps."""
-        return {
-            name: StageSeconds(
-                statistics.median(step[name].layers for step in self._recent),
-                statistics.median(step[name].ends for step in self._recent),
-            )
-            for name in self._recent[-1]
-        }
-
-
-def _drift(now: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """The share by which the slowest stage is slower than expected; negative if faster."""
-    common = _common(now, expected)
-    return max(now.values()) / common / max(expected[name] for name in now) - 1
-
-
-def _common(now: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """The factor by which all stages have changed alike."""
-    ratios = [seconds / expected[name] for name, seconds in now.items()]
-    return min(max(1.0, min(ratios)), max(ratios))
-
-
-def _describe(now: Mapping[str, float], expected: Mapping[str, float]) -> Drift:
-    most_changed = max if _drift(now, expected) > 0 else min
-    stage = most_changed(now, key=lambda name: now[name] / expected[name])
-    return Drift(stage, now[stage], expected[stage], max(now, key=lambda name: now[name]))
-
-
-@dataclass(frozen=True)
-class Misjudged:
-    """Devices that real steps contradict.
-
-    Args:
-        seconds: The real seconds of every device for a micro-batch.
-        expected_seconds: The seconds that the measurements promised.
-        names: The devices whose measurements are wrong.
-    """
-
-    seconds: Mapping[str, float]
-    expected_seconds: Mapping[str, float]
-    names: Sequence[str]
-
-    def __str__(self) -> str:
-        each = ", ".join(
-            f"{name} {_milliseconds(self.seconds[name])} (measured: "
-            f"{_milliseconds(self.expected_seconds[name])})"
-            for name in self.seconds
-        )
-        return (
-            "The plan is based on wrong measurements. Real steps take, for a micro-batch: "
-            f"{each}. The measurements of {' and '.join(self.names)} do not hold."
-        )
-
-    def reason(self, name: str) -> str:
-        """Why the measurements of a device do not hold."""
-        return (
-            f"real steps took {_milliseconds(self.seconds[name])} for a micro-batch, and the "
-            f"measurements promised {_milliseconds(self.expected_seconds[name])}"
-        )
-
-
-def misjudged(now: Mapping[str, float], expected: Mapping[str, float]) -> Misjudged | None:
-    """Compare the seconds of the first steady steps with those of the measurements.
-
-    Only differences that change the slowest stage's time by a fifth count, and what has changed
-    alike everywhere does not: the batches may be longer than the measured one.
-
-    Returns:
-        None if the measurements hold.
-    """
-    common, slowest = _common(now, expected), max(now.values())
-    wrong = []
-    for name, seconds in now.items():
-        promised = common * expected[name]
-        least, most = sorted((seconds, promised))
-        if most > MISJUDGED * least and most - least > THRESHOLD * slowest:
-            wrong.append(name)
-    return Misjudged(now, expected, wrong) if wrong else None
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,8 @@ from ..pipeline.optimizer import state_beside
 from ..pipeline.placement import Placement
 from ..pipeline.recorder import Recorder
 from ..plan import COORDINATOR, Plan
-from ..planner.replan import (
-    LEAST_GAIN,
-    Drift,
-    Misjudged,
-    Replanned,
-    StageSeconds,
-    Watcher,
-    expected_seconds,
-    misjudged,
-    replan,
-)
+from ..planner.drift import Drift, Misjudged, StageSeconds, Watcher, misjudged
+from ..planner.replan import LEAST_GAIN, Replanned, expected_seconds, replan
 from ..profiler.cache import Measured, distrust
 from ..profiler.trials import MEASURE_AGAIN
 

@@ -40,9 +40,9 @@ from ..model.layers import DecoderLayer
 from ..model.override import stand_in
 from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
 from ..plan import COORDINATOR, Plan
+from ..planner.drift import StageSeconds
 from ..planner.feasibility import as_measured
 from ..planner.profile import EMBEDDING, HEAD, Profile
-from ..planner.replan import StageSeconds
 from ..profiler.cache import Measured
 from ..protocol.messages import Equipment
 from ..report.diagram import picture_for

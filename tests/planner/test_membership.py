@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
+from lightning_hetero.planner.drift import StageSeconds
 from lightning_hetero.planner.feasibility import candidate_of, shortages
 from lightning_hetero.planner.membership import (
     PlanChange,
@@ -23,7 +24,7 @@ from lightning_hetero.planner.membership import (
     left_by_bytes,
 )
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.planner.replan import StageSeconds, expected_seconds, replan
+from lightning_hetero.planner.replan import expected_seconds, replan
 
 from .profiles import coordinator, device, ends, profile, timing
 
