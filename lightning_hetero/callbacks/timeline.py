@@ -24,7 +24,7 @@ from ..pipeline.placement import COORDINATOR_STAGE
 from ..pipeline.recorder import EXCHANGED
 from ..plan import Plan
 from ..protocol.fields import ACTIONS, Span
-from ..report.charts import chart_of
+from ..report.timeline import chart_of
 from ..telemetry.layer_ranges import Range, stages_as_text
 from ..telemetry.step import (
     Absence,
