@@ -54,7 +54,7 @@ from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_h
 from .carried_tensors import Carried, is_carried, returned
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
-from .held_parts import HeldParts, check_hooks_of_all_modules, hook_away
+from .hollow_checks import HeldParts, check_hooks_of_all_modules, hook_away
 from .hollow_forward import HollowSpan, Records, list_begins
 from .hollow_state_dicts import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches

@@ -1,5 +1,4 @@
-"""What layers on workers consist of: another tensor or module, a hook, or another method of a class
-would have no effect there.
+"""Checks of hollow layers: another tensor, module, hook or method in them would have no effect.
 
 A worker has built the layers as they were, and computes with that. This process may hold them too,
 for the micro-batches that it runs itself.
