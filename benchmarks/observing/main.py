@@ -39,7 +39,7 @@ from benchmarks.processes import (
 )
 from benchmarks.training import Decoder, Sequences, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, Plan, StageMonitor, StagePlan
-from lightning_hetero.telemetry.step import RecordedStep
+from lightning_hetero.telemetry.recorded_step import RecordedStep
 
 NUM_LAYERS = 8
 NUM_LOCAL_LAYERS = 3

@@ -27,7 +27,7 @@ from ..pipeline.placement import Placement
 from ..plan import COORDINATOR
 from ..planner.profile import Profile
 from ..protocol.fields import ACTIONS, SpanKind, Totals
-from ..telemetry.step import bound_seconds
+from ..telemetry.recorded_step import bound_seconds
 
 
 def deployment_of(trainer: pl.Trainer) -> Deployment | None:

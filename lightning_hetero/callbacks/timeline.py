@@ -26,7 +26,7 @@ from ..plan import Plan
 from ..protocol.fields import ACTIONS, Span
 from ..report.timeline import chart_of
 from ..telemetry.layer_ranges import Range, stages_as_text
-from ..telemetry.step import (
+from ..telemetry.recorded_step import (
     Absence,
     Prediction,
     ProcessSpans,

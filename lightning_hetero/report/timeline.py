@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..protocol.fields import Span
 from ..telemetry.layer_ranges import stages_as_text
-from ..telemetry.step import Absence, Prediction, ProcessSpans, RecordedStep, name_of
+from ..telemetry.recorded_step import Absence, Prediction, ProcessSpans, RecordedStep, name_of
 from ..units import in_duration, in_percent, time_unit
 from .charts import legend, nice_ticks
 from .svg import (

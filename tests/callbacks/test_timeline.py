@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from lightning_hetero.callbacks.timeline import PREDICTED, trace_of
-from lightning_hetero.telemetry.step import ClockMap, Knot, prediction_of
+from lightning_hetero.telemetry.recorded_step import ClockMap, Knot, prediction_of
 
 from ..telemetry.made_up import PLAN, made_up_step, turn_by_turn, with_loss
 from .trace_faults import faults_of

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.callbacks import PipelineProfiler, PipelineTimeline, StageMonitor
 from lightning_hetero.report.run_record import read_run
-from lightning_hetero.telemetry.step import pipeline_of
+from lightning_hetero.telemetry.recorded_step import pipeline_of
 
 from ..conftest import worker_process
 from ..equality import assert_close, differing, weights_of

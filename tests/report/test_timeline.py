@@ -11,7 +11,7 @@ import pytest
 from lightning_hetero.protocol.fields import Span
 from lightning_hetero.report.timeline import chart_of
 from lightning_hetero.telemetry.layer_ranges import Range
-from lightning_hetero.telemetry.step import ProcessSpans, RecordedStep, prediction_of
+from lightning_hetero.telemetry.recorded_step import ProcessSpans, RecordedStep, prediction_of
 
 from ..telemetry.made_up import PLAN, made_up_step, staggered_step, turn_by_turn, with_loss
 from .chromium import FAULTS, evaluate, needs_chromium, page

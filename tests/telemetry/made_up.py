@@ -7,7 +7,7 @@ from typing import Any
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol.fields import Span, SpanKind
 from lightning_hetero.telemetry.layer_ranges import Range
-from lightning_hetero.telemetry.step import (
+from lightning_hetero.telemetry.recorded_step import (
     SAME_CLOCK,
     Absence,
     ClockMap,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from lightning_hetero.errors import ChannelError
 from lightning_hetero.plan import Plan
 from lightning_hetero.protocol.fields import ClockSample, Span
-from lightning_hetero.telemetry.step import align, name_of, pipeline_of, prediction_of
+from lightning_hetero.telemetry.recorded_step import align, name_of, pipeline_of, prediction_of
 
 from .made_up import (
     COORDINATOR,
