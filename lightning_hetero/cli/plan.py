@@ -13,7 +13,7 @@ from rich.text import Text
 from ..errors import PlanError
 from ..plan import Plan
 from ..planner.cards import FASTEST, SLOWEST, with_card
-from ..planner.prediction import Side, bottleneck, compare, predict_given
+from ..planner.plan_comparison import Side, bottleneck, compare, predict_given
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, parse_memory, parse_pin, solve
 from ..planner.verdict import judge, render, running_costs

@@ -35,7 +35,7 @@ from ..errors import HeteroError
 from ..launch.local import start_local_workers, stop_local_workers
 from ..pipeline.boundary import Activation
 from ..plan import COORDINATOR, Plan, StagePlan
-from ..planner.prediction import predict_given
+from ..planner.plan_comparison import predict_given
 from ..planner.profile import Profile
 from ..planner.solver import Wishes
 from ..transport.token import Token, write_token_file

@@ -1,4 +1,4 @@
-"""Questions to the planner that deploy nothing: a given plan, and two plans side by side."""
+"""Comparison of plans, which deploys nothing: a given plan, and two plans side by side."""
 
 from __future__ import annotations
 

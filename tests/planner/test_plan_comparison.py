@@ -9,7 +9,7 @@ from rich.console import Console
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.feasibility import candidate_of
-from lightning_hetero.planner.prediction import (
+from lightning_hetero.planner.plan_comparison import (
     Side,
     bottleneck,
     compare,
