@@ -1,4 +1,4 @@
-"""Checks before a run; each error names the remedy."""
+"""Checks of arguments, callbacks and precision before a run; each error names the remedy."""
 
 from __future__ import annotations
 
