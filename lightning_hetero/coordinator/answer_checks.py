@@ -26,7 +26,7 @@ from ..pipeline.optimizer import MOST_BESIDE
 from ..pipeline.rule import Key
 from ..plan import WireDtype
 from ..protocol import messages as m
-from ..protocol.tensors import TensorSpec, dtype_name
+from ..protocol.tensor_bytes import TensorSpec, dtype_name
 
 
 @dataclass(frozen=True)

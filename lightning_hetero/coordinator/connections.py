@@ -33,7 +33,7 @@ from ..pipeline.rule import Key
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.session import RUN_LETTERS
-from ..protocol.tensors import BufferPool
+from ..protocol.tensor_bytes import BufferPool
 from ..transport.address import Address
 from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
 from ..transport.compatibility import differences

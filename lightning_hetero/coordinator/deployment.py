@@ -41,7 +41,7 @@ from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
 from ..pipeline.placement import Placement, coming_home, leaving_home
 from ..pipeline.random_numbers import Draws
 from ..plan import Plan, StagePlan
-from ..protocol.tensors import DTYPES
+from ..protocol.tensor_bytes import DTYPES
 from .attributes import PlainAttributes, changed_since_recipe
 from .handover import HandOvers
 from .layers import TensorsAway

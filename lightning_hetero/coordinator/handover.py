@@ -38,7 +38,7 @@ from ..pipeline.recorder import Recorder
 from ..pipeline.tolerance import coarsest, norm_error, rounding_of_hidden
 from ..pipeline.turns import current_turn
 from ..plan import Plan
-from ..protocol.tensors import DTYPES
+from ..protocol.tensor_bytes import DTYPES
 from .steps import RemoteStages
 
 _NUM_COMPARED = 2

@@ -37,7 +37,7 @@ from ..pipeline.recorder import EXCHANGED, Recorder
 from ..pipeline.turns import current_turn
 from ..plan import COORDINATOR
 from ..protocol import messages as m
-from ..protocol.tensors import fingerprint_of, in_frames, sums_of_bits
+from ..protocol.tensor_bytes import fingerprint_of, in_frames, sums_of_bits
 from ..transport.channel import send_copied
 from .connections import refuse_sums
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers

@@ -27,7 +27,7 @@ from ..errors import RemoteProtocolError, SaveError
 from ..model.four_bit import State
 from ..protocol import messages as m
 from ..protocol.frames import Frame, FrameReader, encode_frame
-from ..protocol.tensors import tensor_bytes
+from ..protocol.tensor_bytes import tensor_bytes
 from ..protocol.values import unpack
 
 # Locked by the process whose folder it is in; the lock goes with the process.

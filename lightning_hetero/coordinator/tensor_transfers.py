@@ -18,7 +18,7 @@ from ..model.four_bit import State
 from ..model.tensors import Content
 from ..protocol import messages as m
 from ..protocol.frames import Frame
-from ..protocol.tensors import fingerprint_of
+from ..protocol.tensor_bytes import fingerprint_of
 from .member import Member
 
 # The most that may be under way to a worker: two tensors of any size, or more small ones up to what

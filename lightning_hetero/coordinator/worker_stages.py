@@ -30,7 +30,7 @@ from ..pipeline.placement import PlacedStage, Placement, deal
 from ..pipeline.stage_layers import describe_parameters
 from ..plan import COORDINATOR, Dtype, Narrowing, Plan, StagePlan
 from ..protocol import messages as m
-from ..protocol.tensors import DTYPES, dtype_name
+from ..protocol.tensor_bytes import DTYPES, dtype_name
 from .answer_checks import HeldTensor
 from .member import Member
 

@@ -27,7 +27,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ChannelError, ModelError
-from ..protocol.tensors import ALIGNMENT_BYTES, SMALLEST_KEPT_BYTES, BufferPool, to_power_of_two
+from ..protocol.tensor_bytes import (
+    ALIGNMENT_BYTES,
+    SMALLEST_KEPT_BYTES,
+    BufferPool,
+    to_power_of_two,
+)
 from .main_memory import is_in_main_memory
 
 Bytes = npt.NDArray[numpy.uint8]

@@ -21,7 +21,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from ..errors import HeteroError
 from ..plan import Dtype
 from ..protocol.messages import DeviceDescribed, Equipment
-from ..protocol.tensors import dtype_name
+from ..protocol.tensor_bytes import dtype_name
 from ..version import __version__
 from .device import Device, backends, device_for
 

@@ -27,7 +27,7 @@ from ..model.four_bit import multiply_in
 from ..model.tensors import dtypes_on_stage, fill_with_made_up_values
 from ..protocol import messages as m
 from ..protocol.frames import Content
-from ..protocol.tensors import DTYPES, TensorSpec, dtype_name
+from ..protocol.tensor_bytes import DTYPES, TensorSpec, dtype_name
 from ..protocol.values import KeptConstants, Packer, unpack
 from .boundary import Activation, Collected, Gradients, Surroundings
 from .codec import decode_arguments, encode_arguments

@@ -22,7 +22,7 @@ from ..model.placeholders import replaced
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
 from ..protocol.frames import Content
-from ..protocol.tensors import DTYPES, dtype_name
+from ..protocol.tensor_bytes import DTYPES, dtype_name
 from ..protocol.values import CarriedNode, KeptConstants, Packer, unpack
 from .boundary import Activation, Collected, Gradients, Surroundings
 from .rule import Key

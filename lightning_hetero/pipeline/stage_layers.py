@@ -12,7 +12,7 @@ from ..model.allowed_imports import Allowed
 from ..model.recipe import Recipe, build_layers
 from ..model.tensors import first_names, named_tensors, set_tensor, stored_in_four_bits
 from ..protocol import messages as m
-from ..protocol.tensors import TensorSpec, dtype_name
+from ..protocol.tensor_bytes import TensorSpec, dtype_name
 
 
 def build_described(

@@ -41,7 +41,7 @@ from ..plan import Dtype
 from ..planner.profile import ModelProfile, Part
 from ..protocol import messages as m
 from ..protocol.frames import Content
-from ..protocol.tensors import DTYPES, dtype_name
+from ..protocol.tensor_bytes import DTYPES, dtype_name
 from .dry_run import OptimizerSettings, SampleBatch
 from .embedding_and_head import EndsRunner, Example, embedding_to_leave, parameters_of_ends
 

@@ -28,7 +28,7 @@ from typing_extensions import override
 from ..errors import LocalProtocolError, RemoteProtocolError, TrustError
 from .fields import printable
 from .messages import KINDS, PROTOCOL_VERSION, Failure, Hello, Message, Welcome
-from .tensors import (
+from .tensor_bytes import (
     ALIGNMENT_BYTES,
     Buffer,
     BufferPool,

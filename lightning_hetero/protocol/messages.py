@@ -79,7 +79,7 @@ from .snapshots import SnapshotPart as SnapshotPart
 from .snapshots import SnapshotTensor as SnapshotTensor
 from .snapshots import TakeSnapshot as TakeSnapshot
 from .snapshots import Wait as Wait
-from .tensors import TensorSpec
+from .tensor_bytes import TensorSpec
 from .values import ArithmeticBehind as ArithmeticBehind
 from .values import CacheArgument as CacheArgument
 from .values import LayerArguments as LayerArguments

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError
 from ..plan import Dtype, WireDtype
 from .fields import Count, LayerNumber, Name, Text
-from .tensors import TensorSpec, tensor_bytes
+from .tensor_bytes import TensorSpec, tensor_bytes
 
 NUM_SLOTS = 32
 MOST_BYTES = 4 * 2**20

@@ -34,7 +34,7 @@ from ..protocol import messages as m
 from ..protocol.bases import InstantMessage, State
 from ..protocol.frames import Content, Frame, FrameReader, encode_body, encode_frame, encode_head
 from ..protocol.session import Session
-from ..protocol.tensors import BufferPool
+from ..protocol.tensor_bytes import BufferPool
 from .connection import MOST_BYTES_AT_ONCE, Connection, Traffic
 from .deadlines import Deadlines
 from .link_probe import Exchange, PeerClock, payload

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from ..errors import ChannelError, RemoteProtocolError
-from ..protocol.tensors import tensor_behind
+from ..protocol.tensor_bytes import tensor_behind
 
 # A receiver acknowledges at the latest when so many bytes have come, and after a heartbeat. What
 # the sender keeps is bounded by that.

@@ -42,7 +42,7 @@ from ..profiler.dry_run import (
     to_device,
     with_optimizers,
 )
-from ..protocol.tensors import DTYPES
+from ..protocol.tensor_bytes import DTYPES
 from ..strategy.arguments import autocast_dtype
 from ..strategy.deploy import Site
 

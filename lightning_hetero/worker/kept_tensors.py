@@ -37,7 +37,7 @@ from ..devices.main_memory import free_main_memory
 from ..errors import HeteroError
 from ..model.tensors import Content, named_contents
 from ..protocol import messages as m
-from ..protocol.tensors import TensorSpec, fingerprint_of, tensor_bytes, tensor_from_bytes
+from ..protocol.tensor_bytes import TensorSpec, fingerprint_of, tensor_bytes, tensor_from_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ..model.four_bit import State, is_four_bit, quantize, state_of
 from ..model.tensors import Content, locate, named_contents, named_tensors, narrowed, set_tensor
 from ..pipeline.stage_layers import build_described, numbered_layers
 from ..protocol import messages as m
-from ..protocol.tensors import TensorSpec, fingerprint_of
+from ..protocol.tensor_bytes import TensorSpec, fingerprint_of
 from ..transport.channel import Channel, Handler
 from .owner import Host
 

@@ -15,7 +15,7 @@ from ..devices.device import device_for
 from ..errors import ModelError, RemoteProtocolError
 from ..model.allowed_imports import Allowed
 from ..protocol import messages as m
-from ..protocol.tensors import Buffer
+from ..protocol.tensor_bytes import Buffer
 from ..recovery import LINGER_SECONDS
 from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines

@@ -28,7 +28,7 @@ from ..pipeline.optimizer import NotedGradient, leaving_by_layer
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..protocol import messages as m
 from ..protocol.frames import Content
-from ..protocol.tensors import TensorSpec, in_frames
+from ..protocol.tensor_bytes import TensorSpec, in_frames
 from ..transport.channel import Channel, Handler
 from .layers import StageLayers
 

@@ -56,7 +56,7 @@ from ..pipeline.stage_layers import numbered_layers
 from ..plan import Narrowing
 from ..protocol import messages as m
 from ..protocol.frames import Frame
-from ..protocol.tensors import DTYPES
+from ..protocol.tensor_bytes import DTYPES
 from ..protocol.values import KeptConstants
 from ..transport.address import Address
 from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action

@@ -15,7 +15,7 @@ from lightning_hetero.coordinator.neighbors import Neighbors
 from lightning_hetero.coordinator.session import Listening
 from lightning_hetero.errors import WorkerLost
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.tensors import BufferPool
+from lightning_hetero.protocol.tensor_bytes import BufferPool
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines

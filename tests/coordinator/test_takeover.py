@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_hetero.coordinator.takeover import needed_bytes, those_that_fit
-from lightning_hetero.protocol.tensors import TensorSpec
+from lightning_hetero.protocol.tensor_bytes import TensorSpec
 from lightning_hetero.protocol.values import ParameterSpec
 
 

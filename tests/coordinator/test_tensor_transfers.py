@@ -20,7 +20,7 @@ from lightning_hetero.coordinator.tensor_transfers import (
 )
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
-from lightning_hetero.protocol.tensors import fingerprint_of
+from lightning_hetero.protocol.tensor_bytes import fingerprint_of
 
 LARGE = SMALL_BYTES // 4  # elements of float32
 State = dict[str, Tensor]

@@ -21,7 +21,7 @@ from lightning_hetero.devices.cuda import CudaStreams
 from lightning_hetero.devices.device import device_for
 from lightning_hetero.errors import ChannelError, ModelError
 from lightning_hetero.pipeline.boundary import Activation, Gradients
-from lightning_hetero.protocol.tensors import SMALLEST_KEPT_BYTES
+from lightning_hetero.protocol.tensor_bytes import SMALLEST_KEPT_BYTES
 
 from .made_up_streams import MadeUpStreams, on_device
 

@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.devices.device import Accelerator
-from lightning_hetero.protocol import tensors
+from lightning_hetero.protocol import tensor_bytes
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.worker.supervisor import _end_with_parent
 from lightning_hetero.worker.worker import Worker
@@ -79,7 +79,7 @@ def run_test() -> None:
 def _prepare(library: str) -> None:
     torch.set_num_threads(1)
     # The tensors of tests are small, and go through the kept buffers of large ones all the same.
-    tensors.SMALLEST_KEPT_BYTES = 64
+    tensor_bytes.SMALLEST_KEPT_BYTES = 64
     # The processor takes minutes for large products in half precision.
     Accelerator.trial_size = 64
     load(library)

@@ -13,7 +13,7 @@ import msgspec
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import _PREFIX, MAGIC
 from lightning_hetero.protocol.messages import PROTOCOL_VERSION
-from lightning_hetero.protocol.tensors import TensorSpec
+from lightning_hetero.protocol.tensor_bytes import TensorSpec
 
 from .recording import RecordedFrame
 

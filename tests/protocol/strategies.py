@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
-from lightning_hetero.protocol.tensors import DTYPES
+from lightning_hetero.protocol.tensor_bytes import DTYPES
 from lightning_hetero.protocol.values import DictNode, ListNode, TensorNode, TupleNode
 
 texts = st.text(max_size=20)

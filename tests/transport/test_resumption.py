@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import ChannelError, RemoteProtocolError
-from lightning_hetero.protocol.tensors import (
+from lightning_hetero.protocol.tensor_bytes import (
     BufferPool,
     TensorSpec,
     tensor_bytes,

@@ -19,7 +19,7 @@ from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import Content, named_contents, named_tensors
 from lightning_hetero.pipeline.stage_layers import describe_parameters
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.tensors import fingerprint_of
+from lightning_hetero.protocol.tensor_bytes import fingerprint_of
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.compatibility import Identity

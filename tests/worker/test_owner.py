@@ -22,7 +22,7 @@ from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
-from lightning_hetero.protocol.tensors import TensorSpec, empty_memory
+from lightning_hetero.protocol.tensor_bytes import TensorSpec, empty_memory
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines

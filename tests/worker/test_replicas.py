@@ -17,7 +17,7 @@ from lightning_hetero.errors import RemoteProtocolError
 from lightning_hetero.pipeline.placement import deal
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Content
-from lightning_hetero.protocol.tensors import TensorSpec
+from lightning_hetero.protocol.tensor_bytes import TensorSpec
 from lightning_hetero.worker.replicas import ReplicaSide
 
 SHAPES = {"0.a": (3, 2), "0.b": (4,), "1.a": (2, 2), "1.frozen": (3,)}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_hetero.errors import RemoteProtocolError
-from lightning_hetero.protocol.tensors import (
+from lightning_hetero.protocol.tensor_bytes import (
     ALIGNMENT_BYTES,
     DTYPES,
     MOST_KEPT,
