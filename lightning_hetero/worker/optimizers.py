@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, RemoteProtocolError
-from ..model.tensors import named_tensors
+from ..model.tensors import Content, named_tensors
 from ..pipeline.optimizer import (
     MOST_BESIDE,
     Clipping,
@@ -22,9 +23,11 @@ from ..pipeline.optimizer import (
     gradient_norms,
 )
 from ..protocol import messages as m
-from ..protocol.values import Packer, unpack
+from ..protocol.values import Packer, Value, unpack
 from ..transport.channel import Channel, Handler
 from .layers import MOST_COPIES, StageLayers
+
+_Moved = m.MovedTensor | m.SnapshotTensor
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,19 @@ class Belongings:
     def state_of(self, name: str) -> dict[int, Any]:
         """The states of one parameter, by the number of the optimizer."""
         return {number: own[name] for number, own in self.states.items() if name in own}
+
+    def packed(self, packer: Packer, name: str, content: Content) -> dict[str, Any]:
+        """The fields of a `MovedTensor` or a `SnapshotTensor` for a tensor with what belongs to
+        it."""
+        where = f"the optimizer state of {name}"
+        states = self.state_of(name).items()
+        return {
+            "name": name,
+            "content": packer.pack(content.tensor),
+            "state": {part: packer.pack(tensor) for part, tensor in content.state.items()},
+            "optimizers": {number: packer.pack(state, where) for number, state in states},
+            "average": packer.pack(self.averages.get(name)),
+        }
 
     def restrict_to(self, names: Collection[str]) -> Belongings:
         """What belongs to the tensors of these names."""
@@ -135,11 +151,20 @@ class TrainedSide:
         self._optimizers = {}
         self._averages = WeightAverages({})
 
-    def take(self, name: str, states: dict[int, Any], average: Tensor | None) -> None:
-        """Take what belongs to a tensor that has come from another worker; nobody needs the
-        optimizer's state here if another process steps the tensor."""
-        for number, state in states.items() if self._is_stepped(name) else ():
-            self._awaiting.states.setdefault(number, {})[name] = state
+    def take_moved(self, message: _Moved, tensors: tuple[Tensor, ...]) -> None:
+        """Put a tensor that has come from another process into its place, and take what belongs to
+        it; nobody needs the optimizer's state here if another process steps the tensor."""
+        name = message.name
+        tensor = partial(tensor_in, message, tensors=tensors)
+        content = tensor(message.content)
+        state = {part: tensor(value) for part, value in message.state.items()}
+        self._layers.take(name, Content(content, state))
+        states = {number: unpack(value, tensors) for number, value in message.optimizers.items()}
+        for found in states.values():
+            _check_state(name, found, content)
+        average = None if message.average is None else tensor(message.average)
+        for number, found in states.items() if self._is_stepped(name) else ():
+            self._awaiting.states.setdefault(number, {})[name] = found
         if average is not None:
             self._awaiting.averages[name] = average
 
@@ -261,7 +286,19 @@ class TrainedSide:
         return {name: p.grad for p, name in names.items() if p.grad is not None}
 
 
-def check_state(name: str, state: object, content: Tensor) -> None:
+def tensor_in(message: _Moved, value: Value, tensors: tuple[Tensor, ...]) -> Tensor:
+    """A tensor of a message.
+
+    Raises:
+        RemoteProtocolError: If the value is none.
+    """
+    found = unpack(value, tensors)
+    if not isinstance(found, Tensor):
+        raise RemoteProtocolError(f"{message.name!r} came with {found!r:.60}, no tensor.")
+    return found
+
+
+def _check_state(name: str, state: object, content: Tensor) -> None:
     """Refuse an optimizer's state that is larger than its parameter.
 
     Raises:

@@ -13,14 +13,14 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from ..errors import LocalProtocolError, ModelError, RemoteProtocolError
-from ..model.tensors import Content, locate, named_tensors
+from ..errors import LocalProtocolError, ModelError
+from ..model.tensors import locate, named_tensors
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
-from ..protocol.values import Packer, Value, unpack
+from ..protocol.values import Packer
 from ..transport.channel import Channel, Handler
 from .layers import StageLayers
-from .optimizers import Belongings, TrainedSide, check_state
+from .optimizers import Belongings, TrainedSide, tensor_in
 from .replicas import ReplicaSide
 
 _PIECE_BYTES = 2**20
@@ -109,16 +109,11 @@ class SnapshotSide:
                 yield self._frame(name, belongings, gradient)
 
     def _frame(self, name: str, belongings: Belongings, gradient: Tensor | None) -> bytes:
-        packer, content = Packer(), self._layers.content(name)
-        where = f"the optimizer state of {name}"
+        packer = Packer()
         message = m.SnapshotTensor(
-            name,
-            packer.pack(content.tensor),
-            {part: packer.pack(tensor) for part, tensor in content.state.items()},
-            {number: packer.pack(s, where) for number, s in belongings.state_of(name).items()},
-            packer.pack(belongings.averages.get(name)),
-            packer.pack(gradient),
-            gradient is not None and self._replicas.is_total(name),
+            **belongings.packed(packer, name, self._layers.content(name)),
+            gradient=packer.pack(gradient),
+            is_total=gradient is not None and self._replicas.is_total(name),
         )
         return b"".join(encode_frame(Frame(message, tuple(packer.tensors))))
 
@@ -130,23 +125,11 @@ class SnapshotSide:
                 self._coordinator.send(m.SnapshotPart(number, is_last=not frames), piece)
 
     def _on_snapshot_tensor(self, message: m.SnapshotTensor, tensors: tuple[Tensor, ...]) -> None:
-        def tensor(value: Value) -> Tensor:
-            found = unpack(value, tensors)
-            if not isinstance(found, Tensor):
-                raise RemoteProtocolError(f"{message.name!r} came with {found!r:.60}, no tensor.")
-            return found
-
-        name, content = message.name, tensor(message.content)
-        state = {part: tensor(value) for part, value in message.state.items()}
-        self._layers.take(name, Content(content, state))
-        states = {number: unpack(value, tensors) for number, value in message.optimizers.items()}
-        for found in states.values():
-            check_state(name, found, content)
-        average = None if message.average is None else tensor(message.average)
-        self._training.take(name, states, average)
+        self._training.take_moved(message, tensors)
+        name = message.name
         if message.gradient is not None:
             _, _, placed = locate(self._layers.numbered, name)
-            placed.grad = tensor(message.gradient).to(placed.device)
+            placed.grad = tensor_in(message, message.gradient, tensors).to(placed.device)
             if message.is_total:
                 self._replicas.note_totals()
         self._changed.add(name)
