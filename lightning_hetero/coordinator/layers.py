@@ -312,8 +312,8 @@ class TensorsAway:
         layers: Mapping[int, nn.Module],
         remote: RemoteLayers,
         weights: CheckpointWeights | None,
-        changed: Collection[Tensor] = (),
-        kept: Collection[int] = (),
+        changed: Collection[Tensor],
+        kept: Collection[int],
     ) -> None:
         self.names_of = {tensor: name for name, tensor in named_tensors(layers)}
         self.loss: WeightsLost | None = None

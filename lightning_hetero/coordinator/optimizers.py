@@ -368,7 +368,7 @@ class OptimizerParts:
         would use, or all."""
         return self.ask_gradient_norms(optimizer)()
 
-    def ask_gradient_norms(self, optimizer: int | None = None) -> Callable[[], dict[str, float]]:
+    def ask_gradient_norms(self, optimizer: int | None) -> Callable[[], dict[str, float]]:
         """Ask for `gradient_norms`; the function that is returned waits for the answer.
 
         Before you call it you may only look at gradients here.

@@ -158,7 +158,7 @@ def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> 
 
 
 def merge_results(
-    results: Sequence[Mapping[str, Any]], shares: Sequence[float], added: Tensor | None = None
+    results: Sequence[Mapping[str, Any]], shares: Sequence[float], added: Tensor | None
 ) -> dict[str, Any]:
     """Merge what micro-batches return besides their losses.
 

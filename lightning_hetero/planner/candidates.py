@@ -558,8 +558,8 @@ def crossing_bytes(
     model: ModelProfile,
     num_stages: int,
     num_samples: int,
-    embedding_left: bool = False,
-    narrowings: Sequence[Narrowing] = (),
+    embedding_left: bool,
+    narrowings: Sequence[Narrowing],
 ) -> list[tuple[float, float]]:
     """The bytes that cross each boundary forward and backward, beginning behind the coordinator."""
     activation_bytes = model.activation_bytes_per_sample * num_samples

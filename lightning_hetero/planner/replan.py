@@ -159,7 +159,7 @@ def _by_profile(
     return Replanned(with_ranges(plan, best.ranges_of_teams), gain, profile)
 
 
-def best_split(before: Candidate, keeps_own: bool = False) -> Candidate | None:
+def best_split(before: Candidate, keeps_own: bool) -> Candidate | None:
     """The candidate with the shortest simulated step among splits of the same seats.
 
     The first ones are exact: those with the fastest slowest stage for each number of the

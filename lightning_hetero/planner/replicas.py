@@ -186,7 +186,7 @@ def _phase_seconds(transfers: Iterable[tuple[str, str, float]], link_of: LinkOf)
     return max(busy.values(), default=0.0) + latency
 
 
-def whole_counts(seconds: Numbers, count: int, fixed_seconds: Numbers | float = 0.0) -> Counts:
+def whole_counts(seconds: Numbers, count: int, fixed_seconds: Numbers) -> Counts:
     """The `fair_counts` among those in which each replica has at least one micro-batch; there must
     be as many."""
     return 1 + fair_counts(seconds, count - len(seconds), fixed_seconds + seconds)

@@ -108,11 +108,11 @@ def place_behind(ways: Sequence[Arrangement], below: float = math.inf) -> list[C
     return found + (place(staying, 0, below) if staying else [])
 
 
-def place_all(way: Arrangement, below: float = math.inf) -> list[Candidate]:
+def place_all(way: Arrangement) -> list[Candidate]:
     """Split the layers with the coordinator's first and, if there are workers, also with them
     last."""
-    found = place([way], None, below)
-    return found + (place_behind([way], below) if way.workers else [])
+    found = place([way], None)
+    return found + (place_behind([way]) if way.workers else [])
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,8 @@ class Supervisor:
         serve: Callable[[SessionPlace], None],
         command: Callable[[SessionPlace], list[str]],
         forks: bool,
-        stops_with_stdin: bool = False,
-        secret: str = "",
+        stops_with_stdin: bool,
+        secret: str,
     ) -> None:
         self._listener = listener
         self._serve = serve
