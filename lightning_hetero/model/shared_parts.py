@@ -1,4 +1,4 @@
-"""Copies of what layers on workers share with other layers, or with the coordinator.
+"""Copies of what layers on workers share, such as a rotary table, with others or the coordinator.
 
 A rotary table or a frozen module is often one object in many layers. Until `restore`, each layer on
 a worker has a copy of its own:

@@ -27,7 +27,7 @@ from ..protocol.fields import Numerics
 
 class Collected(NamedTuple):
     """A tensor that goes along with the hidden states: a collected output under transformers' name
-    for its kind, or another one under its own name; see `layer_call.py`."""
+    for its kind, or another one under its own name; see `model/layer_call.py`."""
 
     kind: str
     tensor: Tensor

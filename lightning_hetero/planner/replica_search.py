@@ -1,4 +1,4 @@
-"""The search among plans with replicas.
+"""The search among plans with replicas: which teams of devices share which stages.
 
 With up to three workers it begins with all ordered teams, and with more of them with data
 parallelism, on the workers alone and with the coordinator, and with teams of equal devices. It also
