@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import compress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -43,57 +43,9 @@ from .connections import Connections
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
 
-
-class Steps(Protocol):
-    """The part of `RemoteStages` that optimizers need.
-
-    Attributes:
-        norms_due: For each worker that has got gradients from here, the parameters that train.
-        has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
-        sums_due: The exchange whose sums workers send to this process; None if there is none.
-        awaits_backward: Whether the backward of the latest loss has not run.
-        on_last_backward: Called when all gradients before an optimizer's step have been sent.
-        on_last_gradients: Called with the workers that get no more gradients before an optimizer's
-            step than those which are sent next.
-        open_exchange: Called for the number of the exchange before an optimizer's step.
-    """
-
-    norms_due: dict[Member, set[str]]
-    has_new_gradients: bool
-    sums_due: int | None
-    awaits_backward: bool
-    on_last_backward: Callable[[], None]
-    on_last_gradients: Callable[[Collection[Member]], None]
-    open_exchange: Callable[[], int]
-
-    def present_step(self) -> int:
-        """The step that gradients belong to."""
-
-    def stamp(self, worker: Member) -> dict[str, int]:
-        """What a worker's stages have done in the present step."""
-
-    def stamp_of_all(self, worker: Member) -> dict[str, int]:
-        """What was sent through a worker's stages in the present step."""
-
-    def stamp_of_sent(self, worker: Member) -> dict[str, int]:
-        """The forwards of the present step that were sent through a worker's stages."""
-
-
-class HostedPart(Protocol):
-    """The part of `HostedReplicas` that optimizers need."""
-
-    @property
-    def has_given_gradients(self) -> bool:
-        """Whether there are gradients here that belong to workers."""
-
-    def add_gradients(self, number: int) -> None:
-        """Add up the gradients of all replicas in an exchange."""
-
-    def follow_given(self) -> None:
-        """Send what has changed here of the parameters that workers are about to step."""
-
-    def take_weights(self, number: int) -> None:
-        """Wait for the weights that workers have stepped in an exchange."""
+if TYPE_CHECKING:
+    from .replicas import HostedReplicas
+    from .steps import RemoteStages
 
 
 class OptimizerParts:
@@ -114,11 +66,11 @@ class OptimizerParts:
         self,
         connections: Connections,
         layers: RemoteLayers,
-        stages: Steps,
+        stages: RemoteStages,
         recorder: Recorder,
     ) -> None:
         self.layers = layers
-        self.hosted: HostedPart | None = None
+        self.hosted: HostedReplicas | None = None
         self._connections = connections
         self._stages = stages
         self._recorder = recorder
