@@ -561,6 +561,12 @@ class StepGradients:
             self._put(self._parameters, self._before)
             self._before = None
 
+    @property
+    def found(self) -> list[int]:
+        """The numbers of the parameters that have gradients behind the step."""
+        gradients = self._pending or [parameter.grad for parameter in self._parameters]
+        return [number for number, each in enumerate(gradients) if each is not None]
+
     def publish(self) -> None:
         """Add the step's gradients to `.grad`; to Lightning this is the step's backward."""
         if self._pending is not None:

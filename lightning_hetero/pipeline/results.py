@@ -264,6 +264,11 @@ class StepLog:
             for entry, value in self._here.entries:
                 entry.are_losses.append(are_losses([value], [loss]))
 
+    @property
+    def names(self) -> set[str]:
+        """The names that were logged."""
+        return {name for name, _ in self._logged}
+
     def publish(self, log: Callable[..., None]) -> None:
         """Log each name as often as a micro-batch did, in the order of first appearance."""
         for (name, _), entry in self._logged.items():

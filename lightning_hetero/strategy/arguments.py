@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -31,15 +31,11 @@ from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
 from ..model.compiled_layers import compiles_only
 from ..model.layers import DecoderLayer
-from ..pipeline.microbatch import BatchOptions, CutBatch, LossWeighting
+from ..pipeline.microbatch import BatchOptions, LossWeighting
 from ..plan import Plan
 from ..recovery import Recovery
 
 _PACKAGE = __name__.partition(".")[0]
-
-# Gets a batch, the other arguments of `training_step`, and a function that begins the step again;
-# returns the names of what it has said that `training_step` changes.
-FirstCheck: TypeAlias = Callable[[CutBatch, Sequence[Any], Callable[[], None]], Sequence[str]]
 
 
 @dataclass(frozen=True)

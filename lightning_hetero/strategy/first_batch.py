@@ -4,6 +4,7 @@
     training_step(micro-batch 1), …, weighted and added ▶ loss as it is cut ─┴▶ difference
 
 Both run before the first step, without gradients and in evaluation mode, and leave nothing behind.
+They run again at later batches (`check_schedule`), because a loss may change its kind.
 If the losses differ, the check tries several remedies and names those that work. If they do not,
 their gradients are compared too, of the first two micro-batches: those of `loss / loss.detach()`
 differ, and the losses are all 1.
@@ -12,7 +13,7 @@ differ, and the losses are all 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -41,7 +42,8 @@ from ..pipeline.microbatch import (
 from ..pipeline.results import BatchMetrics, StepLog, loss_of, merge_results
 from ..pipeline.tolerance import coarsest, rounding_of_hidden, rounding_of_loss
 from ..profiler.dry_run import no_trace
-from .arguments import FirstCheck, StepOptions, autocast_dtype, scaler_of
+from .arguments import autocast_dtype, scaler_of
+from .check_schedule import RunChecks
 from .first_gradients import Gradients, difference_of_gradients
 from .first_logs import Logged, differing, differing_results, form_of
 from .step_changes import may_change, warn_of_changes
@@ -55,8 +57,11 @@ _LEAST_ROUNDINGS = 10
 # The operations of a forward take more memory, and free it, than their results take.
 _MARGIN = 1.5
 _FEWEST_COMPARED = 2
-# A fourth loss of one batch may differ by this multiple of the spread of three losses.
+# Another loss of one batch may differ by this multiple of the spread of three losses, or of six if
+# these are near each other by chance.
 _SPREADS = 8
+_MOST_DRAWS = 4
+_LATER = "Earlier checks have not found it, and the run goes on."
 
 
 def _drop(*_args: Any, **_kwargs: Any) -> None:
@@ -128,22 +133,6 @@ class _Problem:
 
     text: str
     is_large: bool
-
-
-def first_batch_check(
-    module: pl.LightningModule, deployment: Deployment, options: StepOptions
-) -> FirstCheck | None:
-    """The check of the first batch that is cut; None if the user does not want it."""
-    mode, weighting = options.batches.check, options.loss_weighting
-    if mode == "off":
-        return None
-
-    def check(
-        batch: CutBatch, rest: Sequence[Any], begin_again: Callable[[], None]
-    ) -> Sequence[str]:
-        return FirstBatchCheck(module, deployment, weighting, rest, begin_again).run(batch, mode)
-
-    return check
 
 
 class _Observer:
@@ -230,7 +219,8 @@ class FirstBatchCheck:
         deployment: Where its layers are.
         weighting: How micro-batch losses combine.
         rest: The other arguments of ``training_step``.
-        begin_again: Begins the step again, after something in it has failed.
+        begin_again: Begins a trial step, after something in it has failed.
+        checks: Those of the run, this one included.
     """
 
     module: pl.LightningModule
@@ -238,29 +228,29 @@ class FirstBatchCheck:
     weighting: LossWeighting
     rest: Sequence[Any]
     begin_again: Callable[[], None]
+    checks: RunChecks
 
-    def run(self, batch: CutBatch, mode: CheckFirstBatch) -> Sequence[str]:
+    def run(self, batch: CutBatch, mode: CheckFirstBatch) -> None:
         """Check a batch of two micro-batches at least.
 
         Everything is as before afterwards, random generators included.
 
-        Returns:
-            The parameters and buffers of which it has warned that each micro-batch changes them.
-
         Raises:
-            BatchError: If the difference is too large, and the mode is ``"stop"``.
+            BatchError: If the difference is too large, the mode is ``"stop"``, and it is the first
+                check: a later one says so, and does not throw a long run away.
         """
         away = self.deployment.modules_away
         with no_trace(self.module, away, is_timed=False) as has_changed:
             _evaluate(self.module, away)
             problem = self._problem(batch)
             changed = list(_changed_in(self.module, has_changed))
-        warn_of_changes(changed)
-        if problem is not None and mode == "stop" and problem.is_large:
+        warn_of_changes(self.checks.not_said(changed))
+        if problem is None:
+            return
+        is_first = self.checks.is_first
+        if is_first and mode == "stop" and problem.is_large:
             raise BatchError(f"{problem.text} {GO_ON}")
-        if problem is not None:
-            rank_zero_warn(problem.text)
-        return changed
+        rank_zero_warn(problem.text if is_first else f"{problem.text} {_LATER}")
 
     def _problem(self, batch: CutBatch) -> _Problem | None:
         """The problem of a batch, or of its first micro-batches if the batch does not fit."""
@@ -274,16 +264,20 @@ class FirstBatchCheck:
         self._recover()
         few = batch.first(_FEWEST_COMPARED)
         if is_out_of_memory(cause) and few is not batch:
+            self.checks.takes_few = True
             return self._problem(few)
         # The step itself fails in the same way, unless the check needs more than it.
         say = rank_zero_info if is_out_of_memory(cause) else rank_zero_warn
         say(
-            "Whether the loss of the first batch is that of its micro-batches could not be "
-            f"checked. {type(cause).__name__}: {cause}"
+            f"Whether the loss of the {self.checks.which} batch is that of its micro-batches could "
+            f"not be checked, and no later batch is. {type(cause).__name__}: {cause}"
         )
+        self.checks.are_over = True
         return None
 
     def _compare(self, batch: CutBatch) -> _Problem | None:
+        if self.checks.takes_few:
+            batch = batch.first(_FEWEST_COMPARED)
         pieces, shares = _Pieces(StepLog(BatchMetrics(), self.weighting == "sum")), [0.0]
         with self._from_the_start():
             first, most = self._metered(batch, pieces, shares)
@@ -294,41 +288,58 @@ class FirstBatchCheck:
         with self._from_the_start():
             losses = Losses(self._loss(batch.whole, whole), cut, self._rounding())
         if losses.skips_only_whole:
-            rank_zero_warn(
-                "The loss of the first batch could not be compared with that of its "
-                "micro-batches: `training_step` returns None for the whole batch and a loss for "
-                "some of its micro-batches."
-            )
+            if self._is_new("skipped"):
+                rank_zero_warn(
+                    f"The loss of the {self.checks.which} batch could not be compared with that of "
+                    "its micro-batches: `training_step` returns None for the whole batch and a "
+                    "loss for some of its micro-batches."
+                )
             return None
         weights = self._weights(batch, self.weighting)
+        shares[:] = self._weights(batch, "samples") if self.weighting == "sum" else weights
         difference = losses.difference(weights)
+        is_large = difference > max(losses.rounding, STOPPING_DIFFERENCE)
+        problem = None
         if difference <= losses.rounding:
             problem = self._compare_gradients(batch.first(_FEWEST_COMPARED))
-            if problem is not None:
-                return problem
-            shares[:] = self._weights(batch, "samples") if self.weighting == "sum" else weights
-            return self._compare_values(batch, whole, pieces.together(shares))
-        if self._is_random(losses, difference, batch):
-            return None
-        text = _said(losses, weights, difference, self._remedies(losses, batch))
-        return _Problem(text, difference > max(losses.rounding, STOPPING_DIFFERENCE))
+        elif not self._was_said("loss", is_large):
+            if self._is_random(losses, difference, batch):
+                return None
+            # A small difference is no news behind a large one.
+            self.checks.said.update(("loss", size) for size in {is_large, False})
+            remedies = self._remedies(losses, batch)
+            text = _said(self.checks.which, losses, weights, difference, remedies)
+            problem = _Problem(text, is_large)
+        if difference > losses.rounding:
+            logged = whole.logged.values.items()
+            self._note_said([name for name, value in logged if value == losses.whole])
+        return problem or self._compare_values(batch, whole, pieces.together(shares))
+
+    def _was_said(self, *kind: Any) -> bool:
+        """Whether something was said at an earlier check of the run."""
+        return kind in self.checks.said
+
+    def _is_new(self, *kind: Any) -> bool:
+        """Whether something was not said in the run; it is said now."""
+        return bool(self.checks.not_said([kind]))
 
     def _compare_values(self, batch: CutBatch, whole: _Whole, cut: _Whole) -> _Problem | None:
         """What the batch logs and returns otherwise than its micro-batches together."""
-        logs, results = whole.differing(cut, self._rounding())
+        logs, results = self._differing(whole, cut)
         if not logs and not results:
             return None
         again = _Whole()
         self._redrawn(batch.whole, again)
         # A time, or what is drawn at random, is another value at each run.
         moving_logs, moving_results = whole.differing(again)
-        logged = [text for name, text in logs.items() if name not in moving_logs]
-        returned = [text for name, text in results.items() if name not in moving_results]
+        logged = {name: text for name, text in logs.items() if name not in moving_logs}
+        returned = {name: text for name, text in results.items() if name not in moving_results}
+        self._note_said(logged, returned)
         texts = []
         if logged:
             texts.append(
-                "The first batch logs other values than its micro-batches together: "
-                f"{', '.join(logged)}. What `training_step` logs is averaged over "
+                f"The {self.checks.which} batch logs other values than its micro-batches together: "
+                f"{', '.join(logged.values())}. What `training_step` logs is averaged over "
                 "micro-batches: log a sum with `reduce_fx='sum'`, and anything else with a "
                 "torchmetrics object or in `on_train_batch_end`. Pass the samples of the "
                 "micro-batch as `batch_size`, and give a metric that averages losses their weights."
@@ -336,15 +347,31 @@ class FirstBatchCheck:
             )
         if returned:
             texts.append(
-                "The first batch returns other values than its micro-batches together: "
-                f"{', '.join(returned)}. Numbers that `training_step` returns are averaged over "
-                "micro-batches, and tensors and lists are joined: compute anything else in "
-                "`on_train_batch_end`. `micro_batching='boundary'` returns what one device does."
+                f"The {self.checks.which} batch returns other values than its micro-batches "
+                f"together: {', '.join(returned.values())}. Numbers that `training_step` returns "
+                "are averaged over micro-batches, and tensors and lists are joined: compute "
+                "anything else in `on_train_batch_end`. `micro_batching='boundary'` returns what "
+                "one device does."
             )
         return _Problem(" ".join(texts), is_large=False) if texts else None
 
+    def _differing(self, whole: _Whole, cut: _Whole) -> tuple[dict[str, str], dict[str, str]]:
+        """What differs in words, by name, if it was not said: what is logged, and returned."""
+        logs, results = whole.differing(cut, self._rounding())
+        return (
+            {name: text for name, text in logs.items() if not self._was_said("log", name)},
+            {name: text for name, text in results.items() if not self._was_said("result", name)},
+        )
+
+    def _note_said(self, logs: Iterable[str], results: Iterable[str] = ()) -> None:
+        """Note that these logs and results are said to differ."""
+        self.checks.said.update(("log", name) for name in logs)
+        self.checks.said.update(("result", name) for name in results)
+
     def _compare_gradients(self, batch: CutBatch) -> _Problem | None:
         """Whether the loss of a batch of two micro-batches has their gradients, too."""
+        if self._was_said("gradients"):
+            return None
         weights = self._weights(batch, self.weighting)
         try:
             whole = self._gradients(batch.whole, 1.0)
@@ -353,9 +380,10 @@ class FirstBatchCheck:
         except Exception as error:
             # The step itself fails in the same way, unless the check needs more than it.
             rank_zero_info(
-                "Whether the gradients of the first batch are those of its micro-batches could "
-                f"not be checked. {type(error).__name__}: {error}"
+                f"Whether the gradients of the {self.checks.which} batch are those of its "
+                f"micro-batches could not be checked. {type(error).__name__}: {error}"
             )
+            self.checks.said.add(("gradients",))  # nor could those of a later batch
             self._recover()
             return None
         difference = difference_of_gradients(whole, cut)
@@ -363,11 +391,12 @@ class FirstBatchCheck:
         tolerance = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
         if not difference > max(tolerance, STOPPING_DIFFERENCE):
             return None
+        self.checks.said.add(("gradients",))
         return _Problem(
-            "The loss of the first batch is that of its micro-batches, but its gradients are not: "
-            f"they differ by {100 * difference:.3g} %. It seems that the gradients are scaled by "
-            "a number of the batch, as in `loss / loss.detach()`; `micro_batching='boundary'` "
-            "repairs it.",
+            f"The loss of the {self.checks.which} batch is that of its micro-batches, but its "
+            f"gradients are not: they differ by {100 * difference:.3g} %. It seems that the "
+            "gradients are scaled by a number of the batch, as in `loss / loss.detach()`; "
+            "`micro_batching='boundary'` repairs it.",
             is_large=True,
         )
 
@@ -430,17 +459,24 @@ class FirstBatchCheck:
 
     def _is_random(self, losses: Losses, difference: float, batch: CutBatch) -> bool:
         """Whether the loss varies between forwards by about as much as the difference."""
-        again = [self._redrawn(batch.whole) for _ in range(2)]
-        values = [loss for loss in (losses.whole, *again) if loss is not None]
-        spread, scale = max(values) - min(values), max(map(abs, values))
-        if not spread > losses.rounding * scale or difference * scale > _SPREADS * spread:
+        found = [losses.whole, self._redrawn(batch.whole)]
+        for _ in range(_MOST_DRAWS):
+            found.append(self._redrawn(batch.whole))
+            values = [loss for loss in found if loss is not None]
+            spread, scale = max(values) - min(values), max(map(abs, values))
+            if not spread > losses.rounding * scale:
+                return False
+            if difference * scale <= _SPREADS * spread:
+                break
+        else:
             return False
-        rank_zero_info(
-            "whether the loss of the first batch is that of its micro-batches was not checked: "
-            "training_step draws random numbers, so that every forward gives another loss; with "
-            "micro_batching='boundary' it draws once for each batch, as on one device, and now "
-            "for each micro-batch"
-        )
+        if self._is_new("random"):
+            rank_zero_info(
+                f"whether the loss of the {self.checks.which} batch is that of its micro-batches "
+                "was not checked: training_step draws random numbers, so that every forward gives "
+                "another loss; with micro_batching='boundary' it draws once for each batch, as on "
+                "one device, and now for each micro-batch"
+            )
         return True
 
     def _redrawn(self, batch: Any, observer: _Observer = _NOBODY) -> float | None:
@@ -537,10 +573,14 @@ def _evaluate(module: pl.LightningModule, away: Sequence[nn.Module]) -> None:
 
 
 def _said(
-    losses: Losses, weights: Sequence[float], difference: float, remedies: Sequence[Remedy]
+    which: str,
+    losses: Losses,
+    weights: Sequence[float],
+    difference: float,
+    remedies: Sequence[Remedy],
 ) -> str:
     text = (
-        f"The loss of the first batch is {losses.whole:.6g}, but its micro-batches combine to "
+        f"The loss of the {which} batch is {losses.whole:.6g}, but its micro-batches combine to "
         f"{losses.combined(weights):.6g}, a difference of {100 * difference:.3g} %."
     )
     if not remedies:

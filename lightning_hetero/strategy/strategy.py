@@ -89,8 +89,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             ends the run above a difference of 1 % and names the remedy; ``"warn"`` only warns;
             ``"off"`` does not compare. The check runs the first batch twice without gradients,
             whole and cut, and its first two micro-batches with gradients, and changes nothing in
-            the module. Choose ``"off"`` if ``training_step`` acts on something outside of the
-            module, such as an environment.
+            the module. It does so again with the 10th, the 100th batch and so on, and with the
+            batch after one that has something new, such as a log; what it finds there is a
+            warning. Choose ``"off"`` if ``training_step`` acts on something outside of the module,
+            such as an environment.
         checkpoint_weights: ``"all"``, or ``"trainable"`` for checkpoints that hold only the
             parameters that require gradients and every persistent buffer. The module that loads
             such a checkpoint keeps its own frozen weights; without this strategy set Lightning's

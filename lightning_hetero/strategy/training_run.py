@@ -49,7 +49,7 @@ from ..report.diagram import picture_for
 from ..report.run_record import FACTS, PICTURE_NAME, PLAN_NAME, LostWorker, Process, RunFacts
 from ..report.topology import DrawnPlace, Memory, Topology, marks_of, topology_of, with_profile
 from .arguments import StepOptions, check_precision
-from .first_batch import first_batch_check
+from .check_schedule import RunChecks
 from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
 from .replan import Watch, settle
 from .training_step import BatchReader, BatchStep, MicrobatchedStep, WholeBatchStep
@@ -136,7 +136,9 @@ class TrainingRun(Run):
         moves: bool,
     ) -> None:
         super().__init__(module, deployment, options)
-        self._remote_steps, self._step = self._attached(deployment, options, optimizers)
+        # The checks belong to the run, not to each deployment.
+        self._checks = RunChecks() if options.batches.check != "off" else None
+        self._remote_steps, self._step = self._attached(deployment, optimizers)
         self._watch = Watch(deployment, measured, self._step.recorder, moves)
         self._put_back = let_callbacks_be_copied(module.trainer)
         self._hosted_hooks = ExitStack()
@@ -289,11 +291,8 @@ class TrainingRun(Run):
             remote.take_back(state)
         # What leaves with a layer is here until its worker has it.
         here = [(optimizer, dict(optimizer.state)) for optimizer in optimizers]
-        # The check of the first batch belongs to the run, not to each deployment.
-        batches = replace(self._options.batches, check="off")
-        options = replace(self._options, batches=batches)
         try:
-            attached = self._attached(self.deployment, options, optimizers)
+            attached = self._attached(self.deployment, optimizers)
         except BaseException:
             for optimizer, present in here:
                 optimizer.state.update(present)
@@ -316,7 +315,7 @@ class TrainingRun(Run):
         self._watch = self._watch.after_move(self.deployment, self._step.recorder)
 
     def _attached(
-        self, deployment: Deployment, options: StepOptions, optimizers: Sequence[Optimizer]
+        self, deployment: Deployment, optimizers: Sequence[Optimizer]
     ) -> tuple[RemoteSteps, BatchStep]:
         """The optimizers' parts on the stages, and the training step that uses them."""
         plugin, names_of = self._module.trainer.precision_plugin, deployment.tensors.names_of
@@ -326,10 +325,10 @@ class TrainingRun(Run):
             check_precision(plugin, each.optimizer)
         zero, kept_here = training.zero_gradients, deployment.kept_here
         remote_steps = RemoteSteps(plugin, remote, names_of, zero, kept_here)
-        if not options.cuts_step(self._module):
-            return remote_steps, WholeBatchStep(self._module, deployment, options)
-        check = first_batch_check(self._module, deployment, options)
-        return remote_steps, MicrobatchedStep(self._module, deployment, options, check)
+        module, options = self._module, self._options
+        if not options.cuts_step(module):
+            return remote_steps, WholeBatchStep(module, deployment, options)
+        return remote_steps, MicrobatchedStep(module, deployment, options, self._checks)
 
 
 def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:

@@ -39,7 +39,9 @@ from ..pipeline.results import (
     merge_results,
     weighted_mean,
 )
-from .arguments import FirstCheck, StepOptions, scaler_of
+from .arguments import StepOptions, scaler_of
+from .check_schedule import RunChecks
+from .first_batch import FirstBatchCheck
 from .step_changes import OwnAttributes, StepChanges, warn_of_changes
 
 
@@ -193,7 +195,7 @@ class MicrobatchedStep(BatchStep):
     """Runs ``training_step`` once per micro-batch and merges the results.
 
     Args:
-        check: Checks the first batch that is cut; None if the user does not want that.
+        checks: The checks of the run; None if the user does not want any.
     """
 
     def __init__(
@@ -201,15 +203,14 @@ class MicrobatchedStep(BatchStep):
         module: pl.LightningModule,
         deployment: Deployment,
         options: StepOptions,
-        check: FirstCheck | None,
+        checks: RunChecks | None,
     ) -> None:
         super().__init__(module, deployment, options)
         coordinator = deployment.coordinator
         self._loss_weighting = options.loss_weighting
-        self._check = check
-        # While the first batch that is cut runs, what its micro-batches change.
+        self._checks, self._check_mode = checks, options.batches.check
+        # While a batch runs that was checked, what its micro-batches change.
         self._changes: StepChanges | None = None
-        self._told: Sequence[str] = ()
         self._copies = coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
@@ -241,7 +242,7 @@ class MicrobatchedStep(BatchStep):
         batch, *rest = args
         cut, weights = self._cut(batch, rest)
         accumulates, step = self.accumulates, self._number_step()
-        has_begun = self._check_first(cut, rest, accumulates)
+        has_begun = self._check(cut, rest, accumulates)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         scale = self._loss_scale
         metrics = BatchMetrics()
@@ -269,9 +270,7 @@ class MicrobatchedStep(BatchStep):
                 step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
         self._own_attributes.end_step()
-        if self._changes is not None:
-            changed, self._changes = self._changes.repeated, None
-            warn_of_changes([name for name in changed if name not in self._told])
+        self._end_check(log, results)
         log.publish(self._module.log)
         merged = self._merge(results, weights.all, shares.all, scale)
         if merged is None:
@@ -305,23 +304,48 @@ class MicrobatchedStep(BatchStep):
             whole = CutBatch.uncut(batch)
             return whole, whole.weights(self._loss_weighting, self._copies)
 
-    def _check_first(self, batch: CutBatch, rest: Sequence[Any], accumulate: bool) -> bool:
-        """Check the first batch that is cut, within its own step.
+    def _check(self, batch: CutBatch, rest: Sequence[Any], accumulates: bool) -> bool:
+        """Check the batch if it is its turn.
+
+        A batch that adds to gradients of others is not checked: where a check fails, workers drop
+        all gradients. Before the first batch of a run there are none.
 
         Returns:
-            Whether the step has begun for that.
+            Whether its step has begun for that. Only the first check belongs to a step; later ones
+            are steps by themselves, so that no step takes longer in what is measured of a run.
         """
-        check = self._check
-        if check is None or len(batch.microbatches) == 1:
+        checks = self._checks
+        if checks is None or checks.are_over:
             return False
-        self._check = None
+        is_free = not accumulates or checks.schedule.number == 0
+        if not checks.schedule.begin_batch(is_free and len(batch.microbatches) > 1):
+            return False
         stages, plan = self._deployment.coordinator.stages, self._deployment.plan
-        begin = partial(stages.begin_step, plan.max_in_flight, accumulate)
-        begin()
-        self._told = check(batch, rest, partial(begin, is_trial=True))
+        begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
+        begin(is_trial=not checks.is_first)
+        again, weighting = partial(begin, is_trial=True), self._loss_weighting
+        check = FirstBatchCheck(self._module, self._deployment, weighting, rest, again, checks)
+        check.run(batch, self._check_mode)
         away = self._deployment.modules_away
         self._changes = StepChanges(self._module, away, batch.num_samples)
-        return True
+        return checks.is_first
+
+    def _end_check(self, log: StepLog, results: Sequence[Any]) -> None:
+        """Say what the micro-batches have changed, and note what they have had."""
+        checks = self._checks
+        if checks is None:
+            return
+        if self._changes is not None:
+            warn_of_changes(checks.not_said(self._changes.repeated))
+            self._changes = None
+        keys = {key for result in results if isinstance(result, Mapping) for key in result}
+        checks.schedule.end_batch(
+            {
+                *(("log", name) for name in log.names),
+                *(("result", key) for key in keys),
+                *(("gradient", number) for number in self._gradients.found),
+            }
+        )
 
     def _run_one(
         self, microbatch: Any, rest: Sequence[Any], log: StepLog, begin: Callable[[], None]

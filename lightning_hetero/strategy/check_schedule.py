@@ -1,0 +1,127 @@
+"""Which batches of a run are checked: the loss or a log may change its kind after the first one.
+
+    batch    1   2 ... 10 ... 100 ... 1000      and behind a batch with something new
+    check    x          x      x       x
+
+What is new is a log, a returned value, or a parameter with a gradient that no checked batch has
+had. The next batch is checked then, or the one that should have it again if it comes now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
+
+_FACTOR = 10
+# So many checks of something new come at once. Each further one waits twice as long after the check
+# before, so that a run whose batches always have something new has few checks too.
+_AT_ONCE = 4
+# A run may log a new name in each batch; its older ones are forgotten then.
+_MOST_NEW = 1000
+
+
+@dataclass
+class RunChecks:
+    """The checks of a run.
+
+    Attributes:
+        schedule: Tells which batches are checked.
+        said: What was said, each thing once: differences, and what `training_step` changes.
+        takes_few: Whether a whole batch was too large for a check.
+        are_over: Whether a check could not be made, as no later one could.
+    """
+
+    schedule: CheckSchedule = field(default_factory=lambda: CheckSchedule())
+    said: set[Hashable] = field(default_factory=set)
+    takes_few: bool = False
+    are_over: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the present check is the first one."""
+        return len(self.schedule.checked) == 1
+
+    def not_said(self, names: Iterable[Name]) -> list[Name]:
+        """Those of some names that were not said; they are said now."""
+        found = [name for name in names if name not in self.said]
+        self.said.update(found)
+        return found
+
+    @property
+    def which(self) -> str:
+        """The present batch, as a word."""
+        return ordinal(self.schedule.number)
+
+
+@dataclass
+class CheckSchedule:
+    """Counts the batches of a run, over all its deployments.
+
+    Attributes:
+        number: The number of the present batch, from 1.
+        checked: The numbers of the batches that were checked.
+    """
+
+    number: int = 0
+    checked: list[int] = field(default_factory=list)
+    _next: int = 1
+    _num_new: int = 0
+    _known: set[Hashable] = field(default_factory=set)
+    # Of what is new: the latest batch that had it, and the one that should have it again.
+    _latest: dict[Hashable, int] = field(default_factory=dict)
+    _expected: dict[Hashable, int] = field(default_factory=dict)
+
+    def begin_batch(self, may_check: bool) -> bool:
+        """Count the next batch; returns whether it is checked.
+
+        Args:
+            may_check: Whether it can be; otherwise a later one is checked in its place.
+        """
+        self.number += 1
+        is_due = self.number >= self._next
+        if not may_check or not (is_due or self._may_have_new()):
+            return False
+        self._num_new += not is_due
+        while self._next <= self.number:
+            self._next *= _FACTOR
+        self.checked.append(self.number)
+        return True
+
+    def _may_have_new(self) -> bool:
+        waited = self.number - self.checked[-1] if self.checked else 0
+        is_time = waited >= 2 ** max(0, self._num_new - _AT_ONCE + 1)
+        return is_time and self.number in self._expected.values()
+
+    def end_batch(self, found: Collection[Hashable]) -> None:
+        """Note what the present batch has had.
+
+        Args:
+            found: Names for its logs and whatever else tells of what kind its loss is.
+        """
+        if self._known.issuperset(found):
+            return
+        if self.checked and self.checked[-1] == self.number:
+            self._known.update(found)
+            for name in found:
+                self._latest.pop(name, None)
+                self._expected.pop(name, None)
+            return
+        if len(self._latest) > _MOST_NEW:
+            self._latest.clear()
+            self._expected.clear()
+        for name in found:
+            if name not in self._known:
+                between = self.number - self._latest.get(name, self.number - 1)
+                self._latest[name] = self.number
+                self._expected[name] = self.number + between
+
+
+def ordinal(number: int) -> str:
+    """A batch's number as a word in a sentence."""
+    if number == 1:
+        return "first"
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
