@@ -258,7 +258,9 @@ class FirstBatchCheck:
             return self._compare(batch)
         except Exception as error:
             # Other errors are of the user's own code, which may need gradients or training mode.
-            if isinstance(error, HeteroError) and not is_out_of_memory(error):
+            # A later check ends no run: what it cannot do, the step itself may be able to do.
+            is_refused = isinstance(error, HeteroError) and not is_out_of_memory(error)
+            if is_refused and self.checks.is_first:
                 raise
             cause = error
         self._recover()

@@ -140,6 +140,13 @@ class Failing(Changing):
         return loss
 
 
+class Refusing(Changing):
+    """Begins to return what is no loss, for whole batches alone."""
+
+    def later(self, loss: Tensor, hidden: Tensor, batch: Any) -> Any:
+        return loss if len(hidden) < 4 else "none"
+
+
 COUPLED = (
     r"The loss of the {} batch is [\d.]+, but its micro-batches combine to [\d.]+, a difference of "
     r"[\d.]+ %\. It seems that the loss couples the samples of a batch; "
@@ -150,7 +157,7 @@ COUPLED = (
 @pytest.mark.parametrize(
     ("make", "at", "expected"),
     [
-        # What it logs from the 11th batch on differs as its loss does.
+        # What it logs from the 11th batch on is its loss.
         (Contrasting, [1, 10, 12], [COUPLED.format("10th")]),
         (Projecting, [1, 4, 10], [COUPLED.format("4th")]),
         (Hiding, [1, 10], ["The loss of the 10th batch is .*, but its gradients are not: .*Earli"]),
@@ -158,6 +165,7 @@ COUPLED = (
         (Returning, [1, 4, 10], [r"The 4th batch returns .*: 'samples' \(4 and 2\)\..*Earlier"]),
         (Counting, [1, 10], ["`training_step` changes calls in place"]),
         (Failing, [1, 10], ["the 10th batch .* could not be checked, and no later .*No gradients"]),
+        (Refusing, [1, 10], ["10th batch .* could not be checked, and no .*without a loss tensor"]),
         (Changing, [1, 10], []),
     ],
 )
