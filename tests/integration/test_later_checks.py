@@ -135,6 +135,8 @@ class Failing(Changing):
     """Begins to need gradients, which no check has."""
 
     def later(self, loss: Tensor, hidden: Tensor, batch: Any) -> Any:
+        if self.number >= 11:
+            self.log("more", loss)  # which nothing looks at any more
         if not loss.requires_grad:
             raise ValueError("No gradients here.")
         return loss
@@ -252,15 +254,22 @@ def test_every_run_has_its_bits(
 
 
 # The first check has six trials on a worker: the whole batch and two micro-batches, without and
-# with gradients.
-@pytest.mark.parametrize("call", [7, 10])
-@pytest.mark.parametrize("every_seconds", [ALWAYS, NEVER])
-def test_a_worker_that_is_lost_in_a_later_check_changes_no_bit(
-    call: int, every_seconds: float, workers: list[str], checked: list[int], tmp_path: Path
+# with gradients. The 19th backward is the first one of the 10th batch.
+@pytest.mark.parametrize(
+    ("place", "call", "every_seconds"),
+    [("evaluation", 7, ALWAYS), ("evaluation", 10, NEVER), ("backward", 19, NEVER)],
+)
+def test_a_worker_that_is_lost_in_a_later_check_or_behind_it_changes_no_bit(
+    place: str,
+    call: int,
+    every_seconds: float,
+    workers: list[str],
+    checked: list[int],
+    tmp_path: Path,
 ) -> None:
     died = tmp_path / "died"
     settings = Recovery(folder=tmp_path / "recovery", every_seconds=every_seconds)
-    with worker_process(before=dying("evaluation", call, died)) as victim:
+    with worker_process(before=dying(place, call, died)) as victim:
         names = [workers[0], victim.address]
         found = train(names, line(names), recovery=settings)
     assert died.exists()
