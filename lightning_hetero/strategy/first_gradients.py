@@ -1,4 +1,4 @@
-"""The gradients of the first batch, as a whole and of its micro-batches together."""
+"""The gradients of a checked batch, as a whole and of its micro-batches together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first batch logs and returns, as a whole and by its micro-batches together."""
+"""What a checked batch logs and returns, as a whole and by its micro-batches together."""
 
 from __future__ import annotations
 
