@@ -25,18 +25,27 @@ from itertools import accumulate, groupby, pairwise, product
 import msgspec
 
 from ..plan import (
-    BYTES_PER_NUMBER,
     COORDINATOR,
     Narrowing,
     Plan,
     ReplicaOptimizer,
     StagePlan,
-    WireDtype,
     most_started,
 )
 from .bounds import least_seconds
-from .costs import START, BothEnds, Cost, End, Holder, Need, Option, cost_at, layer_seconds
-from .profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Profile
+from .costs import (
+    START,
+    BothEnds,
+    Cost,
+    End,
+    Holder,
+    Need,
+    Option,
+    cost_at,
+    crossing_bytes,
+    layer_seconds,
+)
+from .profile import EMBEDDING, HEAD, DeviceProfile, Link, Profile
 from .replicas import (
     ReplicaPart,
     Team,
@@ -552,35 +561,6 @@ def boundary_hops(
 
 def _hop(costs: Costs, source: str, target: str, num_bytes: float) -> Hop:
     return NO_HOP if source == target else costs.hop(source, target, num_bytes)
-
-
-def crossing_bytes(
-    model: ModelProfile,
-    num_stages: int,
-    num_samples: int,
-    embedding_left: bool,
-    narrowings: Sequence[Narrowing],
-) -> list[tuple[float, float]]:
-    """The bytes that cross each boundary forward and backward, beginning behind the coordinator."""
-    activation_bytes = model.activation_bytes_per_sample * num_samples
-    gradient_bytes = model.gradient_bytes_per_sample * num_samples
-    crossing = [
-        (
-            activation_bytes * _share(model, each.activation_dtype),
-            gradient_bytes * _share(model, each.gradient_dtype),
-        )
-        for each in narrowings or [Narrowing()] * num_stages
-    ]
-    if embedding_left:
-        crossing[0] = model.token_id_bytes_per_sample * num_samples, 0.0
-    return crossing
-
-
-def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
-    """The share of a boundary's bytes that remains after rounding."""
-    if wire_dtype is None:
-        return 1.0
-    return min(1.0, BYTES_PER_NUMBER[wire_dtype] / BYTES_PER_NUMBER[model.dtype])
 
 
 @dataclass(frozen=True)

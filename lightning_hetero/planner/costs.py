@@ -3,7 +3,8 @@
 `cost_at` gives the cost of one layer, `Option` sums it over layers for one dtype, and `Holder` adds
 the device's memory and the ends of the model that it has. `BothEnds` is the coordinator, which may
 have the first layers and the last ones. All sums over layers are differences of prefix sums, so one
-formula serves a single stage and, with arrays for `first` and `end`, all stages.
+formula serves a single stage and, with arrays for `first` and `end`, all stages. `crossing_bytes`
+tells what travels between stages.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..plan import COORDINATOR, Dtype
+from ..plan import BYTES_PER_NUMBER, COORDINATOR, Dtype, Narrowing, WireDtype
 from .layer_split import Matrix
 from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, ModelProfile
 from .step_model import Speed
@@ -499,3 +500,32 @@ def _sums(values: Iterable[float]) -> npt.NDArray[np.float64]:
 
 def _over(sums: npt.NDArray[np.float64], first: Index, end: Index) -> npt.NDArray[np.float64]:
     return np.asarray(sums[end] - sums[first])
+
+
+def crossing_bytes(
+    model: ModelProfile,
+    num_stages: int,
+    num_samples: int,
+    embedding_left: bool,
+    narrowings: Sequence[Narrowing],
+) -> list[tuple[float, float]]:
+    """The bytes that cross each boundary forward and backward, beginning behind the coordinator."""
+    activation_bytes = model.activation_bytes_per_sample * num_samples
+    gradient_bytes = model.gradient_bytes_per_sample * num_samples
+    crossing = [
+        (
+            activation_bytes * _share(model, each.activation_dtype),
+            gradient_bytes * _share(model, each.gradient_dtype),
+        )
+        for each in narrowings or [Narrowing()] * num_stages
+    ]
+    if embedding_left:
+        crossing[0] = model.token_id_bytes_per_sample * num_samples, 0.0
+    return crossing
+
+
+def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
+    """The share of a boundary's bytes that remains after rounding."""
+    if wire_dtype is None:
+        return 1.0
+    return min(1.0, BYTES_PER_NUMBER[wire_dtype] / BYTES_PER_NUMBER[model.dtype])
