@@ -36,6 +36,7 @@ from ..devices.device import forked_generators
 from ..errors import BatchError
 from .boundary import Activation, Gradients
 from .handover import Request, Returned, Stages
+from .optimizer import NotedGradient
 from .placement import COORDINATOR_STAGE
 from .random_numbers import Draws, MicrobatchDraws
 from .recorder import ActionKind, Recorder
@@ -477,7 +478,8 @@ class _RunningStep:
             if gradient is not None and out.requires_grad
         ]
         if pairs:
-            self._run_backward(index, *zip(*pairs, strict=True))
+            with self.driver.gradients.come_back(index):
+                self._run_backward(index, *zip(*pairs, strict=True))
         if self._in_flight[index].visits:
             self._go_back()
         else:
@@ -523,20 +525,23 @@ def _leaf_on(device: torch.device, tensor: Tensor) -> Tensor:
 class StepGradients:
     """Gradients of the coordinator's own parameters while a step's micro-batches run.
 
+    A loss may use what was computed before its micro-batch left, as a head behind each layer does.
+    How many losses have had their backward when the gradients of a micro-batch come back depends on
+    the timing. So losses and what comes back have sums of their own, which are added at the end.
+
     Args:
         parameters: The coordinator's parameters.
         tied: Parameters that several parts of the model use, such as an embedding that is also
             the head. One micro-batch adds to their gradients in several backwards. These parts
             are summed per micro-batch first, as a single backward does, so sums are bit-equal. So
             are all gradients from the first micro-batch on of which several backwards add to one.
-
-    Attributes:
-        is_all_apart: Whether that is so by now in this step.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._tied = tied
+        apart = {*tied}
+        self._others = [parameter for parameter in parameters if parameter not in apart]
         self._before: list[Tensor | None] | None = None
         self._pending: list[Tensor | None] | None = None
         self._begin_sums()
@@ -546,16 +551,31 @@ class StepGradients:
         self._partial: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._ended: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._num_added = 0
-        self.is_all_apart = False
+        self._first_apart: int | None = None
+        # What has come back has added up to these, and what was there before the step.
+        self._back: dict[nn.Parameter, Tensor] = {}
+        self._former: dict[nn.Parameter, NotedGradient] = {}
+
+    @property
+    def is_all_apart(self) -> bool:
+        """Whether all gradients are summed per micro-batch by now in this step."""
+        return self._first_apart is not None
+
+    def _is_apart(self, microbatch: int) -> bool:
+        return self._first_apart is not None and microbatch >= self._first_apart
 
     def begin(self, accumulate: bool) -> None:
         """Start a step; with ``accumulate`` it adds to the present gradients."""
         self._begin_sums()
         self._pending = None
         self._before = None if accumulate else self._take(self._parameters)
+        former = ((parameter, parameter.grad) for parameter in self._others)
+        self._former = {p: NotedGradient.of(grad) for p, grad in former if grad is not None}
 
     def finish(self) -> None:
         """Set the step's gradients aside until `publish`, and restore the former ones."""
+        self._join()
+        self._former.clear()
         if self._before is not None:
             self._pending = self._take(self._parameters)
             self._put(self._parameters, self._before)
@@ -581,8 +601,9 @@ class StepGradients:
             is_summed_apart: Whether several of its backwards add to the same gradients, as where it
                 visits the stages several times.
         """
-        self.is_all_apart = self.is_all_apart or is_summed_apart
-        apart = self._parameters if self.is_all_apart else self._tied
+        if is_summed_apart and self._first_apart is None:
+            self._first_apart = microbatch
+        apart = self._parameters if self._is_apart(microbatch) else self._tied
         total = self._take(apart)
         mine = self._partial.setdefault(microbatch, {})
         self._put(apart, [mine.get(parameter) for parameter in apart])
@@ -592,13 +613,39 @@ class StepGradients:
             mine.update(zip(apart, self._take(apart), strict=True))
             self._put(apart, total)
 
+    @contextmanager
+    def come_back(self, microbatch: int) -> Iterator[None]:
+        """Inside, a backward of this micro-batch begins with gradients which have come back."""
+        others = () if self._is_apart(microbatch) else self._others
+        of_losses = self._take(others)
+        self._put(others, [self._back.get(parameter) for parameter in others])
+        try:
+            yield
+        finally:
+            for parameter, of_loss in zip(others, of_losses, strict=True):
+                found, parameter.grad = parameter.grad, of_loss
+                if found is None:
+                    continue
+                former = self._former.pop(parameter, None)
+                if former is not None and former.is_still(of_loss):
+                    # No loss adds to it, so what comes back adds to what was there, as on one
+                    # device.
+                    parameter.grad, found = None, former.gradient.add_(found)
+                self._back[parameter] = found
+
     def finish_microbatch(self, microbatch: int) -> None:
         """Note that a micro-batch's backwards have all run; sums are added up in their order."""
         self._ended[microbatch] = self._partial.pop(microbatch, {})
         while self._num_added in self._ended:
+            if self._is_apart(self._num_added):
+                self._join()  # all of the micro-batches before has come
             sums = self._ended.pop(self._num_added)
             _add([*sums], [*sums.values()])
             self._num_added += 1
+
+    def _join(self) -> None:
+        _add([*self._back], [*self._back.values()])
+        self._back.clear()
 
     def _take(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         taken = [parameter.grad for parameter in parameters]

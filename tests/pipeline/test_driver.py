@@ -804,6 +804,22 @@ def test_code_of_the_user_runs_in_the_order_of_the_micro_batches(
 
 
 @settings(max_examples=40)
+@given(st.sets(st.integers(0, 7)), st.integers(4, 8), st.integers(0, 10**6))
+def test_what_a_loss_uses_from_before_the_layers_is_added_in_one_order(
+    staying: set[int], count: int, timing: int
+) -> None:
+    """Such as a head behind each layer: losses and gradients that come back both add to it."""
+
+    def step(model: Model, through: Through, tokens: Tensor) -> Tensor:
+        hidden = model.embed(tokens)
+        return model.loss(through(hidden)) + 0.3 * model.loss(hidden)
+
+    found = run_with_replica(Pipeline(2, timing, step), staying, count, 4)
+    at_once = run_with_replica(Pipeline(2, None, step), staying, count, 4)
+    torch.testing.assert_close(found, at_once, rtol=0, atol=0)
+
+
+@settings(max_examples=40)
 @given(st.sets(st.integers(0, 7), min_size=1), st.integers(4, 8), st.integers(0, 10**6))
 def test_what_goes_into_layers_here_beside_the_hidden_states_is_added_in_order(
     staying: set[int], count: int, timing: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,3 +127,37 @@ def test_a_tied_parameters_sum_is_that_of_one_backward_per_microbatch() -> None:
     assert tied.grad is not None
     assert plain.grad is not None
     assert torch.equal(tied.grad, plain.grad)
+
+
+def added_up(order: str, *, accumulate: bool) -> Tensor:
+    """The sum of a step whose losses (l) and gradients that come back (b) add in this order."""
+    generator = torch.Generator().manual_seed(3)
+    values = {part: iter(torch.randn(9, 1000, generator=generator)) for part in "lb"}
+    owner = nn.Parameter(torch.zeros(1000))
+    owner.grad = torch.randn(1000, generator=generator)
+    gradients = StepGradients([owner], [])
+    gradients.begin(accumulate)
+    for part in order:
+        with gradients.come_back(0) if part == "b" else nullcontext():
+            owner.backward(next(values[part]))
+    gradients.finish()
+    gradients.publish()
+    assert owner.grad is not None
+    return owner.grad
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sums_do_not_depend_on_when_gradients_come_back(accumulate: bool) -> None:
+    first = added_up("lblblb", accumulate=accumulate)
+    for order in ("llblbb", "lllbbb", "llbblb"):
+        assert torch.equal(added_up(order, accumulate=accumulate), first)
+
+
+@pytest.mark.parametrize("part", "lb")
+def test_what_has_one_kind_of_gradients_adds_them_up_as_one_device_does(part: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = {each: torch.randn(9, 1000, generator=generator) for each in "lb"}
+    total = torch.randn(1000, generator=generator)
+    for value in values[part][:3]:
+        total = total + value
+    assert torch.equal(added_up(3 * part, accumulate=True), total)
