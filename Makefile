@@ -12,7 +12,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format docs bench faults spot fuzz foreign wheel-check clean
+.PHONY: help demo test test-all lint format docs bench faults spot fuzz foreign wheel-check clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -20,10 +20,15 @@ help: ## List these commands
 demo: $(INSTALLED) ## Train a small model from scratch on two local workers
 	$(BIN)/python examples/train_from_scratch/train.py $(ARGS)
 
+PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+
 # Tests start many processes. Each of them compiles everything where nobody may keep what is compiled.
-test: export PYTHONDONTWRITEBYTECODE =
-test: $(INSTALLED) ## Run the tests
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+test test-all: export PYTHONDONTWRITEBYTECODE =
+test: $(INSTALLED) ## Run the tests, without most combinations of wide matrices
+	$(PYTEST) -m 'not exhaustive' $(ARGS)
+
+test-all: $(INSTALLED) ## Run all tests
+	$(PYTEST) $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format, imports and types
 	$(BIN)/ruff check .

@@ -2,13 +2,18 @@
 
 A fault of several options is nearly always one of two of them together, so rows with all pairs
 find what the product would find, with a fraction of the runs.
+
+Where even these take long, `make test` runs a part of them: the marker ``exhaustive`` is on the
+others, and only on rows whose values are, each by itself, in rows that `make test` runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 # Of two axes, the number and the value in each.
 _Pair = tuple[int, Any, int, Any]
@@ -39,3 +44,33 @@ def each_value(first: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, 
     axes = (first, *others)
     count = max(map(len, axes))
     return [tuple(axis[number % len(axis)] for axis in axes) for number in range(count)]
+
+
+def covering(rows: Iterable[tuple[Any, ...]], *places: int) -> list[Any]:
+    """Mark as exhaustive all rows but a few in which each value of each axis is.
+
+    Args:
+        rows: Of one axis or more.
+        places: Those of the axes that count; without any, all do.
+    """
+    rows = [*rows]
+    values = [{(i, row[i]) for i in places or range(len(row))} for row in rows]
+    missing, kept = set().union(*values), []
+    while missing:
+        best = max(range(len(rows)), key=lambda number: len(missing & values[number]))
+        missing -= values[best]
+        kept.append(rows[best])
+    return keeping(kept, rows)
+
+
+def keeping(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Mark as exhaustive all values but those that are kept, all of which must be there."""
+    values = [*values]
+    lacking = [value for value in kept if value not in values]
+    assert not lacking, lacking
+    return [value if value in kept else _exhaustive(value) for value in values]
+
+
+def _exhaustive(value: Any) -> Any:
+    row = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*row, marks=pytest.mark.exhaustive)

@@ -19,6 +19,7 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode
 from lightning_hetero.worker import neighbors
 
+from ..pairwise import covering
 from .lost_schedules import (
     CASES,
     MOVING_CASES,
@@ -38,7 +39,7 @@ NUM_SEEDS = int(os.environ.get("TEST_SCHEDULES", "1"))
 MOST_SEEDS = 16 * NUM_SEEDS
 
 
-@pytest.mark.parametrize(("plan", "options"), CASES)
+@pytest.mark.parametrize(("plan", "options"), covering(CASES))
 def test_random_losses_change_no_bit(plan: str, options: str, tmp_path: Path) -> None:
     counts, expected = Counter[str](), undisturbed(plan, options)
     # The schedules that cut connections come first: the others alone would not be enough.
@@ -56,7 +57,7 @@ def test_random_losses_change_no_bit(plan: str, options: str, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*It had no layers, so the run goes on without it")
-@pytest.mark.parametrize(("plan", "options"), MOVING_CASES)
+@pytest.mark.parametrize(("plan", "options"), covering(MOVING_CASES))
 def test_random_losses_change_no_bit_where_layers_move(
     plan: str, options: str, tmp_path: Path
 ) -> None:

@@ -46,6 +46,14 @@ HOSTED: dict[str, Shape] = {
 }
 """The coordinator is one of the replicas."""
 
+ONE_OF_EACH_KIND = (
+    "both ends, two workers",
+    "a worker in three stages",
+    "two stages of replicas",
+    "a warm spare",
+    "the coordinator beside a worker, between its own layers",
+)
+
 RING: Shape = one_each("CabaC")
 """Both ends, and the workers linked both ways."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_hetero.errors import HeteroError, ModelError, StageFailed
 from .. import along_layers as models
 from ..conftest import worker_process
 from ..models import ACCELERATOR, trainer
+from ..pairwise import covering
 
 BATCH = 6
 STEPS = 3
@@ -101,8 +103,11 @@ def sizes_of(model: type[models.Base]) -> tuple[int, int]:
     return count // 2, count - count // 2
 
 
-@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
-@pytest.mark.parametrize("model", ALL, ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    ("model", "micro_batching"),
+    covering(product(ALL, ["step", "boundary"])),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_training_equals_one_device(
     model: type[models.Base], micro_batching: Any, allowing: list[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from lightning_hetero.errors import ModelError
 
 from ..equality import differing
 from ..models import TinyModule, fit, loader, trainer
+from ..pairwise import covering
 
 NUM_LAYERS = 5
 PLANS = ["a line", "the coordinator owns all", "the coordinator owns a part"]
@@ -60,15 +62,18 @@ def forward(with_gradient: bool) -> Callable[[Any], Tensor]:
     return call
 
 
-@pytest.mark.parametrize("with_gradient", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "hook"),
-    [
-        ("a line", "on_before_zero_grad"),
-        ("the coordinator owns all", "on_before_zero_grad"),
-        # Behind the backward nobody waits any more.
-        ("the coordinator owns a part", "on_before_optimizer_step"),
-    ],
+    ("kind", "hook", "with_gradient"),
+    covering(
+        (*place, with_gradient)
+        for place in (
+            ("a line", "on_before_zero_grad"),
+            ("the coordinator owns all", "on_before_zero_grad"),
+            # Behind the backward nobody waits any more.
+            ("the coordinator owns a part", "on_before_optimizer_step"),
+        )
+        for with_gradient in (False, True)
+    ),
 )
 def test_a_forward_of_ones_own_has_the_result_of_one_device(
     kind: str, hook: str, with_gradient: bool, workers: list[str]
@@ -80,8 +85,10 @@ def test_a_forward_of_ones_own_has_the_result_of_one_device(
         assert torch.equal(its, logits)
 
 
-@pytest.mark.parametrize("with_gradient", [False, True])
-@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_backward"])
+@pytest.mark.parametrize(
+    ("hook", "with_gradient"),
+    covering(product(["on_before_zero_grad", "on_before_backward"], [False, True])),
+)
 def test_a_forward_of_ones_own_is_refused_where_workers_wait_for_gradients(
     hook: str, with_gradient: bool, workers: list[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ..along_layers import LENGTH, WIDTH
 from ..conftest import worker_process
 from ..equality import assert_close, weights_of
 from ..models import fit
+from ..pairwise import covering
 
 BATCH = 4
 
@@ -43,8 +45,11 @@ def data() -> DataLoader[Tensor]:
 EQUAL = [models.NewInTable, models.NewInOrderedTable, models.NewInRow, models.Freezes]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("kind", EQUAL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("kind", "micro_batches"),
+    covering(product(EQUAL, [1, 2])),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_equals_one_device(
     kind: type[models.Model], micro_batches: int, allowing: list[str]
 ) -> None:

@@ -19,7 +19,7 @@ from ..families import (
     plan_over,
     tiny_model,
 )
-from ..pairwise import each_value
+from ..pairwise import each_value, keeping
 from ..qlora import in_four_bits, with_lora
 
 
@@ -63,7 +63,11 @@ def test_a_whole_batch_at_the_boundary_equals_one_device(family: str, workers: l
 
 # Others have the same names of layers, or are below.
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "phi", "gpt_neox", "opt", "falcon", "qwen3_moe"]
+    "family",
+    keeping(
+        ["llama", "gpt_neox", "qwen3_moe"],
+        ["llama", "qwen2", "phi", "gpt_neox", "opt", "falcon", "qwen3_moe"],
+    ),
 )
 def test_lora_equals_one_device(family: str, workers: list[str]) -> None:
     options = {"output_router_logits": False} if family in MIXTURES else {}
@@ -76,7 +80,9 @@ def test_lora_equals_one_device(family: str, workers: list[str]) -> None:
     assert_equal_runs(found, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "family", keeping(["llama", "gpt2"], ["llama", "qwen3", "gemma3", "gpt2", "mixtral"])
+)
 def test_lora_on_four_bits_equals_one_device(
     family: str, workers: list[str], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from lightning_hetero.errors import ModelError
 
 from ..families import CONFIGS, MIXTURES, plan_over, tiny_model
 from ..models import TinyModule, fit, loader, tiny_llama, trainer
+from ..pairwise import keeping
 from ..plans import strategy_of
 from ..qlora import in_four_bits, with_lora
 from .generation import Generating, generate, generated_here, prompts
@@ -39,7 +40,9 @@ def assert_predicts_the_same(model: nn.Module, workers: list[str], *ways: dict[s
         assert torch.equal(mine, its)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "family", keeping(["llama", "gemma3", "gpt2", "falcon-alibi", "mixtral"], CONFIGS)
+)
 def test_every_family_generates_the_bits_of_one_device(family: str, workers: list[str]) -> None:
     # With it, transformers' own generation stumbles over padding.
     options = {"output_router_logits": False} if family in MIXTURES else {}

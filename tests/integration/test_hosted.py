@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from lightning_hetero.protocol import messages as m
 from ..equality import assert_close, differing, weights_of
 from ..families import FLOOR, FamilyModule, tiny_model
 from ..models import VOCABULARY, TinyModule, fit, loader, scaled_precision, tiny_llama, trainer
-from ..pairwise import each_value
+from ..pairwise import covering, each_value, keeping
 from ..pretrained import PretrainedModule, build_from_checkpoint, build_whole, save_tiny
 from ..qlora import in_four_bits, with_lora
 from .by_hand import Manual, both_step
@@ -151,8 +152,10 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [None, "split"])
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    keeping(each_value([*USES], ["split", None]), product(USES, [None, "split"])),
+)
 def test_a_run_has_the_bits_of_one_device_that_adds_in_groups(
     name: str, optimizer: str | None, workers: list[str]
 ) -> None:
@@ -183,7 +186,15 @@ BESIDE: dict[str, list[tuple[str, int, int]]] = {
 
 @pytest.mark.parametrize(
     ("name", "use", "optimizer"),
-    each_value([*BESIDE], ["LoRA", "all trains", "tied"], ["split", None]),
+    keeping(
+        [
+            ("before a worker", "all trains", None),
+            ("own layers, behind a worker", "LoRA", None),
+            ("two workers beside", "LoRA", "split"),
+            ("before replicas", "tied", "split"),
+        ],
+        each_value([*BESIDE], ["LoRA", "all trains", "tied"], ["split", None]),
+    ),
 )
 def test_replicas_beside_other_stages_have_the_bits_of_their_groups(
     name: str, use: str, optimizer: Any, workers: list[str]
@@ -265,8 +276,9 @@ class Dropping(TinyModule):
 
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
-@pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("recompute", "checkpoints"), covering(product([False, True], [False, True]))
+)
 def test_dropout_masks_are_those_of_one_process(
     recompute: bool, checkpoints: bool, workers: list[str]
 ) -> None:
@@ -491,8 +503,10 @@ class Clamping(pl.Callback):
             self._clamp(module)
 
 
-@pytest.mark.parametrize("optimizer", [None, "split"])
-@pytest.mark.parametrize("place", ["before the step", "behind the step"])
+@pytest.mark.parametrize(
+    ("place", "optimizer"),
+    covering(product(["before the step", "behind the step"], ["split", None])),
+)
 def test_weights_that_change_without_a_trace_change_on_workers_too(
     place: str, optimizer: Any, workers: list[str]
 ) -> None:
@@ -724,8 +738,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_plan_and_of_one_device(
     assert differing(module, whole) == []
 
 
-@pytest.mark.parametrize("optimizer", [None, "split"])
-@pytest.mark.parametrize("shares", [(1, 2), (1, 1), (0, 1)])
+@pytest.mark.parametrize(
+    ("shares", "optimizer"), covering(product([(1, 2), (1, 1), (0, 1)], ["split", None]))
+)
 def test_one_more_batch_than_micro_batches_and_fewer_samples_than_pieces(
     shares: tuple[int, int], optimizer: Any, workers: list[str]
 ) -> None:
@@ -781,9 +796,14 @@ def plans_to_move_between(workers: list[str]) -> list[Plan]:
     ]
 
 
-@pytest.mark.parametrize("optimizer", ["all here", "split", "by turns"])
 @pytest.mark.parametrize(
-    "name", ["all trains", "16-mixed", "clipping by value", "frozen layer", "an average", "LoRA"]
+    ("name", "optimizer"),
+    covering(
+        product(
+            ("all trains", "16-mixed", "clipping by value", "frozen layer", "an average", "LoRA"),
+            ("all here", "split", "by turns"),
+        )
+    ),
 )
 def test_layers_move_to_and_from_plans_with_the_coordinator_as_a_replica(
     name: str, optimizer: str, workers: list[str]
@@ -829,8 +849,10 @@ class LookingAtNorms(pl.Callback):
         trainer.strategy.grad_norms()
 
 
-@pytest.mark.parametrize("optimizer", [None, "split"])
-@pytest.mark.parametrize("beside", ["coordinator", "worker", "both"])
+@pytest.mark.parametrize(
+    ("beside", "optimizer"),
+    covering(product(["coordinator", "worker", "both"], ["split", None])),
+)
 def test_looking_at_gradients_in_mid_window_loses_none(
     beside: str, optimizer: Any, workers: list[str]
 ) -> None:

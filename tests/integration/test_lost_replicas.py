@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_hetero import Plan, StagePlan
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule
+from ..pairwise import covering
 from .dying_worker import dying
 from .lost_runs import ALWAYS, NEVER, Left, Observing, assert_same_run, end, kill_session, run
 
@@ -112,7 +114,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "module", "place", "call", "every_seconds"), CASES)
+@pytest.mark.parametrize(
+    ("plan", "module", "place", "call", "every_seconds"), covering(CASES, 0, 1, 2, 4)
+)
 def test_a_killed_replica_comes_back(
     plan: str,
     module: str,
@@ -135,8 +139,14 @@ def test_a_killed_replica_comes_back(
     assert_same_run(found, undisturbed(plan, module))
 
 
-@pytest.mark.parametrize("plan", ["each", "split", "hosted", "hosted split"])
-@pytest.mark.parametrize("how", ["a spare", "a takeover", "both at once"])
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    covering(
+        product(
+            ["each", "split", "hosted", "hosted split"], ["a spare", "a takeover", "both at once"]
+        )
+    ),
+)
 def test_replicas_come_back_elsewhere_and_at_once(
     how: str, plan: str, undisturbed: Callable[[str, str], Left], tmp_path: Path
 ) -> None:

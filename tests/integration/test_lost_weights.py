@@ -22,7 +22,7 @@ from lightning_hetero.errors import HeteroError, WeightsLost, WorkerLost
 from ..conftest import WorkerProcess, worker_process
 from ..forked import running_script
 from ..models import TinyModule, loader, trainer
-from ..pairwise import each_value
+from ..pairwise import each_value, keeping
 
 NUM_LAYERS = 3
 EPOCHS = 2
@@ -65,6 +65,20 @@ HOOKS = [
 ]
 # They come after the strategy's teardown.
 LATE = ("on_fit_end", "teardown")
+CASES = each_value(HOOKS, [1, 2])
+# One of each part of a run: before, in and behind a step, validation, a checkpoint, the end.
+KEPT = (
+    "setup",
+    "on_sanity_check_end",
+    "on_train_batch_start",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_epoch_end",
+    "on_save_checkpoint",
+    "on_train_end",
+    "teardown",
+)
 
 
 def run(workers: list[str], folder: Path, *callbacks: Callback) -> pl.Trainer:
@@ -116,7 +130,10 @@ def kill(worker: WorkerProcess) -> None:
     worker.process.wait()
 
 
-@pytest.mark.parametrize(("hook", "stage"), each_value(HOOKS, [1, 2]))
+@pytest.mark.parametrize(
+    ("hook", "stage"),
+    keeping([case for case in CASES if case[0] in KEPT], CASES),
+)
 def test_a_killed_worker_leaves_right_weights_or_an_error(
     stage: int,
     hook: str,

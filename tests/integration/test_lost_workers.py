@@ -15,6 +15,7 @@ from lightning_hetero.errors import WorkerLost
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit, loader
+from ..pairwise import covering
 from .dying_worker import dying
 from .lost_runs import (
     ALWAYS,
@@ -59,7 +60,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("place", "call", "every_seconds", "which"), CASES)
+@pytest.mark.parametrize(("place", "call", "every_seconds", "which"), covering(CASES, 0, 2, 3))
 def test_a_killed_process_comes_back(
     place: str, call: int, every_seconds: float, which: int, undisturbed: Left, tmp_path: Path
 ) -> None:

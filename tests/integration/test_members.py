@@ -43,6 +43,7 @@ from lightning_hetero.transport.token import Token, write_token_file
 from ..conftest import WorkerProcess, worker_process
 from ..equality import differing
 from ..models import TinyModule, fit, loader
+from ..pairwise import keeping
 from ..planner.profiles import coordinator, device, ends, profile, timing
 from ..transport.pairs import PATIENCE_SECONDS
 
@@ -534,6 +535,8 @@ REPLICAS: dict[str, tuple[list[str], Any]] = {
     "the coordinator is one": ([COORDINATOR], None),
     "the coordinator owns a part": ([COORDINATOR], "split"),
 }
+KEPT = ("replicas of the workers", "the coordinator owns a part")
+"""With and without the coordinator, with and without `split`."""
 
 
 def replicas_of(names: Sequence[str], kind: str) -> Plan:
@@ -557,7 +560,7 @@ def measured_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", REPLICAS)
+@pytest.mark.parametrize("kind", keeping(KEPT, REPLICAS))
 def test_a_replica_that_is_to_end_leaves_its_micro_batches_to_the_others(
     worker_processes: list[WorkerProcess], kind: str, tmp_path: Path
 ) -> None:
@@ -582,7 +585,7 @@ def test_a_replica_that_is_to_end_leaves_its_micro_batches_to_the_others(
 
 
 @pytest.mark.usefixtures("measured_for_replicas")
-@pytest.mark.parametrize("kind", REPLICAS)
+@pytest.mark.parametrize("kind", keeping(KEPT, REPLICAS))
 def test_one_that_comes_late_is_a_further_replica_and_is_recovered(
     worker_processes: list[WorkerProcess], kind: str, where: str, token_file: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_hetero.errors import ModelError, PlanError, WeightsLost, WorkerLo
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, sequences, trainer
+from ..pairwise import covering
 from ..plans import plan_of
 from .moves import Moves
 
@@ -251,8 +253,9 @@ def raise_error(error: type[BaseException]) -> None:
     raise error("stop here")
 
 
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("count", [1, 7, 18], ids=["first", "middle", "last"])
+@pytest.mark.parametrize(
+    ("count", "error"), covering(product([1, 7, 18], [OSError, KeyboardInterrupt]))
+)
 def test_nothing_is_lost_when_a_move_is_interrupted(
     workers: list[str],
     still: TinyModule,

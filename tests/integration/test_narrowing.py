@@ -10,6 +10,7 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..models import TinyModule, loader, trainer
+from ..pairwise import covering
 
 NUM_LAYERS = 4
 
@@ -32,15 +33,18 @@ def over(workers: list[str], micro_batching: Any = "step", **narrow: Any) -> Het
     return HeteroPipelineStrategy(workers[:2], plan, micro_batching=micro_batching)
 
 
-@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
 @pytest.mark.parametrize(
-    ("activations", "gradients", "tolerance"),
-    [
-        ("bfloat16", None, 2e-3),
-        (None, "bfloat16", 2e-3),
-        ("float16", "bfloat16", 2e-3),
-        ("int8", "int8", 2e-2),
-    ],
+    ("activations", "gradients", "tolerance", "micro_batching"),
+    covering(
+        (*dtypes, micro_batching)
+        for micro_batching in ("step", "boundary")
+        for dtypes in (
+            ("bfloat16", None, 2e-3),
+            (None, "bfloat16", 2e-3),
+            ("float16", "bfloat16", 2e-3),
+            ("int8", "int8", 2e-2),
+        )
+    ),
 )
 def test_a_training_curve_stays_where_it_was(
     activations: Any, gradients: Any, tolerance: float, micro_batching: Any, workers: list[str]

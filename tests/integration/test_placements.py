@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from lightning_hetero.errors import ModelError
 
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule, loader, tiny_llama, trainer
-from ..pairwise import each_value
+from ..pairwise import covering, each_value
 from .generation import Generating, generated_here
 from .moves import Moves
 from .shapes import SHAPES, Shape, shaped
@@ -66,8 +66,10 @@ def test_any_shape_is_bit_equal_to_accumulation(
     assert differing(piped, accumulated_run(pieces)) == []
 
 
-@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
-@pytest.mark.parametrize("shape", ["both ends", "turn by turn"])
+@pytest.mark.parametrize(
+    ("shape", "micro_batching"),
+    covering(product(["both ends", "turn by turn"], ["step", "boundary"])),
+)
 def test_clipping_and_accumulation_equal_one_device(
     workers: list[str], shape: str, micro_batching: Any
 ) -> None:

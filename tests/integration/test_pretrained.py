@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_hetero.transport import channel
 
 from ..families import NUM_LAYERS, plan_over
 from ..models import VOCABULARY, fit, loader, trainer
+from ..pairwise import covering
 from ..pretrained import (
     BATCH_SIZE,
     LORA,
@@ -38,8 +40,11 @@ def train(build: Any, strategy: Any = "auto") -> PretrainedModule:
     return fit(PretrainedModule(build), strategy, data)
 
 
-@pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "quantize"),
+    covering(product(["llama", "qwen2", "gemma3", "mixtral"], [False, True])),
+    ids=lambda value: {False: "", True: "nf4"}.get(value, value),
+)
 def test_lora_on_a_model_that_stays_on_disk(
     family: str, quantize: bool, workers: list[str], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..conftest import WorkerProcess, worker_process
 from ..faults.relay import Relay, relay_to
 from ..faults.scene import QUICK, SILENCE_SECONDS
 from ..forked import running_script
+from ..pairwise import covering
 from .journey import (
     NUM_LAYERS,
     PLACES,
@@ -70,8 +72,7 @@ LINKS: dict[str, Callable[[list[Relay]], Callable[[], None]]] = {
 }
 
 
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("fault", ["RST", "stall, then RST"])
+@pytest.mark.parametrize(("fault", "link"), covering(product(["RST", "stall, then RST"], LINKS)))
 def test_a_connection_that_breaks_everywhere_costs_no_bit(
     fault: str,
     link: str,

@@ -22,6 +22,7 @@ from lightning_hetero.errors import StageFailed, WorkerError
 from ..equality import TOLERANCE, differing
 from ..families import FamilyModule
 from ..models import TinyModule, fit, loader, trainer
+from ..pairwise import covering, keeping
 from ..qlora import in_four_bits, with_lora
 from .groups import InGroups, fit_in_groups, fit_padded_in_groups
 from .moves import moved_and_expected
@@ -96,8 +97,7 @@ def accumulated() -> TinyModule:
     return fit(TinyModule(), data=data, accumulate_grad_batches=PIECES)
 
 
-@pytest.mark.parametrize("optimizer", ["each", "split"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "optimizer"), covering(product(PLANS, ["each", "split"])))
 def test_a_run_has_the_bits_of_its_groups(name: str, optimizer: str, workers: list[str]) -> None:
     plan = PLANS[name](workers, optimizer=optimizer)
     found = fit(TinyModule(), strategy_of(plan), loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE))
@@ -125,7 +125,16 @@ def run_use(use: Use, plan: Plan) -> tuple[pl.LightningModule, pl.LightningModul
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [*product(USES, ["split"]), *product(["16-mixed", "frozen by turns", "an average"], ["each"])],
+    keeping(
+        [
+            *product(["accumulation", "16-mixed", "LoRA", "tied"], ["split"]),
+            *product(["frozen by turns", "an average"], ["each"]),
+        ],
+        [
+            *product(USES, ["split"]),
+            *product(["16-mixed", "frozen by turns", "an average"], ["each"]),
+        ],
+    ),
 )
 def test_a_use_has_the_bits_of_its_groups(name: str, optimizer: str, workers: list[str]) -> None:
     use = USES[name]

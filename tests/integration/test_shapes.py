@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from ..equality import differing
 from ..families import FamilyModule, assert_equal_runs, fit_by_hand, fit_family, tiny_model
 from ..models import TinyModule, fit, loader, trainer
+from ..pairwise import covering, keeping
 from ..qlora import in_four_bits, with_lora
 from .by_hand import WAYS, Manual
 from .shapes import RING, SHAPES, Shape, one_each, shaped
@@ -49,7 +51,9 @@ def run_alone(use: Use) -> pl.LightningModule:
     return module
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(
+    "name", keeping(["accumulation", "16-mixed", "frozen by turns", "LoRA"], USES)
+)
 def test_a_run_has_the_bits_of_accumulation(name: str, workers: list[str]) -> None:
     use = USES[name]
     expected = run_alone(use)
@@ -67,17 +71,15 @@ AS_IN_A_LINE: dict[str, tuple[Use, dict[str, Any]]] = {
     "boundary": (Use(), {"micro_batching": "boundary"}),
     "boundary, clipping by norm": (Use(options=clipped("norm")), {"micro_batching": "boundary"}),
 }
-LINES = [
-    (RING, [("C", 0, 1), ("a", 1, 4), ("C", 4, 5)]),
-    (SHAPES["turn by turn"], [("a", 0, 3), ("b", 3, 5)]),
-]
+LINES: dict[str, tuple[Shape, Shape]] = {
+    "ring": (RING, [("C", 0, 1), ("a", 1, 4), ("C", 4, 5)]),
+    "turn by turn": (SHAPES["turn by turn"], [("a", 0, 3), ("b", 3, 5)]),
+}
 
 
-@pytest.mark.parametrize(("shape", "line"), LINES, ids=["ring", "turn by turn"])
-@pytest.mark.parametrize("name", AS_IN_A_LINE)
-def test_a_run_has_the_bits_of_a_line(
-    name: str, shape: Shape, line: Shape, workers: list[str]
-) -> None:
+@pytest.mark.parametrize(("name", "around"), covering(product(AS_IN_A_LINE, LINES)))
+def test_a_run_has_the_bits_of_a_line(name: str, around: str, workers: list[str]) -> None:
+    shape, line = LINES[around]
     use, options = AS_IN_A_LINE[name]
     found, expected = (
         run_over(HeteroPipelineStrategy(workers[:2], shaped(workers, each, PIECES), **options), use)
@@ -87,7 +89,7 @@ def test_a_run_has_the_bits_of_a_line(
     assert differing(found, expected) == []
 
 
-@pytest.mark.parametrize("act", WAYS, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", keeping(WAYS[:3], WAYS), ids=lambda act: act.__name__)
 def test_manual_optimization_has_the_bits_of_a_line(act: Any, workers: list[str]) -> None:
     def trained(processes: str) -> Manual:
         torch.manual_seed(0)

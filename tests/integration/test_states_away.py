@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 
 from ..models import TinyModule, fit, loader, trainer
+from ..pairwise import covering
 
 NUM_LAYERS = 5
 Between = Callable[["OwnLoop", Tensor, int], Any]
@@ -198,8 +200,7 @@ GOES_ON: dict[str, Callable[[], TinyModule]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["step", "boundary"])
-@pytest.mark.parametrize("kind", GOES_ON)
+@pytest.mark.parametrize(("kind", "way"), covering(product(GOES_ON, ["step", "boundary"])))
 def test_handing_them_on_equals_one_device(kind: str, way: str, workers: list[str]) -> None:
     found = train(GOES_ON[kind](), over(workers, 0, NUM_LAYERS, micro_batching=way))
     assert_same_weights(found, train(GOES_ON[kind](), "auto"))

@@ -24,8 +24,9 @@ from lightning_hetero.report.run_record import RunRecord, read_run
 
 from ..callbacks.trace_faults import faults_of
 from ..models import TinyModule, loader, trainer
+from ..pairwise import keeping
 from .moves import Moves
-from .shapes import HOSTED, REPLICAS, SHAPES, shaped
+from .shapes import HOSTED, ONE_OF_EACH_KIND, REPLICAS, SHAPES, shaped
 from .yardstick import NUM_LAYERS
 
 PIECES = 3
@@ -164,7 +165,7 @@ def layers_of(record: RunRecord, name: str) -> list[int]:
     return [n for held in record.ranges.get(name, ()) for n in range(*held.layers)]
 
 
-@pytest.mark.parametrize("shape", EVERY_SHAPE)
+@pytest.mark.parametrize("shape", keeping(ONE_OF_EACH_KIND, EVERY_SHAPE))
 def test_a_run_of_every_shape_shows_who_did_what(
     workers: list[str],
     tmp_path: Path,

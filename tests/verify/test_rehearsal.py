@@ -12,7 +12,8 @@ import yaml
 from lightning_hetero import cli
 
 from ..conftest import worker_process
-from ..integration.shapes import HOSTED, REPLICAS, SHAPES, shaped
+from ..integration.shapes import HOSTED, ONE_OF_EACH_KIND, REPLICAS, SHAPES, shaped
+from ..pairwise import keeping
 from ..pretrained import save_tiny
 
 PROJECT = """
@@ -160,7 +161,7 @@ def test_local_workers_start_once_for_the_layers_of_all_stages(
     assert code == 0
 
 
-@pytest.mark.parametrize("shape", SHAPES | REPLICAS | HOSTED)
+@pytest.mark.parametrize("shape", keeping(ONE_OF_EACH_KIND, SHAPES | REPLICAS | HOSTED))
 def test_workers_of_every_shape_are_verified_stage_by_stage(
     project: Path,
     workers: list[str],
