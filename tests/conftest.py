@@ -11,12 +11,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from typing import IO
 
 import hypothesis
 import psutil
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 
 from lightning_hetero.transport.token import FILE_VARIABLE
 
@@ -143,6 +146,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache folder of this session, so that tests leave the user's profiles alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_look_at_packages() -> Iterator[None]:
+    """Each Trainer reads what every installed package offers, a tenth of a short training on one
+    device. No package comes or goes meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", cache(entry_points))
         yield
 
 
