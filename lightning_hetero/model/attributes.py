@@ -535,16 +535,15 @@ class Attributes:
 
     Args:
         modules: The modules; children of theirs that are not listed are skipped.
-        with_generators: Whether to restore random generators too.
 
     Attributes:
         tensors: The tensors in the attributes, without parameters. Their content is not copied.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], with_generators: bool = True) -> None:
-        self._with_generators = with_generators
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.tensors: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
+        self._undo_draws: list[Callable[[], None]] = []
         # References keep the objects alive, so that no new object gets one of these ids.
         self._seen: dict[int, Any] = {}
         classes = {each for module in modules for each in type(module).__mro__}
@@ -555,9 +554,15 @@ class Attributes:
         for module in modules:
             self._note_items(vars(module), 0)
 
-    def restore(self) -> None:
-        """Restore everything but the content of tensors."""
+    def restore(self, *, with_generators: bool = True) -> None:
+        """Restore everything but the content of tensors, any number of times.
+
+        Args:
+            with_generators: Whether to restore random generators too.
+        """
         for undo in reversed(self._undo):
+            undo()
+        for undo in self._undo_draws if with_generators else ():
             undo()
 
     def _note_class(self, owner: type) -> None:
@@ -577,7 +582,7 @@ class Attributes:
         elif isinstance(value, (*_KEPT_CONTAINERS, tuple)):
             self._note_items(value, depth + 1)
         elif (undo := restoring_generator(value)) is not None:
-            self._undo += [undo] if self._with_generators else []
+            self._undo_draws.append(undo)
         elif not isinstance(value, type) and self._is_of_the_user(value):
             self._note_items(vars(value), depth + 1)
 

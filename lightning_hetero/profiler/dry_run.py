@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,20 +47,13 @@ from ..protocol import messages as m
 
 @contextmanager
 def no_trace(
-    module: pl.LightningModule,
-    without: Iterable[nn.Module],
-    *,
-    is_timed: bool = True,
-    puts_draws_back: bool = True,
-) -> Iterator[Callable[[Tensor], bool]]:
+    module: pl.LightningModule, without: Iterable[nn.Module], *, is_timed: bool = True
+) -> Iterator[Runs]:
     """Inside, a module's own code may run. The end of the block restores it and its Trainer.
 
     Attributes of the module, of its class, and of objects of the same packages are restored:
     assigned ones, and lists, dicts, sets, tensors and random generators that were changed in place,
     such as those of a metric. Other effects of the code stay.
-
-    The block gets a function that tells whether a tensor was changed in place. With ``is_timed`` it
-    always answers no.
 
     Args:
         module: Attached to its Trainer.
@@ -68,28 +61,75 @@ def no_trace(
         is_timed: Whether the runs inside are timed. Otherwise every operation is watched, and
             tensors are copied before they change: parameters too, because a ``training_step`` may
             average them by itself.
-        puts_draws_back: Whether random generators are restored, too.
     """
     skipped = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in skipped]
     with ExitStack() as undo:
-        if puts_draws_back:
-            undo.callback(_set_rng_states, _collect_rng_states())
-        trainer = module.trainer
+        trainer, draws = module.trainer, _collect_rng_states()
+        undo.callback(_set_rng_states, draws)
         undo.callback(setattr, trainer, "loggers", trainer.loggers)
-        trainer.loggers = [DummyLogger()] if trainer.loggers else []
-        before = Attributes(modules, with_generators=puts_draws_back)
+        before = Attributes(modules)
         undo.callback(before.restore)
         for parameter in module.parameters():
             undo.callback(setattr, parameter, "grad", parameter.grad)
-            parameter.grad = None
-        module.log = _drop  # type: ignore[method-assign]
-        if is_timed:
-            undo.enter_context(contents_kept(before.tensors))
-            yield lambda _: False
-            return
         own = [p for inner in modules for p in inner.parameters(recurse=False)]
-        yield undo.enter_context(_CopiesOnWrite([*before.tensors, *own])).has_changed
+        contents = _CopiesOnWrite([] if is_timed else [*before.tensors, *own])
+        undo.enter_context(contents_kept(before.tensors) if is_timed else contents)
+        runs = Runs(module, before, contents, draws)
+        runs.prepare()
+        yield runs
+
+
+class Runs:
+    """Runs of a module's code inside of `no_trace`.
+
+    Args:
+        module: Attached to its Trainer.
+        before: The attributes before all runs.
+        contents: The tensors that are watched.
+        draws: The states of random generators before all runs.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        before: Attributes,
+        contents: _CopiesOnWrite,
+        draws: dict[str, Any],
+    ) -> None:
+        self._module = module
+        self._before = before
+        self._contents = contents
+        self._draws = draws
+
+    def prepare(self) -> None:
+        """Let a run log nothing, and find no gradients."""
+        trainer = self._module.trainer
+        trainer.loggers = [DummyLogger()] if trainer.loggers else []
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        self._module.log = _drop  # type: ignore[method-assign]
+
+    @contextmanager
+    def one(self, *, puts_draws_back: bool = True) -> Iterator[None]:
+        """Code that is not timed runs inside. The end of the block restores what was before all
+        runs, at less cost than another `no_trace`.
+
+        Args:
+            puts_draws_back: Whether random generators are restored too.
+        """
+        try:
+            yield
+        finally:
+            self._contents.put_back()
+            self._before.restore(with_generators=puts_draws_back)
+            if puts_draws_back:
+                _set_rng_states(self._draws)
+            self.prepare()
+
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Whether an operation has changed what is in the memory of a tensor that is watched."""
+        return self._contents.has_changed(tensor)
 
 
 # The operations with this in their names update running statistics, and do not declare it.
@@ -111,6 +151,7 @@ class _CopiesOnWrite(TorchDispatchMode):
         found = (storage for tensor in tensors if (storage := _storage_of(tensor)) is not None)
         self._storages = {storage.data_ptr(): storage for storage in found}
         self._copies: dict[int, torch.UntypedStorage] = {}
+        self._changed: set[int] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -124,13 +165,22 @@ class _CopiesOnWrite(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Restore the content of all tensors."""
+        # While this mode is on, it sees the copies here too, and knows their tensors as changed.
         for address, content in self._copies.items():
             self._storages[address].copy_(content)
+        self._changed.update(self._copies)
+        self._copies.clear()
 
     def has_changed(self, tensor: Tensor) -> bool:
         """Whether an operation has changed what is in a tensor's memory."""
         storage = _storage_of(tensor)
-        return storage is not None and storage.data_ptr() in self._copies
+        if storage is None:
+            return False
+        return storage.data_ptr() in self._copies or storage.data_ptr() in self._changed
 
     def _keep_written(
         self, arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]

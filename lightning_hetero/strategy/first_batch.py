@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -221,6 +221,7 @@ class FirstBatchCheck:
         rest: The other arguments of ``training_step``.
         begin_again: Begins a trial step, after something in it has failed.
         checks: Those of the run, this one included.
+        one_run: A block in which ``training_step`` runs and leaves nothing behind.
     """
 
     module: pl.LightningModule
@@ -229,6 +230,7 @@ class FirstBatchCheck:
     rest: Sequence[Any]
     begin_again: Callable[[], None]
     checks: RunChecks
+    one_run: Callable[..., AbstractContextManager[None]] = nullcontext
 
     def run(self, batch: CutBatch, mode: CheckFirstBatch) -> None:
         """Check a batch of two micro-batches at least.
@@ -240,10 +242,10 @@ class FirstBatchCheck:
                 check: a later one says so, and does not throw a long run away.
         """
         away = self.deployment.modules_away
-        with no_trace(self.module, away, is_timed=False) as has_changed:
-            _evaluate(self.module, away)
-            problem = self._problem(batch)
-            changed = list(_changed_in(self.module, has_changed))
+        evaluation = _in_evaluation(self.module, away)
+        with evaluation, no_trace(self.module, away, is_timed=False) as runs:
+            problem = replace(self, one_run=runs.one)._problem(batch)
+            changed = list(_changed_in(self.module, runs.has_changed))
         warn_of_changes(self.checks.not_said(changed))
         if problem is None:
             return
@@ -486,11 +488,10 @@ class FirstBatchCheck:
         with self._from_the_start(puts_draws_back=False):
             return self._loss(batch, observer)
 
-    def _from_the_start(self, *, puts_draws_back: bool = True) -> AbstractContextManager[Any]:
+    def _from_the_start(self, *, puts_draws_back: bool = True) -> AbstractContextManager[None]:
         """Inside, forwards have no side effects: a layer in this process may count its calls, and
         a module may carry a state from one call to the next."""
-        away = self.deployment.modules_away
-        return no_trace(self.module, away, is_timed=False, puts_draws_back=puts_draws_back)
+        return self.one_run(puts_draws_back=puts_draws_back)
 
     def _remedies(self, losses: Losses, batch: CutBatch) -> list[Remedy]:
         return (
@@ -562,16 +563,23 @@ def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool
                     yield f"{path}.{name}".strip(".")
 
 
-def _evaluate(module: pl.LightningModule, away: Sequence[nn.Module]) -> None:
-    """Turn dropout off; modules that normalize over a batch stay as in training.
+@contextmanager
+def _in_evaluation(module: pl.LightningModule, away: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, dropout is off; modules that normalize over a batch stay as in training.
 
     The module itself keeps its mode, because its ``training_step`` may ask for it. Layers that are
     away keep their mode too: a trial sets it on the workers.
     """
     kept = {inner for outer in away for inner in outer.modules()} | {module}
-    for inner in module.modules():
-        if inner not in kept:
-            inner.training = inner.training and isinstance(inner, _BatchNorm)
+    inside = [inner for inner in module.modules() if inner not in kept]
+    turned = [each for each in inside if each.training and not isinstance(each, _BatchNorm)]
+    for inner in turned:
+        inner.training = False
+    try:
+        yield
+    finally:
+        for inner in turned:
+            inner.training = True
 
 
 def _said(

@@ -173,9 +173,9 @@ def test_a_stream_that_uses_a_parameter_does_not_change_it() -> None:
     """torch declares it as a change. A first batch that was checked warned of it."""
     module = Scaled()
     module.trainer = pl.Trainer(logger=False, enable_checkpointing=False)
-    with no_trace(module, [], is_timed=False) as has_changed, torch.no_grad():
+    with no_trace(module, [], is_timed=False) as runs, torch.no_grad():
         module.scale.record_stream(torch.Stream("fake:0"))
-        assert not has_changed(module.scale)
+        assert not runs.has_changed(module.scale)
         module.scale.add_(1)
-        assert has_changed(module.scale)
+        assert runs.has_changed(module.scale)
     assert module.scale.eq(1).all()

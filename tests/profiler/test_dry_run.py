@@ -268,12 +268,35 @@ def test_everything_is_as_before(module: Busy, is_timed: bool) -> None:
 
 def test_parameters_that_operations_change_get_their_content_back(module: Busy) -> None:
     before = state_of(module)
-    with no_trace(module, [], is_timed=False) as has_changed, torch.no_grad():
+    with no_trace(module, [], is_timed=False) as runs, torch.no_grad():
         module.average_weights()
         assert state_of(module) != before
-        assert has_changed(module.average.weight)
-        assert not has_changed(module.total)
+        assert runs.has_changed(module.average.weight)
+        assert not runs.has_changed(module.total)
     assert state_of(module) == before
+
+
+def test_each_run_begins_where_the_first_one_began(module: Busy) -> None:
+    outside = state_of(module)
+    parameter = module.average.weight.requires_grad_()
+    with no_trace(module, [], is_timed=False) as runs:
+        before, found = state_of(module), []
+        for _ in range(2):
+            with runs.one():
+                module.change()
+                with torch.no_grad():
+                    module.average_weights()
+                parameter.sum().backward()
+                found.append((state_of(module), draws(module)))
+            assert state_of(module) == before
+            assert parameter.grad is None
+        assert found[0] == found[1] != before
+        assert runs.has_changed(parameter)
+        with runs.one(puts_draws_back=False):
+            draws(module)
+        with runs.one():
+            assert draws(module) != found[0][1]
+    assert state_of(module) == outside
 
 
 def test_changes_are_undone_after_an_exception_too(module: Busy) -> None:
