@@ -74,7 +74,7 @@ def test_a_callback_has_the_effect_that_it_has_on_one_device(
     name: str, workers: list[str], tmp_path: Path
 ) -> None:
     runs = []
-    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], plan="even")):
+    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], plan="even", micro_batches=2)):
         folder = tmp_path / type(strategy).__name__
         options: dict[str, Any] = {"enable_checkpointing": "step" in name or "last" in name}
         options["enable_progress_bar"] = name in ("tqdm", "rich")
@@ -119,4 +119,4 @@ def test_a_callback_that_would_look_for_weights_that_are_elsewhere_is_refused(
         MisconfigurationException,
         match=rf"^{type(callback).__name__} .* this process does not have",
     ):
-        train(callback, HeteroPipelineStrategy(workers[:2], plan="even"), tmp_path)
+        train(callback, HeteroPipelineStrategy(workers[:2], plan="even", micro_batches=2), tmp_path)

@@ -51,7 +51,7 @@ def test_the_layers_of_the_policy_are_away(
     workers: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     modules = []
-    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], "even")):
+    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], "even", micro_batches=2)):
         module = Preferring()
         with caplog.at_level("INFO"):
             trainer(strategy, max_epochs=1).fit(module, loader(12, 4))

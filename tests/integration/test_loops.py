@@ -199,7 +199,7 @@ CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]
 def test_training_is_that_of_one_device(case: str, workers: list[str]) -> None:
     kind, data, validation, options = CASES[case]
     runs = []
-    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], plan="even")):
+    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], plan="even", micro_batches=2)):
         module = kind()
         run = trainer(strategy, **{"max_epochs": 1, **options})
         run.fit(module, data(), validation)
@@ -215,6 +215,6 @@ def test_training_is_that_of_one_device(case: str, workers: list[str]) -> None:
 
 def test_clipping_by_hand_is_refused(workers: list[str]) -> None:
     """It would see the gradients of this process alone."""
-    strategy = HeteroPipelineStrategy(workers[:2], plan="even")
+    strategy = HeteroPipelineStrategy(workers[:2], plan="even", micro_batches=2)
     with pytest.raises(ModelError, match=r"clip them with `self\.clip_gradients"):
         trainer(strategy, max_epochs=1).fit(TorchClipping(), ordinary())

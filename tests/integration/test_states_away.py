@@ -152,7 +152,7 @@ def test_looking_between_layers_on_workers_is_refused(
         train(OwnLoop(between), over(workers, micro_batching=way))
 
 
-@pytest.mark.parametrize(("between", "way"), EQUAL)
+@pytest.mark.parametrize(("between", "way"), covering(EQUAL))
 @pytest.mark.filterwarnings("ignore:`training_step` changes kept")
 def test_sums_and_what_is_used_behind_the_layers_equal_one_device(
     between: Between, way: str, workers: list[str]

@@ -318,7 +318,7 @@ def test_a_module_without_an_optimizer_runs_as_on_one_device(workers: list[str])
             return None
 
     losses = []
-    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], "even")):
+    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], "even", micro_batches=2)):
         module = Module()
         trainer(strategy, max_epochs=1).fit(module, loader(12, 6))
         losses.append(module.losses)
