@@ -8,6 +8,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..model.attributes import AttributeState, Change, differences, write_change
+from ..model.layer_code import outer_values_of
 from ..model.layers import DecoderLayer, describe_layer
 from ..model.recipe import Recipe, build_layers, joined
 from ..protocol import messages as m
@@ -41,6 +42,7 @@ class PlainAttributes:
         self._connections = connections
         self._remote = remote
         self._state = AttributeState(modules, _is_followed)
+        self._outside = outer_values_of(modules.values())
         self._unsent = list(changed)
         self._latest_step = -1
         # The layers that the present forward has called.
@@ -79,9 +81,16 @@ class PlainAttributes:
         """Send the changes. You must call this at every hand-over of the present step.
 
         Raises:
-            ModelError: If a worker must not have an attribute, or if an earlier micro-batch of the
-                step went without it.
+            ModelError: If a worker must not have an attribute, if an earlier micro-batch of the
+                step went without it, or if a value outside of the layers has changed.
         """
+        if (place := self._outside.changed()) is not None:
+            raise ModelError(
+                f"{place} has changed since the layers went to their workers. Layers compute with "
+                "it, and no worker has the change: keep it in an attribute of the layers, which is "
+                "sent before the next step, pass it as an argument, or keep the layers with the "
+                "coordinator."
+            )
         step = self._connections.step
         is_first, self._latest_step = step != self._latest_step, step
         self._unsent += self._take_changes()

@@ -5,7 +5,7 @@
     unchanged, Attributes          the attributes of modules before their code ran, to be restored
 
 The coordinator watches what the user changes; a worker watches what a layer's own forward changes.
-State in globals and in attributes of classes is not watched.
+Globals and attributes of classes are those of `outer_values`.
 """
 
 from __future__ import annotations

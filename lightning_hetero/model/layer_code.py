@@ -51,6 +51,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import ModelError
 from .allowed_imports import MAIN, SCRIPT
+from .outer_values import (
+    OuterValue,
+    OuterValues,
+    Reading,
+    class_value,
+    global_value,
+    readings_in,
+)
 
 # Their code is not compared. What stands in the place of a method of theirs is.
 _PLATFORM = frozenset({"torch", "bitsandbytes", "kernels"})
@@ -70,6 +78,8 @@ _PLAIN = frozenset(
 )
 _EMPTY_CLASSES = {object, nn.Module, torch.autograd.Function}
 _MOST_NAMED = 3
+# In front of what is a value, and no digest of code.
+_IS = "="
 _DIGEST_BYTES = 8
 # When this process, or the one that it was forked from, began to load code.
 _BEGAN_SECONDS = time.time()
@@ -78,13 +88,15 @@ _SILENT_FIELDS = frozenset({"annotation", "ctx", "kind", "returns", "type_commen
 
 
 class _Code(NamedTuple):
-    """The digest of a function, the dotted names in it, the names of attributes, and of those that
-    it sets."""
+    """The digest of a function, the dotted names in it, the names of attributes, of those that it
+    sets, and of globals that it sets, and what it reads."""
 
     digest: str
     chains: frozenset[tuple[str, ...]] = frozenset()
     attributes: frozenset[str] = frozenset()
     stored: frozenset[str] = frozenset()
+    rebound: frozenset[str] = frozenset()
+    readings: frozenset[Reading] = frozenset()
 
 
 class _Found(NamedTuple):
@@ -105,12 +117,17 @@ def code_of(layers: Iterable[nn.Module], attention: str | None = None) -> dict[s
     Raises:
         ModelError: If a file has changed since its code was loaded.
     """
-    survey = _Survey()
-    for module in (module for layer in layers for module in layer.modules()):
-        survey.add_module(module)
+    survey = _Survey(layers)
     if attention is not None and attention in ALL_ATTENTION_FUNCTIONS:
         survey.add(f"the attention {attention!r}", ALL_ATTENTION_FUNCTIONS[attention])
     return survey.finish()
+
+
+def outer_values_of(layers: Iterable[nn.Module]) -> OuterValues:
+    """The values outside of the layers that their code reads, as they are now."""
+    survey = _Survey(layers)
+    survey.finish()
+    return OuterValues(survey.outer_values())
 
 
 def check_code(here: Mapping[str, str], wanted: Mapping[str, str]) -> None:
@@ -127,6 +144,15 @@ def check_code(here: Mapping[str, str], wanted: Mapping[str, str]) -> None:
         for place in places
         if (place in wanted) != (place in here) and _package(place) != _VARIED
     ]
+    pairs = [(here.get(place, ""), wanted.get(place, "")) for place in differ]
+    if differ and all(mine.startswith(_IS) and other.startswith(_IS) for mine, other in pairs):
+        mine, other = pairs[0]
+        raise ModelError(
+            f"{differ[0]} {mine} on this worker, and {other} on the coordinator, so this worker "
+            "would compute other numbers: it has what the text of the module says. Install the "
+            "same version of that code on both. What a program sets after the import belongs into "
+            "an attribute of the layers."
+        )
     if differ:
         more = len(differ) - _MOST_NAMED
         raise ModelError(
@@ -141,7 +167,7 @@ def check_code(here: Mapping[str, str], wanted: Mapping[str, str]) -> None:
 class _Survey:
     """Follows names from function to function."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._found: dict[str, str] = {}
         self._left: list[_Found] = []
         self._classes: set[type] = set()
@@ -149,8 +175,14 @@ class _Survey:
         self._unnamed: defaultdict[str, list[_Found]] = defaultdict(list)
         self._named = {*_ENTRIES}
         # Settings at places. Some that code sets count what happens in a process.
-        self._settings: dict[str, int | float | str] = {}
+        self._settings: dict[str, int | float] = {}
         self._stored: set[str] = set()
+        # Values of the user's own classes and modules by their places, with their names.
+        self._of_classes: dict[str, tuple[str, OuterValue]] = {}
+        self._of_modules: dict[str, tuple[str, OuterValue]] = {}
+        self._rebound: set[str] = set()
+        for module in (module for layer in layers for module in layer.modules()):
+            self.add_module(module)
 
     def finish(self) -> dict[str, str]:
         """All digests, when every function was followed."""
@@ -171,7 +203,15 @@ class _Survey:
         for place, setting in self._settings.items():
             if place.rpartition(".")[2] not in self._stored:
                 self._found[place] = repr(setting)
+        texts = ((value.place, value.read()) for value in self.outer_values())
+        self._found |= {place: f"{_IS} {text}" for place, text in texts if text is not None}
         return dict(sorted(self._found.items()))
+
+    def outer_values(self) -> list[OuterValue]:
+        """What is read outside of the layers, but for what the code itself sets."""
+        of_classes = [each for name, each in self._of_classes.values() if name not in self._stored]
+        of_modules = [each for name, each in self._of_modules.values() if name not in self._rebound]
+        return [*of_classes, *of_modules]
 
     def add_module(self, module: nn.Module) -> None:
         """The methods of a module's class, and the functions among its attributes."""
@@ -195,10 +235,10 @@ class _Survey:
                         self._unnamed[name].append(_Found(place, function, holder))
                     elif name == "forward":
                         self._follow_all(function)
-                if name in _words_set_in(base) and type(value) in (bool, str):
-                    self._settings[place] = value
-                elif not name.startswith("__") or name in _ENTRIES:
+                if not name.startswith("__") or name in _ENTRIES:
                     self._note_other(place, value)
+                    if not _is_installed(base.__module__):
+                        self._of_classes[place] = name, class_value(base, name, place)
         self._name(self._named)
 
     def _name(self, names: Iterable[str]) -> None:
@@ -228,8 +268,20 @@ class _Survey:
         code = _code_of(function.__code__)
         self._name(code.attributes)
         self._stored |= code.stored
+        self._rebound |= code.rebound
+        if not _is_installed(_defined_in(function)):
+            self._note_readings(function, code.readings)
         for names in code.chains:
             self._follow(function, names)
+
+    def _note_readings(self, function: FunctionType, readings: Iterable[Reading]) -> None:
+        own = function.__code__
+        local = {*own.co_varnames, *own.co_cellvars, *own.co_freevars}
+        for reading in readings:
+            if reading[0] not in local:
+                value = global_value(function, reading, _is_own, _told)
+                if value is not None:
+                    self._of_modules[value.place] = str(reading[0]), value
 
     def _follow(self, function: FunctionType, names: tuple[str, ...]) -> None:
         """What a function means by a dotted name, such as ``nn.functional.silu``."""
@@ -286,6 +338,10 @@ def _is_of_platform(module: str) -> bool:
     return _package(module) in _PLATFORM
 
 
+def _is_own(module: str) -> bool:
+    return not _is_installed(module)
+
+
 def _package(module: str) -> str:
     return module.partition(".")[0]
 
@@ -340,30 +396,6 @@ def _names_defined_in(module: str) -> frozenset[str]:
     defined = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
     targets = (t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets)
     return frozenset([*defined, *(t.id for t in targets if isinstance(t, ast.Name))])
-
-
-@cache
-def _words_set_in(kind: type) -> frozenset[str]:
-    """The names that the body of a user's own class sets to a text or a truth value.
-
-    What it computes may differ with the machine, such as whether there is a GPU.
-    """
-    if _is_installed(kind.__module__):
-        return frozenset()
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return frozenset()
-    found: set[str] = set()
-    for node in getattr(tree, "body", ()):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_word(node.value):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {each.id for each in targets if isinstance(each, ast.Name)}
-    return frozenset(name for name in found if not name.startswith("__"))
-
-
-def _is_word(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and type(node.value) in (bool, str)
 
 
 def _numbers_in(function: FunctionType) -> list[str]:
@@ -437,7 +469,8 @@ def _code_of(code: CodeType) -> _Code:
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     stored = frozenset(node.attr for node in attributes if isinstance(node.ctx, ast.Store))
     named = frozenset(node.attr for node in attributes)
-    return _Code(_digest(_words(tree)), chains, named, stored)
+    rebound = frozenset(_set_outside(nodes))
+    return _Code(_digest(_words(tree)), chains, named, stored, rebound, readings_in(nodes))
 
 
 @cache
@@ -490,6 +523,19 @@ def _last_line(code: CodeType) -> int:
     """The last line that has an instruction, in functions inside this one too."""
     inside = (_last_line(each) for each in code.co_consts if isinstance(each, CodeType))
     return max([*(line or 0 for _, _, line in code.co_lines()), *inside])
+
+
+def _set_outside(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The names of globals that a function sets, and of those in which it sets something."""
+    for node in nodes:
+        if isinstance(node, ast.Global):
+            yield from node.names
+        elif isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+            holder: ast.expr = node
+            while isinstance(holder, (ast.Attribute, ast.Subscript)):
+                holder = holder.value
+            if isinstance(holder, ast.Name):
+                yield holder.id
 
 
 def _digest(words: Iterable[str]) -> str:
