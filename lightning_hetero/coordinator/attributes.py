@@ -135,10 +135,37 @@ def changed_since_recipe(
         for number, layer in build_layers(recipe).items()
     }
     are_here = {n: layer for stage in stages for n, layer in stage.layers.items() if n in made}
+    for number, layer in are_here.items():
+        _check_same_classes(layers[number].name, layer, made[number])
     found = differences(are_here, made, _is_followed)
     for change in found:
         write_change(change, layers[change.layer_index].name)
     return found
+
+
+def _check_same_classes(name: str, layer: nn.Module, made: nn.Module) -> None:
+    """Refuse a layer in which a module was replaced by one of another class.
+
+    Raises:
+        ModelError: With the module and both classes.
+    """
+    here, there = (
+        {path: type(module) for path, module in each.named_modules(remove_duplicate=False)}
+        for each in (layer, made)
+    )
+    for path in {**here, **there}:
+        mine, theirs = here.get(path), there.get(path)
+        if mine is theirs:
+            continue
+        raise ModelError(
+            f"{name}.{path} is {_named(mine)} here, and a worker has {_named(theirs)} there: "
+            "workers build layers by the config of their model. Change the config before the model "
+            "is built, or keep the layer with the coordinator."
+        )
+
+
+def _named(kind: type | None) -> str:
+    return "nothing" if kind is None else kind.__name__
 
 
 def _is_followed(module: nn.Module) -> bool:

@@ -8,11 +8,16 @@ from typing import cast
 import pytest
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator.attributes import PlainAttributes
+from lightning_hetero.coordinator.attributes import PlainAttributes, changed_since_recipe
 from lightning_hetero.coordinator.connections import Connections
 from lightning_hetero.coordinator.layers import RemoteLayers
+from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.layers import DecoderLayer
+from lightning_hetero.model.attributes import Change
+from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
+from lightning_hetero.model.recipe import write_recipe
+
+from ..families import CONFIGS, tiny_model
 
 
 def attributes_of(layer: DecoderLayer) -> PlainAttributes:
@@ -48,3 +53,36 @@ def test_a_global_that_changes_during_the_run_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(f"{__name__}.SCALE", 2.0)
     with pytest.raises(ModelError, match=r"test_attributes\.SCALE has changed since the layers went"):
         attributes.follow()
+
+
+def changed(model: nn.Module) -> list[Change]:
+    """What differs from a worker's layers, where one worker has all of them."""
+    layers = dict(enumerate(find_decoder_layers(model)))
+    recipe = write_recipe(model, [*layers.items()])
+    stage = SimpleNamespace(recipe=recipe, layers={n: each.module for n, each in layers.items()})
+    return changed_since_recipe([cast(RemoteStage, stage)], layers)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_as_it_was_built_differs_in_nothing(family: str) -> None:
+    assert changed(tiny_model(family)) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "other"),
+    [
+        ("llama", "model.layers.1.mlp.act_fn", nn.GELU()),
+        ("llama", "model.layers.1.input_layernorm", nn.RMSNorm(16)),
+        ("gpt2", "transformer.h.1.attn.resid_dropout", nn.Identity()),
+        ("gpt2", "transformer.h.1.attn.attn_dropout", None),
+    ],
+)
+def test_a_module_of_another_class_than_a_worker_builds_is_refused(
+    family: str, path: str, other: nn.Module | None
+) -> None:
+    """Without it the worker would compute with what the config says, and nobody would be told."""
+    model = tiny_model(family)
+    owner, _, name = path.rpartition(".")
+    setattr(model.get_submodule(owner), name, other)
+    with pytest.raises(ModelError, match=rf"{path} is \w+ here, and a worker has \w+ there"):
+        changed(model)
