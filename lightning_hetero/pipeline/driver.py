@@ -37,6 +37,7 @@ from ..errors import BatchError
 from .boundary import Activation, Gradients
 from .handover import Request, Returned, Stages
 from .optimizer import NotedGradient
+from .parameter_hooks import ParameterHooks
 from .placement import COORDINATOR_STAGE
 from .random_numbers import Draws, MicrobatchDraws
 from .recorder import ActionKind, Recorder
@@ -542,6 +543,9 @@ class StepGradients:
         self._tied = tied
         apart = {*tied}
         self._others = [parameter for parameter in parameters if parameter not in apart]
+        # The parameters whose gradients of a step are kept apart until they are published.
+        self._kept_apart: Sequence[nn.Parameter] = parameters
+        self._hooks = ParameterHooks()
         self._before: list[Tensor | None] | None = None
         self._pending: list[Tensor | None] | None = None
         self._begin_sums()
@@ -568,7 +572,10 @@ class StepGradients:
         """Start a step; with ``accumulate`` it adds to the present gradients."""
         self._begin_sums()
         self._pending = None
-        self._before = None if accumulate else self._take(self._parameters)
+        self._hooks.forget()
+        hooked = self._hooks.take_off(self._parameters)
+        self._kept_apart = hooked if accumulate else self._parameters
+        self._before = self._take(self._kept_apart)
         former = ((parameter, parameter.grad) for parameter in self._others)
         self._former = {p: NotedGradient.of(grad) for p, grad in former if grad is not None}
 
@@ -577,20 +584,24 @@ class StepGradients:
         self._join()
         self._former.clear()
         if self._before is not None:
-            self._pending = self._take(self._parameters)
-            self._put(self._parameters, self._before)
+            self._pending = self._take(self._kept_apart)
+            self._put(self._kept_apart, self._before)
             self._before = None
+            self._hooks.put_back()
 
     @property
     def found(self) -> list[int]:
         """The numbers of the parameters that have gradients behind the step."""
-        gradients = self._pending or [parameter.grad for parameter in self._parameters]
+        pending = dict(zip(self._kept_apart, self._pending or (), strict=False))
+        gradients = [pending.get(each, each.grad) for each in self._parameters]
         return [number for number, each in enumerate(gradients) if each is not None]
 
     def publish(self) -> None:
         """Add the step's gradients to `.grad`; to Lightning this is the step's backward."""
         if self._pending is not None:
-            _add(self._parameters, self._pending)
+            for parameter, gradient in zip(self._kept_apart, self._pending, strict=True):
+                if gradient is not None:
+                    self._hooks.add(parameter, gradient)
             self._pending = None
 
     @contextmanager

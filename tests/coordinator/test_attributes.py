@@ -51,7 +51,7 @@ def test_a_global_that_changes_during_the_run_is_refused(monkeypatch: pytest.Mon
     attributes = attributes_of(DecoderLayer("layers.0", Scaled(2, 2)))
     attributes.follow()
     monkeypatch.setattr(f"{__name__}.SCALE", 2.0)
-    with pytest.raises(ModelError, match=r"test_attributes\.SCALE has changed since the layers went"):
+    with pytest.raises(ModelError, match=r"test_attributes\.SCALE has changed since the layers"):
         attributes.follow()
 
 

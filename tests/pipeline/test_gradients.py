@@ -161,3 +161,65 @@ def test_what_has_one_kind_of_gradients_adds_them_up_as_one_device_does(part: st
     for value in values[part][:3]:
         total = total + value
     assert torch.equal(added_up(3 * part, accumulate=True), total)
+
+
+def step_of_two(gradients: StepGradients, owner: nn.Parameter, accumulate: bool) -> None:
+    """A step of two micro-batches, whose gradients are 1, 2, 3 and 10, 20, 30."""
+    gradients.begin(accumulate)
+    for number, scale in enumerate((1.0, 10.0)):
+        with gradients.of_microbatch(number):
+            owner.backward(scale * torch.tensor([1.0, 2.0, 3.0]))
+        gradients.finish_microbatch(number)
+    gradients.finish()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_hook_gets_the_gradient_of_the_batch_once(accumulate: bool, tied: bool) -> None:
+    """One that clips would clip each micro-batch's gradient, and their sum would be another."""
+    owner = parameter()
+    owner.grad = torch.ones(3)
+    seen: list[Tensor] = []
+    owner.register_hook(seen.append)
+    handle = owner.register_hook(lambda gradient: gradient.clamp(max=20.0))
+    gradients = StepGradients([owner], [owner] if tied else [])
+    step_of_two(gradients, owner, accumulate)
+    assert torch.equal(owner.grad, torch.ones(3))
+    gradients.publish()
+    assert torch.equal(torch.stack(seen), torch.tensor([[11.0, 22.0, 33.0]]))
+    assert torch.equal(owner.grad, torch.tensor([12.0, 21.0, 21.0]))
+    handle.remove()
+    step_of_two(gradients, owner, accumulate)
+    gradients.publish()
+    assert torch.equal(owner.grad, torch.tensor([23.0, 43.0, 54.0]))
+    # Outside of steps they are there as before.
+    owner.backward(torch.zeros(3))
+    assert len(seen) == 3
+
+
+def test_a_hook_behind_the_sum_runs_once() -> None:
+    """Such as one that steps the parameter as soon as its gradient is there."""
+    owner = parameter()
+
+    def step(stepped: Tensor) -> None:
+        stepped.sub_(stepped.grad)  # type: ignore[arg-type]
+        stepped.grad = None
+
+    owner.register_post_accumulate_grad_hook(step)
+    gradients = StepGradients([owner], [])
+    step_of_two(gradients, owner, accumulate=False)
+    assert torch.equal(owner.detach(), torch.zeros(3))
+    gradients.publish()
+    assert torch.equal(owner.detach(), -torch.tensor([11.0, 22.0, 33.0]))
+    assert owner.grad is None
+
+
+def test_hooks_are_back_if_a_step_fails() -> None:
+    owner = parameter()
+    seen: list[Tensor] = []
+    owner.register_hook(seen.append)
+    gradients = StepGradients([owner], [])
+    gradients.begin(accumulate=False)
+    gradients.finish()
+    owner.backward(torch.ones(3))
+    assert len(seen) == 1
