@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -89,6 +89,8 @@ def find_samples(
         return Samples(len(batch), 0, are_listed=True)
     dim = _dim_of(shapes, expected, dim)
     count = next((shape[dim] for shape in shapes if len(shape) > dim), shapes[0][0])
+    if count != expected and may_be_listed and _holds_lists(batch, expected):
+        return Samples(cast(int, expected), dim, is_told=True)
     return Samples(count, dim, is_told=count == expected)
 
 
@@ -125,6 +127,18 @@ def _lists_samples(batch: Any, shapes: Sequence[torch.Size], expected: int) -> b
     """
     is_long_enough = isinstance(batch, list) and len(batch) == expected
     return is_long_enough and not all(shape[0] == expected for shape in shapes)
+
+
+def _holds_lists(batch: Any, expected: int | None) -> bool:
+    """Whether all tensors of a batch are in lists with one entry per sample, or hold all samples.
+
+    Such as a list of images, and one of targets: the first image does not tell how many there are.
+    """
+    lists = [part for part in _parts(batch) if isinstance(part, (list, tuple))]
+    listed = [part for part in lists if len(part) == expected and [*_tensors(part)]]
+    inside = {id(tensor) for part in listed for tensor in _tensors(part)}
+    others = (tensor for tensor in _tensors(batch) if tensor.ndim > 0 and id(tensor) not in inside)
+    return bool(listed) and all(tensor.shape[0] == expected for tensor in others)
 
 
 def _dim_of(shapes: Sequence[torch.Size], expected: int | None, dim: int | None) -> int:

@@ -292,6 +292,18 @@ def warn_of_batch_statistics(module: pl.LightningModule) -> None:
         )
 
 
+def warn_of_frequencies(module: pl.LightningModule) -> None:
+    """Warn of embeddings whose gradients are divided by how often the batch has a token: the loss
+    does not tell that micro-batches count for themselves."""
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.scale_grad_by_freq:
+            rank_zero_warn(
+                f"{name} has scale_grad_by_freq=True, and each micro-batch will count its own "
+                "tokens, so that gradients differ from those of the batch. Keep the embedding with "
+                "the coordinator and set micro_batching='boundary', or micro_batches=1."
+            )
+
+
 def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
     """Refuse an optimizer that unscales gradients within its step: the stages cannot follow it.
 

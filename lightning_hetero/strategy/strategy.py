@@ -44,6 +44,7 @@ from .arguments import (
     check_package,
     other_package,
     warn_of_batch_statistics,
+    warn_of_frequencies,
     warn_of_idle_devices,
 )
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
@@ -252,6 +253,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             return
         if self._options.cuts_step(module) and deployment.plan.micro_batches > 1:
             warn_of_batch_statistics(module)
+            warn_of_frequencies(module)
         leave_pictures(trainer, deployment, self.plan_choice.profile)
         self._notes = RunNotes.begin(trainer, deployment)
 

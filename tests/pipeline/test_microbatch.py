@@ -388,6 +388,28 @@ def test_a_list_of_pairs_is_cut_between_them() -> None:
     assert [len(piece) for piece in split_batch(batch, 2, samples=samples)] == [2, 2]
 
 
+@pytest.mark.parametrize("container", [tuple, list, lambda parts: dict(enumerate(parts))])
+def test_lists_inside_of_a_batch_have_one_entry_per_sample(container: Any) -> None:
+    """Images and targets of unequal sizes: the first image's channels count nothing."""
+    images = [torch.zeros(3, 4 + number) for number in range(8)]
+    targets = [{"boxes": torch.zeros(number, 4)} for number in range(8)]
+    batch = container([images, targets, torch.arange(8)])
+    samples = find_samples(batch, expected=8, may_be_listed=True)
+    assert samples == Samples(8)
+    pieces = [
+        [*piece.values()] if isinstance(piece, dict) else piece
+        for piece in split_batch(batch, 3, samples=samples)
+    ]
+    assert [len(piece[0]) for piece in pieces] == [3, 3, 2]
+    assert [each["boxes"].shape[0] for piece in pieces for each in piece[1]] == [*range(8)]
+    assert torch.cat([piece[2] for piece in pieces]).tolist() == [*range(8)]
+
+
+def test_a_list_beside_a_tensor_without_samples_tells_nothing() -> None:
+    batch = ([torch.zeros(3)] * 8, torch.zeros(5))
+    assert find_samples(batch, expected=8, may_be_listed=True) == Samples(3)
+
+
 def test_two_tensors_of_two_samples_are_no_list_of_samples() -> None:
     assert find_samples([rows(2), rows(2)], expected=2, may_be_listed=True) == Samples(2)
 

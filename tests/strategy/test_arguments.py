@@ -14,7 +14,11 @@ from torch import nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.strategy.arguments import check_not_compiled, warn_of_idle_devices
+from lightning_hetero.strategy.arguments import (
+    check_not_compiled,
+    warn_of_frequencies,
+    warn_of_idle_devices,
+)
 
 from ..models import TinyModule
 
@@ -139,3 +143,13 @@ def test_a_module_beside_the_layers_and_each_layer_by_itself_may_be_compiled() -
 def test_devices_that_stay_idle_are_warned_about() -> None:
     with pytest.warns(UserWarning, match=r"on cuda:0 alone, so 1 of the .* `devices=1`"):
         warn_of_idle_devices([torch.device("cuda", 0), torch.device("cuda", 1)])
+
+
+def test_an_embedding_that_counts_tokens_is_named(recwarn: pytest.WarningsRecorder) -> None:
+    """Losses of micro-batches are equal, and the gradients are not."""
+    module = TinyModule()
+    warn_of_frequencies(module)
+    assert not recwarn
+    module.model.model.embed_tokens.scale_grad_by_freq = True
+    with pytest.warns(UserWarning, match=r"embed_tokens has scale_grad_by_freq=True"):
+        warn_of_frequencies(module)
