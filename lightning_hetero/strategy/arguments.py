@@ -214,6 +214,20 @@ def _refuse_compiled(name: str) -> None:
     )
 
 
+def check_num_nodes(num_nodes: int) -> None:
+    """Refuse several nodes: each would train the whole model for itself, and none would say so.
+
+    Raises:
+        MisconfigurationException: With the remedy.
+    """
+    if num_nodes > 1:
+        raise MisconfigurationException(
+            f"The Trainer has num_nodes={num_nodes}, and this strategy has one coordinator: leave "
+            "out `num_nodes`, run the script on one machine, and start workers on the others "
+            "(`lightning-hetero worker`, or a launcher such as `SlurmWorkers`)."
+        )
+
+
 def warn_of_idle_devices(devices: Sequence[torch.device] | None) -> None:
     """Warn if the Trainer has several devices: this process computes on one."""
     if devices is not None and len(devices) > 1:

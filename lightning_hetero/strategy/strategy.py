@@ -41,6 +41,7 @@ from ..transport.deadlines import Deadlines
 from .arguments import (
     StepOptions,
     check_arguments,
+    check_num_nodes,
     check_package,
     other_package,
     warn_of_batch_statistics,
@@ -120,6 +121,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = "hetero_pipeline"
+    num_nodes = 1  # Lightning sets what the Trainer was given.
     deadlines = Deadlines()
 
     def __init__(
@@ -212,6 +214,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def setup_environment(self) -> None:
         refuse_training_in_worker()
         share_one_arena()
+        check_num_nodes(self.num_nodes)
         warn_of_idle_devices(self.parallel_devices)
         self._checkpoints.begin_run()
         check_is_whole(self._module())

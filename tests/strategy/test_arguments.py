@@ -20,7 +20,7 @@ from lightning_hetero.strategy.arguments import (
     warn_of_idle_devices,
 )
 
-from ..models import TinyModule
+from ..models import TinyModule, loader, trainer
 
 WRONG: dict[str, list[Any]] = {
     "workers": [-1, True, 2.5, None, "127.0.0.1:9999", "Auto", [9999], {"127.0.0.1:9999"}],
@@ -143,6 +143,12 @@ def test_a_module_beside_the_layers_and_each_layer_by_itself_may_be_compiled() -
 def test_devices_that_stay_idle_are_warned_about() -> None:
     with pytest.warns(UserWarning, match=r"on cuda:0 alone, so 1 of the .* `devices=1`"):
         warn_of_idle_devices([torch.device("cuda", 0), torch.device("cuda", 1)])
+
+
+def test_several_nodes_are_refused() -> None:
+    run = trainer(HeteroPipelineStrategy(workers=0), num_nodes=2)
+    with pytest.raises(MisconfigurationException, match="num_nodes=2, and this strategy has one"):
+        run.fit(TinyModule(), loader(4, 4))
 
 
 def test_an_embedding_that_counts_tokens_is_named(recwarn: pytest.WarningsRecorder) -> None:
