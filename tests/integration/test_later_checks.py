@@ -28,10 +28,10 @@ from ..models import TinyModule, fit, loader, scaled_precision
 from ..patterns import Pattern
 from ..patterns.learner import WIDTH, Learner, batches_of, cross_entropy, sample, samples
 from ..plans import plan_of
+from .busy import Busy, allowing, assert_same
 from .dying_worker import dying
 from .lost_runs import ALWAYS, NEVER
 from .moves import Moves
-from .test_first_batch import Busy, allowing, assert_same
 
 __all__ = ["allowing"]
 NUM_BATCHES = 13

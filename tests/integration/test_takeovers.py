@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -84,11 +84,11 @@ def three_in_a_row(names: list[str]) -> Plan:
 
 
 @contextmanager
-def three_workers(*options: str) -> Iterator[list[WorkerProcess]]:
+def three_workers(*options: str, of_third: Sequence[str] = ()) -> Iterator[list[WorkerProcess]]:
     with (
         worker_process(*options) as first,
         worker_process(*options) as second,
-        worker_process(*options) as third,
+        worker_process(*options, *of_third) as third,
     ):
         yield [first, second, third]
 
@@ -97,7 +97,8 @@ def three_workers(*options: str) -> Iterator[list[WorkerProcess]]:
 def test_two_takeovers_in_a_row_leave_one_machine_with_everything(
     every_seconds: float, tmp_path: Path
 ) -> None:
-    with three_workers() as workers:
+    # The second one has more room than the third one, and takes over from the first one.
+    with three_workers(of_third=("--memory", "1GiB")) as workers:
         names = [worker.address for worker in workers]
         plan = three_in_a_row(names)
         expected = run(names, tmp_path / "undisturbed", NEVER, plan)
