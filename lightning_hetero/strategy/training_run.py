@@ -39,6 +39,7 @@ from ..errors import HeteroError, PictureError, PlanError, WeightsLost
 from ..model.layers import DecoderLayer
 from ..model.override import stand_in
 from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
+from ..pipeline.microbatch import CutBatch
 from ..plan import COORDINATOR, Plan
 from ..planner.drift import StageSeconds
 from ..planner.feasibility import as_measured
@@ -50,6 +51,7 @@ from ..report.run_record import FACTS, PICTURE_NAME, PLAN_NAME, LostWorker, Proc
 from ..report.topology import DrawnPlace, Memory, Topology, marks_of, topology_of, with_profile
 from .arguments import StepOptions, check_precision
 from .check_schedule import RunChecks
+from .first_batch import FirstBatchCheck
 from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
 from .replan import Watch, settle
 from .training_step import BatchReader, BatchStep, MicrobatchedStep, WholeBatchStep
@@ -328,7 +330,20 @@ class TrainingRun(Run):
         module, options = self._module, self._options
         if not options.cuts_step(module):
             return remote_steps, WholeBatchStep(module, deployment, options)
-        return remote_steps, MicrobatchedStep(module, deployment, options, self._checks)
+        check = partial(self._check_batch, deployment)
+        return remote_steps, MicrobatchedStep(module, deployment, options, self._checks, check)
+
+    def _check_batch(
+        self,
+        deployment: Deployment,
+        checks: RunChecks,
+        batch: CutBatch,
+        rest: Sequence[Any],
+        begin_again: Callable[[], None],
+    ) -> None:
+        weighting, mode = self._options.loss_weighting, self._options.batches.check
+        check = FirstBatchCheck(self._module, deployment, weighting, rest, begin_again, checks)
+        check.run(batch, mode)
 
 
 def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -41,7 +41,6 @@ from ..pipeline.results import (
 )
 from .arguments import StepOptions, scaler_of
 from .check_schedule import RunChecks
-from .first_batch import FirstBatchCheck
 from .step_changes import OwnAttributes, StepChanges, warn_of_changes
 
 
@@ -191,11 +190,17 @@ class WholeBatchStep(BatchStep):
         return result
 
 
+# Gets the checks of the run, a batch, the other arguments of `training_step`, and what begins a
+# trial step.
+BatchCheck: TypeAlias = Callable[[RunChecks, CutBatch, Sequence[Any], Callable[[], None]], None]
+
+
 class MicrobatchedStep(BatchStep):
     """Runs ``training_step`` once per micro-batch and merges the results.
 
     Args:
         checks: The checks of the run; None if the user does not want any.
+        check: Checks a batch in a step that has begun.
     """
 
     def __init__(
@@ -204,11 +209,12 @@ class MicrobatchedStep(BatchStep):
         deployment: Deployment,
         options: StepOptions,
         checks: RunChecks | None,
+        check: BatchCheck,
     ) -> None:
         super().__init__(module, deployment, options)
         coordinator = deployment.coordinator
         self._loss_weighting = options.loss_weighting
-        self._checks, self._check_mode = checks, options.batches.check
+        self._checks, self._check_batch = checks, check
         # While a batch runs that was checked, what its micro-batches change.
         self._changes: StepChanges | None = None
         self._copies = coordinator.stages.copies
@@ -323,9 +329,7 @@ class MicrobatchedStep(BatchStep):
         stages, plan = self._deployment.coordinator.stages, self._deployment.plan
         begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
         begin(is_trial=not checks.is_first)
-        again, weighting = partial(begin, is_trial=True), self._loss_weighting
-        check = FirstBatchCheck(self._module, self._deployment, weighting, rest, again, checks)
-        check.run(batch, self._check_mode)
+        self._check_batch(checks, batch, rest, partial(begin, is_trial=True))
         away = self._deployment.modules_away
         self._changes = StepChanges(self._module, away, batch.num_samples)
         return checks.is_first
