@@ -66,9 +66,9 @@ def counting(taken: Taken) -> Iterator[None]:
     """Inside, the samples that go to the worker are counted."""
     original = RemoteStages.send_forward
 
-    def counted(stages: RemoteStages, key: Any, hidden: Tensor, *rest: Any) -> None:
+    def counted(stages: RemoteStages, key: Any, hidden: Tensor, *rest: Any, **options: Any) -> None:
         taken.samples += hidden.shape[0]
-        original(stages, key, hidden, *rest)
+        original(stages, key, hidden, *rest, **options)
 
     with patch.object(RemoteStages, "send_forward", counted):
         yield
