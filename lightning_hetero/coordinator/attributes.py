@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..errors import ModelError
 from ..model.attributes import AttributeState, Change, differences, write_change
@@ -149,8 +150,12 @@ def _check_same_classes(name: str, layer: nn.Module, made: nn.Module) -> None:
     Raises:
         ModelError: With the module and both classes.
     """
+    # Each parametrized module has a class of its own.
     here, there = (
-        {path: type(module) for path, module in each.named_modules(remove_duplicate=False)}
+        {
+            path: type_before_parametrizations(module)
+            for path, module in each.named_modules(remove_duplicate=False)
+        }
         for each in (layer, made)
     )
     for path in {**here, **there}:

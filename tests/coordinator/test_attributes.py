@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -18,6 +19,7 @@ from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 
 from ..families import CONFIGS, tiny_model
+from ..qlora import in_four_bits
 
 
 def attributes_of(layer: DecoderLayer) -> PlainAttributes:
@@ -66,6 +68,11 @@ def changed(model: nn.Module) -> list[Change]:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_as_it_was_built_differs_in_nothing(family: str) -> None:
     assert changed(tiny_model(family)) == []
+
+
+def test_experts_in_4_bits_have_the_class_that_a_worker_builds(tmp_path: Path) -> None:
+    """Their parametrization makes a class for each module."""
+    assert changed(in_four_bits("mixtral", tmp_path)) == []
 
 
 @pytest.mark.parametrize(
