@@ -37,7 +37,7 @@ from ..errors import BatchError
 from .boundary import Activation, Gradients
 from .handover import Request, Returned, Stages
 from .optimizer import NotedGradient
-from .parameter_hooks import ParameterHooks
+from .parameter_hooks import ParameterHooks, add_gradient
 from .placement import COORDINATOR_STAGE
 from .random_numbers import Draws, MicrobatchDraws
 from .recorder import ActionKind, Recorder
@@ -542,7 +542,9 @@ class StepGradients:
         self._parameters = parameters
         self._tied = tied
         apart = {*tied}
-        self._others = [parameter for parameter in parameters if parameter not in apart]
+        self._untied = [parameter for parameter in parameters if parameter not in apart]
+        # Those of them that train in the present step.
+        self._others: list[nn.Parameter] = []
         # The parameters whose gradients of a step are kept apart until they are published.
         self._kept_apart: Sequence[nn.Parameter] = parameters
         self._hooks = ParameterHooks()
@@ -576,6 +578,7 @@ class StepGradients:
         hooked = self._hooks.take_off(self._parameters)
         self._kept_apart = hooked if accumulate else self._parameters
         self._before = self._take(self._kept_apart)
+        self._others = [parameter for parameter in self._untied if parameter.requires_grad]
         former = ((parameter, parameter.grad) for parameter in self._others)
         self._former = {p: NotedGradient.of(grad) for p, grad in former if grad is not None}
 
@@ -670,7 +673,5 @@ class StepGradients:
 
 def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if parameter.grad is None:
-            parameter.grad = gradient
-        elif gradient is not None:
-            parameter.grad += gradient
+        if gradient is not None:
+            add_gradient(parameter, gradient)

@@ -45,16 +45,21 @@ class ParameterHooks:
             for hook in [*of_gradient.values()]:
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
+            add_gradient(parameter, gradient)
             for hook in [*behind.values()]:
                 hook(parameter)
 
     def forget(self) -> None:
         """Forget the hooks of the last batch."""
         self._taken.clear()
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add a gradient to that of a parameter, in place if there is one."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
 
 
 def _of_gradient(parameter: nn.Parameter) -> dict[int, Any]:

@@ -342,6 +342,8 @@ class MicrobatchedStep(BatchStep):
         if self._changes is not None:
             warn_of_changes(checks.not_said(self._changes.repeated))
             self._changes = None
+        if checks.are_over:
+            return
         keys = {key for result in results if isinstance(result, Mapping) for key in result}
         checks.schedule.end_batch(
             {
