@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -200,6 +200,19 @@ def _difference(found: Activation, expected: Activation) -> float:
 _FIRST_TRIAL = 2**30
 
 
+@dataclass(frozen=True)
+class TriedHandOver:
+    """A hand-over of a trial with gradients on.
+
+    Args:
+        sent: The hidden states that were sent, and the tensors that went along.
+        back: The hidden states that came back, a leaf of a graph that wants gradients.
+    """
+
+    sent: Sequence[Tensor]
+    back: Tensor
+
+
 class HandOvers:
     """Gives hidden states to a micro-batch's turn, or exchanges those of a whole batch.
 
@@ -235,7 +248,7 @@ class HandOvers:
         self._trials = count(_FIRST_TRIAL)
         # Whether the trials that run at present are cut into pieces; None while none run.
         self._trial_is_cut: bool | None = None
-        self._leaves: list[Tensor] = []
+        self._tried: list[TriedHandOver] = []
         self._is_cutting = False
 
     @contextmanager
@@ -259,21 +272,21 @@ class HandOvers:
             self._whole_batches.num_samples = None
 
     @contextmanager
-    def trying(self, *, is_cut: bool) -> Iterator[list[Tensor]]:
+    def trying(self, *, is_cut: bool) -> Iterator[Sequence[TriedHandOver]]:
         """Inside, forwards leave nothing behind on the stages, and nothing is dropped at random.
 
-        You must begin a step before. The block gets a list, to which the hidden states of each
-        hand-over are added that come back while gradients are on: leaves of a graph.
+        You must begin a step before. The block gets a list of the hand-overs while gradients are
+        on, which grows.
 
         Args:
             is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
         """
         self._trial_is_cut = is_cut
-        self._leaves.clear()
         try:
-            yield self._leaves
+            yield self._tried
         finally:
             self._trial_is_cut = None
+            self._tried = []  # A graph holds parameters in place.
 
     @property
     def are_trials(self) -> bool:
@@ -313,8 +326,10 @@ class HandOvers:
             found = self._try(*cut)
             if not torch.is_grad_enabled():
                 return found
-            self._leaves.append(found.hidden.detach().requires_grad_())
-            return replace(found, hidden=self._leaves[-1])
+            back = found.hidden.detach().requires_grad_()
+            sent = (request.hidden, *request.surroundings.carried.values())
+            self._tried.append(TriedHandOver(sent, back))
+            return replace(found, hidden=back)
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)
         # An evaluation, or a user's own call of the model, is a step by itself.

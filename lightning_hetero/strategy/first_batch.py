@@ -6,8 +6,8 @@
 Both run before the first step, without gradients and in evaluation mode, and leave nothing behind.
 They run again at later batches (`check_schedule`), because a loss may change its kind.
 If the losses differ, the check tries several remedies and names those that work. If they do not,
-their gradients are compared too, of the first two micro-batches: those of `loss / loss.detach()`
-differ, and the losses are all 1.
+their gradients are compared too, of the first two micro-batches (`first_gradients`): those of
+`loss / loss.detach()` differ, and the losses are all 1.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from ..pipeline.microbatch import (
     LossWeighting,
     Samples,
 )
+from ..pipeline.parameter_hooks import ParameterHooks
 from ..pipeline.results import BatchMetrics, StepLog, loss_of, merge_results
 from ..pipeline.tolerance import coarsest, rounding_of_hidden, rounding_of_loss
 from ..profiler.dry_run import no_trace
 from .arguments import autocast_dtype, scaler_of
 from .check_schedule import RunChecks
-from .first_gradients import Gradients, difference_of_gradients
+from .first_gradients import Gradients, difference_before_layers, difference_for_loss
 from .first_logs import Logged, differing, differing_results, form_of
 from .step_changes import may_change, warn_of_changes
 
@@ -380,7 +381,7 @@ class FirstBatchCheck:
         try:
             whole = self._gradients(batch.whole, 1.0)
             pairs = zip(batch.microbatches, weights, strict=True)
-            cut = [self._gradients(piece, weight) for piece, weight in pairs]
+            cut = [self._gradients(piece, weight, whole.factor) for piece, weight in pairs]
         except Exception as error:
             # The step itself fails in the same way, unless the check needs more than it.
             rank_zero_info(
@@ -390,34 +391,50 @@ class FirstBatchCheck:
             self.checks.said.add(("gradients",))  # nor could those of a later batch
             self._recover()
             return None
-        difference = difference_of_gradients(whole, cut)
         dtype, widest = self._coarsest()
         tolerance = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
-        if not difference > max(tolerance, STOPPING_DIFFERENCE):
+        tolerance = max(tolerance, STOPPING_DIFFERENCE)
+        difference, before = difference_for_loss(whole, cut), difference_before_layers(whole, cut)
+        if not max(difference, before) > tolerance:
             return None
         self.checks.said.add(("gradients",))
-        return _Problem(
-            f"The loss of the {self.checks.which} batch is that of its micro-batches, but its "
-            f"gradients are not: they differ by {100 * difference:.3g} %. It seems that the "
-            "gradients are scaled by a number of the batch, as in `loss / loss.detach()`; "
-            "`micro_batching='boundary'` repairs it.",
-            is_large=True,
-        )
+        if difference > tolerance:
+            text = (
+                f"The loss of the {self.checks.which} batch is that of its micro-batches, but its "
+                f"gradients are not: they differ by {100 * difference:.3g} %. It seems that the "
+                "gradients are scaled by a number of the batch, as in `loss / loss.detach()`; "
+                "`micro_batching='boundary'` repairs it."
+            )
+        else:
+            text = (
+                "The code before the layers on workers makes other gradients of the "
+                f"{self.checks.which} batch than of its micro-batches: they differ by "
+                f"{100 * before:.3g} %. It seems that a hook or an `autograd.Function` there uses "
+                "a number of the batch, such as the norm of a gradient; "
+                "`micro_batching='boundary'` repairs it."
+            )
+        return _Problem(text, is_large=True)
 
-    def _gradients(self, batch: Any, weight: float) -> Gradients:
-        """The gradients of a loss for the hidden states that come back from the layers."""
+    def _gradients(self, batch: Any, weight: float, factor: float | None = None) -> Gradients:
+        """The gradients of a loss for the hidden states that come back from the layers, and for
+        the coordinator's parameters."""
         plugin = self.module.trainer.precision_plugin
         scaler = scaler_of(plugin)
         scale = 1.0 if scaler is None else scaler.get_scale()
+        away = {p for outer in self.deployment.modules_away for p in outer.parameters()}
+        own = [p for p in self.module.parameters() if p.requires_grad and p not in away]
         trying = self.deployment.hand_overs.trying(is_cut=False)
         put_back = stand_in(self.module, "log", _drop)
+        hooks = ParameterHooks()
+        hooks.take_off(own)
         try:
-            with self._from_the_start(), torch.enable_grad(), trying as hidden:
+            with self._from_the_start(), torch.enable_grad(), trying as tried:
                 with plugin.train_step_context():
                     loss = loss_of(self.module.training_step(batch, *self.rest))
                 self.deployment.check_forward_finished()
-                return Gradients.of(loss, hidden, weight, scale)
+                return Gradients.of(loss, tried, weight, scale, own, factor)
         finally:
+            hooks.put_back()
             put_back()
 
     def _loss_of_piece(

@@ -193,6 +193,52 @@ class EqualSizes(Learner):
         return loss + size / size.detach()
 
 
+def _over_norm(gradient: Tensor) -> Tensor:
+    return gradient / gradient.norm()
+
+
+class HookBeforeLayers(Learner):
+    """Scales gradients before they reach the first module."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.enter(inputs)
+        if hidden.requires_grad:
+            hidden.register_hook(_over_norm)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.leave(hidden)
+
+
+class _OverNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return _over_norm(gradients[0])
+
+
+class FunctionBeforeLayers(Learner):
+    """Does so by a function of its own."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = _OverNorm.apply(self.enter(inputs))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.leave(hidden)
+
+
+class HookOfHead(Learner):
+    """Scales the gradient of the head's weight, which hidden states do not have."""
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        weight = self.head.weight * 1.0
+        if weight.requires_grad:
+            weight.register_hook(_over_norm)
+        return functional.linear(hidden, weight, self.head.bias)
+
+
 class StraightThrough(Learner):
     """Rounds its logits."""
 
@@ -374,6 +420,20 @@ PATTERNS = [
         EqualSizes,
         refused=r"`micro_batching='boundary'`",
         remedy=BOUNDARY,
+    ),
+    *(
+        Pattern(
+            f"gradients over their norm, {name}",
+            "Code of the coordinator divides the gradients of a batch by their norm.",
+            module,
+            refused=rf"{words}.*`micro_batching='boundary'`",
+            remedy=BOUNDARY,
+        )
+        for name, module, words in (
+            ("hook before layers", HookBeforeLayers, "The code before the layers"),
+            ("function before layers", FunctionBeforeLayers, "The code before the layers"),
+            ("hook of the head", HookOfHead, "but its gradients are not"),
+        )
     ),
     Pattern(
         "straight-through estimator",

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_hetero.strategy.first_gradients import Gradients, difference_of_gradients
+from lightning_hetero.coordinator.handover import TriedHandOver
+from lightning_hetero.strategy.first_gradients import (
+    Gradients,
+    difference_before_layers,
+    difference_for_loss,
+)
 
 HIDDEN = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
 Loss = Callable[[Tensor], Tensor]
@@ -14,7 +20,7 @@ Loss = Callable[[Tensor], Tensor]
 
 def gradients(loss: Loss, hidden: Tensor, weight: float = 1.0, scale: float = 1.0) -> Gradients:
     leaf = hidden.clone().requires_grad_()
-    return Gradients.of(loss(leaf), [leaf], weight, scale)
+    return Gradients.of(loss(leaf), [TriedHandOver([], leaf)], weight, scale)
 
 
 def difference(loss: Loss, hidden: Tensor = HIDDEN, scale: float = 1.0, dim: int = 0) -> float:
@@ -22,7 +28,7 @@ def difference(loss: Loss, hidden: Tensor = HIDDEN, scale: float = 1.0, dim: int
     size = hidden.shape[dim]
     pieces = hidden.split([2, size - 2], dim)
     cut = [gradients(loss, each, each.shape[dim] / size, scale) for each in pieces]
-    return difference_of_gradients(whole, cut)
+    return difference_for_loss(whole, cut)
 
 
 def mean(hidden: Tensor) -> Tensor:
@@ -58,11 +64,62 @@ def test_pieces_that_are_padded_to_other_lengths_are_compared_by_their_sums() ->
     whole = gradients(lambda hidden: hidden[:, :3].mean(), HIDDEN)
     pieces = HIDDEN[:2, :3], HIDDEN[2:, :3]
     cut = [gradients(torch.mean, each, len(each) / 5) for each in pieces]
-    assert difference_of_gradients(whole, cut) < 1e-6
+    assert difference_for_loss(whole, cut) < 1e-6
     wrong = [gradients(torch.mean, each, 0.4) for each in pieces]
-    assert difference_of_gradients(whole, wrong) > 0.01
+    assert difference_for_loss(whole, wrong) > 0.01
 
 
 def test_another_number_of_hand_overs_is_not_compared() -> None:
-    nothing = Gradients([], [])
-    assert difference_of_gradients(gradients(mean, HIDDEN), [nothing, nothing]) == 0.0
+    nothing = Gradients()
+    assert difference_for_loss(gradients(mean, HIDDEN), [nothing, nothing]) == 0.0
+
+
+class Normalized(torch.autograd.Function):
+    """Divides its gradient by the norm of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+def before_layers(embed: Callable[[Tensor], Tensor], pad: int = 0) -> float:
+    """The difference of code between a parameter and the layers, for a batch of five."""
+    weight = nn.Parameter(torch.randn(3, 6, generator=torch.Generator().manual_seed(1)))
+
+    def run(batch: Tensor, factor: float | None = None) -> Gradients:
+        sent, back = embed(batch @ weight), torch.ones(len(batch), 4, 6, requires_grad=True)
+        tried = [TriedHandOver([sent], back)]
+        return Gradients.of((back * 2).mean(), tried, len(batch) / 5, 1.0, [weight], factor)
+
+    whole = run(HIDDEN)
+    pieces = HIDDEN[:2, : 4 - pad], HIDDEN[2:]
+    return difference_before_layers(whole, [run(piece, whole.factor) for piece in pieces])
+
+
+def test_code_before_the_layers_that_only_computes_is_not_found() -> None:
+    assert before_layers(torch.tanh) < 1e-6
+
+
+def test_code_before_the_layers_that_scales_gradients_is_found() -> None:
+    assert before_layers(Normalized.apply) > 0.1
+
+
+def test_a_hook_before_the_layers_that_clips_is_found() -> None:
+    def clipped(sent: Tensor) -> Tensor:
+        # Below the norm of the whole batch's gradient, and above those of its micro-batches.
+        sent.register_hook(lambda g: g * min(1.0, 0.01 / float(g.norm())))
+        return sent
+
+    assert before_layers(clipped) > 0.1
+
+
+def test_what_is_sent_with_another_padding_is_not_compared() -> None:
+    assert before_layers(Normalized.apply, pad=1) == 0.0
+
+
+def test_what_trains_and_is_not_used_is_not_compared() -> None:
+    assert before_layers(torch.detach) == 0.0
