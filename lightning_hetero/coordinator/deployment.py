@@ -32,7 +32,7 @@ from ..model.layers import (
     find_embedding,
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
-from ..model.recipe import write_recipe
+from ..model.recipe import imports_of
 from ..model.shared_parts import SharedParts
 from ..model.tensors import is_frozen, named_tensors
 from ..pipeline.boundary import Collected
@@ -592,15 +592,14 @@ class Deployment:
             )
 
 
-def imports_of(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> set[str]:
+def imports_for(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> set[str]:
     """The modules of the user's own that workers of a plan must import to build their layers.
 
     Raises:
-        ModelError: If a worker could not build them.
+        ModelError: If a worker could not build layers of one's own.
     """
     stages = [list(layers_of_stage(root, layers, stage).items()) for stage in plan.remote_stages]
-    recipes = [write_recipe(root, stage) for stage in stages]
-    return {name for recipe in recipes for name in recipe.imports}
+    return {name for stage in stages for name in imports_of(root, stage)}
 
 
 def check_is_whole(root: nn.Module) -> None:

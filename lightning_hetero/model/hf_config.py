@@ -2,6 +2,7 @@
 
     plain_config, read_config    a config as data, and back
     check_config                 what data must not have
+    check_size                   how large a model it may ask for
     hubs_shut_off                what is built of a config downloads nothing
 
 A config can name code and other models on a hub, which transformers would download with the token
@@ -14,7 +15,7 @@ import json
 import re
 import reprlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +52,11 @@ _OF_CONFIG_CLASSES = ("attribute_map", "sub_configs", "sub_configs_defaults")
 
 # The bound on each count in a config (layers, heads, experts): all are built, if only on `meta`.
 MOST_COUNTED = 2**14
+# Layers are built on `meta`, which takes time but no memory. The deepest published decoders have
+# fewer than 200 layers.
+MOST_LAYERS = 1024
+# The experts of all layers together.
+MOST_EXPERTS = 2**20
 # JSON lacks these floats, so transformers writes {"__float__": "Infinity"}.
 _FLOAT_KEY = "__float__"
 _FLOATS = ("Infinity", "-Infinity", "NaN")
@@ -154,6 +160,41 @@ def read_config(
     return made
 
 
+def layers_key(config_class: type[PretrainedConfig]) -> str:
+    """The name of the number of layers; some families have their own, such as GPT-2's n_layer."""
+    return config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+
+
+def check_size(plain: Mapping[str, Any], config_class: type[PretrainedConfig]) -> None:
+    """Refuse the config of a model with more layers or experts than a worker builds.
+
+    Raises:
+        ModelError: With the number and its bound.
+    """
+    key = layers_key(config_class)
+    num_layers = plain.get(key)
+    if not isinstance(num_layers, int) or not 0 < num_layers <= MOST_LAYERS:
+        raise ModelError(f"The config's {key} is {num_layers!r}; it must be 1 to {MOST_LAYERS}.")
+    num_experts = max(_counts_of_experts(plain), default=0)
+    if num_layers * num_experts > MOST_EXPERTS:
+        raise ModelError(
+            f"The config has {num_layers} layers of {num_experts} experts; at most {MOST_EXPERTS} "
+            "experts are built for all layers together."
+        )
+
+
+def _counts_of_experts(content: Any) -> Iterator[int]:
+    """Every number of experts in a config's data, at any depth."""
+    if isinstance(content, Mapping):
+        for key, item in content.items():
+            if isinstance(item, int) and _is_count_of_experts(key):
+                yield item
+            yield from _counts_of_experts(item)
+    elif isinstance(content, list):
+        for item in content:
+            yield from _counts_of_experts(item)
+
+
 def in_one_line(error: Exception) -> str:
     """The class and the text of another library's error, shortened for a sentence."""
     text = " ".join(str(error).split()).rstrip(".")
@@ -243,10 +284,10 @@ def _check_entry(key: str, item: Any) -> None:
 
 def _is_count(key: str) -> bool:
     is_named_so = key.startswith("num_") or key.endswith(("_layers", "n_layer", "n_head"))
-    return is_named_so or is_count_of_experts(key)
+    return is_named_so or _is_count_of_experts(key)
 
 
-def is_count_of_experts(key: str) -> bool:
+def _is_count_of_experts(key: str) -> bool:
     """Whether an entry of a config counts experts: ``num_local_experts``, ``n_routed_experts``."""
     is_number = key.startswith(("num_", "n_")) or "_num" in key
     return "expert" in key and is_number and "per_tok" not in key

@@ -9,7 +9,7 @@ modules that the worker's owner allowed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -33,21 +33,17 @@ from .custom_layers import BlocksRecipe, build_blocks, describe_blocks
 from .four_bit import FourBit, apply_four_bit, describe_four_bit
 from .half_layers import absent_in, half_of
 from .hf_config import (
+    check_size,
     experts_kind,
     hubs_shut_off,
     in_one_line,
-    is_count_of_experts,
+    layers_key,
     plain_config,
     read_config,
 )
 from .layer_code import check_code, code_of
 from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions, models_around, name_of
 
-# Layers are built on `meta`, which takes time but no memory. The deepest published decoders have
-# fewer than 200 layers.
-MOST_LAYERS = 1024
-# The experts of all layers together.
-MOST_EXPERTS = 2**20
 # The calls of torch that building takes, a few seconds of them. The decoders of transformers in
 # their default sizes take fewer than 10,000.
 MOST_CALLS = 2**17
@@ -140,6 +136,17 @@ def write_recipe(
         absent={number: absent for number, layer in layers if (absent := absent_in(layer.module))},
         code=code_of((layer.module for _, layer in layers), owner.config._attn_implementation),
     )
+
+
+def imports_of(root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]) -> Sequence[str]:
+    """The Python modules that a worker must import to build numbered layers of a LightningModule.
+
+    Raises:
+        ModelError: If a worker could not rebuild layers of one's own.
+    """
+    if _owner_of(root, [layer for _, layer in layers]) is not None:
+        return Recipe.imports
+    return write_recipe(root, layers).imports
 
 
 def joined(recipes: Iterable[Recipe]) -> list[Recipe]:
@@ -296,17 +303,12 @@ def _is_decoder(model_class: type[PreTrainedModel]) -> bool:
     config_class = model_class.config_class
     if config_class is None:
         return False
-    if _layers_key(config_class) not in inspect.signature(config_class).parameters:
+    if layers_key(config_class) not in inspect.signature(config_class).parameters:
         return False
     return config_class.base_config_key == "text_config" or any(
         config_class in auto_class._model_mapping
         for auto_class in (AutoModelForCausalLM, AutoModelForSeq2SeqLM)
     )
-
-
-def _layers_key(config_class: type[PretrainedConfig]) -> str:
-    """The name of the number of layers; some families have their own, such as GPT-2's n_layer."""
-    return config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -317,27 +319,6 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 def _read_config(model_class: type[PreTrainedModel], recipe: Recipe) -> PretrainedConfig:
     config_class: Any = model_class.config_class
-    key = _layers_key(config_class)
-    num_layers = recipe.config.get(key)
-    if not isinstance(num_layers, int) or not 0 < num_layers <= MOST_LAYERS:
-        raise ModelError(f"The config's {key} is {num_layers!r}; it must be 1 to {MOST_LAYERS}.")
     config = read_config(config_class, recipe.config, recipe.attention, recipe.experts)
-    num_experts = max(_counts_of_experts(recipe.config), default=0)
-    if num_layers * num_experts > MOST_EXPERTS:
-        raise ModelError(
-            f"The config has {num_layers} layers of {num_experts} experts; at most {MOST_EXPERTS} "
-            "experts are built for all layers together."
-        )
+    check_size(recipe.config, config_class)
     return config
-
-
-def _counts_of_experts(content: Any) -> Iterator[int]:
-    """Every number of experts in a config's data, at any depth."""
-    if isinstance(content, Mapping):
-        for key, item in content.items():
-            if isinstance(item, int) and is_count_of_experts(key):
-                yield item
-            yield from _counts_of_experts(item)
-    elif isinstance(content, list):
-        for item in content:
-            yield from _counts_of_experts(item)

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from ..callbacks.lost_worker import RecoveryCallback
 from ..callbacks.profiler import PipelineProfiler
-from ..coordinator.deployment import Deployment, imports_of
+from ..coordinator.deployment import Deployment, imports_for
 from ..coordinator.progress import progress_of_bytes
 from ..coordinator.session import Coordinator
 from ..coordinator.workers import Fleet
@@ -248,7 +248,7 @@ class Site:
             WorkerError: If a worker cannot be used.
         """
         # The optimizers are made later, when local workers run already.
-        imports = imports_of(self.module, layers, imported_for) | own_optimizer_modules()
+        imports = imports_for(self.module, layers, imported_for) | own_optimizer_modules()
         coordinator = self.fleet.connect(workers, imports, self.device, self.deadlines)
         trainer = self.module.trainer
         # The Trainer forgets the signal of an earlier run only after the layers are sent.
