@@ -9,11 +9,8 @@ had. The next batch is checked then, or the one that should have it again if it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-Name = TypeVar("Name", bound=Hashable)
 
 _FACTOR = 10
 # So many checks of something new come at once. Each further one waits twice as long after the check
@@ -44,11 +41,16 @@ class RunChecks:
         """Whether the present check is the first one."""
         return len(self.schedule.checked) == 1
 
-    def not_said(self, names: Iterable[Name]) -> list[Name]:
-        """Those of some names that were not said; they are said now."""
-        found = [name for name in names if name not in self.said]
-        self.said.update(found)
-        return found
+    def was_said(self, *thing: Hashable) -> bool:
+        """Whether something was said in the run."""
+        return thing in self.said
+
+    def is_new(self, *thing: Hashable) -> bool:
+        """Whether something was not said yet; it is said now."""
+        if thing in self.said:
+            return False
+        self.said.add(thing)
+        return True
 
     @property
     def which(self) -> str:

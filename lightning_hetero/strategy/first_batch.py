@@ -247,7 +247,7 @@ class FirstBatchCheck:
         with evaluation, no_trace(self.module, away, is_timed=False) as runs:
             problem = replace(self, one_run=runs.one)._problem(batch)
             changed = list(_changed_in(self.module, runs.has_changed))
-        warn_of_changes(self.checks.not_said(changed))
+        warn_of_changes([name for name in changed if self.checks.is_new("changed", name)])
         if problem is None:
             return
         is_first = self.checks.is_first
@@ -293,7 +293,7 @@ class FirstBatchCheck:
         with self._from_the_start():
             losses = Losses(self._loss(batch.whole, whole), cut, self._rounding())
         if losses.skips_only_whole:
-            if self._is_new("skipped"):
+            if self.checks.is_new("skipped"):
                 rank_zero_warn(
                     f"The loss of the {self.checks.which} batch could not be compared with that of "
                     "its micro-batches: `training_step` returns None for the whole batch and a "
@@ -307,7 +307,7 @@ class FirstBatchCheck:
         problem = None
         if difference <= losses.rounding:
             problem = self._compare_gradients(batch.first(_FEWEST_COMPARED))
-        elif not self._was_said("loss", is_large):
+        elif not self.checks.was_said("loss", is_large):
             if self._is_random(losses, difference, batch):
                 return None
             # A small difference is no news behind a large one.
@@ -319,14 +319,6 @@ class FirstBatchCheck:
             logged = whole.logged.values.items()
             self._note_said([name for name, value in logged if value == losses.whole])
         return problem or self._compare_values(batch, whole, pieces.together(shares))
-
-    def _was_said(self, *kind: Any) -> bool:
-        """Whether something was said at an earlier check of the run."""
-        return kind in self.checks.said
-
-    def _is_new(self, *kind: Any) -> bool:
-        """Whether something was not said in the run; it is said now."""
-        return bool(self.checks.not_said([kind]))
 
     def _compare_values(self, batch: CutBatch, whole: _Whole, cut: _Whole) -> _Problem | None:
         """What the batch logs and returns otherwise than its micro-batches together."""
@@ -364,8 +356,12 @@ class FirstBatchCheck:
         """What differs in words, by name, if it was not said: what is logged, and returned."""
         logs, results = whole.differing(cut, self._rounding())
         return (
-            {name: text for name, text in logs.items() if not self._was_said("log", name)},
-            {name: text for name, text in results.items() if not self._was_said("result", name)},
+            {name: text for name, text in logs.items() if not self.checks.was_said("log", name)},
+            {
+                name: text
+                for name, text in results.items()
+                if not self.checks.was_said("result", name)
+            },
         )
 
     def _note_said(self, logs: Iterable[str], results: Iterable[str] = ()) -> None:
@@ -375,7 +371,7 @@ class FirstBatchCheck:
 
     def _compare_gradients(self, batch: CutBatch) -> _Problem | None:
         """Whether the loss of a batch of two micro-batches has their gradients, too."""
-        if self._was_said("gradients"):
+        if self.checks.was_said("gradients"):
             return None
         weights = self._weights(batch, self.weighting)
         try:
@@ -491,7 +487,7 @@ class FirstBatchCheck:
                 break
         else:
             return False
-        if self._is_new("random"):
+        if self.checks.is_new("random"):
             rank_zero_info(
                 f"whether the loss of the {self.checks.which} batch is that of its micro-batches "
                 "was not checked: training_step draws random numbers, so that every forward gives "

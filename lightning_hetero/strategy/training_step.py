@@ -340,7 +340,8 @@ class MicrobatchedStep(BatchStep):
         if checks is None:
             return
         if self._changes is not None:
-            warn_of_changes(checks.not_said(self._changes.repeated))
+            repeated = self._changes.repeated
+            warn_of_changes([name for name in repeated if checks.is_new("changed", name)])
             self._changes = None
         if checks.are_over:
             return

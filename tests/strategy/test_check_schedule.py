@@ -86,8 +86,11 @@ def test_names_that_never_come_again_are_forgotten() -> None:
 
 def test_each_thing_is_said_once() -> None:
     checks = RunChecks()
-    assert checks.not_said(["a", "b"]) == ["a", "b"]
-    assert checks.not_said(["b", "c"]) == ["c"]
+    assert checks.is_new("log", "a")
+    assert not checks.is_new("log", "a")
+    assert checks.is_new("log", "b")
+    assert checks.was_said("log", "b")
+    assert not checks.was_said("log", "c")
 
 
 def test_the_first_check_is_known() -> None:
