@@ -5,12 +5,15 @@
 
 What is new is a log, a returned value, or a parameter with a gradient that no checked batch has
 had. The next batch is checked then, or the one that should have it again if it comes now and then.
+If that batch cannot be checked, as the last one of an accumulation window, it is kept for the next
+check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 _FACTOR = 10
 # So many checks of something new come at once. Each further one waits twice as long after the check
@@ -20,6 +23,21 @@ _AT_ONCE = 4
 _MOST_NEW = 1000
 
 
+@dataclass(frozen=True)
+class KeptBatch:
+    """A batch with something new that waits for its check.
+
+    Args:
+        number: Its number in the run.
+        found: What it has had.
+        batch: The batch as it is cut, and the other arguments of ``training_step``.
+    """
+
+    number: int
+    found: Collection[Hashable]
+    batch: tuple[Any, Sequence[Any]]
+
+
 @dataclass
 class RunChecks:
     """The checks of a run.
@@ -27,12 +45,14 @@ class RunChecks:
     Attributes:
         schedule: Tells which batches are checked.
         said: What was said, each thing once: differences, and what `training_step` changes.
+        kept: The batch that the next check is of, if that is not the present one.
         takes_few: Whether a whole batch was too large for a check.
         are_over: Whether a check could not be made, as no later one could.
     """
 
     schedule: CheckSchedule = field(default_factory=lambda: CheckSchedule())
     said: set[Hashable] = field(default_factory=set)
+    kept: KeptBatch | None = None
     takes_few: bool = False
     are_over: bool = False
 
@@ -54,8 +74,8 @@ class RunChecks:
 
     @property
     def which(self) -> str:
-        """The present batch, as a word."""
-        return ordinal(self.schedule.number)
+        """The batch that was checked last, as a word."""
+        return ordinal(self.schedule.checked[-1])
 
 
 @dataclass
@@ -76,15 +96,16 @@ class CheckSchedule:
     _latest: dict[Hashable, int] = field(default_factory=dict)
     _expected: dict[Hashable, int] = field(default_factory=dict)
 
-    def begin_batch(self, may_check: bool) -> bool:
+    def begin_batch(self, may_check: bool, has_kept: bool = False) -> bool:
         """Count the next batch; returns whether it is checked.
 
         Args:
             may_check: Whether it can be; otherwise a later one is checked in its place.
+            has_kept: Whether an earlier batch had something new and could not be checked.
         """
         self.number += 1
         is_due = self.number >= self._next
-        if not may_check or not (is_due or self._may_have_new()):
+        if not may_check or not (is_due or self._may_have_new(has_kept)):
             return False
         self._num_new += not is_due
         while self._next <= self.number:
@@ -92,25 +113,33 @@ class CheckSchedule:
         self.checked.append(self.number)
         return True
 
-    def _may_have_new(self) -> bool:
+    def _may_have_new(self, has_kept: bool) -> bool:
         waited = self.number - self.checked[-1] if self.checked else 0
         is_time = waited >= 2 ** max(0, self._num_new - _AT_ONCE + 1)
-        return is_time and self.number in self._expected.values()
+        return is_time and (has_kept or self.number in self._expected.values())
 
-    def end_batch(self, found: Collection[Hashable]) -> None:
-        """Note what the present batch has had.
+    def check_instead(self, number: int, found: Collection[Hashable]) -> None:
+        """Note that the present check is of an earlier batch, and what that has had."""
+        self.checked[-1] = number
+        self._know(found)
+
+    def _know(self, found: Collection[Hashable]) -> None:
+        self._known.update(found)
+        for name in found:
+            self._latest.pop(name, None)
+            self._expected.pop(name, None)
+
+    def end_batch(self, found: Collection[Hashable]) -> bool:
+        """Note what the present batch has had; returns whether some of it was never checked.
 
         Args:
             found: Names for its logs and whatever else tells of what kind its loss is.
         """
         if self._known.issuperset(found):
-            return
+            return False
         if self.checked and self.checked[-1] == self.number:
-            self._known.update(found)
-            for name in found:
-                self._latest.pop(name, None)
-                self._expected.pop(name, None)
-            return
+            self._know(found)
+            return False
         if len(self._latest) > _MOST_NEW:
             self._latest.clear()
             self._expected.clear()
@@ -119,6 +148,7 @@ class CheckSchedule:
                 between = self.number - self._latest.get(name, self.number - 1)
                 self._latest[name] = self.number
                 self._expected[name] = self.number + between
+        return True
 
 
 def ordinal(number: int) -> str:

@@ -40,7 +40,7 @@ from ..pipeline.results import (
     weighted_mean,
 )
 from .arguments import StepOptions, scaler_of
-from .check_schedule import RunChecks
+from .check_schedule import KeptBatch, RunChecks
 from .step_changes import OwnAttributes, StepChanges, warn_of_changes
 
 
@@ -276,7 +276,7 @@ class MicrobatchedStep(BatchStep):
                 step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
         self._own_attributes.end_step()
-        self._end_check(log, results)
+        self._end_check(log, results, (cut, rest), accumulates)
         log.publish(self._module.log)
         merged = self._merge(results, weights.all, shares.all, scale)
         if merged is None:
@@ -314,7 +314,8 @@ class MicrobatchedStep(BatchStep):
         """Check the batch if it is its turn.
 
         A batch that adds to gradients of others is not checked: where a check fails, workers drop
-        all gradients. Before the first batch of a run there are none.
+        all gradients. Before the first batch of a run there are none. If such a batch had something
+        new, it is checked in place of the first one that can be.
 
         Returns:
             Whether its step has begun for that. Only the first check belongs to a step; later ones
@@ -323,19 +324,34 @@ class MicrobatchedStep(BatchStep):
         checks = self._checks
         if checks is None or checks.are_over:
             return False
-        is_free = not accumulates or checks.schedule.number == 0
-        if not checks.schedule.begin_batch(is_free and len(batch.microbatches) > 1):
+        schedule, kept = checks.schedule, checks.kept
+        is_free = not accumulates or schedule.number == 0
+        if is_free:
+            checks.kept = None
+        may_check = is_free and (kept is not None or len(batch.microbatches) > 1)
+        if not schedule.begin_batch(may_check, kept is not None):
             return False
+        checked, its_rest = batch, rest
+        if kept is not None:
+            schedule.check_instead(kept.number, kept.found)
+            checked, its_rest = kept.batch
         stages, plan = self._deployment.coordinator.stages, self._deployment.plan
         begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
         begin(is_trial=not checks.is_first)
-        self._check_batch(checks, batch, rest, partial(begin, is_trial=True))
+        self._check_batch(checks, checked, its_rest, partial(begin, is_trial=True))
         away = self._deployment.modules_away
         self._changes = StepChanges(self._module, away, batch.num_samples)
         return checks.is_first
 
-    def _end_check(self, log: StepLog, results: Sequence[Any]) -> None:
-        """Say what the micro-batches have changed, and note what they have had."""
+    def _end_check(
+        self,
+        log: StepLog,
+        results: Sequence[Any],
+        batch: tuple[CutBatch, Sequence[Any]],
+        accumulates: bool,
+    ) -> None:
+        """Say what the micro-batches have changed, note what they have had, and keep a batch with
+        something new that could not be checked."""
         checks = self._checks
         if checks is None:
             return
@@ -346,13 +362,14 @@ class MicrobatchedStep(BatchStep):
         if checks.are_over:
             return
         keys = {key for result in results if isinstance(result, Mapping) for key in result}
-        checks.schedule.end_batch(
-            {
-                *(("log", name) for name in log.names),
-                *(("result", key) for key in keys),
-                *(("gradient", number) for number in self._gradients.found),
-            }
-        )
+        found = {
+            *(("log", name) for name in log.names),
+            *(("result", key) for key in keys),
+            *(("gradient", number) for number in self._gradients.found),
+        }
+        has_new = checks.schedule.end_batch(found)
+        if has_new and accumulates and checks.kept is None and len(batch[0].microbatches) > 1:
+            checks.kept = KeptBatch(checks.schedule.number, found, batch)
 
     def _run_one(
         self, microbatch: Any, rest: Sequence[Any], log: StepLog, begin: Callable[[], None]

@@ -191,6 +191,35 @@ def test_what_changes_its_kind_is_said_once(
         assert re.search(pattern, sentence), sentence
 
 
+class LoggingAtEnds(Learner):
+    """Logs a number of samples where gradients of three batches are complete."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 3 == 2:
+            self.log("samples", float(len(batch[0])))
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_only_ends_of_windows_log_is_checked(allowing: list[str], checked: list[int]) -> None:
+    data = batches_of([sample(number) for number in range(4 * NUM_BATCHES)], batch_size=4)
+    found = []
+    for check in ("warn", "off"):
+        settings = {"micro_batches": 2, "check_first_batch": check}
+        strategy = Pattern("", "", LoggingAtEnds).strategy(allowing, settings)
+        module = LoggingAtEnds()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            fit(module, strategy, data, accumulate_grad_batches=3)
+        sentences = [str(each.message) for each in said if "logs other" in str(each.message)]
+        found.append((sentences, module.state_dict()))
+    (sentences, weights), (nothing, expected) = found
+    assert checked == [1, 4, 10]
+    assert len(sentences) == 1
+    assert re.search(r"The 3rd batch logs other .*: 'samples' \(4 and 2\)\.", sentences[0])
+    assert nothing == []
+    assert_same(weights, expected)
+
+
 def test_a_later_check_changes_no_bit(allowing: list[str], checked: list[int]) -> None:
     found = []
     for check in ("stop", "off"):

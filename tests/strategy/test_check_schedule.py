@@ -70,6 +70,23 @@ def test_something_new_waits_for_a_batch_that_can_be_checked() -> None:
     assert checked(9, found, lambda number: number % 4 == 1) == [1, 5]
 
 
+def test_a_batch_that_is_kept_is_checked_in_place_of_the_next_one() -> None:
+    schedule = CheckSchedule()
+    has_new, kept, checks = [], None, []
+    for number in range(1, 14):
+        may_check = number % 4 == 1
+        if schedule.begin_batch(may_check, may_check and kept is not None):
+            if kept is not None:
+                schedule.check_instead(kept, {"log loss", "log end"})
+            checks.append((number, schedule.checked[-1]))
+            kept = None
+        if schedule.end_batch({"log loss", "log end"} if number % 4 == 0 else {"log loss"}):
+            has_new.append(number)
+            kept = number
+    assert has_new == [4]
+    assert checks == [(1, 1), (5, 4), (13, 13)]
+
+
 def test_a_run_that_always_has_something_new_has_few_checks() -> None:
     found = checked(10_000, lambda number: {f"log {number}"})
     assert found[:6] == [1, 3, 5, 7, 9, 10]
