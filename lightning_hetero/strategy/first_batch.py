@@ -45,7 +45,7 @@ from ..pipeline.tolerance import coarsest, rounding_of_hidden, rounding_of_loss
 from ..profiler.dry_run import no_trace
 from .arguments import autocast_dtype, scaler_of
 from .check_schedule import RunChecks
-from .first_gradients import Gradients, difference_before_layers, difference_for_loss
+from .first_gradients import Gradients
 from .first_logs import Logged, differing, differing_results, form_of
 from .step_changes import may_change, warn_of_changes
 
@@ -390,7 +390,8 @@ class FirstBatchCheck:
         dtype, widest = self._coarsest()
         tolerance = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
         tolerance = max(tolerance, STOPPING_DIFFERENCE)
-        difference, before = difference_for_loss(whole, cut), difference_before_layers(whole, cut)
+        difference = whole.difference_for_loss(cut)
+        before = whole.difference_before_layers(cut)
         if not max(difference, before) > tolerance:
             return None
         self.checks.said.add(("gradients",))

@@ -61,25 +61,90 @@ class WeighedRows:
         weights = (weights if places is None else weights[places]).to(rows.device)
         return cls(weights @ rows, float(rows.norm()), least / _size(value))
 
+    def difference(self, cut: Sequence[WeighedRows]) -> float:
+        """The difference to those of micro-batches together, relative to the norm."""
+        norm = max(self.norm, *(each.norm for each in cut))
+        if not self.noise < norm < math.inf:
+            return 0.0
+        return float(sum((each.row for each in cut), start=-self.row).norm()) / norm
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The gradients that a backward has found.
+
+    Args:
+        for_hidden: Those for the hidden states that the layers gave, one for each hand-over.
+        noise: The norms below which these may be noise.
+        for_parameters: Those for parameters.
+    """
+
+    for_hidden: Sequence[Tensor] = ()
+    noise: Sequence[float] = ()
+    for_parameters: Sequence[WeighedRows] = ()
+
+    @classmethod
+    def of(
+        cls,
+        ends: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        hidden: Sequence[Tensor],
+        parameters: Sequence[nn.Parameter],
+        least: float,
+    ) -> Backward:
+        """Run a backward.
+
+        Args:
+            ends: Where it begins.
+            gradients: Theirs.
+            hidden: The hidden states that the layers gave.
+            parameters: Those that train.
+            least: The least change of the ends that counts.
+        """
+        inputs = [*hidden, *parameters]
+        found: Sequence[Tensor | None] = [None] * len(inputs)
+        if ends:
+            found = torch.autograd.grad(
+                ends, inputs, gradients, retain_graph=True, allow_unused=True
+            )
+        pairs = list(zip(found, inputs, strict=True))
+        behind = len(hidden)
+        return cls(
+            [torch.zeros_like(of) if g is None else g.detach() for g, of in pairs[:behind]],
+            [least / _size(each) for each in hidden],
+            [
+                WeighedRows.of(p.detach().new_zeros(p.shape[-1:]) if g is None else g, least, p)
+                for g, p in pairs[behind:]
+            ],
+        )
+
+    def difference(self, cut: Sequence[Backward]) -> float:
+        """The largest difference to the same backward of micro-batches together, relative to the
+        gradients' norms; 0 where they cannot be compared."""
+        columns = [each.for_hidden for each in cut]
+        if any(len(column) != len(self.for_hidden) for column in columns):
+            return 0.0
+        rows = zip(self.for_hidden, zip(*columns, strict=True), self.noise, strict=True)
+        sums = zip(self.for_parameters, *(each.for_parameters for each in cut), strict=True)
+        of_hidden = (_difference(*row) for row in rows)
+        return max(
+            [*of_hidden, *(whole.difference(pieces) for whole, *pieces in sums)], default=0.0
+        )
+
 
 @dataclass(frozen=True)
 class Gradients:
     """The gradients that one run of a batch has.
 
     Args:
-        of_hidden: Those of the loss for the hidden states that the layers gave, one for each
-            hand-over.
-        noise: The norms below which they may be noise.
-        of_loss: Those of the loss for parameters.
-        of_sent: Those of what was sent to the layers, for parameters and for what came back before.
+        of_loss: Those of the loss.
+        of_sent: Those of what was sent to the layers.
         num_sent: How many numbers were sent.
         factor: The gradient of a number that was sent, relative to another such number.
     """
 
-    of_hidden: Sequence[Tensor] = ()
-    noise: Sequence[float] = ()
-    of_loss: Sequence[WeighedRows] = ()
-    of_sent: Sequence[WeighedRows] = ()
+    of_loss: Backward = Backward()
+    of_sent: Backward = Backward()
     num_sent: int = 0
     factor: float = 1.0
 
@@ -106,50 +171,29 @@ class Gradients:
         hidden = [each.back for each in tried]
         if loss is None or not loss.requires_grad or not hidden or weight == 0:
             return cls()
-        least = _NOISE * scale * max(1.0, abs(float(loss.detach())))
         weights = torch.full_like(loss, weight * scale)
-        of_hidden, of_loss = _gradients([loss], [weights], hidden, parameters)
-        norms = [max(_norm(each), 1e-6) for each in hidden]
+        least = _NOISE * scale * max(1.0, abs(float(loss.detach())))
+        of_loss = Backward.of([loss], [weights], hidden, parameters, least)
         if factor is None:
             # The layers are taken to change the size of a gradient as little as that of a state.
-            factor = _norm(of_hidden[-1]) / norms[-1]
+            factor = _norm(of_loss.for_hidden[-1]) / _size(hidden[-1])
         sent = [each for one in tried for each in one.sent if each.requires_grad]
         made_up = [each.detach().roll(1, -1) * factor for each in sent]
-        before, of_sent = _gradients(sent, made_up, hidden, parameters)
-        least_sent = _NOISE * factor * sum(_norm(each) ** 2 for each in sent)
-        return cls(
-            of_hidden,
-            [least / norm for norm in norms],
-            [WeighedRows.of(g, least, p) for g, p in zip(of_loss, parameters, strict=True)],
-            [
-                WeighedRows.of(g, least_sent, value)
-                for g, value in zip((*before, *of_sent), (*hidden, *parameters), strict=True)
-            ],
-            sum(each.numel() for each in sent),
-            factor,
-        )
+        least = _NOISE * factor * sum(_norm(each) ** 2 for each in sent)
+        of_sent = Backward.of(sent, made_up, hidden, parameters, least)
+        return cls(of_loss, of_sent, sum(each.numel() for each in sent), factor)
 
+    def difference_for_loss(self, cut: Sequence[Gradients]) -> float:
+        """The largest difference of the gradients of the loss to those of micro-batches together,
+        relative to their norms; 0 where they cannot be compared."""
+        return self.of_loss.difference([each.of_loss for each in cut])
 
-def _gradients(
-    of: Sequence[Tensor],
-    given: Sequence[Tensor],
-    hidden: Sequence[Tensor],
-    parameters: Sequence[nn.Parameter],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients for hidden states, and for parameters: a zero for one that is not used."""
-    inputs = [*hidden, *parameters]
-    found: Sequence[Tensor | None] = [None] * len(inputs)
-    if of:
-        found = torch.autograd.grad(of, inputs, given, retain_graph=True, allow_unused=True)
-    num_hidden = len(hidden)
-    for_hidden = zip(hidden, found[:num_hidden], strict=True)
-    return (
-        [torch.zeros_like(each) if g is None else g.detach() for each, g in for_hidden],
-        [
-            p.detach().new_zeros(p.shape[-1:]) if g is None else g
-            for p, g in zip(parameters, found[num_hidden:], strict=True)
-        ],
-    )
+    def difference_before_layers(self, cut: Sequence[Gradients]) -> float:
+        """The same of what was sent; 0 too where micro-batches are padded to other lengths, and
+        where something is sent that does not belong to samples."""
+        if sum(each.num_sent for each in cut) != self.num_sent:
+            return 0.0
+        return self.of_sent.difference([each.of_sent for each in cut])
 
 
 def _norm(tensor: Tensor) -> float:
@@ -159,39 +203,6 @@ def _norm(tensor: Tensor) -> float:
 def _size(tensor: Tensor) -> float:
     """How much a tensor may change: by as much as it is, and more if it is zero as yet."""
     return max(_norm(tensor), _LEAST_CHANGE * math.sqrt(tensor.numel()), 1e-6)
-
-
-def difference_for_loss(whole: Gradients, cut: Sequence[Gradients]) -> float:
-    """The largest difference of the gradients of the loss, relative to their norm; 0 where they
-    cannot be compared."""
-    columns = [each.of_hidden for each in cut]
-    if any(len(column) != len(whole.of_hidden) for column in columns):
-        return 0.0
-    rows = zip(whole.of_hidden, zip(*columns, strict=True), whole.noise, strict=True)
-    for_hidden = max((_difference(*row) for row in rows), default=0.0)
-    return max(for_hidden, _difference_of_sums(whole.of_loss, [each.of_loss for each in cut]))
-
-
-def difference_before_layers(whole: Gradients, cut: Sequence[Gradients]) -> float:
-    """The largest difference of the gradients of what was sent, relative to their norm; 0 where
-    they cannot be compared, as where micro-batches are padded to other lengths."""
-    if sum(each.num_sent for each in cut) != whole.num_sent:
-        return 0.0
-    return _difference_of_sums(whole.of_sent, [each.of_sent for each in cut])
-
-
-def _difference_of_sums(
-    whole: Sequence[WeighedRows], cut: Sequence[Sequence[WeighedRows]]
-) -> float:
-    if any(len(each) != len(whole) for each in cut):
-        return 0.0
-    found = 0.0
-    for expected, *pieces in zip(whole, *cut, strict=True):
-        norm = max(expected.norm, *(each.norm for each in pieces))
-        if expected.noise < norm < math.inf:
-            row = sum((each.row for each in pieces), start=-expected.row)
-            found = max(found, float(row.norm()) / norm)
-    return found
 
 
 def _difference(whole: Tensor, pieces: Sequence[Tensor], noise: float) -> float:

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.coordinator.handover import TriedHandOver
-from lightning_hetero.strategy.first_gradients import (
-    Gradients,
-    difference_before_layers,
-    difference_for_loss,
-)
+from lightning_hetero.strategy.first_gradients import Gradients
 
 HIDDEN = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
 Loss = Callable[[Tensor], Tensor]
@@ -28,7 +24,7 @@ def difference(loss: Loss, hidden: Tensor = HIDDEN, scale: float = 1.0, dim: int
     size = hidden.shape[dim]
     pieces = hidden.split([2, size - 2], dim)
     cut = [gradients(loss, each, each.shape[dim] / size, scale) for each in pieces]
-    return difference_for_loss(whole, cut)
+    return whole.difference_for_loss(cut)
 
 
 def mean(hidden: Tensor) -> Tensor:
@@ -64,14 +60,14 @@ def test_pieces_that_are_padded_to_other_lengths_are_compared_by_their_sums() ->
     whole = gradients(lambda hidden: hidden[:, :3].mean(), HIDDEN)
     pieces = HIDDEN[:2, :3], HIDDEN[2:, :3]
     cut = [gradients(torch.mean, each, len(each) / 5) for each in pieces]
-    assert difference_for_loss(whole, cut) < 1e-6
+    assert whole.difference_for_loss(cut) < 1e-6
     wrong = [gradients(torch.mean, each, 0.4) for each in pieces]
-    assert difference_for_loss(whole, wrong) > 0.01
+    assert whole.difference_for_loss(wrong) > 0.01
 
 
 def test_another_number_of_hand_overs_is_not_compared() -> None:
     nothing = Gradients()
-    assert difference_for_loss(gradients(mean, HIDDEN), [nothing, nothing]) == 0.0
+    assert gradients(mean, HIDDEN).difference_for_loss([nothing, nothing]) == 0.0
 
 
 class Normalized(torch.autograd.Function):
@@ -97,7 +93,7 @@ def before_layers(embed: Callable[[Tensor], Tensor], pad: int = 0) -> float:
 
     whole = run(HIDDEN)
     pieces = HIDDEN[:2, : 4 - pad], HIDDEN[2:]
-    return difference_before_layers(whole, [run(piece, whole.factor) for piece in pieces])
+    return whole.difference_before_layers([run(piece, whole.factor) for piece in pieces])
 
 
 def test_code_before_the_layers_that_only_computes_is_not_found() -> None:
@@ -115,6 +111,21 @@ def test_a_hook_before_the_layers_that_clips_is_found() -> None:
         return sent
 
     assert before_layers(clipped) > 0.1
+
+
+def test_code_between_two_hand_overs_is_compared_for_each_sample() -> None:
+    def run(batch: Tensor, between: Callable[[Tensor], Tensor], factor: float | None) -> Gradients:
+        first, last = (batch.clone().requires_grad_() for _ in range(2))
+        tried = [TriedHandOver([batch], first), TriedHandOver([between(first)], last)]
+        return Gradients.of(last.square().mean(), tried, len(batch) / 5, factor=factor)
+
+    found = []
+    for between in (torch.tanh, Normalized.apply):
+        whole = run(HIDDEN, between, None)
+        cut = [run(piece, between, whole.factor) for piece in (HIDDEN[:2], HIDDEN[2:])]
+        found.append(whole.difference_before_layers(cut))
+    assert found[0] < 1e-6
+    assert found[1] > 0.1
 
 
 def test_what_is_sent_with_another_padding_is_not_compared() -> None:
