@@ -1,16 +1,18 @@
-"""Find the workers of our token on the local network, greet each, and ask what a worker does."""
+"""Find the workers of our token on the local network, greet each, ask what a worker does, and look
+which ones are free while a run goes on."""
 
 from __future__ import annotations
 
 import ipaddress
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty
 
-from ..errors import DiscoveryError, WorkerUnreachable
+from ..errors import DiscoveryError, HeteroError, WorkerUnreachable
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..transport.address import Address
@@ -32,6 +34,9 @@ from .mdns import (
 # A worker may have several addresses, and an unreachable one must not delay the next.
 _MOST_CONNECT_SECONDS = 3.0
 _MOST_AT_ONCE = 16
+# Between two looks for free workers, and for one worker that does not answer.
+LOOK_SECONDS = 5.0
+_MOST_LOOKOUT_SECONDS = 2.0
 
 NAME_THEM = (
     "Multicast does not pass through a VPN, WireGuard or a router; name the workers behind one "
@@ -185,3 +190,53 @@ def _equipment_of(address: Address, deadlines: Deadlines, identity: Identity) ->
 def _place(address: Address) -> tuple[int, int, int]:
     ip = ipaddress.ip_address(address.host)
     return ip.version, int(ip), address.port
+
+
+class Lookout:
+    """Looks now and then which workers are free that a run does not use, so that they may join it.
+
+    It asks them in a thread of its own, which begins with the first `free`.
+
+    Args:
+        addresses: By the workers' names, where they listen.
+        deadlines: How long each kind of waiting may take.
+        identity: What this process shows to the workers.
+        run: The name of the run, which each look tells a free worker: it is a spare of the run.
+    """
+
+    def __init__(
+        self, addresses: Mapping[str, Address], deadlines: Deadlines, identity: Identity, run: str
+    ) -> None:
+        seconds = min(deadlines.connect_seconds, _MOST_LOOKOUT_SECONDS)
+        self._deadlines = replace(deadlines, connect_seconds=seconds, linger_seconds=0)
+        self._addresses, self._identity, self._run = addresses, identity, run
+        self._used: Collection[str] = ()
+        self._free: list[str] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="lookout", daemon=True)
+
+    def free(self, used: Collection[str]) -> list[str]:
+        """The names of those that were free at the latest look, but for those that the run uses."""
+        self._used = {*used}
+        if self._thread.ident is None and self._used != {*self._addresses}:
+            self._thread.start()
+        return [name for name in self._free if name not in self._used]
+
+    def close(self) -> None:
+        """Look no more. May be called twice."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _look(self) -> None:
+        while not self._closing.is_set():
+            others = [name for name in self._addresses if name not in self._used]
+            self._free = [name for name in others if self._is_free(name)]
+            self._closing.wait(LOOK_SECONDS)
+
+    def _is_free(self, name: str) -> bool:
+        try:
+            found = ask_status(self._addresses[name], self._deadlines, self._identity, self._run)
+        except (HeteroError, OSError):
+            return False  # it does not run at present
+        return found.status.stage is None

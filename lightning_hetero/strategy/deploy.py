@@ -25,9 +25,9 @@ from rich.console import Console
 from ..callbacks.lost_worker import RecoveryCallback
 from ..callbacks.profiler import PipelineProfiler
 from ..coordinator.deployment import Deployment, imports_for
+from ..coordinator.fleet import Fleet
 from ..coordinator.progress import progress_of_bytes
 from ..coordinator.session import Coordinator
-from ..coordinator.workers import Fleet
 from ..errors import PlanError
 from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint

@@ -19,8 +19,8 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..callbacks.lost_worker import RecoveryCallback
+from ..coordinator.fleet import Fleet
 from ..coordinator.member import Member
-from ..coordinator.workers import Fleet
 from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
 from ..model.tensors import named_tensors
 from ..plan import Plan

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment, check_is_whole
-from ..coordinator.workers import Fleet
+from ..coordinator.fleet import Fleet
 from ..devices.main_memory import share_one_arena
 from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
 from ..launch.cluster import ClusterFile

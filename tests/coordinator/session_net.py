@@ -30,10 +30,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from lightning_hetero.coordinator import attributes as coordinator_attributes
-from lightning_hetero.coordinator import connections, replacement, snapshots
+from lightning_hetero.coordinator import connections, fleet, replacement, snapshots
 from lightning_hetero.coordinator import session as coordinator_session
-from lightning_hetero.coordinator import workers as fleet
 from lightning_hetero.devices.description import equipment_here
+from lightning_hetero.discovery import find
 from lightning_hetero.errors import ChannelError, WorkerUnreachable
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.model.custom_layers import BlocksRecipe
@@ -472,7 +472,7 @@ class Net:
             patch.setattr(worker_snapshots, "threading", thread)
             patch.setattr(snapshots, "ThreadPoolExecutor", lambda *_: _AtOnce())
             patch.setattr(replacement, "time", clock)
-            patch.setattr(fleet.Lookout, "free", lambda _self, _used: [])
+            patch.setattr(find.Lookout, "free", lambda _self, _used: [])
             patch.setattr(stage_layers, "build_layers", _built)
             patch.setattr(coordinator_attributes, "build_layers", _built)
             patch.setattr(fleet, "equipment_here", lambda _device: EQUIPMENT)

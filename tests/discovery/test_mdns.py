@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lightning_hetero import cli
-from lightning_hetero.coordinator.workers import Fleet
+from lightning_hetero.coordinator.fleet import Fleet
 from lightning_hetero.discovery import find, mdns
 from lightning_hetero.discovery.find import find_workers, speak_with
 from lightning_hetero.discovery.mdns import (

@@ -117,7 +117,7 @@ def test_another_torch_trains_and_is_told_once(
 ) -> None:
     ours = equipment_here(torch.device("cpu"))
     other = msgspec.structs.replace(ours, versions=ours.versions | {"torch": "2.5.1"})
-    monkeypatch.setattr("lightning_hetero.coordinator.workers.equipment_here", lambda _: other)
+    monkeypatch.setattr("lightning_hetero.coordinator.fleet.equipment_here", lambda _: other)
     with caplog.at_level(logging.INFO):
         assert_serves(workers[:1])
     expected = f"differs, which is normal: torch {torch.__version__} (2.5.1 here)"

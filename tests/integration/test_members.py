@@ -229,7 +229,7 @@ def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
 def test_an_idle_worker_gets_the_layers_of_one_that_is_to_end(
     undisturbed: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_hetero.coordinator.workers.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning_hetero.discovery.find.LOOK_SECONDS", 0.05)
     with worker_process() as first, worker_process() as second, worker_process() as spare:
         names = [first.address, second.address]
 
@@ -253,7 +253,7 @@ def test_an_idle_worker_tells_that_it_is_a_spare_of_a_run_with_recovery(
     worker_processes: list[WorkerProcess], recovery: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no worker may join, since the plan is the user's."""
-    monkeypatch.setattr("lightning_hetero.coordinator.workers.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning_hetero.discovery.find.LOOK_SECONDS", 0.05)
     names = [worker.address for worker in worker_processes]
     runs: list[str] = []
 
@@ -506,7 +506,7 @@ def test_one_that_is_not_known_is_measured(
 def test_a_worker_of_the_list_that_comes_back_joins(
     undisturbed: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_hetero.coordinator.workers.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning_hetero.discovery.find.LOOK_SECONDS", 0.05)
     with ExitStack() as stack:
         first, second = (stack.enter_context(worker_process()) for _ in range(2))
         names = [first.address, second.address]

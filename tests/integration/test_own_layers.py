@@ -162,7 +162,7 @@ def test_a_module_shared_across_stages_is_refused_by_name(allowing: list[str]) -
 def test_an_attribute_that_cannot_be_sent_is_refused_before_a_process_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lightning_hetero.coordinator.workers.start_local_workers", pytest.fail)
+    monkeypatch.setattr("lightning_hetero.coordinator.fleet.start_local_workers", pytest.fail)
     module = OwnModule()
     module.model.blocks[4].activation = object()
     with pytest.raises(ModelError, match=r"attribute model\.blocks\.4\.activation is a object"):

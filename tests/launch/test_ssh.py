@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hetero import HeteroPipelineStrategy, SshWorkers
-from lightning_hetero.coordinator.workers import Fleet
+from lightning_hetero.coordinator.fleet import Fleet
 from lightning_hetero.errors import JoinError, PlanError, WorkerError
 from lightning_hetero.launch.ssh import names_of
 from lightning_hetero.transport.address import Address
