@@ -163,7 +163,7 @@ class Greeting:
 
 def no_token(reason: str, remedy: str = "") -> Iterator[Finding]:
     """This end has no token that it can use, so it sends nothing to another machine."""
-    yield Finding("TLS", "skipped", "not used without a token")
+    yield Finding("TLS", "skipped", "it needs a token that this end can use")
     yield Finding("token", "failed", reason, remedy)
 
 
