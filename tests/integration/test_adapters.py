@@ -56,7 +56,7 @@ def lora(**options: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": ATTENTION, "task_type": "CAUSAL_LM", **options})
 
 
-# Options that leave each other alone share a run: each of them affects its first loss.
+# Options that leave each other alone share a run: each shows in its losses, gradients or weights.
 CONFIGS: dict[str, Callable[[], Any]] = {
     "rslora, some layers": lambda: lora(use_rslora=True, layers_to_transform=[0, 2]),
     "dora": lambda: lora(use_dora=True),
