@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -53,6 +54,9 @@ def run_alone(*callbacks: pl.Callback) -> TinyModule:
     return fit(TinyModule(), data=data, accumulate_grad_batches=2, callbacks=[*callbacks])
 
 
+undisturbed_alone = cache(run_alone)
+
+
 def forward(with_gradient: bool) -> Callable[[Any], Tensor]:
     def call(module: Any) -> Tensor:
         with torch.set_grad_enabled(with_gradient):
@@ -94,7 +98,7 @@ def test_a_forward_of_ones_own_is_refused_where_workers_wait_for_gradients(
 ) -> None:
     with pytest.raises(ModelError, match="before the backward of its loss, where the workers"):
         run(workers[0], "the coordinator owns a part", Calling(hook, forward(with_gradient)))
-    assert differing(run(workers[0], "the coordinator owns a part"), run_alone()) == []
+    assert differing(run(workers[0], "the coordinator owns a part"), undisturbed_alone()) == []
 
 
 @pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_backward"])
@@ -134,4 +138,4 @@ def test_an_error_before_the_backward_is_the_users_own(kind: str, workers: list[
     with pytest.raises(KeyError, match="the user's own"):
         failing.fit(module, loader(12, 4))
     assert not any(parameter.is_meta for parameter in module.parameters())
-    assert differing(run(workers[0], kind), run_alone()) == []
+    assert differing(run(workers[0], kind), undisturbed_alone()) == []

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from lightning_hetero.errors import ModelError
 
+from ..conftest import WorkerProcess
 from ..equality import assert_same
 from ..models import TinyModule, fit, loader, trainer
 from ..plans import strategy_of
@@ -37,42 +38,47 @@ def saver(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModule, dict[str, Any]]:
-    """Lightning alone: the module after the run and its checkpoint of step 10."""
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModule, Path]:
+    """Lightning alone: the module after the run and the path of its checkpoint of step 10."""
     folder = tmp_path_factory.mktemp("plain")
-    module = epochs(2, **saver(folder))
-    return module, torch.load(folder / "step=10.ckpt", weights_only=True)
+    return epochs(2, **saver(folder)), folder / "step=10.ckpt"
+
+
+@pytest.fixture(scope="module")
+def written(
+    worker_processes: list[WorkerProcess], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The checkpoint of step 10, written over workers."""
+    folder = tmp_path_factory.mktemp("written")
+    epochs(1, strategy_of([worker.address for worker in worker_processes]), **saver(folder))
+    return folder / "step=10.ckpt"
 
 
 def test_a_checkpoint_has_the_weights_and_optimizer_state_of_a_plain_one(
-    workers: list[str], plain: tuple[TinyModule, dict[str, Any]], tmp_path: Path
+    written: Path, plain: tuple[TinyModule, Path]
 ) -> None:
-    epochs(1, strategy_of(workers), **saver(tmp_path))
-    written = torch.load(tmp_path / "step=10.ckpt", weights_only=True)
-    _, expected = plain
-    assert written.keys() == expected.keys()
+    found, expected = (torch.load(path, weights_only=True) for path in (written, plain[1]))
+    assert found.keys() == expected.keys()
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
-        assert_same(written[key], expected[key], key)
+        assert_same(found[key], expected[key], key)
 
 
 @pytest.mark.parametrize("resume_on", ["another split", "one device"])
 def test_a_resumed_run_continues_on_the_same_curve(
-    workers: list[str], plain: tuple[TinyModule, dict[str, Any]], tmp_path: Path, resume_on: str
+    workers: list[str], written: Path, plain: tuple[TinyModule, Path], resume_on: str
 ) -> None:
-    epochs(1, strategy_of(workers), **saver(tmp_path))
     strategy = strategy_of(workers, (2, 3)) if resume_on == "another split" else "auto"
-    resumed = epochs(2, strategy, ckpt_path=tmp_path / "step=10.ckpt")
+    resumed = epochs(2, strategy, ckpt_path=written)
     module, _ = plain
     torch.testing.assert_close(resumed.losses, module.losses[10:], rtol=1e-5, atol=0)
     assert_same(dict(resumed.state_dict()), dict(module.state_dict()))
 
 
 def test_a_plain_checkpoint_resumes_over_workers(
-    workers: list[str], plain: tuple[TinyModule, dict[str, Any]], tmp_path: Path
+    workers: list[str], plain: tuple[TinyModule, Path]
 ) -> None:
-    epochs(1, **saver(tmp_path))
-    resumed = epochs(2, strategy_of(workers, (0, 2, 3)), ckpt_path=tmp_path / "step=10.ckpt")
-    module, _ = plain
+    module, path = plain
+    resumed = epochs(2, strategy_of(workers, (0, 2, 3)), ckpt_path=path)
     torch.testing.assert_close(resumed.losses, module.losses[10:], rtol=1e-5, atol=0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -152,18 +152,53 @@ USES = {
 }
 
 
+def together(*names: str) -> Use:
+    """What runs of these uses have, in one; at most one of them has a module of its own."""
+    uses = [USES[name] for name in names]
+    (module,) = {use.module for use in uses} - {TinyModule} or {TinyModule}
+
+    def merged(kinds: Iterable[Callable[[], dict[str, Any]]]) -> dict[str, Any]:
+        return {name: value for make in kinds for name, value in make().items()}
+
+    return Use(
+        module,
+        lambda: merged(use.options for use in uses),
+        lambda: merged(use.alone or use.options for use in uses),
+        accumulate=max(use.accumulate for use in uses),
+        stage={name: value for use in uses for name, value in use.stage.items()},
+        plan={name: value for use in uses for name, value in use.plan.items()},
+    )
+
+
+# Every use, with a few of another kind beside it.
+USED_TOGETHER = [
+    (("all trains",), "split"),
+    (("the coordinator first", "frozen by turns", "bf16-mixed"), None),
+    (("own layers before", "LoRA", "accumulation"), "split"),
+    (("recompute", "frozen embedding", "16-mixed"), "split"),
+    (("most here", "frozen layer"), None),
+    (("an average",), "split"),
+    (("a spare", "frozen layers", "clipping by value"), "split"),
+    (("tied", "clipping by norm"), None),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "optimizer"),
-    keeping(each_value([*USES], ["split", None]), product(USES, [None, "split"])),
+    ("names", "optimizer"),
+    keeping(
+        USED_TOGETHER,
+        dict.fromkeys([*USED_TOGETHER, *product([(name,) for name in USES], [None, "split"])]),
+    ),
+    ids=lambda value: ", ".join(value) if isinstance(value, tuple) else None,
 )
 def test_a_run_has_the_bits_of_one_device_that_adds_in_groups(
-    name: str, optimizer: str | None, workers: list[str]
+    names: tuple[str, ...], optimizer: str | None, workers: list[str]
 ) -> None:
-    use = USES[name]
+    use = together(*names)
     plan = hosted_plan(workers, optimizer=optimizer, **use.plan, **use.stage)
     found, expected = run_over(workers, plan, use), run_alone(plan, use)
     assert differing(expected, use.module()) != []
-    if optimizer == "split" and name == "clipping by norm":
+    if optimizer == "split" and "clipping by norm" in names:
         # Lightning adds the norms in another order than processes do.
         assert_close(weights_of(found), weights_of(expected))
     else:

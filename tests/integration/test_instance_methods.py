@@ -18,6 +18,7 @@ from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.profiler.embedding_and_head import PassingLayers
 
 from ..models import TinyModule, fit, loader, tiny_llama
+from ..pairwise import all_pairs
 
 NUM_STEPS = 3
 
@@ -150,9 +151,10 @@ def test_callbacks_can_be_copied_during_a_run(bar: type[ProgressBar], workers: l
     assert not {"__deepcopy__", "get_metrics"} & vars(shown).keys()
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("part", ["", "model", "model.model.layers.4"])
-@pytest.mark.parametrize("bar", [False, True])
+@pytest.mark.parametrize(
+    ("by_hand", "part", "bar"),
+    all_pairs([False, True], ["", "model", "model.model.layers.4"], [False, True]),
+)
 def test_a_copy_of_the_model_in_a_step_is_refused_with_a_sentence(
     by_hand: bool, part: str, bar: bool, workers: list[str]
 ) -> None:

@@ -153,8 +153,18 @@ CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]
     "two validations": (OfTwoValidations, ordinary, [loader(8, 4), loader(4, 4)], {}),
     "fast_dev_run": (TinyModule, ordinary, loader(8, 4), {"fast_dev_run": 2}),
     "overfit_batches": (TinyModule, ordinary, loader(8, 4), {"overfit_batches": 2, **TWICE}),
-    "val_check_interval": (TinyModule, ordinary, loader(8, 4), {"val_check_interval": 2}),
-    "limits": (TinyModule, ordinary, loader(8, 4), {"limit_train_batches": 0.5}),
+    "val_check_interval, inference_mode, profiler": (
+        TinyModule,
+        ordinary,
+        loader(8, 4),
+        {"val_check_interval": 2, "inference_mode": False, "profiler": "simple"},
+    ),
+    "limits": (
+        TinyModule,
+        ordinary,
+        loader(8, 4),
+        {"limit_train_batches": 0.5, "limit_val_batches": 1},
+    ),
     "longest of two, once": (OneOfTwo, lambda: two_loaders("max_size"), None, {}),
     "part of an epoch": (TinyModule, ordinary, loader(8, 4), {"val_check_interval": 0.5}),
     "across epochs": (
@@ -163,7 +173,6 @@ CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]
         loader(8, 4),
         {"val_check_interval": 7, "check_val_every_n_epoch": None, **TWICE},
     ),
-    "limited validation": (TinyModule, ordinary, loader(8, 4), {"limit_val_batches": 1}),
     "part of the data": (TinyModule, ordinary, None, {"overfit_batches": 0.4, **TWICE}),
     "new loaders": (
         Reloading,
@@ -174,11 +183,13 @@ CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]
     "three kinds of results": (OfThreeKinds, ordinary, None, {}),
     "logs twice": (LogsTwice, ordinary, None, {}),
     "plateau every step": (Plateau, ordinary, None, {}),
-    "all steps at once": (TinyModule, ordinary, None, {"max_steps": 7, "max_epochs": -1}),
-    "inference_mode": (TinyModule, ordinary, loader(8, 4), {"inference_mode": False}),
+    "all steps at once, max_time": (
+        TinyModule,
+        ordinary,
+        None,
+        {"max_steps": 7, "max_epochs": -1, "max_time": "00:00:05:00"},
+    ),
     "barebones": (TinyModule, ordinary, None, {"barebones": True, "logger": None}),
-    "profiler": (TinyModule, ordinary, None, {"profiler": "simple"}),
-    "max_time": (TinyModule, ordinary, None, {"max_time": "00:00:05:00"}),
     "short last window": (TinyModule, ordinary, None, {"accumulate_grad_batches": 3, **TWICE}),
     # It keeps a traceback for each operation.
     "detect_anomaly": (
