@@ -419,7 +419,7 @@ class FirstBatchCheck:
         scaler = scaler_of(plugin)
         scale = 1.0 if scaler is None else scaler.get_scale()
         away = {p for outer in self.deployment.modules_away for p in outer.parameters()}
-        own = [p for p in self.module.parameters() if p.requires_grad and p not in away]
+        own = [p for p in self.module.parameters() if _can_be_compared(p) and p not in away]
         trying = self.deployment.hand_overs.trying(is_cut=False)
         put_back = stand_in(self.module, "log", _drop)
         hooks = ParameterHooks()
@@ -575,6 +575,12 @@ def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool
             for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
                 if tensor is not None and has_changed(tensor):
                     yield f"{path}.{name}".strip(".")
+
+
+def _can_be_compared(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's gradient tells of more than rounding. On processors the gradient of an
+    embedding in half precision is added up in half precision: that of a frequent token is lost."""
+    return parameter.requires_grad and parameter.dtype.itemsize >= torch.float32.itemsize
 
 
 @contextmanager

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from ..models import fit
 from ..pairwise import all_pairs
 from ..patterns import PATTERNS, Pattern, run
-from ..patterns.learner import Learner, cross_entropy, samples
+from ..patterns.learner import WIDTH, Learner, cross_entropy, samples
 from .busy import Busy, allowing, assert_same
 
 __all__ = ["allowing"]
@@ -177,3 +178,28 @@ def test_a_small_difference_is_said(allowing: list[str], pattern: Pattern) -> No
     sentences = [str(each.message) for each in said]
     (differs,) = [each for each in sentences if re.search(LOSS_DIFFERS, each)]
     assert re.search(pattern.refused or "", differs)
+
+
+class FrequentToken(Learner):
+    """Looks up a table in half precision, nearly always in the same row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH)
+        self.to(torch.bfloat16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.repeat(1, 64, 1)
+        hidden = self.enter(inputs) + self.table((inputs[..., 0] > 3.0).long()) + 0.5
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.leave(hidden)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return cross_entropy(self(inputs.bfloat16()).float(), targets.repeat(1, 64))
+
+
+def test_what_half_precision_loses_of_a_gradient_is_no_difference(allowing: list[str]) -> None:
+    pattern = Pattern("", "", FrequentToken)
+    run(pattern, pattern.strategy(allowing, {}))
