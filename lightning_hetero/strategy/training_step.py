@@ -217,6 +217,7 @@ class MicrobatchedStep(BatchStep):
         self._checks, self._check_batch = checks, check
         # While a batch runs that was checked, what its micro-batches change.
         self._changes: StepChanges | None = None
+        self._has_said_in_part = False
         self._copies = coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
@@ -395,6 +396,7 @@ class MicrobatchedStep(BatchStep):
         kept = [(r, w, s) for r, w, s in rows if loss_of(r) is not None]
         if not any(weight > 0 for _, weight, _ in kept):
             return None
+        self._say_if_in_part(results, weights)
         losses = [loss_of(result) for result, _, _ in kept]
         combined = weighted_mean(losses, [weight for _, weight, _ in kept])
         loss = _as_computed(combined, partial(self._publish, loss_scale))
@@ -405,6 +407,18 @@ class MicrobatchedStep(BatchStep):
             results, [share for _, _, share in kept], combined if self._adds_up else None
         )
         return {"loss": loss, **merged}
+
+    def _say_if_in_part(self, results: Sequence[Any], weights: Sequence[float]) -> None:
+        """Warn once of a batch of which some micro-batches that count have no loss."""
+        pairs = zip(results, weights, strict=True)
+        num_skipped = sum(loss_of(result) is None and weight > 0 for result, weight in pairs)
+        if num_skipped and not self._has_said_in_part:
+            self._has_said_in_part = True
+            rank_zero_warn(
+                f"`training_step` returned None for {num_skipped} of {len(results)} micro-batches "
+                "of a batch and a loss for the others, so the batch is trained in part. On one "
+                "device it skips whole batches; with `micro_batching='boundary'` it does so here."
+            )
 
     def _publish(self, loss_scale: float, gradient: Tensor) -> None:
         """Publish the gradients when Lightning runs its backward."""

@@ -191,6 +191,26 @@ def test_what_changes_its_kind_is_said_once(
         assert re.search(pattern, sentence), sentence
 
 
+class SkippingHalves(Changing):
+    """Skips what is as small as a micro-batch, between two checks."""
+
+    def later(self, loss: Tensor, hidden: Tensor, batch: Any) -> Any:
+        is_skipped = self.number == 5 and bool(batch[0].abs().sum() < self.limit)
+        return None if is_skipped else loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        sizes = batch[0].abs().sum((1, 2))
+        self.limit = float(max(sizes[:2].sum(), sizes[2:].sum()))
+
+
+def test_a_batch_that_is_skipped_in_part_is_said_once(allowing: list[str]) -> None:
+    data = batches_of([sample(number) for number in range(4 * 6)], batch_size=4)
+    strategy = Pattern("", "", SkippingHalves).strategy(allowing, {"micro_batches": 2})
+    with pytest.warns(UserWarning, match="None for 1 of 2 micro-batches of a batch and a loss"):
+        fit(SkippingHalves(), strategy, data)
+
+
 class LoggingAtEnds(Learner):
     """Logs a number of samples where gradients of three batches are complete."""
 
