@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from lightning_hetero.model.placeholders import ParameterAway
 from ..equality import assert_close, weights_of
 from ..models import TinyModule, fit, loader
 from ..plans import plan_of
+from .refusals import try_all
 
 DECAY = 0.9
 
@@ -65,26 +65,9 @@ REFUSED: dict[str, Callable[[Averaging], object]] = {
 
 
 def test_operations_without_effect_are_refused(workers: list[str]) -> None:
-    """A run tries them all, and ends with the last refusal."""
-    taken = []
-
-    def try_all(module: Averaging) -> None:
-        for way, act in REFUSED.items():
-            try:
-                act(module)
-            except ModelError as refusal:
-                last, text = refusal, str(refusal)
-                assert re.search(r"layer that lives on a worker.*state_dict\(\)`", text), (
-                    way,
-                    text,
-                )
-            else:
-                taken.append(way)
-        raise last
-
+    operate = try_all(REFUSED, r"layer that lives on a worker.*state_dict\(\)`")
     with pytest.raises(ModelError, match="layer that lives on a worker"):
-        fit(Averaging(try_all), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
-    assert taken == []
+        fit(Averaging(operate), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
 
 
 GOES_ON: dict[str, Callable[[Averaging], object]] = {
