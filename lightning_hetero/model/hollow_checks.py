@@ -57,8 +57,8 @@ class HeldParts:
             for layer in layers.values()
             for path, module in layer.module.named_modules()
         ]
-        # Each module with its full name, and with its children.
-        self._modules = [(name, module, dict(module._modules)) for name, module in named]
+        # Each module with its full name, and with its children and the names of its tensors.
+        self._modules = [(n, each, dict(each._modules), _tensor_names(each)) for n, each in named]
         self._methods = _methods_of({type(module) for _, module in named})
         # A hook on the layer itself is called where the model calls the layer: here.
         called_here = {part for layer in layers.values() for part in in_tree(layer.module)}
@@ -80,7 +80,14 @@ class HeldParts:
                         "which computes with the old one. Set its content with "
                         "`load_state_dict()`, or keep the layer with the coordinator."
                     )
-        for name, module, children in self._modules:
+        for name, module, children, tensors in self._modules:
+            if len(module._parameters) + len(module._buffers) != len(tensors):
+                [leaf, *_] = set(_tensor_names(module)).symmetric_difference(tensors)
+                raise ModelError(
+                    f"{name}.{leaf} was added to its layer or removed during the run, and workers "
+                    "have the layer as it was. Register parameters and buffers before `fit`, or "
+                    "let the coordinator alone have the layer."
+                )
             if module._modules != children:
                 names = [*children, *module._modules]
                 child = next(n for n in names if children.get(n) is not module._modules.get(n))
@@ -105,6 +112,11 @@ class HeldParts:
         for name, module in self._silent:
             if has_hooks(module, besides=_observes):
                 raise hook_away(name)
+
+
+def _tensor_names(module: nn.Module) -> list[str]:
+    """The names of a module's own parameters and buffers."""
+    return [*module._parameters, *module._buffers]
 
 
 def _methods_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[type, str, Any]]:

@@ -47,6 +47,7 @@ class RunChecks:
         said: What was said, each thing once: differences, and what `training_step` changes.
         kept: The batch that the next check is of, if that is not the present one.
         takes_few: Whether a whole batch was too large for a check.
+        needs_gradients: Whether ``training_step`` fails without gradients.
         are_over: Whether a check could not be made, as no later one could.
     """
 
@@ -54,6 +55,7 @@ class RunChecks:
     said: set[Hashable] = field(default_factory=set)
     kept: KeptBatch | None = None
     takes_few: bool = False
+    needs_gradients: bool = False
     are_over: bool = False
 
     @property

@@ -4,6 +4,7 @@
     training_step(micro-batch 1), …, weighted and added ▶ loss as it is cut ─┴▶ difference
 
 Both run before the first step, without gradients and in evaluation mode, and leave nothing behind.
+A ``training_step`` that fails so runs with gradients.
 They run again at later batches (`check_schedule`), because a loss may change its kind.
 If the losses differ, the check tries several remedies and names those that work. If they do not,
 their gradients are compared too, of the first two micro-batches (`first_gradients`): those of
@@ -28,7 +29,7 @@ from typing_extensions import override
 from ..coordinator.deployment import Deployment
 from ..devices.device import device_for, is_out_of_memory
 from ..devices.main_memory import free_main_memory
-from ..errors import BatchError, HeteroError
+from ..errors import BatchError, HeteroError, ModelError
 from ..model.override import stand_in
 from ..pipeline.microbatch import (
     GO_ON,
@@ -45,7 +46,7 @@ from ..pipeline.tolerance import coarsest, rounding_of_hidden, rounding_of_loss
 from ..profiler.dry_run import no_trace
 from .arguments import autocast_dtype, scaler_of
 from .check_schedule import RunChecks
-from .first_gradients import Gradients
+from .first_gradients import Gradients, WatchesBackwards
 from .first_logs import Logged, differing, differing_results, form_of
 from .step_changes import may_change, warn_of_changes
 
@@ -271,6 +272,9 @@ class FirstBatchCheck:
         if is_out_of_memory(cause) and few is not batch:
             self.checks.takes_few = True
             return self._problem(few)
+        if not (is_out_of_memory(cause) or self.checks.needs_gradients):
+            self.checks.needs_gradients = True
+            return self._problem(batch)
         # The step itself fails in the same way, unless the check needs more than it.
         say = rank_zero_info if is_out_of_memory(cause) else rank_zero_warn
         say(
@@ -374,18 +378,24 @@ class FirstBatchCheck:
         if self.checks.was_said("gradients"):
             return None
         weights = self._weights(batch, self.weighting)
+        cause: object = None
         try:
             whole = self._gradients(batch.whole, 1.0)
             pairs = zip(batch.microbatches, weights, strict=True)
-            cut = [self._gradients(piece, weight, whole.factor) for piece, weight in pairs]
+            cut = [self._gradients(piece, weight, whole) for piece, weight in pairs]
+            cause = whole.cannot_be_compared(cut)
+        except ModelError:
+            raise
         except Exception as error:
             # The step itself fails in the same way, unless the check needs more than it.
+            cause = f"{type(error).__name__}: {error}"
+            self._recover()
+        if cause is not None:
+            self.checks.said.add(("gradients",))  # nor could those of a later batch
             rank_zero_info(
                 f"Whether the gradients of the {self.checks.which} batch are those of its "
-                f"micro-batches could not be checked. {type(error).__name__}: {error}"
+                f"micro-batches could not be checked. {cause}"
             )
-            self.checks.said.add(("gradients",))  # nor could those of a later batch
-            self._recover()
             return None
         dtype, widest = self._coarsest()
         tolerance = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
@@ -412,7 +422,7 @@ class FirstBatchCheck:
             )
         return _Problem(text, is_large=True)
 
-    def _gradients(self, batch: Any, weight: float, factor: float | None = None) -> Gradients:
+    def _gradients(self, batch: Any, weight: float, whole: Gradients | None = None) -> Gradients:
         """The gradients of a loss for the hidden states that come back from the layers, and for
         the coordinator's parameters."""
         plugin = self.module.trainer.precision_plugin
@@ -426,10 +436,10 @@ class FirstBatchCheck:
         hooks.take_off(own)
         try:
             with self._from_the_start(), torch.enable_grad(), trying as tried:
-                with plugin.train_step_context():
+                with plugin.train_step_context(), WatchesBackwards(tried):
                     loss = loss_of(self.module.training_step(batch, *self.rest))
                 self.deployment.check_forward_finished()
-                return Gradients.of(loss, tried, weight, scale, own, factor)
+                return Gradients.of(loss, tried, weight, scale, own, whole)
         finally:
             hooks.put_back()
             put_back()
@@ -446,14 +456,17 @@ class FirstBatchCheck:
     ) -> float | None:
         plugin = self.module.trainer.precision_plugin
         put_back = stand_in(self.module, "log", observer.note_log)
-        with torch.no_grad(), self.deployment.hand_overs.trying(is_cut=is_cut):
-            with plugin.train_step_context():
+        has_gradients = self.checks.needs_gradients
+        trying = self.deployment.hand_overs.trying(is_cut=is_cut)
+        with torch.set_grad_enabled(has_gradients), trying as tried:
+            watching = WatchesBackwards(tried) if has_gradients else nullcontext()
+            with plugin.train_step_context(), watching:
                 result = self.module.training_step(batch, *self.rest)
             self.deployment.check_forward_finished()
         put_back()
         loss = loss_of(result)
         observer.note_result(result)
-        return None if loss is None else float(loss)
+        return None if loss is None else float(loss.detach())
 
     def _recover(self) -> None:
         self.deployment.abort()

@@ -11,13 +11,18 @@ the same one in the batch and in its micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from ..coordinator.handover import TriedHandOver
+from ..errors import ModelError
 
 # A gradient that changes the loss by less than this part of it, when the hidden states change by
 # as much as they are, may be what is left of gradients that cancel each other.
@@ -103,7 +108,7 @@ class Backward:
         """
         inputs = [*hidden, *parameters]
         found: Sequence[Tensor | None] = [None] * len(inputs)
-        if ends:
+        if ends and inputs:
             found = torch.autograd.grad(
                 ends, inputs, gradients, retain_graph=True, allow_unused=True
             )
@@ -120,10 +125,8 @@ class Backward:
 
     def difference(self, cut: Sequence[Backward]) -> float:
         """The largest difference to the same backward of micro-batches together, relative to the
-        gradients' norms; 0 where they cannot be compared."""
+        gradients' norms."""
         columns = [each.for_hidden for each in cut]
-        if any(len(column) != len(self.for_hidden) for column in columns):
-            return 0.0
         rows = zip(self.for_hidden, zip(*columns, strict=True), self.noise, strict=True)
         sums = zip(self.for_parameters, *(each.for_parameters for each in cut), strict=True)
         of_hidden = (_difference(*row) for row in rows)
@@ -139,14 +142,14 @@ class Gradients:
     Args:
         of_loss: Those of the loss.
         of_sent: Those of what was sent to the layers.
-        num_sent: How many numbers were sent.
+        sent: The shapes of what was sent.
         factor: The gradient of a number that was sent, relative to another such number.
     """
 
-    of_loss: Backward = Backward()
-    of_sent: Backward = Backward()
-    num_sent: int = 0
-    factor: float = 1.0
+    of_loss: Backward
+    of_sent: Backward
+    sent: Sequence[torch.Size]
+    factor: float
 
     @classmethod
     def of(
@@ -156,7 +159,7 @@ class Gradients:
         weight: float,
         scale: float = 1.0,
         parameters: Sequence[nn.Parameter] = (),
-        factor: float | None = None,
+        whole: Gradients | None = None,
     ) -> Gradients:
         """Run the backward of a loss as far as the hidden states, and that of what was sent.
 
@@ -166,34 +169,132 @@ class Gradients:
             weight: How much the loss counts.
             scale: What scales all losses, so that no gradient is too small for half precision.
             parameters: Those of the coordinator that train.
-            factor: That of the whole batch for a micro-batch.
+            whole: Those of the whole batch for one of two micro-batches.
         """
         hidden = [each.back for each in tried]
-        if loss is None or not loss.requires_grad or not hidden or weight == 0:
-            return cls()
-        weights = torch.full_like(loss, weight * scale)
-        least = _NOISE * scale * max(1.0, abs(float(loss.detach())))
-        of_loss = Backward.of([loss], [weights], hidden, parameters, least)
-        if factor is None:
-            # The layers are taken to change the size of a gradient as little as that of a state.
-            factor = _norm(of_loss.for_hidden[-1]) / _size(hidden[-1])
+        ends: list[Tensor] = []
+        least = _NOISE * scale
+        if loss is not None:
+            least *= max(1.0, abs(float(loss.detach())))
+            # A micro-batch without labels may have a mean over none of them.
+            ends += [loss] if loss.requires_grad and weight else []
+        weights = [torch.full_like(end, weight * scale) for end in ends]
+        of_loss = Backward.of(ends, weights, hidden, parameters, least)
         sent = [each for one in tried for each in one.sent if each.requires_grad]
-        made_up = [each.detach().roll(1, -1) * factor for each in sent]
+        if whole is None:
+            # The layers are taken to change the size of a gradient as little as that of a state.
+            pairs = zip(of_loss.for_hidden, hidden, strict=True)
+            factor = max((_norm(gradient) / _size(of) for gradient, of in pairs), default=0.0)
+            factors = [factor] * len(sent)
+        else:
+            factor = whole.factor
+            # What does not belong to samples is sent by each micro-batch.
+            shapes = [each.shape for each in sent]
+            is_shared = [shape in whole.sent[n : n + 1] for n, shape in enumerate(shapes)]
+            factors = [factor / 2 if each else factor for each in is_shared]
+        made_up = [
+            each.detach().roll(1, -1) * size for each, size in zip(sent, factors, strict=True)
+        ]
         least = _NOISE * factor * sum(_norm(each) ** 2 for each in sent)
         of_sent = Backward.of(sent, made_up, hidden, parameters, least)
-        return cls(of_loss, of_sent, sum(each.numel() for each in sent), factor)
+        return cls(of_loss, of_sent, [each.shape for each in sent], factor)
+
+    def cannot_be_compared(self, cut: Sequence[Gradients]) -> str | None:
+        """Why those of micro-batches are not comparable with these; None if they are."""
+        if any(len(each.of_loss.for_hidden) != len(self.of_loss.for_hidden) for each in cut):
+            return "`training_step` does not call the layers as often for each of them"
+        columns = [each.sent for each in cut]
+        if all(len(column) == len(self.sent) for column in columns) and all(
+            set(row) == {shape} or _dim_of_cut(shape, row) is not None
+            for shape, row in zip(self.sent, zip(*columns, strict=True), strict=True)
+        ):
+            return None
+        return "what goes to layers on workers has other lengths for them"
 
     def difference_for_loss(self, cut: Sequence[Gradients]) -> float:
         """The largest difference of the gradients of the loss to those of micro-batches together,
-        relative to their norms; 0 where they cannot be compared."""
+        relative to their norms."""
         return self.of_loss.difference([each.of_loss for each in cut])
 
     def difference_before_layers(self, cut: Sequence[Gradients]) -> float:
-        """The same of what was sent; 0 too where micro-batches are padded to other lengths, and
-        where something is sent that does not belong to samples."""
-        if sum(each.num_sent for each in cut) != self.num_sent:
-            return 0.0
+        """The same of what was sent."""
         return self.of_sent.difference([each.of_sent for each in cut])
+
+
+class WatchesBackwards(TorchFunctionMode):
+    """Inside, a ``training_step`` may not take gradients through layers on workers by itself: its
+    graph ends where they begin, so that these gradients would be None or those of a part.
+
+    Args:
+        tried: The hand-overs so far; the list grows.
+    """
+
+    def __init__(self, tried: Sequence[TriedHandOver]) -> None:
+        super().__init__()
+        self._tried = tried
+
+    @override
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.autograd.grad:
+            self._check(*args[:2])
+        elif function in (torch.Tensor.backward, torch.autograd.backward):
+            self._check(args[0])
+        return function(*args, **(kwargs or {}))
+
+    def _check(self, ends: Any, inputs: Any = None) -> None:
+        """Check a backward from some tensors to some others, or to all.
+
+        Raises:
+            ModelError: With the remedies.
+        """
+        behind, beyond = _edges_behind(ends), set[_Edge]()
+        # The earliest hand-over is the farthest one.
+        for one in reversed(self._tried):
+            if _edge_of(one.back) in behind | beyond:
+                beyond |= _edges_behind(one.sent)
+                if inputs is None:
+                    raise inner_backward()
+        if any(_edge_of(each) in beyond for each in _tensors_in(inputs)):
+            raise inner_backward()
+
+
+def inner_backward() -> ModelError:
+    """Refuses gradients that a ``training_step`` takes through layers on workers."""
+    return ModelError(
+        "`training_step` takes gradients through layers on workers by itself, as an adversarial "
+        "step or a gradient penalty does. Under automatic optimization these layers run the "
+        "backward of its loss alone. Use manual optimization with `self.manual_backward(...)`, or "
+        "keep such layers with the coordinator."
+    )
+
+
+_Edge: TypeAlias = tuple[Node, int]
+
+
+def _edges_behind(ends: Any) -> set[_Edge]:
+    """Where a backward from some tensors may come to."""
+    found: set[_Edge] = set()
+    waiting = [_edge_of(end) for end in _tensors_in(ends)]
+    while waiting:
+        edge = waiting.pop()
+        if edge not in found:
+            found.add(edge)
+            waiting += [(node, place) for node, place in edge[0].next_functions if node is not None]
+    return found
+
+
+def _edge_of(tensor: Tensor) -> _Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _tensors_in(some: Any) -> Iterator[Tensor]:
+    """The tensors that have gradients."""
+    for each in [some] if isinstance(some, Tensor) else some or ():
+        if isinstance(each, Tensor) and each.requires_grad:
+            yield each
 
 
 def _norm(tensor: Tensor) -> float:
@@ -219,17 +320,20 @@ def _difference(whole: Tensor, pieces: Sequence[Tensor], noise: float) -> float:
 def _alike(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The pieces joined along their samples, and the whole; or sums over all samples and positions
     if pieces are padded to other lengths than the whole."""
-    for dim in range(min(whole.ndim, 2)):
-        sizes = [_others(piece, dim) for piece in pieces]
-        num_samples = sum(piece.shape[dim] for piece in pieces)
-        if sizes == [_others(whole, dim)] * len(pieces) and num_samples == whole.shape[dim]:
-            return torch.cat([*pieces], dim), whole
+    dim = _dim_of_cut(whole.shape, [piece.shape for piece in pieces])
+    if dim is not None:
+        return torch.cat([*pieces], dim), whole
     if {piece.shape[-1] for piece in pieces} != {whole.shape[-1]}:
         return whole.new_zeros(0), whole
     sums = [each.reshape(-1, each.shape[-1]).sum(0) for each in (whole, *pieces)]
     return torch.stack(sums[1:]).sum(0), sums[0]
 
 
-def _others(tensor: Tensor, dim: int) -> list[int]:
-    """The sizes of a tensor's other dimensions."""
-    return [*tensor.shape[:dim], *tensor.shape[dim + 1 :]]
+def _dim_of_cut(whole: torch.Size, pieces: Sequence[torch.Size]) -> int | None:
+    """The dimension along which tensors of these shapes are one of the whole's shape."""
+    for dim in range(min(len(whole), 2)):
+        others = [[*shape[:dim], *shape[dim + 1 :]] for shape in (whole, *pieces)]
+        num_samples = sum(shape[dim] for shape in pieces if len(shape) == len(whole))
+        if others == others[:1] * len(others) and num_samples == whole[dim]:
+            return dim
+    return None

@@ -59,7 +59,7 @@ class Logged:
         """Note a number; metrics and whatever else is no number are left out."""
         is_number = isinstance(value, (int, float))
         if is_number or (isinstance(value, Tensor) and value.numel() == 1):
-            self.values[name] = float(value)
+            self.values[name] = float(value.detach() if isinstance(value, Tensor) else value)
             if isinstance(value, Tensor) and value.is_floating_point():
                 self.resolutions[name] = torch.finfo(value.dtype).eps
             if kwargs.get("batch_size") is not None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -41,6 +41,7 @@ from ..pipeline.results import (
 )
 from .arguments import StepOptions, scaler_of
 from .check_schedule import KeptBatch, RunChecks
+from .first_gradients import inner_backward
 from .step_changes import OwnAttributes, StepChanges, warn_of_changes
 
 
@@ -181,6 +182,7 @@ class WholeBatchStep(BatchStep):
         num_pieces, draws = self._deployment.plan.micro_batches, self._deployment.draws
         step = self._number_step()
         with (
+            self._no_inner_backward(),
             self._deployment.hand_overs.batch_of(self._reader.count(batch, rest)),
             self._deployment.hand_overs.whole_batch_step(num_pieces, self.accumulates),
             draws.of(draws.whole_batch(step)),
@@ -188,6 +190,23 @@ class WholeBatchStep(BatchStep):
             result = training_step()
         self._deployment.check_forward_finished()
         return result
+
+    @contextmanager
+    def _no_inner_backward(self) -> Iterator[None]:
+        """Inside, no backward may go through layers on workers under automatic optimization: what
+        Lightning drops behind `training_step` would stay there."""
+        if not self._module.automatic_optimization:
+            yield
+            return
+        put_back = stand_in(self._deployment.coordinator.stages, "on_backward", _refuse_backward)
+        try:
+            yield
+        finally:
+            put_back()
+
+
+def _refuse_backward() -> None:
+    raise inner_backward()
 
 
 # Gets the checks of the run, a batch, the other arguments of `training_step`, and what begins a

@@ -109,6 +109,16 @@ class Phases(TinyModule):
             parameter.requires_grad_(frozen not in name)
 
 
+class Skips(TinyModule):
+    """Leaves out one batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if self.trainer.global_step == 1 else super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Notes no loss of it."""
+
+
 def frozen(part: str) -> Callable[[], TinyModule]:
     def make() -> TinyModule:
         module = TinyModule()
@@ -149,6 +159,7 @@ USES = {
     "tied": Use(lambda: TinyModule(tie_word_embeddings=True)),
     "most here": Use(plan={"shares": (1, 4)}),
     "a spare": Use(plan={"shares": (1, 0)}),
+    "a skipped batch": Use(Skips),
 }
 
 
@@ -180,6 +191,7 @@ USED_TOGETHER = [
     (("an average",), "split"),
     (("a spare", "frozen layers", "clipping by value"), "split"),
     (("tied", "clipping by norm"), None),
+    (("a skipped batch",), "split"),
 ]
 
 

@@ -204,6 +204,11 @@ class Swapping(TinyModule):
         self.model.model.layers[1].mlp.act_fn = nn.ReLU()
 
 
+class Registering(TinyModule):
+    def on_train_start(self) -> None:
+        self.model.model.layers[1].mlp.register_buffer("shift", torch.ones(3))
+
+
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
@@ -211,6 +216,7 @@ class Swapping(TinyModule):
         (Hooking, "has got a hook"),
         (HookingInside, r"layers\.1\.mlp has a hook"),
         (Swapping, r"layers\.1\.mlp\.act_fn was added, removed or replaced"),
+        (Registering, r"layers\.1\.mlp\.shift was added to its layer"),
     ],
 )
 def test_a_tie_or_a_hook_that_comes_during_the_run_is_refused(

@@ -131,14 +131,22 @@ class Counting(Changing):
         return loss
 
 
+class Asking(Changing):
+    """Begins to need gradients."""
+
+    def later(self, loss: Tensor, hidden: Tensor, batch: Any) -> Any:
+        loss.register_hook(lambda gradient: gradient * 0.5)
+        return loss
+
+
 class Failing(Changing):
-    """Begins to need gradients, which no check has."""
+    """Begins to need training mode, which no check has."""
 
     def later(self, loss: Tensor, hidden: Tensor, batch: Any) -> Any:
         if self.number >= 11:
             self.log("more", loss)  # which nothing looks at any more
-        if not loss.requires_grad:
-            raise ValueError("No gradients here.")
+        if not self.head.training:
+            raise ValueError("No training here.")
         return loss
 
 
@@ -166,8 +174,9 @@ COUPLED = (
         (Logging, [1, 4, 10], [r"The 4th batch logs other .*: 'samples' \(4 and 2\)\..*Earlier"]),
         (Returning, [1, 4, 10], [r"The 4th batch returns .*: 'samples' \(4 and 2\)\..*Earlier"]),
         (Counting, [1, 10], ["`training_step` changes calls in place"]),
-        (Failing, [1, 10], ["the 10th batch .* could not be checked, and no later .*No gradients"]),
+        (Failing, [1, 10], ["the 10th batch .* could not be checked, and no later .*No training"]),
         (Refusing, [1, 10], ["10th batch .* could not be checked, and no .*without a loss tensor"]),
+        (Asking, [1, 10], []),
         (Changing, [1, 10], []),
     ],
 )

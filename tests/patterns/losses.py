@@ -11,7 +11,18 @@ from torch.utils.data import DataLoader
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from ..models import VOCABULARY, sequences
-from .learner import BATCH_SIZE, LENGTH, NUM_STEPS, Learner, all_samples, batches_of, cross_entropy
+from .learner import (
+    BATCH_SIZE,
+    LENGTH,
+    NUM_STEPS,
+    WIDTH,
+    Block,
+    Learner,
+    Manual,
+    all_samples,
+    batches_of,
+    cross_entropy,
+)
 from .pattern import Pattern
 
 BOUNDARY = {"micro_batching": "boundary"}
@@ -207,6 +218,84 @@ class HookBeforeLayers(Learner):
         for layer in self.layers:
             hidden = layer(hidden)
         return self.leave(hidden)
+
+
+class ShiftedBlock(Block):
+    """Adds what goes along."""
+
+    def forward(self, hidden: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return hidden + self.update(hidden + shift)
+
+
+class HookBesideTable(Learner):
+    """Does so where a table that trains goes along."""
+
+    layer = ShiftedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden, shift = self.enter(inputs), self.table * 1.0
+        if hidden.requires_grad:
+            hidden.register_hook(_over_norm)
+        for layer in self.layers:
+            hidden = layer(hidden, shift)
+        return self.leave(hidden)
+
+
+class HookOfStep(Learner):
+    """Halves gradients, and does not ask whether there are any."""
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        hidden.register_hook(lambda gradient: gradient / 2)
+        return super().leave(hidden)
+
+
+class Perturbing(Learner):
+    """Adds the loss of what is a step away along the sign of the gradient, after the layers."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        hidden = self.enter(inputs)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        loss = cross_entropy(self.leave(hidden), targets)
+        (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        return loss + cross_entropy(self.leave(hidden + 0.1 * gradient.sign()), targets)
+
+
+class PerturbingInputs(Learner):
+    """Does so before the layers; without a gradient it adds nothing."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        inputs = inputs.clone().requires_grad_()
+        loss = cross_entropy(self(inputs), targets)
+        (gradient,) = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+        if gradient is None:
+            return loss
+        return loss + cross_entropy(self(inputs + 0.1 * gradient.sign()), targets)
+
+
+class Adversarial(Learner):
+    """Runs a backward to perturb weights before the layers."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        cross_entropy(self(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        gradient, weight = self.enter.weight.grad, self.enter.weight
+        hidden = functional.linear(inputs, weight, self.enter.bias)
+        if gradient is not None:
+            hidden = hidden + inputs @ gradient.sign().T / 10
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return cross_entropy(self.leave(hidden), targets)
+
+
+class ManualAdversarial(Manual, Adversarial):
+    """Does so under manual optimization."""
 
 
 class _OverNorm(torch.autograd.Function):
@@ -431,9 +520,35 @@ PATTERNS = [
         )
         for name, module, words in (
             ("hook before layers", HookBeforeLayers, "The code before the layers"),
+            ("hook beside a table", HookBesideTable, "The code before the layers"),
             ("function before layers", FunctionBeforeLayers, "The code before the layers"),
             ("hook of the head", HookOfHead, "but its gradients are not"),
         )
+    ),
+    Pattern("hook of a step", "`training_step` puts a hook on a hidden state.", HookOfStep),
+    Pattern(
+        "perturbed hidden states",
+        "`training_step` takes the gradient for hidden states that the layers gave.",
+        Perturbing,
+    ),
+    *(
+        Pattern(
+            f"perturbed {name}",
+            f"`training_step` {what}",
+            module,
+            settings=settings,
+            refused="takes gradients through layers on workers by itself",
+        )
+        for name, what, module, settings in (
+            ("inputs", "takes the gradient for inputs of the layers.", PerturbingInputs, {}),
+            ("weights", "runs a backward of its own.", Adversarial, {}),
+            ("weights, whole batch", "runs a backward of its own.", Adversarial, BOUNDARY),
+        )
+    ),
+    Pattern(
+        "perturbed weights, manual optimization",
+        "`training_step` runs two backwards.",
+        ManualAdversarial,
     ),
     Pattern(
         "straight-through estimator",

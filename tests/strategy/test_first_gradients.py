@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.coordinator.handover import TriedHandOver
-from lightning_hetero.strategy.first_gradients import Gradients
+from lightning_hetero.errors import ModelError
+from lightning_hetero.strategy.first_gradients import Gradients, WatchesBackwards
 
 HIDDEN = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
 Loss = Callable[[Tensor], Tensor]
@@ -65,9 +66,24 @@ def test_pieces_that_are_padded_to_other_lengths_are_compared_by_their_sums() ->
     assert whole.difference_for_loss(wrong) > 0.01
 
 
+def test_a_micro_batch_without_a_loss_has_no_gradients() -> None:
+    part = HIDDEN.clone().requires_grad_()
+    whole = Gradients.of(mean(part[:2]), [TriedHandOver([], part)], 1.0)
+    pieces = [HIDDEN[:2].clone().requires_grad_(), HIDDEN[2:].clone().requires_grad_()]
+    losses = [mean(pieces[0]), None]
+    cut = [
+        Gradients.of(loss, [TriedHandOver([], piece)], 1.0)
+        for loss, piece in zip(losses, pieces, strict=True)
+    ]
+    assert whole.difference_for_loss(cut) < 1e-6
+    assert whole.difference_for_loss([cut[1], cut[1]]) == 1.0
+
+
 def test_another_number_of_hand_overs_is_not_compared() -> None:
-    nothing = Gradients()
-    assert gradients(mean, HIDDEN).difference_for_loss([nothing, nothing]) == 0.0
+    nothing = Gradients.of(torch.zeros((), requires_grad=True), [], 1.0)
+    cause = gradients(mean, HIDDEN).cannot_be_compared([nothing, nothing])
+    assert cause is not None
+    assert "does not call the layers as often" in cause
 
 
 class Normalized(torch.autograd.Function):
@@ -82,26 +98,37 @@ class Normalized(torch.autograd.Function):
         return gradient / gradient.norm()
 
 
-def before_layers(embed: Callable[[Tensor], Tensor], pad: int = 0) -> float:
-    """The difference of code between a parameter and the layers, for a batch of five."""
+def before_layers(
+    embed: Callable[[Tensor], Tensor], pad: int = 0, *, has_table: bool = False
+) -> float | str:
+    """The difference of code between a parameter and the layers, for a batch of five; or why it is
+    not compared.
+
+    Args:
+        embed: The code.
+        pad: By how many positions the first micro-batch is shorter.
+        has_table: Whether something goes along that does not belong to samples.
+    """
+    table = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(2)))
     weight = nn.Parameter(torch.randn(3, 6, generator=torch.Generator().manual_seed(1)))
 
-    def run(batch: Tensor, factor: float | None = None) -> Gradients:
-        sent, back = embed(batch @ weight), torch.ones(len(batch), 4, 6, requires_grad=True)
-        tried = [TriedHandOver([sent], back)]
-        return Gradients.of((back * 2).mean(), tried, len(batch) / 5, 1.0, [weight], factor)
+    def run(batch: Tensor, whole: Gradients | None = None) -> Gradients:
+        sent, back = [embed(batch @ weight)], torch.ones(len(batch), 4, 6, requires_grad=True)
+        tried = [TriedHandOver([*sent, table * 1.0] if has_table else sent, back)]
+        parameters = [weight, table]
+        return Gradients.of((back * 2).mean(), tried, len(batch) / 5, 1.0, parameters, whole)
 
     whole = run(HIDDEN)
-    pieces = HIDDEN[:2, : 4 - pad], HIDDEN[2:]
-    return whole.difference_before_layers([run(piece, whole.factor) for piece in pieces])
+    cut = [run(piece, whole) for piece in (HIDDEN[:2, : 4 - pad], HIDDEN[2:])]
+    return whole.cannot_be_compared(cut) or whole.difference_before_layers(cut)
 
 
-def test_code_before_the_layers_that_only_computes_is_not_found() -> None:
-    assert before_layers(torch.tanh) < 1e-6
-
-
-def test_code_before_the_layers_that_scales_gradients_is_found() -> None:
-    assert before_layers(Normalized.apply) > 0.1
+@pytest.mark.parametrize("has_table", [False, True])
+def test_code_before_the_layers_is_found_if_it_scales_gradients(has_table: bool) -> None:
+    assert before_layers(torch.tanh, has_table=has_table) == pytest.approx(0.0, abs=1e-6)
+    found = before_layers(Normalized.apply, has_table=has_table)
+    assert isinstance(found, float)
+    assert found > 0.1
 
 
 def test_a_hook_before_the_layers_that_clips_is_found() -> None:
@@ -110,27 +137,66 @@ def test_a_hook_before_the_layers_that_clips_is_found() -> None:
         sent.register_hook(lambda g: g * min(1.0, 0.01 / float(g.norm())))
         return sent
 
-    assert before_layers(clipped) > 0.1
+    found = before_layers(clipped)
+    assert isinstance(found, float)
+    assert found > 0.1
 
 
 def test_code_between_two_hand_overs_is_compared_for_each_sample() -> None:
-    def run(batch: Tensor, between: Callable[[Tensor], Tensor], factor: float | None) -> Gradients:
+    def run(
+        batch: Tensor, between: Callable[[Tensor], Tensor], whole: Gradients | None = None
+    ) -> Gradients:
         first, last = (batch.clone().requires_grad_() for _ in range(2))
         tried = [TriedHandOver([batch], first), TriedHandOver([between(first)], last)]
-        return Gradients.of(last.square().mean(), tried, len(batch) / 5, factor=factor)
+        return Gradients.of(last.square().mean(), tried, len(batch) / 5, whole=whole)
 
     found = []
     for between in (torch.tanh, Normalized.apply):
-        whole = run(HIDDEN, between, None)
-        cut = [run(piece, between, whole.factor) for piece in (HIDDEN[:2], HIDDEN[2:])]
+        whole = run(HIDDEN, between)
+        cut = [run(piece, between, whole) for piece in (HIDDEN[:2], HIDDEN[2:])]
         found.append(whole.difference_before_layers(cut))
     assert found[0] < 1e-6
     assert found[1] > 0.1
 
 
 def test_what_is_sent_with_another_padding_is_not_compared() -> None:
-    assert before_layers(Normalized.apply, pad=1) == 0.0
+    assert "has other lengths" in str(before_layers(Normalized.apply, pad=1))
 
 
 def test_what_trains_and_is_not_used_is_not_compared() -> None:
     assert before_layers(torch.detach) == 0.0
+
+
+class TestWatchesBackwards:
+    """Of two hand-overs: `weight`, the layers, `first`, other code, the layers, `last`."""
+
+    def setup_method(self) -> None:
+        self.weight, self.head = (torch.ones(3, requires_grad=True) for _ in range(2))
+        self.first, self.last = (torch.ones(3, requires_grad=True) for _ in range(2))
+        between = self.first * 2
+        self.tried = [
+            TriedHandOver([self.weight * 2], self.first),
+            TriedHandOver([between], self.last),
+        ]
+        self.end = (self.last * self.head).sum()
+
+    def test_a_gradient_behind_the_layers_is_taken(self) -> None:
+        with WatchesBackwards(self.tried):
+            found = torch.autograd.grad(self.end, [self.last, self.head])
+            self.head.sum().backward()  # type: ignore[no-untyped-call]
+        assert [*map(torch.Tensor.tolist, found)] == [[1.0] * 3] * 2
+
+    @pytest.mark.parametrize("name", ["weight", "first"])
+    def test_a_gradient_through_the_layers_is_refused(self, name: str) -> None:
+        with WatchesBackwards(self.tried), pytest.raises(ModelError, match="by itself"):
+            torch.autograd.grad(self.end, getattr(self, name), allow_unused=True)
+
+    def test_a_weight_on_both_sides_is_refused(self) -> None:
+        with WatchesBackwards(self.tried), pytest.raises(ModelError, match="by itself"):
+            torch.autograd.grad(self.end + self.weight.sum(), self.weight)
+
+    def test_a_backward_through_the_layers_is_refused(self) -> None:
+        for run in (Tensor.backward, torch.autograd.backward):
+            with WatchesBackwards(self.tried), pytest.raises(ModelError, match="by itself"):
+                run(self.end)
+        assert self.head.grad is None
