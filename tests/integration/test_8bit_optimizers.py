@@ -81,6 +81,10 @@ def test_the_state_is_eight_bits_and_resumes_under_another_split(
         assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-5)
 
 
+@repeats(
+    "test_the_state_is_eight_bits_and_resumes_under_another_split",
+    "integration/test_moving_layers.py::test_layers_move_there_and_back",
+)
 def test_the_state_moves_with_its_layers(workers: list[str]) -> None:
     def run(moves: dict[int, Plan]) -> list[float]:
         module = EightBitModule()

@@ -170,7 +170,7 @@ def together(*names: str) -> Use:
     )
 
 
-# Every use, with a few of another kind beside it. Tests below have runs without any, and averages.
+# Every use, with a few of another kind beside it.
 USED_TOGETHER = [
     (("all trains",), "split"),
     (("the coordinator first", "frozen by turns", "bf16-mixed"), None),
@@ -181,12 +181,14 @@ USED_TOGETHER = [
     (("a spare", "frozen layers", "clipping by value"), "split"),
     (("tied", "clipping by norm"), None),
 ]
+# Runs without any use, with an average, and with other shares are in tests below.
+BELOW = (("all trains",), ("an average",), ("most here", "frozen layer"))
 
 
 @pytest.mark.parametrize(
     ("names", "optimizer"),
     keeping(
-        [case for case in USED_TOGETHER if case[0] not in (("all trains",), ("an average",))],
+        [case for case in USED_TOGETHER if case[0] not in BELOW],
         dict.fromkeys([*USED_TOGETHER, *product([(name,) for name in USES], [None, "split"])]),
     ),
     ids=lambda value: ", ".join(value) if isinstance(value, tuple) else None,
@@ -416,7 +418,11 @@ class Twice(FamilyModule):
         return loss
 
 
-@pytest.mark.parametrize("before", keeping([1], [0, 1]))
+@repeats(
+    "test_a_run_has_the_bits_of_one_device_that_adds_in_groups",
+    "integration/test_exactness.py::test_a_model_that_is_called_several_times_equals_one_device",
+)
+@pytest.mark.parametrize("before", [0, 1])
 def test_a_model_that_is_called_twice_has_the_bits_of_one_device(
     before: int, workers: list[str]
 ) -> None:

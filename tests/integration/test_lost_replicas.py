@@ -113,11 +113,7 @@ CASES = [
     ("hosted split", "LoRA", "backward", 7, NEVER),
 ]
 # Each plan is in `tests/coordinator/test_lost_sessions.py`, where workers die at random.
-KEPT = [
-    ("each", "whole", "sums", 5, ALWAYS),
-    ("hosted split", "whole", "norms", 2, NEVER),
-    ("hosted split", "LoRA", "weights of replicas", 2, ALWAYS),
-]
+KEPT = [("hosted split", "LoRA", "weights of replicas", 2, ALWAYS)]
 
 
 @pytest.mark.parametrize(("plan", "module", "place", "call", "every_seconds"), keeping(KEPT, CASES))

@@ -480,6 +480,10 @@ def test_one_that_has_joined_is_recovered_and_leaves_and_comes_back(
     ]
 
 
+@repeats(
+    "test_one_that_comes_late_is_a_further_replica_and_is_recovered",
+    "test_no_more_than_the_most_join",
+)
 @pytest.mark.usefixtures("measured")
 def test_under_a_plan_of_the_user_nobody_joins(
     undisturbed: TinyModule, where: str, token_file: Path
@@ -567,7 +571,11 @@ def measured_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", keeping(["replicas of the workers"], REPLICAS))
+@repeats(
+    "test_a_worker_that_is_to_end_gives_its_layers_to_the_others",
+    "integration/test_hosted_faults.py::test_shares_may_change_during_the_run",
+)
+@pytest.mark.parametrize("kind", REPLICAS)
 def test_a_replica_that_is_to_end_leaves_its_micro_batches_to_the_others(
     worker_processes: list[WorkerProcess], kind: str, tmp_path: Path
 ) -> None:

@@ -109,6 +109,10 @@ def test_layers_move_between_two_windows_of_accumulation(workers: list[str]) -> 
     assert_same(moved, train(workers, accumulate=2))
 
 
+@repeats(
+    "test_a_move_changes_no_number",
+    "integration/test_exactness.py::test_cutting_at_the_boundary_equals_one_device",
+)
 def test_layers_move_where_only_the_boundary_is_cut(workers: list[str]) -> None:
     moved = train(workers, {3: plan_of(workers, (3, 2, 1))}, micro_batching="boundary")
     assert_same(moved, train(workers, micro_batching="boundary"))

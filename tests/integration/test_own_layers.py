@@ -23,7 +23,7 @@ from ..equality import differing
 from ..loose_layers import Loose
 from ..models import fit, loader, trainer
 from ..own_layers import Block, OwnModule, Ramp, Settings, Stack
-from ..pairwise import keeping
+from ..pairwise import keeping, repeats
 from ..stateful_layers import LayeredModule
 
 NUM_STEPS = 8
@@ -250,6 +250,10 @@ def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=folder)
 
 
+@repeats(
+    "test_local_workers_allow_the_layers_by_themselves",
+    "test_a_script_without_a_main_guard_is_told_to_have_one",
+)
 def test_blocks_in_the_script_train_on_local_workers(tmp_path: Path) -> None:
     result = run_script(tmp_path, GUARDED)
     assert "equal" in result.stdout, result.stderr

@@ -15,7 +15,7 @@ from lightning_hetero.errors import ModelError
 
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule, loader, tiny_llama, trainer
-from ..pairwise import covering, each_value, keeping
+from ..pairwise import covering, each_value, keeping, repeats
 from .generation import Generating, generated_here
 from .moves import Moves
 from .shapes import SHAPES, Shape, shaped
@@ -60,6 +60,7 @@ def any_shape(draw: st.DrawFn) -> Shape:
     return [(name, first, end) for name, (first, end) in zip(names, ranges, strict=True)]
 
 
+@repeats("test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches")
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

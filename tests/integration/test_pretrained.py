@@ -99,6 +99,10 @@ def test_a_four_bit_checkpoint_trains_as_on_one_device(workers: list[str], tmp_p
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
+@repeats(
+    "test_lora_on_a_model_that_stays_on_disk",
+    "integration/test_four_bits.py::test_an_adapter_saved_in_the_run_and_after_it_is_the_trained_one",
+)
 def test_the_saved_adapter_is_whole(workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
@@ -158,6 +162,10 @@ def test_fit_twice(workers: list[str], tmp_path: Path) -> None:
     assert module.losses[2] < module.losses[0]
 
 
+@repeats(
+    "test_all_weights_train_and_come_back",
+    "test_a_lightning_checkpoint_holds_the_trained_weights_and_resumes",
+)
 def test_a_run_that_trains_all_weights_resumes(workers: list[str], tmp_path: Path) -> None:
     """What the checkpoint brings replaces what is read from the model's folder."""
     folder = save_tiny("llama", tmp_path)
@@ -260,7 +268,11 @@ def evaluate(module: EvaluatedModule, strategy: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("quantize", keeping([True], [False, True]), ids=["", "nf4"])
+@repeats(
+    "test_lora_on_a_model_that_stays_on_disk",
+    "integration/test_evaluation.py::test_validate_and_test_give_the_metrics_of_one_device",
+)
+@pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
 def test_evaluating_before_and_after_training(
     quantize: bool, workers: list[str], tmp_path: Path
 ) -> None:

@@ -75,7 +75,7 @@ LINKS: dict[str, Callable[[list[Relay]], Callable[[], None]]] = {
 @pytest.mark.parametrize(
     ("fault", "link"),
     keeping(
-        [("RST", "coordinator to the last worker"), ("stall, then RST", "worker to worker")],
+        [("stall, then RST", "worker to worker")],
         product(["RST", "stall, then RST"], LINKS),
     ),
 )

@@ -86,6 +86,7 @@ def test_a_lost_worker_is_named_with_all_its_stages(
         assert scene.serves([victim.address])
 
 
+@repeats("test_a_lost_worker_is_named_with_all_its_stages")
 def test_a_killed_worker_is_named_with_all_its_stages(
     scene: ShapedScene, workers: list[str]
 ) -> None:
@@ -153,6 +154,10 @@ def test_the_stage_that_raises_is_named(kind: str, workers: list[str]) -> None:
         assert len(fit(TinyModule(), strategy, max_steps=1).losses) == 1
 
 
+@repeats(
+    "integration/test_interruptions.py::test_an_optimizer_step_that_only_some_layers_have_made_is_never_saved",
+    "integration/test_lying_coordinators.py::test_an_optimizer_step_that_one_worker_refuses_is_torn",
+)
 def test_an_optimizer_step_that_raises_is_torn(workers: list[str], tmp_path: Path) -> None:
     with worker_process(before=RAISES_IN_STEP) as worker:
         pair = [worker.address, workers[0]]

@@ -51,7 +51,7 @@ def run_alone(use: Use) -> pl.LightningModule:
     return module
 
 
-@pytest.mark.parametrize("name", keeping(["frozen by turns", "LoRA"], USES))
+@pytest.mark.parametrize("name", keeping(["LoRA"], USES))
 def test_a_run_has_the_bits_of_accumulation(name: str, workers: list[str]) -> None:
     use = USES[name]
     expected = run_alone(use)

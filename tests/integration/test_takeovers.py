@@ -93,7 +93,11 @@ def three_workers(*options: str, of_third: Sequence[str] = ()) -> Iterator[list[
         yield [first, second, third]
 
 
-@pytest.mark.parametrize("every_seconds", keeping([ALWAYS], [ALWAYS, NEVER]))
+@repeats(
+    "test_the_other_worker_takes_over",
+    "coordinator/test_lost_sessions.py::test_machines_take_over_until_one_is_left",
+)
+@pytest.mark.parametrize("every_seconds", [ALWAYS, NEVER])
 def test_two_takeovers_in_a_row_leave_one_machine_with_everything(
     every_seconds: float, tmp_path: Path
 ) -> None:
@@ -112,7 +116,7 @@ def test_two_takeovers_in_a_row_leave_one_machine_with_everything(
 
 
 @repeats(
-    "test_two_takeovers_in_a_row_leave_one_machine_with_everything",
+    "test_the_other_worker_takes_over",
     "coordinator/test_lost_sessions.py::test_machines_take_over_until_one_is_left",
 )
 def test_the_loss_of_the_machine_that_serves_two_is_taken_over_too(tmp_path: Path) -> None:

@@ -157,6 +157,10 @@ def test_over_slow_links_token_ids_travel(
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
 
 
+@repeats(
+    "profiler/test_trials.py::test_a_changed_device_is_named_with_both_figures_and_the_remedy",
+    "test_measuring_leaves_no_trace",
+)
 def test_a_device_that_changed_while_it_was_measured_is_named(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
