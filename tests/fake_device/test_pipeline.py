@@ -101,7 +101,7 @@ SCENARIOS: dict[str, Callable[[Sequence[str], str], Found]] = {
 }
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", keeping(["step", "moves_and_resume", "replicas"], SCENARIOS))
 @on_fake_device
 def test_streams_change_no_bit(
     scenario: str, first_worker: str, second_worker: str, plain_workers: list[str]
