@@ -24,10 +24,10 @@ PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadsc
 
 # Tests start many processes. Each of them compiles everything where nobody may keep what is compiled.
 test test-all: export PYTHONDONTWRITEBYTECODE =
-test: $(INSTALLED) ## Run the tests, without most combinations of wide matrices
+test: $(INSTALLED) ## Run the first tier of the tests
 	$(PYTEST) -m 'not exhaustive' $(ARGS)
 
-test-all: $(INSTALLED) ## Run all tests
+test-all: $(INSTALLED) ## Run both tiers of the tests
 	$(PYTEST) $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format, imports and types

@@ -4,7 +4,7 @@ A fault of several options is nearly always one of two of them together, so rows
 find what the product would find, with a fraction of the runs.
 
 Where even these take long, `make test` runs a part of them: the marker ``exhaustive`` is on the
-others, and only on rows whose values are, each by itself, in rows that `make test` runs.
+others, and only on what goes through code that `make test` also goes through elsewhere.
 """
 
 from __future__ import annotations
@@ -69,6 +69,16 @@ def keeping(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
     lacking = [value for value in kept if value not in values]
     assert not lacking, lacking
     return [value if value in kept else _exhaustive(value) for value in values]
+
+
+def repeats(*tests: str) -> pytest.MarkDecorator:
+    """Mark a whole test as exhaustive: what it goes through, these tests go through as well.
+
+    Args:
+        tests: Tests of the same file, or of others as ``integration/test_families.py::test_name``.
+    """
+    assert tests
+    return pytest.mark.exhaustive(*tests)
 
 
 def _exhaustive(value: Any) -> Any:

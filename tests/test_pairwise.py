@@ -1,8 +1,11 @@
-"""Rows of parameters have all pairs of values, or all values, and are few."""
+"""Rows of parameters have all pairs of values, or all values, and are few. A whole test is left out
+of `make test` only for tests that are there and that it runs."""
 
 from __future__ import annotations
 
+import ast
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +61,27 @@ def test_what_is_kept_must_be_there() -> None:
     assert kept_of(keeping("ac", "abc")) == ["a", "c"]
     with pytest.raises(AssertionError, match="d"):
         keeping("ad", "abc")
+
+
+def left_out(path: Path) -> dict[str, list[str]]:
+    """The tests of a file, each with the tests that it repeats."""
+    found: dict[str, list[str]] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            calls = [each for each in node.decorator_list if isinstance(each, ast.Call)]
+            named = [each.args for each in calls if getattr(each.func, "id", "") == "repeats"]
+            found[node.name] = [ast.literal_eval(name) for names in named for name in names]
+    return found
+
+
+def test_what_a_test_repeats_is_a_test_that_is_not_left_out() -> None:
+    root = Path(__file__).parent
+    files = {path.relative_to(root).as_posix(): left_out(path) for path in root.rglob("test_*.py")}
+    named = 0
+    for path, tests in files.items():
+        for test, repeated in tests.items():
+            for each in repeated:
+                other, _, name = each.rpartition("::")
+                assert files[other or path].get(name) == [], f"{path}::{test} names {each}"
+                named += 1
+    assert named > 0

@@ -20,6 +20,8 @@ from lightning_hetero import cli
 from lightning_hetero.launch.cluster import read_cluster
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, write_token_file
 
+from ..pairwise import repeats
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ROOT = EXAMPLES.parent
 COMMAND = shlex.join(
@@ -77,6 +79,7 @@ def test_the_cluster_file_is_valid_as_it_is() -> None:
     assert cluster.addresses == ["127.0.0.1:9997", "127.0.0.1:9998"]
 
 
+@repeats("launch/test_ray.py::test_workers_on_two_nodes_train_with_the_numbers_of_listed_workers")
 @pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
 @pytest.mark.timeout(300)
 def test_a_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from lightning_hetero.errors import HeteroError
 
 from ..equality import assert_close
 from ..families import FLOOR
+from ..pairwise import repeats
 from .small_chat import ALPACA, NUM_LAYERS, make_model
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +118,10 @@ def test_recomputation_changes_no_weight(fit: Fit, workers: list[str]) -> None:
         fit(**{"workers": json.dumps(workers[:2]), "model.recompute": "true"})
 
 
+@repeats(
+    "test_two_workers_train_as_one_device",
+    "integration/test_round_trips.py::test_adapters_alone_are_saved_and_resume_anywhere",
+)
 @pytest.mark.parametrize("on_workers", [False, True], ids=["plain", "workers"])
 def test_a_run_resumes_where_it_was(fit: Fit, workers: list[str], on_workers: bool) -> None:
     where = {"workers": json.dumps(workers[:2]) if on_workers else 0, "trainer.max_epochs": 2}

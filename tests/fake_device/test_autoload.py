@@ -11,6 +11,7 @@ from lightning_hetero import HeteroPipelineStrategy
 
 from ..conftest import worker_process
 from ..models import fit
+from ..pairwise import repeats
 from .autoload import autoloading
 from .process import on_fake_device
 from .scenes import NUM_LAYERS, Found, Module, differing, line, on, result_of
@@ -24,6 +25,10 @@ def commanded_worker(fake_device: str, tmp_path: Path) -> Iterator[str]:
         yield worker.address
 
 
+@repeats(
+    "fake_device/test_pipeline.py::test_streams_change_no_bit",
+    "worker/test_supervisor.py::test_the_device_is_looked_at_once_and_later_sessions_answer_alike",
+)
 @on_fake_device
 def test_sessions_of_a_worker_by_its_command_have_the_bits_of_one_that_never_forks(
     commanded_worker: str, first_worker: str, second_worker: str

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_hetero import HeteroPipelineStrategy, Recovery, RecoveryCallback
 
 from ..models import fit, loader
+from ..pairwise import keeping
 from .process import fake_worker, on_fake_device, restarting_fake_worker, wait_for_copies
 from .scenes import BATCH_SIZE, NUM_LAYERS, Found, Module, differing, line, on, result_of
 
@@ -107,7 +108,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("own", "devices"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("own", "devices"), keeping([CASES["fake + cpu"]], CASES.values()), ids=CASES
+)
 @on_fake_device
 def test_a_broken_connection_a_killed_process_and_a_spare(
     own: str, devices: list[str], mortal_workers: list[Told], plain_workers_on: list[str]

@@ -15,6 +15,7 @@ from lightning_hetero import Plan
 
 from ..conftest import worker_process
 from ..models import TinyModule, loader, trainer
+from ..pairwise import repeats
 from ..plans import plan_of, strategy_of
 from .moves import Moves
 
@@ -42,6 +43,7 @@ class EightBitModule(TinyModule):
         return bnb.optim.AdamW8bit(self.parameters(), lr=1e-3, min_8bit_size=16)
 
 
+@repeats("test_the_state_is_eight_bits_and_resumes_under_another_split")
 def test_training_is_that_of_one_device(workers: list[str]) -> None:
     expected, found = EightBitModule(), EightBitModule()
     trainer("auto", max_epochs=1).fit(expected, loader(5 * BATCH_SIZE, BATCH_SIZE))
@@ -79,6 +81,10 @@ def test_the_state_is_eight_bits_and_resumes_under_another_split(
         assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-5)
 
 
+@repeats(
+    "test_the_state_is_eight_bits_and_resumes_under_another_split",
+    "integration/test_moving_layers.py::test_layers_move_there_and_back",
+)
 def test_the_state_moves_with_its_layers(workers: list[str]) -> None:
     def run(moves: dict[int, Plan]) -> list[float]:
         module = EightBitModule()

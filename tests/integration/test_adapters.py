@@ -26,7 +26,7 @@ from lightning_hetero.errors import ModelError
 
 from ..families import BATCH_SIZE, FamilyModule, assert_equal_runs, plan_over, tiny_model
 from ..models import fit, loader
-from ..pairwise import keeping
+from ..pairwise import keeping, repeats
 from ..qlora import in_four_bits
 
 ATTENTION = ["q_proj", "v_proj"]
@@ -83,7 +83,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Workers build the others in `tests/model/test_adapters.py`, or as one of these.
+TRAINED = ("patterns, biases", "head and norms saved, lora bias", "loha", "norms tuned")
+
+
+@pytest.mark.parametrize("name", keeping(TRAINED, CONFIGS))
 def test_every_kind_of_adapter_equals_one_device(name: str, workers: list[str]) -> None:
     def model() -> Any:
         torch.manual_seed(1)
@@ -94,7 +98,7 @@ def test_every_kind_of_adapter_equals_one_device(name: str, workers: list[str]) 
 
 @pytest.mark.parametrize(
     "name",
-    keeping(["dora", "ia3"], ["rslora, some layers", "dora", "all-linear, excluded", "ia3"]),
+    keeping(["dora"], ["rslora, some layers", "dora", "all-linear, excluded", "ia3"]),
 )
 def test_every_kind_of_adapter_on_four_bits(name: str, workers: list[str], tmp_path: Path) -> None:
     def model() -> Any:
@@ -125,13 +129,17 @@ def added() -> PreTrainedModel:
     return shaken(model)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [lambda: two_adapters("default"), lambda: two_adapters("second"), injected, added],
-    ids=["first of two", "second of two", "injected", "add_adapter"],
-)
-def test_however_adapters_came_into_the_model(build: Any, workers: list[str]) -> None:
-    assert_equal_runs(train(build(), workers), train(build(), None))
+WAYS: dict[str, Callable[[], Any]] = {
+    "first of two": lambda: two_adapters("default"),
+    "second of two": lambda: two_adapters("second"),
+    "injected": injected,
+    "add_adapter": added,
+}
+
+
+@pytest.mark.parametrize("way", keeping(["second of two", "injected"], WAYS))
+def test_however_adapters_came_into_the_model(way: str, workers: list[str]) -> None:
+    assert_equal_runs(train(WAYS[way](), workers), train(WAYS[way](), None))
 
 
 def test_dropout_in_an_adapter_trains(workers: list[str]) -> None:
@@ -170,6 +178,7 @@ def test_switching_adapters_off_for_a_forward_is_refused(workers: list[str]) -> 
         train(model, workers, module=DisablesInStep(model))
 
 
+@repeats("model/test_adapters.py::test_a_scale_set_by_hand_is_said")
 def test_a_scale_set_by_hand_goes_with_the_layer(workers: list[str]) -> None:
     def model() -> Any:
         made = shaken(get_peft_model(tiny_model("llama"), lora()))
@@ -181,6 +190,7 @@ def test_a_scale_set_by_hand_goes_with_the_layer(workers: list[str]) -> None:
     assert_equal_runs(train(model(), workers), train(model(), None))
 
 
+@repeats("model/test_adapters.py::test_adapters_that_are_switched_off_stay_so")
 def test_adapters_that_are_switched_off_stay_so(workers: list[str]) -> None:
     def model() -> Any:
         made = shaken(
@@ -200,6 +210,7 @@ class FreezesLate(FamilyModule):
         return super().configure_optimizers()
 
 
+@repeats("integration/test_freezing.py::test_phases_equal_one_device")
 def test_freezing_during_the_run_equals_one_device(workers: list[str]) -> None:
     models = [get_peft_model(tiny_model("llama"), lora()) for _ in range(2)]
     found = train(models[0], workers, module=FreezesLate(models[0]))
@@ -226,7 +237,9 @@ def assert_layers_are_trained(found: FamilyModule) -> None:
             torch.testing.assert_close(parameters[name], parameter, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["merge_adapter", "merge_and_unload"])
+@pytest.mark.parametrize(
+    "method", keeping(["merge_and_unload"], ["merge_adapter", "merge_and_unload"])
+)
 def test_merging_into_layers_that_are_away_is_refused(method: str, workers: list[str]) -> None:
     model = shaken(get_peft_model(tiny_model("llama"), lora()))
     module = ChangesAtTheEnd(model, lambda model: getattr(model, method)())

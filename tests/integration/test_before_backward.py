@@ -17,7 +17,7 @@ from lightning_hetero.errors import ModelError
 
 from ..equality import differing
 from ..models import TinyModule, fit, loader, trainer
-from ..pairwise import covering
+from ..pairwise import covering, keeping
 
 NUM_LAYERS = 5
 PLANS = ["a line", "the coordinator owns all", "the coordinator owns a part"]
@@ -101,8 +101,9 @@ def test_a_forward_of_ones_own_is_refused_where_workers_wait_for_gradients(
     assert differing(run(workers[0], "the coordinator owns a part"), undisturbed_alone()) == []
 
 
-@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_backward"])
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize(
+    ("kind", "hook"), covering(product(PLANS, ["on_before_zero_grad", "on_before_backward"]))
+)
 def test_gradients_that_are_published_in_part_are_not_told(
     kind: str, hook: str, workers: list[str]
 ) -> None:
@@ -120,15 +121,14 @@ class Leaving(TinyModule):
             loss.backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize(("kind", "window"), covering(product(PLANS, [1, 2])))
 def test_a_backward_that_is_left_out_is_refused(kind: str, window: int, workers: list[str]) -> None:
     strategy = HeteroPipelineStrategy(workers[:1], plan_of(kind, workers[0]))
     with pytest.raises(ModelError, match="to leave a batch out, return None from `training_step`"):
         fit(Leaving(), strategy, loader(24, 4), accumulate_grad_batches=window)
 
 
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", keeping(PLANS[-1:], PLANS))
 def test_an_error_before_the_backward_is_the_users_own(kind: str, workers: list[str]) -> None:
     def fail(_module: Any) -> None:
         raise KeyError("the user's own")

@@ -18,6 +18,7 @@ from lightning_hetero.errors import ModelError
 from ..conftest import WorkerProcess
 from ..equality import assert_same
 from ..models import TinyModule, fit, loader, trainer
+from ..pairwise import keeping, repeats
 from ..plans import strategy_of
 
 BATCH_SIZE = 12
@@ -63,7 +64,7 @@ def test_a_checkpoint_has_the_weights_and_optimizer_state_of_a_plain_one(
         assert_same(found[key], expected[key], key)
 
 
-@pytest.mark.parametrize("resume_on", ["another split", "one device"])
+@pytest.mark.parametrize("resume_on", keeping(["another split"], ["another split", "one device"]))
 def test_a_resumed_run_continues_on_the_same_curve(
     workers: list[str], written: Path, plain: tuple[TinyModule, Path], resume_on: str
 ) -> None:
@@ -74,6 +75,10 @@ def test_a_resumed_run_continues_on_the_same_curve(
     assert_same(dict(resumed.state_dict()), dict(module.state_dict()))
 
 
+@repeats(
+    "test_a_checkpoint_has_the_weights_and_optimizer_state_of_a_plain_one",
+    "test_a_resumed_run_continues_on_the_same_curve",
+)
 def test_a_plain_checkpoint_resumes_over_workers(
     workers: list[str], plain: tuple[TinyModule, Path]
 ) -> None:

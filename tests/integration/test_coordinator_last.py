@@ -18,6 +18,7 @@ from lightning_hetero.errors import ModelError, StageFailed
 from .. import families
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import VOCABULARY, TinyModule, loader, trainer
+from ..pairwise import keeping, repeats
 from .generation import Generating, generated_here
 from .moves import Moves
 from .yardstick import BATCH_SIZE, NUM_LAYERS, accumulated_run, plain_run, train
@@ -45,7 +46,7 @@ def plan_over(
     return Plan(stages, micro_batches=pieces)
 
 
-@pytest.mark.parametrize(("num_stages", "on_coordinator"), [(2, 2), (3, 0)])
+@pytest.mark.parametrize(("num_stages", "on_coordinator"), keeping([(3, 0)], [(2, 2), (3, 0)]))
 def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
     workers: list[str], num_stages: int, on_coordinator: int
 ) -> None:
@@ -57,12 +58,15 @@ def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
 
 @pytest.mark.parametrize(
     ("options", "micro_batching"),
-    [
-        ({"embedding": False}, "step"),
-        ({"recompute": True}, "step"),
-        ({}, "boundary"),
-        ({"embedding": False}, "boundary"),
-    ],
+    keeping(
+        [({"recompute": True}, "step"), ({}, "boundary")],
+        [
+            ({"embedding": False}, "step"),
+            ({"recompute": True}, "step"),
+            ({}, "boundary"),
+            ({"embedding": False}, "boundary"),
+        ],
+    ),
     ids=str,
 )
 def test_losses_and_weights_equal_one_device(
@@ -100,7 +104,7 @@ def test_narrow_boundaries_leave_token_ids_alone(workers: list[str]) -> None:
 
 
 # Where a model's device is not the CPU, transformers generates with other kernels for the experts.
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", keeping(["mixtral"], ["llama", "mixtral"]))
 def test_generation_has_the_bits_of_one_device(workers: list[str], family: str) -> None:
     options: dict[str, Any] = {"output_router_logits": False} if family == "mixtral" else {}
     model = families.tiny_model(family, **options)
@@ -129,6 +133,7 @@ def test_hidden_states_are_collected_from_the_embedding_on(workers: list[str]) -
         torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=1e-6)
 
 
+@repeats("integration/test_shapes.py::test_each_shape_resumes_from_the_checkpoint_of_another")
 def test_a_checkpoint_goes_on_under_another_plan_and_on_one_device(
     workers: list[str], tmp_path: Path
 ) -> None:

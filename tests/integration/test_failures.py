@@ -30,6 +30,7 @@ from lightning_hetero.transport.deadlines import Deadlines
 from ..conftest import worker_process
 from ..forked import running_script
 from ..models import TinyModule, fit, loader
+from ..pairwise import keeping
 
 DEADLINE_SECONDS = 20.0
 
@@ -210,7 +211,7 @@ class Raising(TinyModule):
         return loss
 
 
-@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
+@pytest.mark.parametrize("micro_batching", keeping(["step"], ["step", "boundary"]))
 def test_the_users_exception_arrives_with_its_own_traceback(
     workers: list[str], micro_batching: Any
 ) -> None:
@@ -325,7 +326,9 @@ trainer(HeteroPipelineStrategy(workers=1, plan="even"), max_steps=2).fit(Module(
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "^C"])
+@pytest.mark.parametrize(
+    "how", keeping([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]), ids=["kill -9", "^C"]
+)
 def test_no_local_worker_is_left_behind(how: signal.Signals) -> None:
     with running_script(COORDINATOR) as process:
         assert process.stdout is not None

@@ -39,7 +39,9 @@ def test_family_equals_one_device(family: str, frozen: bool, workers: list[str])
 
 # The router's loss of a micro-batch is not that of the batch, which the first-batch check says.
 @pytest.mark.filterwarnings("ignore:The loss of the first batch")
-@pytest.mark.parametrize(("family", "frozen"), each_value(MIXTURES, [False, True]))
+@pytest.mark.parametrize(
+    ("family", "frozen"), keeping([("qwen3_moe", True)], each_value(MIXTURES, [False, True]))
+)
 def test_mixture_of_experts_trains_with_its_router_loss(
     family: str, frozen: bool, workers: list[str]
 ) -> None:
@@ -54,18 +56,18 @@ def test_mixture_of_experts_trains_with_its_router_loss(
     assert_equal_runs(fit_family(model(), strategy, padded=False), expected)
 
 
-@pytest.mark.parametrize("family", [*MIXTURES, "gpt2", "falcon"])
+@pytest.mark.parametrize("family", keeping(["mixtral"], [*MIXTURES, "gpt2", "falcon"]))
 def test_a_whole_batch_at_the_boundary_equals_one_device(family: str, workers: list[str]) -> None:
     expected = fit_family(tiny_model(family))
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers), micro_batching="boundary")
     assert_equal_runs(fit_family(tiny_model(family), strategy), expected)
 
 
-# Others have the same names of layers, or are below.
+# Llama and GPT-2 are below.
 @pytest.mark.parametrize(
     "family",
     keeping(
-        ["llama", "gpt_neox", "qwen3_moe"],
+        ["gpt_neox"],
         ["llama", "qwen2", "phi", "gpt_neox", "opt", "falcon", "qwen3_moe"],
     ),
 )
@@ -81,7 +83,7 @@ def test_lora_equals_one_device(family: str, workers: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", keeping(["llama", "gpt2"], ["llama", "qwen3", "gemma3", "gpt2", "mixtral"])
+    "family", keeping(["gpt2"], ["llama", "qwen3", "gemma3", "gpt2", "mixtral"])
 )
 def test_lora_on_four_bits_equals_one_device(
     family: str, workers: list[str], tmp_path: Path

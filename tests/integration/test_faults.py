@@ -21,6 +21,7 @@ from ..faults.slow_worker import hold_interpreter
 from ..forked import running_script
 from ..local_workers import local_workers
 from ..models import TinyModule, loader, trainer
+from ..pairwise import keeping, repeats
 from .interrupted import SCRIPT
 
 
@@ -73,7 +74,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "place", "stage"), CASES)
+@pytest.mark.parametrize(
+    ("name", "place", "stage"),
+    keeping([("SIGSTOP", "start", 1), ("RST", "step", 2)], CASES),
+)
 def test_the_lost_worker_is_named_and_the_other_is_free(
     name: str, place: str, stage: int, scene: Scene, victim: Victim, workers: list[str]
 ) -> None:
@@ -114,6 +118,10 @@ def test_a_broken_link_between_two_that_live_costs_no_weights(
     assert scene.serves(workers[:2])
 
 
+@repeats(
+    "test_the_lost_worker_is_named_and_the_other_is_free",
+    "integration/test_failures.py::test_no_local_worker_is_left_behind",
+)
 def test_a_frozen_local_worker_is_named_and_ended(scene: Scene) -> None:
     patient = replace(scene, deadlines=Deadlines(stop_seconds=0.5))
     frozen: list[psutil.Process] = []

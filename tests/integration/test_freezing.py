@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 
 from ..models import TinyModule, loader, trainer
+from ..pairwise import covering
 
 NUM_LAYERS = 4
 
@@ -54,8 +56,9 @@ def plain_run() -> InPhases:
     return train("auto")
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
+@pytest.mark.parametrize(
+    ("micro_batching", "recompute"), covering(product(["step", "boundary"], [False, True]))
+)
 def test_phases_equal_one_device(micro_batching: str, recompute: bool, workers: list[str]) -> None:
     expected = plain_run()
     found = train(over(workers, micro_batching, recompute=recompute))

@@ -17,7 +17,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 
 from ..models import TinyModule, fit, loader, scaled_precision
-from ..pairwise import each_value
+from ..pairwise import each_value, keeping
 from .refusals import try_all
 
 NUM_LAYERS = 5
@@ -135,15 +135,15 @@ def test_looking_into_gradients_on_workers_is_refused(workers: list[str]) -> Non
         train(AfterBackward(look_in_all_ways), workers)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", keeping([BeforeStep], PLACES))
 def test_clipping_by_hand_is_refused_wherever_it_is(place: type, workers: list[str]) -> None:
     with pytest.raises(ModelError, match=r"clip them with `self\.clip_gradients"):
         train(place(LOOKS["clip by norm"]), workers)
 
 
-@pytest.mark.parametrize("plugins", [[], [scaled_precision()]], ids=["32", "16-mixed"])
+@pytest.mark.parametrize("is_scaled", keeping([True], [False, True]), ids=["32", "16-mixed"])
 def test_clipping_by_hand_is_refused_where_nothing_trains_here(
-    plugins: Any, workers: list[str]
+    is_scaled: bool, workers: list[str]
 ) -> None:
     class Clipping(FrozenEnds):
         def configure_gradient_clipping(self, *_args: Any, **_kwargs: Any) -> None:
@@ -152,6 +152,7 @@ def test_clipping_by_hand_is_refused_where_nothing_trains_here(
     def without_coordinator(workers: list[str]) -> Plan:
         return Plan([StagePlan([workers[0]], (0, NUM_LAYERS))], micro_batches=3)
 
+    plugins = [scaled_precision()] if is_scaled else []
     with pytest.raises(ModelError, match="grad_norms"):
         train(Clipping(), workers, without_coordinator, plugins=plugins)
 
@@ -185,12 +186,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+DROPPED = each_value(DROPS, [*OPTIONS])
+
+
 def assert_same(found: TinyModule, expected: TinyModule) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("drop", "options"), each_value(DROPS, [*OPTIONS]))
+@pytest.mark.parametrize(
+    ("drop", "options"),
+    keeping([(drop_if_large, "accumulated"), (drop_in_third_batch, "boundary")], DROPPED),
+)
 def test_dropped_gradients_are_dropped_on_workers(
     drop: Act, options: str, workers: list[str]
 ) -> None:
@@ -256,7 +263,7 @@ class ByHand(TinyModule):
         self.losses.append(float(outputs["loss"]))
 
 
-@pytest.mark.parametrize("drop", [scale_here, drop_of_a_layer])
+@pytest.mark.parametrize("drop", keeping([drop_of_a_layer], [scale_here, drop_of_a_layer]))
 def test_gradients_may_be_dropped_by_hand(drop: Act, workers: list[str]) -> None:
     assert_same(train(ByHand(drop), workers), train(ByHand(drop), None))
 

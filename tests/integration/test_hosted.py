@@ -34,7 +34,7 @@ from lightning_hetero.protocol import messages as m
 from ..equality import assert_close, differing, weights_of
 from ..families import FLOOR, FamilyModule, tiny_model
 from ..models import VOCABULARY, TinyModule, fit, loader, scaled_precision, tiny_llama, trainer
-from ..pairwise import covering, each_value, keeping
+from ..pairwise import covering, each_value, keeping, repeats
 from ..pretrained import PretrainedModule, build_from_checkpoint, build_whole, save_tiny
 from ..qlora import in_four_bits, with_lora
 from .by_hand import Manual, both_step
@@ -193,12 +193,14 @@ USED_TOGETHER = [
     (("tied", "clipping by norm"), None),
     (("a skipped batch",), "split"),
 ]
+# Runs without any use, with an average, and with other shares are in tests below.
+BELOW = (("all trains",), ("an average",), ("most here", "frozen layer"))
 
 
 @pytest.mark.parametrize(
     ("names", "optimizer"),
     keeping(
-        USED_TOGETHER,
+        [case for case in USED_TOGETHER if case[0] not in BELOW],
         dict.fromkeys([*USED_TOGETHER, *product([(name,) for name in USES], [None, "split"])]),
     ),
     ids=lambda value: ", ".join(value) if isinstance(value, tuple) else None,
@@ -234,12 +236,7 @@ BESIDE: dict[str, list[tuple[str, int, int]]] = {
 @pytest.mark.parametrize(
     ("name", "use", "optimizer"),
     keeping(
-        [
-            ("before a worker", "all trains", None),
-            ("own layers, behind a worker", "LoRA", None),
-            ("two workers beside", "LoRA", "split"),
-            ("before replicas", "tied", "split"),
-        ],
+        [("own layers, behind a worker", "LoRA", None), ("before replicas", "tied", "split")],
         each_value([*BESIDE], ["LoRA", "all trains", "tied"], ["split", None]),
     ),
 )
@@ -262,6 +259,7 @@ def test_replicas_beside_other_stages_have_the_bits_of_their_groups(
     assert differing(run_over(workers, plan, USES[use]), expected) == []
 
 
+@repeats("test_a_run_has_the_bits_of_one_device_that_adds_in_groups")
 def test_the_groups_have_other_bits_than_plain_accumulation(workers: list[str]) -> None:
     """So the tests above can fail."""
     plan, use = hosted_plan(workers), Use()
@@ -324,7 +322,7 @@ class Dropping(TinyModule):
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
 @pytest.mark.parametrize(
-    ("recompute", "checkpoints"), covering(product([False, True], [False, True]))
+    ("recompute", "checkpoints"), keeping([(True, True)], product([False, True], [False, True]))
 )
 def test_dropout_masks_are_those_of_one_process(
     recompute: bool, checkpoints: bool, workers: list[str]
@@ -342,6 +340,7 @@ def test_dropout_masks_are_those_of_one_process(
     assert losses(hosted) == losses(alone)
 
 
+@repeats("test_a_model_that_stays_on_disk_has_the_bits_of_its_groups")
 def test_four_bits_have_the_bits_of_one_device(workers: list[str], tmp_path: Path) -> None:
     use = Use(lambda: FamilyModule(with_lora(in_four_bits("llama", tmp_path), "llama")))
     plan = hosted_plan(workers)
@@ -351,7 +350,7 @@ def test_four_bits_have_the_bits_of_one_device(workers: list[str], tmp_path: Pat
     assert differing(run_over(workers, plan, use), expected) == []
 
 
-@pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
+@pytest.mark.parametrize("quantize", keeping([True], [False, True]), ids=["", "nf4"])
 def test_a_model_that_stays_on_disk_has_the_bits_of_its_groups(
     quantize: bool, workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +378,7 @@ def test_a_model_that_stays_on_disk_has_the_bits_of_its_groups(
     assert len(sent) == len(trained) == 2 * len({*trained})
 
 
+@repeats("integration/test_halves.py::test_halves_have_the_bits_of_whole_layers")
 def test_halves_have_the_bits_of_whole_layers(workers: list[str]) -> None:
     plan = hosted_plan(workers, before=1)
     cut = replace(
@@ -389,6 +389,7 @@ def test_halves_have_the_bits_of_whole_layers(workers: list[str]) -> None:
     assert differing(found, run_alone(plan, Use())) == []
 
 
+@repeats("integration/test_views.py::test_a_run_of_every_shape_shows_who_did_what")
 def test_a_run_leaves_its_pictures_and_figures(workers: list[str], tmp_path: Path) -> None:
     callbacks = [PipelineTimeline(), StageMonitor()]
     logger = CSVLogger(tmp_path)
@@ -401,7 +402,9 @@ def test_a_run_leaves_its_pictures_and_figures(workers: list[str], tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:The loss of the first batch")
-@pytest.mark.parametrize("collected", ["output_router_logits", "output_hidden_states"])
+@pytest.mark.parametrize(
+    "collected", keeping(["output_hidden_states"], ["output_router_logits", "output_hidden_states"])
+)
 def test_collected_outputs_come_from_both(collected: str, workers: list[str]) -> None:
     class Collecting(FamilyModule):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -427,13 +430,19 @@ class Twice(FamilyModule):
         return loss
 
 
-def test_a_model_that_is_called_twice_has_the_bits_of_one_device(workers: list[str]) -> None:
+@repeats(
+    "test_a_run_has_the_bits_of_one_device_that_adds_in_groups",
+    "integration/test_exactness.py::test_a_model_that_is_called_several_times_equals_one_device",
+)
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_model_that_is_called_twice_has_the_bits_of_one_device(
+    before: int, workers: list[str]
+) -> None:
     use = Use(lambda: Twice(tiny_llama(NUM_LAYERS)))
-    for before in (0, 1):
-        plan = hosted_plan(workers, before=before)
-        found, expected = run_over(workers, plan, use), run_alone(plan, use)
-        assert_close(weights_of(found), weights_of(expected))
-        assert differing(run_over(workers, plan, use), found) == []
+    plan = hosted_plan(workers, before=before)
+    found, expected = run_over(workers, plan, use), run_alone(plan, use)
+    assert_close(weights_of(found), weights_of(expected))
+    assert differing(run_over(workers, plan, use), found) == []
 
 
 def test_evaluation_sees_the_weights_of_the_latest_step(workers: list[str]) -> None:
@@ -514,7 +523,7 @@ class Norms(pl.Callback):
         self.kept.append(here if norms is None else norms())
 
 
-@pytest.mark.parametrize("optimizer", [None, "split"])
+@pytest.mark.parametrize("optimizer", keeping(["split"], [None, "split"]))
 def test_norms_are_those_of_all_replicas_also_within_a_window(
     optimizer: Any, workers: list[str]
 ) -> None:
@@ -584,7 +593,10 @@ class ClippingByHand(pl.Callback):
         self._clip("on_before_optimizer_step", module)
 
 
-@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize(
+    "hook",
+    keeping(["on_before_optimizer_step"], ["on_after_backward", "on_before_optimizer_step"]),
+)
 def test_with_split_gradients_that_change_here_alone_are_refused(
     hook: str, workers: list[str]
 ) -> None:
@@ -599,7 +611,7 @@ def test_with_split_gradients_that_change_here_alone_are_refused(
     assert_close(weights_of(found), weights_of(expected))
 
 
-@pytest.mark.parametrize("optimizer", [None, "split"])
+@pytest.mark.parametrize("optimizer", keeping(["split"], [None, "split"]))
 def test_gradients_that_change_here_within_a_window_are_refused(
     optimizer: Any, workers: list[str]
 ) -> None:
@@ -654,7 +666,7 @@ def test_with_split_each_parameter_is_stepped_and_sent_by_its_owner_alone(
     assert sum(stepped) == pytest.approx(sum(sizes.values()) / 2, rel=0.1)
 
 
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("before", keeping([2], [0, 2]))
 def test_a_checkpoint_may_be_saved_while_replicas_wait_for_the_gradients_from_here(
     before: int, workers: list[str], tmp_path: Path
 ) -> None:
@@ -676,9 +688,9 @@ def test_a_checkpoint_may_be_saved_while_replicas_wait_for_the_gradients_from_he
     assert [float(each["step"]) for each in state.values()] == [3] * len([*module.parameters()])
 
 
-@pytest.mark.parametrize("shares", [(3, 2), (1, 4)])
+@pytest.mark.parametrize(("there", "here"), keeping([(3, 2)], [(3, 2), (1, 4)]))
 def test_sums_leave_layer_by_layer_in_the_last_backward_of_each_step(
-    shares: tuple[int, int], workers: list[str], monkeypatch: pytest.MonkeyPatch
+    there: int, here: int, workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker knows of the exchange when its last gradients come."""
     taken: list[m.ReplicaTensors] = []
@@ -689,14 +701,14 @@ def test_sums_leave_layer_by_layer_in_the_last_backward_of_each_step(
         take(replicas, worker, message, *sums)
 
     monkeypatch.setattr(Exchange, "_take_recorded", taking)
-    strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers, shares))
+    strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers, (there, here)))
     fit(TinyModule(), strategy, loader(3 * BATCH_SIZE, BATCH_SIZE))
     early = Counter(each.round for each in taken if not each.is_last)
     assert [*early.values()] == [NUM_LAYERS] * 3
     assert [each.names for each in taken if each.is_last] == [[]] * 3
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", keeping([2], [1, 2]))
 def test_with_split_the_sums_here_leave_layer_by_layer_too(
     accumulate: int, workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -786,7 +798,10 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_plan_and_of_one_device(
 
 
 @pytest.mark.parametrize(
-    ("shares", "optimizer"), covering(product([(1, 2), (1, 1), (0, 1)], ["split", None]))
+    ("shares", "optimizer"),
+    keeping(
+        [((1, 2), "split"), ((0, 1), None)], product([(1, 2), (1, 1), (0, 1)], ["split", None])
+    ),
 )
 def test_one_more_batch_than_micro_batches_and_fewer_samples_than_pieces(
     shares: tuple[int, int], optimizer: Any, workers: list[str]
@@ -845,11 +860,12 @@ def plans_to_move_between(workers: list[str]) -> list[Plan]:
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    covering(
+    keeping(
+        [("an average", "by turns"), ("LoRA", "split")],
         product(
             ("all trains", "16-mixed", "clipping by value", "frozen layer", "an average", "LoRA"),
             ("all here", "split", "by turns"),
-        )
+        ),
     ),
 )
 def test_layers_move_to_and_from_plans_with_the_coordinator_as_a_replica(
@@ -898,7 +914,10 @@ class LookingAtNorms(pl.Callback):
 
 @pytest.mark.parametrize(
     ("beside", "optimizer"),
-    covering(product(["coordinator", "worker", "both"], ["split", None])),
+    keeping(
+        [("both", "split"), ("coordinator", None)],
+        product(["coordinator", "worker", "both"], ["split", None]),
+    ),
 )
 def test_looking_at_gradients_in_mid_window_loses_none(
     beside: str, optimizer: Any, workers: list[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_hetero.errors import ModelError, StageFailed, WeightsLost, Worker
 from ..conftest import WorkerProcess, worker_process
 from ..equality import assert_close, differing, weights_of
 from ..models import TinyModule, fit, loader, trainer
+from ..pairwise import covering, keeping
 from ..stateful_layers import Averaging, Counting, LayeredModule
 
 NUM_LAYERS = 5
@@ -120,8 +122,7 @@ def test_weights_that_change_while_a_batch_runs_are_refused(workers: list[str]) 
         fit(Changing(), strategy, loader(12, BATCH_SIZE))
 
 
-@pytest.mark.parametrize("steps", [2, 3])
-@pytest.mark.parametrize("optimizer", [None, "split"])
+@pytest.mark.parametrize(("optimizer", "steps"), covering(product([None, "split"], [2, 3])))
 def test_other_weights_on_a_worker_are_found(
     workers: list[str], optimizer: Any, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,10 +228,16 @@ def test_a_tie_or_a_hook_that_comes_during_the_run_is_refused(
         fit(kind(), strategy, loader(12, BATCH_SIZE))
 
 
-@pytest.mark.parametrize("is_hosted", [True, False])
 @pytest.mark.parametrize(
-    ("what", "match"),
-    [("hook", "A hook of all modules"), ("method", r"LlamaMLP\.forward was replaced during")],
+    ("what", "match", "is_hosted"),
+    covering(
+        (*change, is_hosted)
+        for is_hosted in (True, False)
+        for change in (
+            ("hook", "A hook of all modules"),
+            ("method", r"LlamaMLP\.forward was replaced during"),
+        )
+    ),
 )
 def test_what_comes_during_the_run_for_all_layers_is_refused(
     what: str, match: str, is_hosted: bool, workers: list[str], monkeypatch: pytest.MonkeyPatch
@@ -251,7 +258,7 @@ def test_what_comes_during_the_run_for_all_layers_is_refused(
             fit(Changing(), HeteroPipelineStrategy(workers[:1], plan), loader(12, BATCH_SIZE))
 
 
-@pytest.mark.parametrize("optimizer", [None, "split"])
+@pytest.mark.parametrize("optimizer", keeping(["split"], [None, "split"]))
 def test_an_error_in_a_micro_batch_that_runs_here_leaves_the_worker_free(
     optimizer: Any, workers: list[str]
 ) -> None:

@@ -28,7 +28,7 @@ from lightning_hetero.transport.channel import Channel
 from ..conftest import worker_process
 from ..forked import Script, running_script
 from ..models import TinyModule, loader, trainer
-from ..pairwise import all_pairs
+from ..pairwise import all_pairs, covering, keeping
 from .interrupted import SCRIPT
 
 DEADLINE_SECONDS = 60.0
@@ -87,7 +87,9 @@ def interrupt(process: Script, signum: signal.Signals) -> None:
     go_on(process)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "signum", keeping([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]), ids=lambda s: s.name
+)
 def test_a_signal_ends_a_process_as_on_one_device(
     signum: signal.Signals, workers: list[str], tmp_path: Path
 ) -> None:
@@ -118,10 +120,12 @@ class Raising(Callback):
 
 @pytest.mark.parametrize(
     ("kind", "hook", "error"),
-    all_pairs(
-        ["save_on_exception", "OnExceptionCheckpoint"],
-        ["on_after_backward", "on_train_batch_end"],
-        [KeyboardInterrupt, ZeroDivisionError],
+    covering(
+        all_pairs(
+            ["save_on_exception", "OnExceptionCheckpoint"],
+            ["on_after_backward", "on_train_batch_end"],
+            [KeyboardInterrupt, ZeroDivisionError],
+        )
     ),
 )
 def test_an_exception_leaves_the_checkpoint_that_one_device_leaves(
@@ -204,7 +208,11 @@ PLACES: list[tuple[Callable[[Patch], None], type[BaseException]]] = [
 ]
 
 
-@pytest.mark.parametrize(("place", "error"), PLACES, ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(
+    ("place", "error"),
+    keeping([(between_the_stages, SystemExit), (on_a_stage, StageFailed)], PLACES),
+    ids=lambda v: getattr(v, "__name__", ""),
+)
 def test_an_optimizer_step_that_only_some_layers_have_made_is_never_saved(
     place: Callable[[Patch], None],
     error: type[BaseException],

@@ -30,6 +30,7 @@ from ..equality import differing
 from ..launch.configs import strategy_of_config
 from ..launch.guests import door
 from ..models import TinyModule, fit, loader, trainer
+from ..pairwise import repeats
 from ..transport.pairs import PATIENCE_SECONDS, closed_address
 from .namespaces import join, new_host, reason_against_hosts
 from .tunnels import FORWARDED
@@ -128,6 +129,10 @@ def test_a_plan_names_them_by_their_names(
     assert_same(fit(TinyModule(), strategy_of(where, plan, token_file, least=1)), by_address)
 
 
+@repeats(
+    "integration/test_hosted.py::test_the_replicated_plan_gives_everyone_all_layers_and_shares_by_speed",
+    "integration/test_members.py::test_one_that_is_not_known_is_measured",
+)
 @pytest.mark.usefixtures("guests")
 @pytest.mark.parametrize("plan", ["auto", "replicated"])
 def test_plans_that_are_measured_take_them_too(where: str, token_file: Path, plan: str) -> None:
@@ -206,6 +211,10 @@ def test_a_config_names_it() -> None:
     assert made._fleet._workers == Joining("127.0.0.1:7171", least=3)
 
 
+@repeats(
+    "test_the_numbers_are_those_of_workers_that_were_dialled_also_in_the_next_run",
+    "integration/test_tunnels.py::test_weights_over_tunnels_are_bit_equal_to_accumulation",
+)
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_workers_behind_routers_that_hide_them_train_in_a_star(
     token_file: Path, by_address: TinyModule, caplog: pytest.LogCaptureFixture

@@ -15,6 +15,7 @@ from lightning_hetero.errors import ModelError, StageFailed
 
 from ..conftest import worker_process
 from ..models import TinyModule, fit, loader, trainer
+from ..pairwise import keeping
 from ..stateful_layers import (
     Averaging,
     Caching,
@@ -79,7 +80,7 @@ def test_state_in_an_attribute_is_refused_by_name(
         train(LayeredModule(kind), pipeline(allowing, 1))
 
 
-@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
+@pytest.mark.parametrize("micro_batching", keeping(["boundary"], ["step", "boundary"]))
 def test_state_in_an_attribute_is_refused_in_every_mode(
     allowing: list[str], micro_batching: str
 ) -> None:
@@ -119,7 +120,10 @@ class Annealing(pl.Callback):
 
 @pytest.mark.parametrize(
     ("micro_batches", "micro_batching", "rtol"),
-    [(1, "step", 0), (1, "boundary", 0), (2, "step", 1e-5), (2, "boundary", 1e-5)],
+    keeping(
+        [(2, "step", 1e-5)],
+        [(1, "step", 0), (1, "boundary", 0), (2, "step", 1e-5), (2, "boundary", 1e-5)],
+    ),
 )
 def test_a_callbacks_change_reaches_the_worker(
     allowing: list[str], micro_batches: int, micro_batching: str, rtol: float

@@ -29,6 +29,7 @@ from lightning_hetero.transport.token import Token, write_token_file
 from ..conftest import WorkerProcess, worker_process
 from ..equality import differing
 from ..models import TinyModule, fit, loader
+from ..pairwise import keeping, repeats
 from ..transport.pairs import PATIENCE_SECONDS
 from .namespaces import join, new_host, reason_against_hosts
 
@@ -152,7 +153,7 @@ def test_a_killed_session_comes_back(scene: Scene, undisturbed: TinyModule) -> N
     ]
 
 
-@pytest.mark.parametrize("name", ["left", "right"])
+@pytest.mark.parametrize("name", keeping(["left"], ["left", "right"]))
 def test_one_that_starts_again_at_another_port_takes_its_place(
     name: str, scene: Scene, undisturbed: TinyModule
 ) -> None:
@@ -194,7 +195,7 @@ def test_one_that_nobody_replaces_ends_the_run_with_the_remedy(scene: Scene) -> 
         scene.run({1: lambda: end(right)}, wait_seconds=0.3, least_workers=2)
 
 
-@pytest.mark.parametrize("kind", ["fork", "spawn"])
+@pytest.mark.parametrize("kind", keeping(["spawn"], ["fork", "spawn"]))
 def test_a_machine_that_has_joined_takes_over_beside_its_own_layers(
     kind: str, scene: Scene, undisturbed: TinyModule, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,6 +207,10 @@ def test_a_machine_that_has_joined_takes_over_beside_its_own_layers(
     assert "takes the place of right beside its own layers" in caplog.text
 
 
+@repeats(
+    "test_a_machine_that_has_joined_takes_over_beside_its_own_layers",
+    "test_one_that_nobody_can_dial_joins_again_when_its_broken_connection_is_given_up",
+)
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_a_machine_that_nobody_can_dial_takes_over_and_so_does_another_process_of_it(
     undisturbed: TinyModule, tmp_path: Path

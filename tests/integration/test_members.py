@@ -43,7 +43,7 @@ from lightning_hetero.transport.token import Token, write_token_file
 from ..conftest import WorkerProcess, worker_process
 from ..equality import differing
 from ..models import TinyModule, fit, loader
-from ..pairwise import keeping
+from ..pairwise import keeping, repeats
 from ..planner.profiles import coordinator, device, ends, profile, timing
 from ..transport.pairs import PATIENCE_SECONDS
 
@@ -173,6 +173,10 @@ SLOWING = (
 )
 
 
+@repeats(
+    "integration/test_lost_workers.py::test_a_worker_that_is_killed_behind_a_move_comes_back",
+    "integration/test_moving_layers.py::test_a_worker_that_slows_down_is_noticed_and_relieved",
+)
 def test_a_worker_that_dies_behind_a_move_of_replan_comes_back(
     worker_processes: list[WorkerProcess], tmp_path: Path
 ) -> None:
@@ -226,6 +230,10 @@ def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
     assert f"{names[1]} has left the run before step 5" in caplog.text
 
 
+@repeats(
+    "test_a_worker_that_is_to_end_gives_its_layers_to_the_others",
+    "test_one_that_has_joined_is_recovered_and_leaves_and_comes_back",
+)
 def test_an_idle_worker_gets_the_layers_of_one_that_is_to_end(
     undisturbed: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +256,7 @@ def test_an_idle_worker_gets_the_layers_of_one_that_is_to_end(
     assert events.plans[-1].workers == [names[0], spare.address]
 
 
-@pytest.mark.parametrize("recovery", [True, False])
+@pytest.mark.parametrize("recovery", keeping([True], [True, False]))
 def test_an_idle_worker_tells_that_it_is_a_spare_of_a_run_with_recovery(
     worker_processes: list[WorkerProcess], recovery: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +409,7 @@ class Door:
         return HeteroPipelineStrategy(joining, plan, token_file=self.token_file, **options)
 
 
+@repeats("test_one_that_has_joined_is_recovered_and_leaves_and_comes_back")
 @pytest.mark.usefixtures("measured")
 def test_one_that_comes_late_gets_layers(
     undisturbed: TinyModule, where: str, token_file: Path, caplog: pytest.LogCaptureFixture
@@ -471,6 +480,10 @@ def test_one_that_has_joined_is_recovered_and_leaves_and_comes_back(
     ]
 
 
+@repeats(
+    "test_one_that_comes_late_is_a_further_replica_and_is_recovered",
+    "test_no_more_than_the_most_join",
+)
 @pytest.mark.usefixtures("measured")
 def test_under_a_plan_of_the_user_nobody_joins(
     undisturbed: TinyModule, where: str, token_file: Path
@@ -535,8 +548,6 @@ REPLICAS: dict[str, tuple[list[str], Any]] = {
     "the coordinator is one": ([COORDINATOR], None),
     "the coordinator owns a part": ([COORDINATOR], "split"),
 }
-KEPT = ("replicas of the workers", "the coordinator owns a part")
-"""With and without the coordinator, with and without `split`."""
 
 
 def replicas_of(names: Sequence[str], kind: str) -> Plan:
@@ -560,7 +571,11 @@ def measured_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", keeping(KEPT, REPLICAS))
+@repeats(
+    "test_a_worker_that_is_to_end_gives_its_layers_to_the_others",
+    "integration/test_hosted_faults.py::test_shares_may_change_during_the_run",
+)
+@pytest.mark.parametrize("kind", REPLICAS)
 def test_a_replica_that_is_to_end_leaves_its_micro_batches_to_the_others(
     worker_processes: list[WorkerProcess], kind: str, tmp_path: Path
 ) -> None:
@@ -585,7 +600,7 @@ def test_a_replica_that_is_to_end_leaves_its_micro_batches_to_the_others(
 
 
 @pytest.mark.usefixtures("measured_for_replicas")
-@pytest.mark.parametrize("kind", keeping(KEPT, REPLICAS))
+@pytest.mark.parametrize("kind", keeping(["the coordinator owns a part"], REPLICAS))
 def test_one_that_comes_late_is_a_further_replica_and_is_recovered(
     worker_processes: list[WorkerProcess], kind: str, where: str, token_file: Path, tmp_path: Path
 ) -> None:

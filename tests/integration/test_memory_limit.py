@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..conftest import worker_process
 from ..forked import running_script
+from ..pairwise import repeats
 
 CONFIG = LlamaConfig(
     hidden_size=768,
@@ -82,6 +83,7 @@ def train(folder: Path, workers: list[str]) -> tuple[int | None, str, str]:
         return process.returncode, said, errors
 
 
+@repeats("integration/test_pretrained.py::test_all_weights_train_and_come_back")
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
 def test_three_processes_train_a_model_that_one_cannot_hold(folder: Path) -> None:
     with worker_process(before=LIMIT) as first, worker_process(before=LIMIT) as second:

@@ -11,6 +11,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..families import NUM_LAYERS
 from ..models import TinyModule, fit, loader, scaled_precision, trainer
+from ..pairwise import keeping, repeats
 from ..plans import plan_of
 from ..pretrained import BATCH_SIZE, PretrainedModule, build_from_checkpoint, build_whole, save_tiny
 from .moves import Moves
@@ -24,7 +25,7 @@ def train(module: Any, strategy: Any, moves: dict[int, Plan], **options: Any) ->
     return fit(module, strategy, data, callbacks=[Moves(moves)], **options)
 
 
-@pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
+@pytest.mark.parametrize("quantize", keeping([True], [False, True]), ids=["", "nf4"])
 def test_frozen_weights_that_move_are_read_from_their_checkpoint_again(
     quantize: bool, workers: list[str], tmp_path: Path
 ) -> None:
@@ -45,6 +46,10 @@ def test_frozen_weights_that_move_are_read_from_their_checkpoint_again(
             assert (parameter - wanted[name]).norm() <= 1e-4 * wanted[name].norm(), name
 
 
+@repeats(
+    "test_frozen_weights_that_move_are_read_from_their_checkpoint_again",
+    "integration/test_pretrained.py::test_all_weights_train_and_come_back",
+)
 def test_all_weights_of_a_model_on_disk_train_and_move(workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     last = NUM_LAYERS - 1
@@ -58,6 +63,10 @@ def test_all_weights_of_a_model_on_disk_train_and_move(workers: list[str], tmp_p
     assert not [name for name, p in found.named_parameters() if p.is_meta]
 
 
+@repeats(
+    "integration/test_moving_layers.py::test_layers_move_there_and_back",
+    "integration/test_mixed_precision.py::test_loss_scaling_is_that_of_one_device",
+)
 def test_layers_move_under_loss_scaling(workers: list[str]) -> None:
     def run(moves: dict[int, Plan]) -> list[float]:
         strategy = HeteroPipelineStrategy(workers[:2], plan_of(workers, (1, 2, 2)))
@@ -85,6 +94,10 @@ def test_a_stage_may_get_a_dtype_of_its_own_with_a_move(workers: list[str]) -> N
     assert moved.losses == pytest.approx(expected.losses, rel=1e-2)
 
 
+@repeats(
+    "integration/test_placements.py::test_layers_move_from_every_shape_to_every_other",
+    "integration/test_generation.py::test_generation_within_fit_has_the_bits_of_one_device",
+)
 def test_a_run_validates_and_generates_before_and_after_a_move(workers: list[str]) -> None:
     class Generates(TinyModule):
         def __init__(self) -> None:

@@ -20,6 +20,7 @@ from lightning_hetero.transport.token import Token, write_token_file
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit
+from ..pairwise import repeats
 from .namespaces import Host, join, new_host, reason_against_hosts
 
 REASON = reason_against_hosts()
@@ -70,6 +71,10 @@ def assert_same(found: TinyModule, expected: TinyModule) -> None:
         assert torch.equal(found.state_dict()[name], tensor), name
 
 
+@repeats(
+    "test_the_worker_is_discovered",
+    "integration/test_mutual_tls.py::test_numbers_are_those_without_tls",
+)
 def test_losses_over_mutual_tls_are_those_on_loopback(
     hosts: Hosts, token_file: Path, on_loopback: TinyModule
 ) -> None:

@@ -21,6 +21,7 @@ from ..families import (
     tiny_model,
 )
 from ..models import fit, loader
+from ..pairwise import keeping
 from .shapes import one_each, shaped
 
 ODD: dict[str, Callable[[], hf.PretrainedConfig]] = {
@@ -54,7 +55,15 @@ ODD: dict[str, Callable[[], hf.PretrainedConfig]] = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+# The families of the others train in `test_families.py`.
+ONLY_HERE = (
+    "state spaces and attention by turns",
+    "state spaces beside attention",
+    "convolutions and attention by turns",
+)
+
+
+@pytest.mark.parametrize("name", keeping(ONLY_HERE, ODD))
 def test_an_odd_decoder_has_the_bits_of_accumulation(
     name: str, workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

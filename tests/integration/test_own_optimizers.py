@@ -16,6 +16,7 @@ from .. import own_optimizers as own
 from ..conftest import worker_process
 from ..equality import assert_close
 from ..models import TinyModule, fit, loader, trainer
+from ..pairwise import repeats
 from ..plans import plan_of
 
 
@@ -61,6 +62,10 @@ def test_its_state_is_in_checkpoints(allowing: list[str], tmp_path: Path) -> Non
     assert_close(found.state_dict(), expected.state_dict())
 
 
+@repeats(
+    "test_an_optimizer_of_ones_own_equals_one_device",
+    "integration/test_own_layers.py::test_local_workers_allow_the_layers_by_themselves",
+)
 def test_local_workers_allow_its_class_by_themselves() -> None:
     plain = fit(Optimized(own.Lion))
     found = fit(Optimized(own.Lion), HeteroPipelineStrategy(1, "even", micro_batches=3))

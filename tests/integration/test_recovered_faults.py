@@ -8,6 +8,17 @@ import pytest
 
 from ..faults.killed_coordinator import try_kills
 from ..faults.recovered import RESPAWN, SPARE, TAKEOVER, Stage, ways
+from ..pairwise import keeping
+
+# The frozen process wakes up when another one has its place, and talks to the others.
+FROZEN = ("SIGSTOP", SPARE, "backward", True)
+CASES = [
+    FROZEN,
+    ("stall", RESPAWN, "clip", False),
+    ("RST", SPARE, "evaluation", True),
+    ("kill -9", RESPAWN, "checkpoint", False),
+    ("kill -9", TAKEOVER, "generation", True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -18,14 +29,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 @pytest.mark.parametrize(
     ("fault", "way", "place", "is_first"),
-    [
-        # The frozen process wakes up when another one has its place, and talks to the others.
-        ("SIGSTOP", SPARE, "backward", True),
-        ("stall", RESPAWN, "clip", False),
-        ("RST", SPARE, "evaluation", True),
-        ("kill -9", RESPAWN, "checkpoint", False),
-        ("kill -9", TAKEOVER, "generation", True),
-    ],
+    keeping([FROZEN], CASES),
 )
 def test_weights_metrics_hooks_and_checkpoints_are_those_of_the_undisturbed_run(
     fault: str, way: str, place: str, is_first: bool, stage: Stage

@@ -16,7 +16,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 
 from ..models import TinyModule, fit, loader, trainer
-from ..pairwise import covering
+from ..pairwise import keeping, repeats
 
 NUM_LAYERS = 5
 Between = Callable[["OwnLoop", Tensor, int], Any]
@@ -144,7 +144,7 @@ def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(tensor, others[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(("between", "way"), REFUSED)
+@pytest.mark.parametrize(("between", "way"), keeping([(halting, "boundary")], REFUSED))
 def test_looking_between_layers_on_workers_is_refused(
     between: Between, way: str, workers: list[str]
 ) -> None:
@@ -152,7 +152,9 @@ def test_looking_between_layers_on_workers_is_refused(
         train(OwnLoop(between), over(workers, micro_batching=way))
 
 
-@pytest.mark.parametrize(("between", "way"), covering(EQUAL))
+@pytest.mark.parametrize(
+    ("between", "way"), keeping([(mixing, "step"), (residual, "boundary")], EQUAL)
+)
 @pytest.mark.filterwarnings("ignore:`training_step` changes kept")
 def test_sums_and_what_is_used_behind_the_layers_equal_one_device(
     between: Between, way: str, workers: list[str]
@@ -181,11 +183,11 @@ class AtTheEnd(OwnLoop):
         super().__init__(lambda _, hidden, number: hidden.tanh() if number == 2 else None)
 
 
-@pytest.mark.parametrize("ends", [(3, NUM_LAYERS), (0, 3)], ids=["before", "behind"])
-def test_the_remedy_is_one(ends: tuple[int, int], workers: list[str]) -> None:
+@pytest.mark.parametrize(("first", "last"), keeping([(0, 3)], [(3, NUM_LAYERS), (0, 3)]))
+def test_the_remedy_is_one(first: int, last: int, workers: list[str]) -> None:
     with pytest.raises(ModelError, match="coordinator layers 0 to 2, or all layers from 3 on"):
         train(AtTheEnd(), over(workers))
-    assert_same_weights(train(AtTheEnd(), over(workers, *ends)), train(AtTheEnd(), "auto"))
+    assert_same_weights(train(AtTheEnd(), over(workers, first, last)), train(AtTheEnd(), "auto"))
 
 
 def saving(use_reentrant: bool) -> Any:
@@ -200,13 +202,18 @@ GOES_ON: dict[str, Callable[[], TinyModule]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "way"), covering(product(GOES_ON, ["step", "boundary"])))
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    keeping(
+        [("checkpoint", "step"), ("twice", "boundary")], product(GOES_ON, ["step", "boundary"])
+    ),
+)
 def test_handing_them_on_equals_one_device(kind: str, way: str, workers: list[str]) -> None:
     found = train(GOES_ON[kind](), over(workers, 0, NUM_LAYERS, micro_batching=way))
     assert_same_weights(found, train(GOES_ON[kind](), "auto"))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", keeping([True], [False, True]))
 def test_checkpointing_of_transformers_equals_one_device(
     use_reentrant: bool, workers: list[str]
 ) -> None:
@@ -218,7 +225,7 @@ def test_checkpointing_of_transformers_equals_one_device(
     assert_same_weights(train(module(), over(workers)), train(module(), "auto"))
 
 
-@pytest.mark.parametrize("way", ["step", "boundary"])
+@pytest.mark.parametrize("way", keeping(["step"], ["step", "boundary"]))
 def test_reentrant_checkpoints_around_layers_are_refused(way: str, workers: list[str]) -> None:
     with pytest.raises(ModelError, match="without `use_reentrant=False`"):
         train(OwnLoop(nothing, saving(use_reentrant=True)), over(workers, micro_batching=way))
@@ -259,7 +266,7 @@ def test_an_own_loop_from_the_embedding_on_equals_one_device(workers: list[str])
     assert_same_weights(found, train(OwnLoop(form), "auto"))
 
 
-@pytest.mark.parametrize("inference_mode", [False, True])
+@pytest.mark.parametrize("inference_mode", keeping([True], [False, True]))
 def test_predictions_are_those_of_one_device(inference_mode: bool, workers: list[str]) -> None:
     found = [
         trainer(strategy, inference_mode=inference_mode).predict(OwnLoop(form), loader(8, 4))
@@ -268,6 +275,10 @@ def test_predictions_are_those_of_one_device(inference_mode: bool, workers: list
     torch.testing.assert_close(*found)
 
 
+@repeats(
+    "test_handing_them_on_equals_one_device",
+    "integration/test_mixed_precision.py::test_precision_over_stages_is_that_of_one_device",
+)
 def test_mixed_precision_goes_on(workers: list[str]) -> None:
     found = train(OwnLoop(form), over(workers), precision="bf16-mixed")
     assert found.losses == pytest.approx(

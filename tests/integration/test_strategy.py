@@ -24,6 +24,7 @@ from lightning_hetero.transport.token import FILE_VARIABLE
 from ..conftest import WorkerProcess
 from ..local_workers import local_workers
 from ..models import TinyModule, loader, trainer
+from ..pairwise import keeping
 
 
 def test_it_is_registered_by_name() -> None:
@@ -195,7 +196,8 @@ def test_logged_values_are_those_of_the_batch(workers: list[str]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+# The others are in `test_mixed_precision.py`.
+@pytest.mark.parametrize("precision", keeping(["64-true"], ["bf16-mixed", "bf16-true", "64-true"]))
 def test_precision_is_that_of_one_device(workers: list[str], precision: Any) -> None:
     def losses(use: Any) -> list[float]:
         module = TinyModule()

@@ -17,6 +17,7 @@ from lightning_hetero.model.placeholders import ParameterAway
 
 from ..equality import assert_close, weights_of
 from ..models import TinyModule, fit, loader
+from ..pairwise import keeping
 from ..plans import plan_of
 from .refusals import try_all
 
@@ -83,7 +84,7 @@ GOES_ON: dict[str, Callable[[Averaging], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", GOES_ON)
+@pytest.mark.parametrize("way", keeping(["average of a state dict", "load_state_dict"], GOES_ON))
 def test_an_operation_with_effect_equals_one_device(way: str, workers: list[str]) -> None:
     expected = fit(Averaging(GOES_ON[way]), data=loader(8, 4))
     strategy = HeteroPipelineStrategy(workers[:1], "even")

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 from lightning_hetero import HeteroPipelineStrategy
 
 from ..models import TinyModule, loader, trainer
+from ..pairwise import keeping
 
 # Makes a trainer with the strategy that is tried.
 MakeTrainer = Callable[..., pl.Trainer]
@@ -136,7 +137,11 @@ USES = (
 )
 
 
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize(
+    "use",
+    keeping([fit_another_module, all_four, best_and_last, write_predictions], USES),
+    ids=lambda use: use.__name__,
+)
 def test_it_goes_as_on_one_device(
     use: Callable[[MakeTrainer, Path], list[Any]], workers: list[str], tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from lightning_hetero.report.run_record import RunRecord, read_run
 
 from ..callbacks.trace_faults import faults_of
 from ..models import TinyModule, loader, trainer
-from ..pairwise import keeping
+from ..pairwise import keeping, repeats
 from .moves import Moves
 from .shapes import HOSTED, ONE_OF_EACH_KIND, REPLICAS, SHAPES, shaped
 from .yardstick import NUM_LAYERS
@@ -165,7 +165,8 @@ def layers_of(record: RunRecord, name: str) -> list[int]:
     return [n for held in record.ranges.get(name, ()) for n in range(*held.layers)]
 
 
-@pytest.mark.parametrize("shape", keeping(ONE_OF_EACH_KIND, EVERY_SHAPE))
+# `tests/verify/test_rehearsal.py` has the others of each kind.
+@pytest.mark.parametrize("shape", keeping(ONE_OF_EACH_KIND[::2], EVERY_SHAPE))
 def test_a_run_of_every_shape_shows_who_did_what(
     workers: list[str],
     tmp_path: Path,
@@ -260,6 +261,10 @@ def test_processes_keep_their_numbers_when_layers_move(workers: list[str], tmp_p
             assert row.get(f"stage/{number}/busy_share", 0.0) <= 1.0
 
 
+@repeats(
+    "test_a_run_of_every_shape_shows_who_did_what",
+    "test_processes_keep_their_numbers_when_layers_move",
+)
 def test_a_stage_gets_replicas_and_loses_them_in_mid_run(
     workers: list[str], tmp_path: Path
 ) -> None:

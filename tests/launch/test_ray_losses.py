@@ -24,6 +24,7 @@ from ..integration.yardstick import (
     plan_over,
 )
 from ..models import TinyModule, fit, loader
+from ..pairwise import repeats
 from .ray_nodes import LONG_SECONDS, NEEDS_RAY, Nodes, processes_of, ray_nodes, until, workers_of
 
 pytestmark = [NEEDS_RAY, pytest.mark.timeout(600)]
@@ -90,6 +91,10 @@ def assert_nothing_stored(before: Mapping[str, int], nodes: Nodes) -> None:
         assert num_bytes - before.get(node, 0) < 100
 
 
+@repeats(
+    "launch/test_ray.py::test_a_killed_worker_a_lost_node_and_a_new_one",
+    "integration/test_lost_guests.py::test_a_killed_session_comes_back",
+)
 def test_a_worker_that_is_killed_joins_again(nodes: Nodes, tmp_path: Path) -> None:
     """First the process of its session, then all of it; and no byte goes through Ray's store."""
     nodes.set_number(2)
@@ -101,6 +106,10 @@ def test_a_worker_that_is_killed_joins_again(nodes: Nodes, tmp_path: Path) -> No
     assert_nothing_stored(before, nodes)
 
 
+@repeats(
+    "launch/test_ray.py::test_a_killed_worker_a_lost_node_and_a_new_one",
+    "integration/test_lost_guests.py::test_a_killed_session_comes_back",
+)
 def test_one_whose_node_is_lost_is_placed_anew(nodes: Nodes, tmp_path: Path) -> None:
     nodes.set_number(2)
     scene, before = Scene(nodes, tmp_path, 2, LONG_SECONDS), nodes.stored_bytes()

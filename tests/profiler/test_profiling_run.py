@@ -26,6 +26,7 @@ from lightning_hetero.profiler import trials
 
 from ..families import tiny_model
 from ..models import Module, TinyModule, fit, loader, sequences, trainer
+from ..pairwise import keeping, repeats
 from ..transport.pairs import worker_thread
 
 
@@ -117,6 +118,7 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
         assert all(t.saved_bytes < t.peak_bytes for t in plain_ones)
 
 
+@repeats("test_the_profile_marks_the_halves_with_experts")
 def test_auto_measures_halves_of_layers_apart(workers: list[str], tmp_path: Path) -> None:
     path, module = tmp_path / "profile.yaml", TinyModule()
     profiled(module, HeteroPipelineStrategy(workers[:2], "auto", cut_layers=True), path)
@@ -155,6 +157,10 @@ def test_over_slow_links_token_ids_travel(
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
 
 
+@repeats(
+    "profiler/test_trials.py::test_a_changed_device_is_named_with_both_figures_and_the_remedy",
+    "test_measuring_leaves_no_trace",
+)
 def test_a_device_that_changed_while_it_was_measured_is_named(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +193,10 @@ def test_the_second_start_measures_nothing(
     assert strategy.plan_choice.profile is not None
 
 
+@repeats(
+    "strategy/test_replan.py::test_a_measurement_that_the_first_steps_contradict_is_marked_once",
+    "profiler/test_cache.py::test_a_second_measurement_that_agrees_confirms_the_first",
+)
 def test_a_measurement_that_real_steps_contradict_is_made_anew_at_the_next_start(
     workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,6 +228,10 @@ def test_a_measurement_that_real_steps_contradict_is_made_anew_at_the_next_start
     assert again.device("coordinator").timings == contradicted.device("coordinator").timings
 
 
+@repeats(
+    "profiler/test_cache.py::test_new_measurements_complete_the_known_profile",
+    "integration/test_members.py::test_one_that_is_not_known_is_measured",
+)
 def test_a_new_worker_is_measured_alone(workers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     profiled(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), path)
@@ -234,10 +248,10 @@ def test_a_new_worker_is_measured_alone(workers: list[str], tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [
-        ("devices: [", "is measured again"),
-        ("another batch", "other batch"),
-    ],
+    keeping(
+        [("devices: [", "is measured again")],
+        [("devices: [", "is measured again"), ("another batch", "other batch")],
+    ),
 )
 def test_an_unusable_file_is_ignored_with_a_log_line(
     workers: list[str],
@@ -307,6 +321,10 @@ def allowing() -> Iterator[str]:
         yield str(address)
 
 
+@repeats(
+    "profiler/test_trials.py::test_a_device_out_of_memory_gets_no_larger_sizes",
+    "test_a_device_without_memory_for_a_layer_gets_none",
+)
 @pytest.mark.filterwarnings("ignore:`training_step` changes sizes")
 def test_a_device_out_of_memory_reports_the_largest_size_that_fits_and_goes_on(
     allowing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -417,6 +435,12 @@ class Family(TinyModule):
         self.model = tiny_model(family)  # type: ignore[assignment]
 
 
+OF_TWO_KINDS = (
+    "gemma3",
+    ["Gemma3DecoderLayer-sliding_attention", "Gemma3DecoderLayer-full_attention"],
+)
+
+
 # The router's loss of a batch is no mean over micro-batches, so the first-batch check warns.
 @pytest.mark.filterwarnings("ignore:The loss of the first batch")
 def test_the_profile_marks_the_halves_with_experts(workers: list[str], tmp_path: Path) -> None:
@@ -435,14 +459,10 @@ def test_the_profile_marks_the_halves_with_experts(workers: list[str], tmp_path:
 @pytest.mark.filterwarnings("ignore:The loss of the first batch")
 @pytest.mark.parametrize(
     ("family", "kinds"),
-    [
-        ("gpt2", ["GPT2Block"]),
-        ("mixtral", ["MixtralDecoderLayer"]),
-        (
-            "gemma3",
-            ["Gemma3DecoderLayer-sliding_attention", "Gemma3DecoderLayer-full_attention"],
-        ),
-    ],
+    keeping(
+        [OF_TWO_KINDS],
+        [("gpt2", ["GPT2Block"]), ("mixtral", ["MixtralDecoderLayer"]), OF_TWO_KINDS],
+    ),
 )
 def test_other_families_are_measured(
     workers: list[str], tmp_path: Path, family: str, kinds: list[str]

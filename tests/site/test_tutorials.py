@@ -17,6 +17,7 @@ from lightning_hetero.transport.token import FILE_VARIABLE
 
 from ..conftest import worker_process
 from ..pages import DOCS, ROOT, blocks, script
+from ..pairwise import repeats
 
 TUTORIALS = DOCS / "tutorials"
 Run = Callable[..., dict[str, Any]]
@@ -121,6 +122,7 @@ def test_a_run_that_survives(run: Run, capsys: pytest.CaptureFixture[str]) -> No
     assert f"{worker.address} is back after" in said
 
 
+@repeats("test_first_training")
 def test_the_notebook_runs(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

@@ -13,7 +13,7 @@ from lightning_hetero import cli
 
 from ..conftest import worker_process
 from ..integration.shapes import HOSTED, ONE_OF_EACH_KIND, REPLICAS, SHAPES, shaped
-from ..pairwise import keeping
+from ..pairwise import keeping, repeats
 from ..pretrained import save_tiny
 
 PROJECT = """
@@ -94,7 +94,7 @@ stages:
 """
 
 
-@pytest.mark.parametrize("plan", ["even", "auto", "plan.yaml"])
+@pytest.mark.parametrize("plan", keeping(["auto", "plan.yaml"], ["even", "auto", "plan.yaml"]))
 def test_workers_that_compute_right_pass_and_nothing_is_trained(
     project: Path,
     workers: list[str],
@@ -148,6 +148,10 @@ class Data(L.LightningDataModule):
 """
 
 
+@repeats(
+    "test_workers_that_compute_right_pass_and_nothing_is_trained",
+    "integration/test_own_layers.py::test_local_workers_allow_the_layers_by_themselves",
+)
 def test_local_workers_start_once_for_the_layers_of_all_stages(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,7 +165,8 @@ def test_local_workers_start_once_for_the_layers_of_all_stages(
     assert code == 0
 
 
-@pytest.mark.parametrize("shape", keeping(ONE_OF_EACH_KIND, SHAPES | REPLICAS | HOSTED))
+# `tests/integration/test_views.py` has the others of each kind.
+@pytest.mark.parametrize("shape", keeping(ONE_OF_EACH_KIND[1::2], SHAPES | REPLICAS | HOSTED))
 def test_workers_of_every_shape_are_verified_stage_by_stage(
     project: Path,
     workers: list[str],
@@ -206,6 +211,10 @@ def test_the_worker_that_computes_wrongly_is_named(
     assert shown.count("the gradient that is furthest off") == 1
 
 
+@repeats(
+    "test_the_worker_that_computes_wrongly_is_named",
+    "test_the_replica_that_computes_wrongly_is_named",
+)
 def test_a_wrong_worker_with_several_stages_is_named_once(
     project: Path,
     workers: list[str],
@@ -284,7 +293,10 @@ class Data(L.LightningDataModule):
 
 @pytest.mark.parametrize(
     ("quantize", "precision", "allowed"),
-    [(False, "32-true", 1e-4), (True, "32-true", 1e-4), (False, "bf16-true", 1.0)],
+    keeping(
+        [(True, "32-true", 1e-4), (False, "bf16-true", 1.0)],
+        [(False, "32-true", 1e-4), (True, "32-true", 1e-4), (False, "bf16-true", 1.0)],
+    ),
     ids=["", "nf4", "bf16"],
 )
 def test_a_model_that_stays_on_disk_is_verified(

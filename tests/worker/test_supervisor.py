@@ -38,6 +38,7 @@ from lightning_hetero.worker.supervisor import SessionPlace, hear_turn
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit, loader, tiny_llama
+from ..pairwise import repeats
 from ..transport.pairs import PATIENCE_SECONDS
 
 LEAKED_BYTES = 256 * 2**20
@@ -218,6 +219,9 @@ def sent_bytes(worker: WorkerProcess) -> int:
         coordinator.close()
 
 
+@repeats(
+    "integration/test_lost_guests.py::test_a_machine_that_has_joined_takes_over_beside_its_own_layers",
+)
 def test_a_process_that_is_not_forked_serves_alike() -> None:
     with worker_process("--sessions", "spawn", "--allow", __name__) as worker:
         first, spare = worker.children()
