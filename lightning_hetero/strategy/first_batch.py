@@ -392,7 +392,8 @@ class FirstBatchCheck:
         tolerance = max(tolerance, STOPPING_DIFFERENCE)
         difference = whole.difference_for_loss(cut)
         before = whole.difference_before_layers(cut)
-        if not max(difference, before) > tolerance:
+        of_outputs, kind = whole.difference_for_outputs(cut)
+        if not max(difference, before, of_outputs) > tolerance:
             return None
         self.checks.said.add(("gradients",))
         if difference > tolerance:
@@ -409,6 +410,15 @@ class FirstBatchCheck:
                 f"{100 * before:.3g} %. It seems that a hook or an `autograd.Function` there uses "
                 "a number of the batch, such as the norm of a gradient; "
                 "`micro_batching='boundary'` repairs it."
+        elif of_outputs > tolerance:
+            text = (
+                f"The loss of the {self.checks.which} batch is that of its micro-batches up to "
+                f"rounding, but its gradients for {kind!r} are not: they differ by "
+                f"{100 * of_outputs:.3g} %. It seems that a small part of the loss, such as one "
+                "that balances experts, couples the samples of a batch; "
+                "`micro_batching='boundary'` repairs it."
+            )
+            return _Problem(text, is_large=False)
             )
         return _Problem(text, is_large=True)
 

@@ -1,6 +1,7 @@
 """The gradients of a checked batch, as a whole and of its micro-batches together.
 
-    loss ──▶ hidden states that came back      their gradients, and those of parameters
+    loss ──▶ hidden states that came back      their gradients, and those of parameters and of
+                                               collected outputs, such as router logits
     hidden states that were sent ──▶ the rest  the same, for made-up gradients of what was sent
 
 The layers between do not run backwards: workers compute with their own code, which is checked
@@ -11,8 +12,8 @@ the same one in the batch and in its micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from ..coordinator.handover import TriedHandOver
 # A gradient that changes the loss by less than this part of it, when the hidden states change by
 # as much as they are, may be what is left of gradients that cancel each other.
 _NOISE = 1e-4
+# A small part of a loss, as one that balances experts, may make all gradients of an output.
+_NOISE_OF_OUTPUTS = 1e-6
 # Parameters that are zero as yet, as those of adapters, change by about this much.
 _LEAST_CHANGE = 1e-2
 
@@ -138,12 +141,14 @@ class Gradients:
 
     Args:
         of_loss: Those of the loss.
+        of_outputs: Those of the loss for collected outputs that came back, by the kind.
         of_sent: Those of what was sent to the layers.
         num_sent: How many numbers were sent.
         factor: The gradient of a number that was sent, relative to another such number.
     """
 
     of_loss: Backward = Backward()
+    of_outputs: Mapping[str, Backward] = field(default_factory=dict)
     of_sent: Backward = Backward()
     num_sent: int = 0
     factor: float = 1.0
@@ -174,6 +179,7 @@ class Gradients:
         weights = torch.full_like(loss, weight * scale)
         least = _NOISE * scale * max(1.0, abs(float(loss.detach())))
         of_loss = Backward.of([loss], [weights], hidden, parameters, least)
+        of_outputs = _of_outputs(loss, weights, tried, least / _NOISE * _NOISE_OF_OUTPUTS)
         if factor is None:
             # The layers are taken to change the size of a gradient as little as that of a state.
             factor = _norm(of_loss.for_hidden[-1]) / _size(hidden[-1])
@@ -181,12 +187,22 @@ class Gradients:
         made_up = [each.detach().roll(1, -1) * factor for each in sent]
         least = _NOISE * factor * sum(_norm(each) ** 2 for each in sent)
         of_sent = Backward.of(sent, made_up, hidden, parameters, least)
-        return cls(of_loss, of_sent, sum(each.numel() for each in sent), factor)
+        return cls(of_loss, of_outputs, of_sent, sum(each.numel() for each in sent), factor)
 
     def difference_for_loss(self, cut: Sequence[Gradients]) -> float:
         """The largest difference of the gradients of the loss to those of micro-batches together,
         relative to their norms; 0 where they cannot be compared."""
         return self.of_loss.difference([each.of_loss for each in cut])
+
+    def difference_for_outputs(self, cut: Sequence[Gradients]) -> tuple[float, str]:
+        """The largest difference of the gradients of the loss for collected outputs, and their
+        kind."""
+        nothing = Backward()
+        found = (
+            (own.difference([each.of_outputs.get(kind, nothing) for each in cut]), kind)
+            for kind, own in self.of_outputs.items()
+        )
+        return max(found, default=(0.0, ""))
 
     def difference_before_layers(self, cut: Sequence[Gradients]) -> float:
         """The same of what was sent; 0 too where micro-batches are padded to other lengths, and
@@ -194,6 +210,19 @@ class Gradients:
         if sum(each.num_sent for each in cut) != self.num_sent:
             return 0.0
         return self.of_sent.difference([each.of_sent for each in cut])
+
+
+def _of_outputs(
+    loss: Tensor, weights: Tensor, tried: Sequence[TriedHandOver], least: float
+) -> dict[str, Backward]:
+    """The gradients of a loss for collected outputs, by their kind."""
+    leaves: dict[str, list[Tensor]] = {}
+    for kind, tensor in (each for one in tried for each in one.outputs):
+        if tensor.requires_grad:
+            leaves.setdefault(kind, []).append(tensor)
+    return {
+        kind: Backward.of([loss], [weights], tensors, [], least) for kind, tensors in leaves.items()
+    }
 
 
 def _norm(tensor: Tensor) -> float:
