@@ -63,7 +63,8 @@ def no_trace(
             average them by itself.
     """
     skipped = {inner for outer in without for inner in outer.modules()}
-    modules = [inner for inner in module.modules() if inner not in skipped]
+    loose = (inner for _, outer in loose_modules(module) for inner in outer.modules())
+    modules = [inner for inner in (*module.modules(), *loose) if inner not in skipped]
     with ExitStack() as undo:
         trainer, draws = module.trainer, _collect_rng_states()
         undo.callback(_set_rng_states, draws)
@@ -78,6 +79,26 @@ def no_trace(
         runs = Runs(module, before, contents, draws)
         runs.prepare()
         yield runs
+
+
+def loose_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a module has in plain lists, tuples and dicts, where torch does not see
+    them, with the code that reads them."""
+    seen = {*module.modules()}
+    for path, inner in module.named_modules():
+        for name, value in vars(inner).items():
+            for place, found in _modules_in(value, f"{path}.{name}".strip(".")):
+                if found not in seen:
+                    seen.update(found.modules())
+                    yield place, found
+
+
+def _modules_in(value: Any, place: str) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, nn.Module):
+        yield place, value
+    elif isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_PLACES:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _modules_in(item, f"{place}[{key!r}]")
 
 
 class Runs:
@@ -132,6 +153,8 @@ class Runs:
         return self._contents.has_changed(tensor)
 
 
+# Longer containers hold data.
+_MOST_PLACES = 1000
 # The operations with this in their names update running statistics, and do not declare it.
 _UNDECLARED = "batch_norm"
 # It declares a change, but only tells the allocator which stream uses the memory.

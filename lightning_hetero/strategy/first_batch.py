@@ -23,6 +23,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
@@ -46,7 +47,7 @@ from ..profiler.dry_run import no_trace
 from .arguments import autocast_dtype, scaler_of
 from .check_schedule import RunChecks
 from .first_gradients import Gradients
-from .first_logs import Logged, differing, differing_results, form_of
+from .first_logs import Logged, differing, differing_results, form_of, metrics_of
 from .step_changes import may_change, warn_of_changes
 
 # Losses may cancel each other to almost nothing, and so may the numbers within each loss. So an
@@ -150,10 +151,14 @@ _NOBODY = _Observer()
 
 
 class _Whole(_Observer):
-    """What a batch logs and returns."""
+    """What a batch logs and returns.
 
-    def __init__(self) -> None:
-        self.logged = Logged()
+    Args:
+        metrics: Those of the module, as they are before the batch.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self.logged = Logged.before(metrics)
         self.result: Any = None
 
     @override
@@ -178,11 +183,12 @@ class _Pieces(_Observer):
 
     Args:
         log: Merges what they log.
+        metrics: Those of the module, as they are before the batch.
     """
 
-    def __init__(self, log: StepLog) -> None:
+    def __init__(self, log: StepLog, metrics: Mapping[str, Metric]) -> None:
         self.log = log
-        self._metrics = Logged()
+        self._metrics = Logged.before(metrics)
         self._results: list[Any] = []
 
     @override
@@ -198,7 +204,7 @@ class _Pieces(_Observer):
 
     def together(self, shares: Sequence[float]) -> _Whole:
         """What they log and return as one batch, by their shares of it."""
-        found = _Whole()
+        found = _Whole({})
         found.logged.metrics.update(self._metrics.metrics)
         self.log.publish(found.logged.note)
         if all(isinstance(result, Mapping) for result in self._results):
@@ -283,13 +289,14 @@ class FirstBatchCheck:
     def _compare(self, batch: CutBatch) -> _Problem | None:
         if self.checks.takes_few:
             batch = batch.first(_FEWEST_COMPARED)
-        pieces, shares = _Pieces(StepLog(BatchMetrics(), self.weighting == "sum")), [0.0]
+        log, metrics = StepLog(BatchMetrics(), self.weighting == "sum"), metrics_of(self.module)
+        pieces, shares = _Pieces(log, metrics), [0.0]
         with self._from_the_start():
             first, most = self._metered(batch, pieces, shares)
             batch = batch.first(most)
             others = enumerate(batch.microbatches[1:], 1)
             cut = [first, *(self._loss_of_piece(piece, n, pieces, shares) for n, piece in others)]
-        whole = _Whole()
+        whole = _Whole(metrics)
         with self._from_the_start():
             losses = Losses(self._loss(batch.whole, whole), cut, self._rounding())
         if losses.skips_only_whole:
@@ -325,7 +332,7 @@ class FirstBatchCheck:
         logs, results = self._differing(whole, cut)
         if not logs and not results:
             return None
-        again = _Whole()
+        again = _Whole(metrics_of(self.module))
         self._redrawn(batch.whole, again)
         # A time, or what is drawn at random, is another value at each run.
         moving_logs, moving_results = whole.differing(again)
@@ -403,13 +410,6 @@ class FirstBatchCheck:
                 "gradients are scaled by a number of the batch, as in `loss / loss.detach()`; "
                 "`micro_batching='boundary'` repairs it."
             )
-        else:
-            text = (
-                "The code before the layers on workers makes other gradients of the "
-                f"{self.checks.which} batch than of its micro-batches: they differ by "
-                f"{100 * before:.3g} %. It seems that a hook or an `autograd.Function` there uses "
-                "a number of the batch, such as the norm of a gradient; "
-                "`micro_batching='boundary'` repairs it."
         elif of_outputs > tolerance:
             text = (
                 f"The loss of the {self.checks.which} batch is that of its micro-batches up to "
@@ -419,6 +419,13 @@ class FirstBatchCheck:
                 "`micro_batching='boundary'` repairs it."
             )
             return _Problem(text, is_large=False)
+        else:
+            text = (
+                "The code before the layers on workers makes other gradients of the "
+                f"{self.checks.which} batch than of its micro-batches: they differ by "
+                f"{100 * before:.3g} %. It seems that a hook or an `autograd.Function` there uses "
+                "a number of the batch, such as the norm of a gradient; "
+                "`micro_batching='boundary'` repairs it."
             )
         return _Problem(text, is_large=True)
 
