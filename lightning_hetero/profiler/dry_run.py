@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from ..devices.device import device_for
 from ..errors import BatchError, HeteroError
@@ -122,11 +123,17 @@ class Runs:
         self._before = before
         self._contents = contents
         self._draws = draws
+        self._logger = _UnwrittenLogger()
+
+    @property
+    def has_written(self) -> bool:
+        """Whether a run has written to a logger by itself."""
+        return self._logger.was_asked
 
     def prepare(self) -> None:
         """Let a run log nothing, and find no gradients."""
         trainer = self._module.trainer
-        trainer.loggers = [DummyLogger()] if trainer.loggers else []
+        trainer.loggers = [self._logger for _ in trainer.loggers]
         for parameter in self._module.parameters():
             parameter.grad = None
         self._module.log = _drop  # type: ignore[method-assign]
@@ -151,6 +158,32 @@ class Runs:
     def has_changed(self, tensor: Tensor) -> bool:
         """Whether an operation has changed what is in the memory of a tensor that is watched."""
         return self._contents.has_changed(tensor)
+
+
+class _UnwrittenLogger(DummyLogger):
+    """Writes nothing, and notes whether it was asked to.
+
+    Attributes:
+        was_asked: Whether it was.
+    """
+
+    was_asked = False
+
+    @property
+    @override
+    def experiment(self) -> Any:
+        self.was_asked = True
+        return super().experiment
+
+    @override
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        self.was_asked = True
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        # Such as `log_image`; a folder is no writing.
+        self.was_asked |= name.startswith("log_") and not name.endswith("_dir")
+        return super().__getattr__(name)
 
 
 # Longer containers hold data.

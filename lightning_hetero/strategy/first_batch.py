@@ -254,6 +254,12 @@ class FirstBatchCheck:
             problem = replace(self, one_run=runs.one)._problem(batch)
             changed = list(_changed_in(self.module, runs.has_changed))
         warn_of_changes([name for name in changed if self.checks.is_new("changed", name)])
+        if runs.has_written and self.checks.is_new("written"):
+            rank_zero_warn(
+                "`training_step` writes to a logger by itself, which happens once for each "
+                "micro-batch and not once for each batch. Log with `self.log`, write in "
+                "`on_train_batch_end`, or use `micro_batching='boundary'`."
+            )
         if problem is None:
             return
         is_first = self.checks.is_first

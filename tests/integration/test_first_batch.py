@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -145,6 +146,23 @@ def test_the_check_leaves_no_trace_in_metrics_that_torch_does_not_see(allowing: 
     with pytest.warns(UserWarning, match="logs other values"):
         run(pattern, pattern.strategy(allowing, {"micro_batches": 3}))
     assert made[0].kept[0].update_count == made[0].unlogged.update_count
+
+
+class Writing(Learner):
+    """Writes to its logger by itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        assert self.logger is not None
+        self.logger.log_metrics({"written": float(loss.detach())}, step=self.global_step)
+        return loss
+
+
+def test_what_is_written_to_a_logger_is_said(allowing: list[str], tmp_path: Path) -> None:
+    pattern = Pattern("", "", Writing, trainer={"logger": CSVLogger(tmp_path)})
+    with pytest.warns(UserWarning, match="writes to a logger by itself") as said:
+        run(pattern, pattern.strategy(allowing, {"micro_batches": 2}))
+    assert len([each for each in said if "writes to" in str(each.message)]) == 1
 
 
 CHECKED = [
