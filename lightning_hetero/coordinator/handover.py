@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import BatchError, ModelError, StageFailed
-from ..pipeline.boundary import Activation, join_activations
+from ..model.carried_tensors import is_carried
+from ..pipeline.boundary import Activation, Collected, join_activations
 from ..pipeline.handover import (
     Exchange,
     Request,
@@ -207,10 +208,19 @@ class TriedHandOver:
     Args:
         sent: The hidden states that were sent, and the tensors that went along.
         back: The hidden states that came back, a leaf of a graph that wants gradients.
+        outputs: The collected outputs that came back, such as router logits, leaves like those.
     """
 
     sent: Sequence[Tensor]
     back: Tensor
+    outputs: Sequence[Collected] = ()
+
+
+def _as_leaf(each: Collected) -> Collected:
+    """An output as a leaf that wants gradients; what goes along otherwise is left as it is."""
+    if is_carried(each.kind) or not each.tensor.is_floating_point():
+        return each
+    return Collected(each.kind, each.tensor.detach().requires_grad_())
 
 
 class HandOvers:
@@ -326,10 +336,12 @@ class HandOvers:
             found = self._try(*cut)
             if not torch.is_grad_enabled():
                 return found
-            back = found.hidden.detach().requires_grad_()
             sent = (request.hidden, *request.surroundings.carried.values())
-            self._tried.append(TriedHandOver(sent, back))
-            return replace(found, hidden=back)
+            back = found.hidden.detach().requires_grad_()
+            collected = tuple(map(_as_leaf, found.collected))
+            found = replace(found, hidden=back, collected=collected)
+            self._tried.append(TriedHandOver(sent, back, found.outputs))
+            return found
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)
         # An evaluation, or a user's own call of the model, is a step by itself.

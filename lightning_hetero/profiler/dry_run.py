@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from ..devices.device import device_for
 from ..errors import BatchError, HeteroError
@@ -63,7 +64,8 @@ def no_trace(
             average them by itself.
     """
     skipped = {inner for outer in without for inner in outer.modules()}
-    modules = [inner for inner in module.modules() if inner not in skipped]
+    loose = (inner for _, outer in loose_modules(module) for inner in outer.modules())
+    modules = [inner for inner in (*module.modules(), *loose) if inner not in skipped]
     with ExitStack() as undo:
         trainer, draws = module.trainer, _collect_rng_states()
         undo.callback(_set_rng_states, draws)
@@ -78,6 +80,26 @@ def no_trace(
         runs = Runs(module, before, contents, draws)
         runs.prepare()
         yield runs
+
+
+def loose_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a module has in plain lists, tuples and dicts, where torch does not see
+    them, with the code that reads them."""
+    seen = {*module.modules()}
+    for path, inner in module.named_modules():
+        for name, value in vars(inner).items():
+            for place, found in _modules_in(value, f"{path}.{name}".strip(".")):
+                if found not in seen:
+                    seen.update(found.modules())
+                    yield place, found
+
+
+def _modules_in(value: Any, place: str) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, nn.Module):
+        yield place, value
+    elif isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_PLACES:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _modules_in(item, f"{place}[{key!r}]")
 
 
 class Runs:
@@ -101,11 +123,17 @@ class Runs:
         self._before = before
         self._contents = contents
         self._draws = draws
+        self._logger = _UnwrittenLogger()
+
+    @property
+    def has_written(self) -> bool:
+        """Whether a run has written to a logger by itself."""
+        return self._logger.was_asked
 
     def prepare(self) -> None:
         """Let a run log nothing, and find no gradients."""
         trainer = self._module.trainer
-        trainer.loggers = [DummyLogger()] if trainer.loggers else []
+        trainer.loggers = [self._logger for _ in trainer.loggers]
         for parameter in self._module.parameters():
             parameter.grad = None
         self._module.log = _drop  # type: ignore[method-assign]
@@ -132,6 +160,34 @@ class Runs:
         return self._contents.has_changed(tensor)
 
 
+class _UnwrittenLogger(DummyLogger):
+    """Writes nothing, and notes whether it was asked to.
+
+    Attributes:
+        was_asked: Whether it was.
+    """
+
+    was_asked = False
+
+    @property
+    @override
+    def experiment(self) -> Any:
+        self.was_asked = True
+        return super().experiment
+
+    @override
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        self.was_asked = True
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        # Such as `log_image`; a folder is no writing.
+        self.was_asked |= name.startswith("log_") and not name.endswith("_dir")
+        return super().__getattr__(name)
+
+
+# Longer containers hold data.
+_MOST_PLACES = 1000
 # The operations with this in their names update running statistics, and do not declare it.
 _UNDECLARED = "batch_norm"
 # It declares a change, but only tells the allocator which stream uses the memory.

@@ -24,6 +24,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
@@ -47,7 +48,7 @@ from ..profiler.dry_run import no_trace
 from .arguments import autocast_dtype, scaler_of
 from .check_schedule import RunChecks
 from .first_gradients import Gradients, WatchesBackwards
-from .first_logs import Logged, differing, differing_results, form_of
+from .first_logs import Logged, differing, differing_results, form_of, metrics_of
 from .step_changes import may_change, warn_of_changes
 
 # Losses may cancel each other to almost nothing, and so may the numbers within each loss. So an
@@ -151,10 +152,14 @@ _NOBODY = _Observer()
 
 
 class _Whole(_Observer):
-    """What a batch logs and returns."""
+    """What a batch logs and returns.
 
-    def __init__(self) -> None:
-        self.logged = Logged()
+    Args:
+        metrics: Those of the module, as they are before the batch.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self.logged = Logged.before(metrics)
         self.result: Any = None
 
     @override
@@ -179,11 +184,12 @@ class _Pieces(_Observer):
 
     Args:
         log: Merges what they log.
+        metrics: Those of the module, as they are before the batch.
     """
 
-    def __init__(self, log: StepLog) -> None:
+    def __init__(self, log: StepLog, metrics: Mapping[str, Metric]) -> None:
         self.log = log
-        self._metrics = Logged()
+        self._metrics = Logged.before(metrics)
         self._results: list[Any] = []
 
     @override
@@ -199,7 +205,7 @@ class _Pieces(_Observer):
 
     def together(self, shares: Sequence[float]) -> _Whole:
         """What they log and return as one batch, by their shares of it."""
-        found = _Whole()
+        found = _Whole({})
         found.logged.metrics.update(self._metrics.metrics)
         self.log.publish(found.logged.note)
         if all(isinstance(result, Mapping) for result in self._results):
@@ -249,6 +255,12 @@ class FirstBatchCheck:
             problem = replace(self, one_run=runs.one)._problem(batch)
             changed = list(_changed_in(self.module, runs.has_changed))
         warn_of_changes([name for name in changed if self.checks.is_new("changed", name)])
+        if runs.has_written and self.checks.is_new("written"):
+            rank_zero_warn(
+                "`training_step` writes to a logger by itself, which happens once for each "
+                "micro-batch and not once for each batch. Log with `self.log`, write in "
+                "`on_train_batch_end`, or use `micro_batching='boundary'`."
+            )
         if problem is None:
             return
         is_first = self.checks.is_first
@@ -287,13 +299,14 @@ class FirstBatchCheck:
     def _compare(self, batch: CutBatch) -> _Problem | None:
         if self.checks.takes_few:
             batch = batch.first(_FEWEST_COMPARED)
-        pieces, shares = _Pieces(StepLog(BatchMetrics(), self.weighting == "sum")), [0.0]
+        log, metrics = StepLog(BatchMetrics(), self.weighting == "sum"), metrics_of(self.module)
+        pieces, shares = _Pieces(log, metrics), [0.0]
         with self._from_the_start():
             first, most = self._metered(batch, pieces, shares)
             batch = batch.first(most)
             others = enumerate(batch.microbatches[1:], 1)
             cut = [first, *(self._loss_of_piece(piece, n, pieces, shares) for n, piece in others)]
-        whole = _Whole()
+        whole = _Whole(metrics)
         with self._from_the_start():
             losses = Losses(self._loss(batch.whole, whole), cut, self._rounding())
         if losses.skips_only_whole:
@@ -329,7 +342,7 @@ class FirstBatchCheck:
         logs, results = self._differing(whole, cut)
         if not logs and not results:
             return None
-        again = _Whole()
+        again = _Whole(metrics_of(self.module))
         self._redrawn(batch.whole, again)
         # A time, or what is drawn at random, is another value at each run.
         moving_logs, moving_results = whole.differing(again)
@@ -402,7 +415,8 @@ class FirstBatchCheck:
         tolerance = max(tolerance, STOPPING_DIFFERENCE)
         difference = whole.difference_for_loss(cut)
         before = whole.difference_before_layers(cut)
-        if not max(difference, before) > tolerance:
+        of_outputs, kind = whole.difference_for_outputs(cut)
+        if not max(difference, before, of_outputs) > tolerance:
             return None
         self.checks.said.add(("gradients",))
         if difference > tolerance:
@@ -412,6 +426,15 @@ class FirstBatchCheck:
                 "gradients are scaled by a number of the batch, as in `loss / loss.detach()`; "
                 "`micro_batching='boundary'` repairs it."
             )
+        elif of_outputs > tolerance:
+            text = (
+                f"The loss of the {self.checks.which} batch is that of its micro-batches up to "
+                f"rounding, but its gradients for {kind!r} are not: they differ by "
+                f"{100 * of_outputs:.3g} %. It seems that a small part of the loss, such as one "
+                "that balances experts, couples the samples of a batch; "
+                "`micro_batching='boundary'` repairs it."
+            )
+            return _Problem(text, is_large=False)
         else:
             text = (
                 "The code before the layers on workers makes other gradients of the "

@@ -1,6 +1,7 @@
 """The gradients of a checked batch, as a whole and of its micro-batches together.
 
-    loss ──▶ hidden states that came back      their gradients, and those of parameters
+    loss ──▶ hidden states that came back      their gradients, and those of parameters and of
+                                               collected outputs, such as router logits
     hidden states that were sent ──▶ the rest  the same, for made-up gradients of what was sent
 
 The layers between do not run backwards: workers compute with their own code, which is checked
@@ -11,7 +12,7 @@ the same one in the batch and in its micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,6 +28,8 @@ from ..errors import ModelError
 # A gradient that changes the loss by less than this part of it, when the hidden states change by
 # as much as they are, may be what is left of gradients that cancel each other.
 _NOISE = 1e-4
+# A small part of a loss, as one that balances experts, may make all gradients of an output.
+_NOISE_OF_OUTPUTS = 1e-6
 # Parameters that are zero as yet, as those of adapters, change by about this much.
 _LEAST_CHANGE = 1e-2
 
@@ -141,12 +144,14 @@ class Gradients:
 
     Args:
         of_loss: Those of the loss.
+        of_outputs: Those of the loss for collected outputs that came back, by the kind.
         of_sent: Those of what was sent to the layers.
         sent: The shapes of what was sent.
         factor: The gradient of a number that was sent, relative to another such number.
     """
 
     of_loss: Backward
+    of_outputs: Mapping[str, Backward]
     of_sent: Backward
     sent: Sequence[torch.Size]
     factor: float
@@ -180,6 +185,7 @@ class Gradients:
             ends += [loss] if loss.requires_grad and weight else []
         weights = [torch.full_like(end, weight * scale) for end in ends]
         of_loss = Backward.of(ends, weights, hidden, parameters, least)
+        of_outputs = _of_outputs(ends, weights, tried, least / _NOISE * _NOISE_OF_OUTPUTS)
         sent = [each for one in tried for each in one.sent if each.requires_grad]
         if whole is None:
             # The layers are taken to change the size of a gradient as little as that of a state.
@@ -197,7 +203,7 @@ class Gradients:
         ]
         least = _NOISE * factor * sum(_norm(each) ** 2 for each in sent)
         of_sent = Backward.of(sent, made_up, hidden, parameters, least)
-        return cls(of_loss, of_sent, [each.shape for each in sent], factor)
+        return cls(of_loss, of_outputs, of_sent, [each.shape for each in sent], factor)
 
     def cannot_be_compared(self, cut: Sequence[Gradients]) -> str | None:
         """Why those of micro-batches are not comparable with these; None if they are."""
@@ -215,6 +221,20 @@ class Gradients:
         """The largest difference of the gradients of the loss to those of micro-batches together,
         relative to their norms."""
         return self.of_loss.difference([each.of_loss for each in cut])
+
+    def difference_for_outputs(self, cut: Sequence[Gradients]) -> tuple[float, str]:
+        """The largest difference of the gradients of the loss for collected outputs, and their
+        kind."""
+        found = (
+            (own.difference([each.of_outputs[kind] for each in cut]), kind)
+            for kind, own in self.of_outputs.items()
+            if all(
+                kind in each.of_outputs
+                and len(each.of_outputs[kind].for_hidden) == len(own.for_hidden)
+                for each in cut
+            )
+        )
+        return max(found, default=(0.0, ""))
 
     def difference_before_layers(self, cut: Sequence[Gradients]) -> float:
         """The same of what was sent."""
@@ -295,6 +315,19 @@ def _tensors_in(some: Any) -> Iterator[Tensor]:
     for each in [some] if isinstance(some, Tensor) else some or ():
         if isinstance(each, Tensor) and each.requires_grad:
             yield each
+
+
+def _of_outputs(
+    ends: Sequence[Tensor], weights: Sequence[Tensor], tried: Sequence[TriedHandOver], least: float
+) -> dict[str, Backward]:
+    """The gradients of a loss for collected outputs, by their kind."""
+    leaves: dict[str, list[Tensor]] = {}
+    for kind, tensor in (each for one in tried for each in one.outputs):
+        if tensor.requires_grad:
+            leaves.setdefault(kind, []).append(tensor)
+    return {
+        kind: Backward.of(ends, weights, tensors, [], least) for kind, tensors in leaves.items()
+    }
 
 
 def _norm(tensor: Tensor) -> float:

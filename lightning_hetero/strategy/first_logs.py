@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
-from torchmetrics import Metric
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from ..profiler.dry_run import loose_modules
 
 # Values that differ by less may differ by rounding, or by one sample that rounding has moved.
 _TOLERANCE = 1e-3
@@ -26,6 +28,8 @@ class Logged:
         resolutions: The relative distance of two numbers of a value's dtype, by its name.
         metrics: What metrics had seen when the run ended, by name.
         logged_metrics: The metrics that were logged, by name.
+        others: Metrics that may be updated and not logged, by name, with the number of their
+            updates before the run.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -33,6 +37,12 @@ class Logged:
     resolutions: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     logged_metrics: dict[str, Metric] = field(default_factory=dict)
+    others: Mapping[str, tuple[Metric, int]] = field(default_factory=dict)
+
+    @classmethod
+    def before(cls, metrics: Mapping[str, Metric]) -> Logged:
+        """Nothing is logged yet, and these metrics may be updated."""
+        return cls(others={name: (each, each.update_count) for name, each in metrics.items()})
 
     def note_all(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands in for ``LightningModule.log``; what is neither a number nor a metric of one is
@@ -47,8 +57,14 @@ class Logged:
 
     def compute_metrics(self) -> None:
         """Note what the metrics have seen at the end of a run: an epoch logs that, though a metric
-        may be logged before it is called again."""
-        for name, metric in self.logged_metrics.items():
+        may be logged before it is called again, or computed by other code."""
+        logged = {id(metric) for metric in self.logged_metrics.values()}
+        updated = {
+            name: metric
+            for name, (metric, count) in self.others.items()
+            if metric.update_count != count and id(metric) not in logged
+        }
+        for name, metric in (*self.logged_metrics.items(), *updated.items()):
             # Some want more than a batch has.
             with suppress(Exception):
                 computed = metric.compute() if metric.update_called else None
@@ -64,6 +80,20 @@ class Logged:
                 self.resolutions[name] = torch.finfo(value.dtype).eps
             if kwargs.get("batch_size") is not None:
                 self.batch_sizes[name] = float(kwargs["batch_size"])
+
+
+def metrics_of(module: nn.Module) -> dict[str, Metric]:
+    """The metrics of a module by their paths, without those inside of other metrics. Those of a
+    collection share their states, so that one by itself may be behind."""
+    found: dict[str, Metric] = {}
+    for place, outer in (("", module), *loose_modules(module)):
+        inside: set[nn.Module] = set()
+        for path, inner in outer.named_modules():
+            if isinstance(inner, (Metric, MetricCollection)) and inner not in inside:
+                inside.update(inner.modules())
+                if isinstance(inner, Metric):
+                    found[f"{place}.{path}".strip(".")] = inner
+    return found
 
 
 def differing(whole: Logged, cut: Logged, rounding: float = 0.0) -> dict[str, str]:

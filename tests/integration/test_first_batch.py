@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -93,15 +94,19 @@ class Returning(Learner):
 
 
 class MeanOfLosses(Learner):
-    """Has a metric that weighs all losses alike, and another one that does not."""
+    """Has metrics that weigh all losses alike, logged, computed by other code, and in a list, and
+    another one that does not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.alike, self.weighted = MeanMetric(), MeanMetric()
+        self.alike, self.unlogged, self.weighted = MeanMetric(), MeanMetric(), MeanMetric()
+        self.kept = [MeanMetric()]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.alike(loss.detach())
+        self.unlogged.update(loss.detach())
+        self.kept[0].update(loss.detach())
         self.log("alike", self.alike)
         self.weighted(loss.detach(), weight=len(batch[0]))
         self.log("weighted", self.weighted)
@@ -112,7 +117,11 @@ class MeanOfLosses(Learner):
     ("module", "expected"),
     [
         (Returning, r"returns other values .*: 'count' \(8 and 2.75\), 'by_class' \(of shape"),
-        (MeanOfLosses, r"logs other values .*: the metric 'alike' \([\d.]+ and [\d.]+\)\. "),
+        (
+            MeanOfLosses,
+            r"logs other values .*: the metric 'alike' \([\d.]+ and [\d.]+\), "
+            r"the metric 'unlogged' \([\d.]+ and [\d.]+\), the metric 'kept\[0\]' \(.*?\)\. ",
+        ),
     ],
 )
 def test_what_is_returned_and_what_metrics_see_is_compared(
@@ -126,6 +135,36 @@ def test_what_is_returned_and_what_metrics_see_is_compared(
     assert re.search(expected, found), found
     for name in ("classes", "names", "weighted"):
         assert name not in found
+
+
+def test_the_check_leaves_no_trace_in_metrics_that_torch_does_not_see(allowing: list[str]) -> None:
+    made: list[MeanOfLosses] = []
+
+    def module() -> MeanOfLosses:
+        made.append(MeanOfLosses())
+        return made[-1]
+
+    pattern = Pattern("", "", module)
+    with pytest.warns(UserWarning, match="logs other values"):
+        run(pattern, pattern.strategy(allowing, {"micro_batches": 3}))
+    assert made[0].kept[0].update_count == made[0].unlogged.update_count
+
+
+class Writing(Learner):
+    """Writes to its logger by itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        assert self.logger is not None
+        self.logger.log_metrics({"written": float(loss.detach())}, step=self.global_step)
+        return loss
+
+
+def test_what_is_written_to_a_logger_is_said(allowing: list[str], tmp_path: Path) -> None:
+    pattern = Pattern("", "", Writing, trainer={"logger": CSVLogger(tmp_path)})
+    with pytest.warns(UserWarning, match="writes to a logger by itself") as said:
+        run(pattern, pattern.strategy(allowing, {"micro_batches": 2}))
+    assert len([each for each in said if "writes to" in str(each.message)]) == 1
 
 
 CHECKED = [

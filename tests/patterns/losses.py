@@ -153,6 +153,8 @@ class Contrastive(Learner):
 class Mixture(Learner):
     """A mixture of experts of Hugging Face, whose loss has a part that balances the experts."""
 
+    coefficient = 0.5
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -164,7 +166,7 @@ class Mixture(Learner):
             num_key_value_heads=2,
             vocab_size=VOCABULARY,
             num_local_experts=4,
-            router_aux_loss_coef=0.5,
+            router_aux_loss_coef=self.coefficient,
             use_cache=False,
         )
         del self.enter, self.head, self.layers
@@ -173,6 +175,12 @@ class Mixture(Learner):
     def loss(self, batch: Any) -> Tensor:
         loss: Tensor = self.model(**batch, output_router_logits=True).loss
         return loss
+
+
+class FaintMixture(Mixture):
+    """The same with so small a part that the loss does not show it."""
+
+    coefficient = 2e-3
 
 
 def tokens() -> DataLoader[Any]:
@@ -490,6 +498,17 @@ PATTERNS = [
         tokens,
         settings={"layers": "model.model.layers"},
         said=r"`micro_batching='boundary'` repairs it",
+        differs=True,
+        remedy=BOUNDARY,
+        num_layers=2,
+    ),
+    Pattern(
+        "mixture of experts, faint",
+        "The auxiliary loss is too small to be seen in the loss.",
+        FaintMixture,
+        tokens,
+        settings={"layers": "model.model.layers"},
+        said=r"its gradients for 'router_logits' are not",
         differs=True,
         remedy=BOUNDARY,
         num_layers=2,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.coordinator.handover import TriedHandOver
 from lightning_hetero.errors import ModelError
+from lightning_hetero.pipeline.boundary import Collected
 from lightning_hetero.strategy.first_gradients import Gradients, WatchesBackwards
 
 HIDDEN = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
@@ -77,6 +78,25 @@ def test_a_micro_batch_without_a_loss_has_no_gradients() -> None:
     ]
     assert whole.difference_for_loss(cut) < 1e-6
     assert whole.difference_for_loss([cut[1], cut[1]]) == 1.0
+
+
+def outputs_differ(loss: Loss) -> tuple[float, str]:
+    """The difference for an output that the layers gave beside hidden states."""
+
+    def found(hidden: Tensor, weight: float) -> Gradients:
+        back, output = (hidden.clone().requires_grad_() for _ in range(2))
+        tried = [TriedHandOver([], back, (Collected("router_logits", output),))]
+        return Gradients.of(mean(back) + 1e-4 * loss(output), tried, weight)
+
+    cut = [found(HIDDEN[:2], 0.4), found(HIDDEN[2:], 0.6)]
+    return found(HIDDEN, 1.0).difference_for_outputs(cut)
+
+
+def test_a_small_part_of_a_loss_is_found_by_its_gradients_for_an_output() -> None:
+    difference, kind = outputs_differ(lambda output: output.mean((0, 1)).square().sum())
+    assert (difference > 0.01, kind) == (True, "router_logits")
+    assert outputs_differ(mean)[0] < 1e-6
+    assert outputs_differ(lambda output: output.detach().mean()) == (0.0, "router_logits")
 
 
 def test_another_number_of_hand_overs_is_not_compared() -> None:
