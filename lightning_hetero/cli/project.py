@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from ..errors import ModelError, ProfileError
 from ..model.layers import DecoderLayer
@@ -58,7 +59,8 @@ class Project(LightningCLI):
             self.trainer.limit_val_batches = 0
             self.trainer.callbacks = []  # type: ignore[attr-defined]
 
-        self.trainer.loggers = []  # A run that trains nothing needs no folder.
+        # A run that trains nothing needs no folder, but callbacks may want a logger.
+        self.trainer.loggers = [DummyLogger()] if self.trainer.loggers else []
         with calling(act):
             self.trainer.fit(self.model, datamodule=self.datamodule)
         if not found:

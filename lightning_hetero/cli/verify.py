@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rich import box
 from rich.console import Console, Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..model.layers import DecoderLayer
@@ -20,7 +20,7 @@ from ..strategy.strategy import HeteroPipelineStrategy
 from ..verify.rehearsal import Rehearsal
 from .project import project_of
 
-_COLUMNS = ("worker", "layers", "loss", "activation", "gradient", "of weights", "allowed", "")
+_COLUMNS = ("layers", "loss", "activation", "gradient", "of weights", "allowed", "")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -46,7 +46,10 @@ def _plan(choice: PlanChoice, num_layers: int, names: list[str]) -> Plan:
 
 def _rendered(verdict: RehearsalVerdict) -> Group:
     table = Table(
-        *_COLUMNS, box=box.SIMPLE_HEAD, title="largest relative errors against one device"
+        Column("worker", overflow="fold"),
+        *_COLUMNS,
+        box=box.SIMPLE_HEAD,
+        title="largest relative errors against one device",
     )
     for comparison in [*verdict.stages, verdict.together]:
         table.add_row(*_cells(comparison))
