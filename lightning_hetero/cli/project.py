@@ -139,5 +139,10 @@ def _fault(error: Exception) -> str | None:
     text = " ".join(line.removeprefix("- ") for line in telling)
     text = re.sub(r'Parser key "([^"]*)"', r"\1", text)
     text = text.replace("Subcommand 'fit' does not accept option", "There is no option")
+    if missing := re.search(r"arguments are required: .*fit\.(model|data)\b", text):
+        return (
+            f"It names no class for the {missing[1]}. If your script gives it to LightningCLI, "
+            f"name it here too, such as `--{missing[1]} my_module.MyClass`."
+        )
     hint = f" {_two_names()}" if "does not correspond to a subclass" in text else ""
     return f"{text.rstrip('.')}.{hint}"

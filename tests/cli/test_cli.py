@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -517,6 +518,16 @@ def test_profile_says_why_it_cannot_measure(
     assert complaint in said
     assert "\n" not in said
     assert not (project / "profile.yaml").exists()
+
+
+@pytest.mark.parametrize("command", ["profile", "verify"])
+def test_a_config_without_a_model_asks_for_its_class(
+    project: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    write_config(project, "{workers: 1}")
+    config = project / "config.yaml"
+    config.write_text(re.sub(r"(?m)^model:.*\n", "", config.read_text()))
+    assert "such as `--model my_module.MyClass`" in str(run(monkeypatch, command, "config.yaml"))
 
 
 @pytest.mark.parametrize("command", ["profile", "verify"])
