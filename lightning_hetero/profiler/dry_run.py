@@ -94,12 +94,13 @@ def loose_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                     yield place, found
 
 
-def _modules_in(value: Any, place: str) -> Iterator[tuple[str, nn.Module]]:
+def _modules_in(value: Any, place: str, depth: int = 0) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(value, nn.Module):
         yield place, value
     elif isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_PLACES:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _modules_in(item, f"{place}[{key!r}]")
+            if depth < _DEEPEST:  # a container may hold itself
+                yield from _modules_in(item, f"{place}[{key!r}]", depth + 1)
 
 
 class Runs:
@@ -188,6 +189,7 @@ class _UnwrittenLogger(DummyLogger):
 
 # Longer containers hold data.
 _MOST_PLACES = 1000
+_DEEPEST = 4
 # The operations with this in their names update running statistics, and do not declare it.
 _UNDECLARED = "batch_norm"
 # It declares a change, but only tells the allocator which stream uses the memory.
