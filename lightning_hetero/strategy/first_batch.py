@@ -396,7 +396,8 @@ class FirstBatchCheck:
             whole = self._gradients(batch.whole, 1.0)
             pairs = zip(batch.microbatches, weights, strict=True)
             cut = [self._gradients(piece, weight, whole) for piece, weight in pairs]
-            cause = whole.cannot_be_compared(cut)
+            if not whole.has_hand_overs_of(cut):
+                cause = "`training_step` does not call the layers as often for each of them."
         except ModelError:
             raise
         except Exception as error:
@@ -413,37 +414,17 @@ class FirstBatchCheck:
         dtype, widest = self._coarsest()
         tolerance = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
         tolerance = max(tolerance, STOPPING_DIFFERENCE)
-        difference = whole.difference_for_loss(cut)
-        before = whole.difference_before_layers(cut)
-        of_outputs, kind = whole.difference_for_outputs(cut)
-        if not max(difference, before, of_outputs) > tolerance:
-            return None
-        self.checks.said.add(("gradients",))
-        if difference > tolerance:
-            text = (
-                f"The loss of the {self.checks.which} batch is that of its micro-batches, but its "
-                f"gradients are not: they differ by {100 * difference:.3g} %. It seems that the "
-                "gradients are scaled by a number of the batch, as in `loss / loss.detach()`; "
-                "`micro_batching='boundary'` repairs it."
+        found = whole.differing(cut, tolerance, self.checks.which)
+        if found is not None:
+            self.checks.said.add(("gradients",))
+            return _Problem(*found)
+        if not whole.is_cut_into(cut) and self.checks.is_new("lengths"):
+            rank_zero_info(
+                "Whether the code before the layers on workers makes the gradients of the "
+                f"{self.checks.which} batch of its micro-batches could not be checked: what goes "
+                "to the layers has other lengths for these."
             )
-        elif of_outputs > tolerance:
-            text = (
-                f"The loss of the {self.checks.which} batch is that of its micro-batches up to "
-                f"rounding, but its gradients for {kind!r} are not: they differ by "
-                f"{100 * of_outputs:.3g} %. It seems that a small part of the loss, such as one "
-                "that balances experts, couples the samples of a batch; "
-                "`micro_batching='boundary'` repairs it."
-            )
-            return _Problem(text, is_large=False)
-        else:
-            text = (
-                "The code before the layers on workers makes other gradients of the "
-                f"{self.checks.which} batch than of its micro-batches: they differ by "
-                f"{100 * before:.3g} %. It seems that a hook or an `autograd.Function` there uses "
-                "a number of the batch, such as the norm of a gradient; "
-                "`micro_batching='boundary'` repairs it."
-            )
-        return _Problem(text, is_large=True)
+        return None
 
     def _gradients(self, batch: Any, weight: float, whole: Gradients | None = None) -> Gradients:
         """The gradients of a loss for the hidden states that come back from the layers, and for

@@ -205,17 +205,59 @@ class Gradients:
         of_sent = Backward.of(sent, made_up, hidden, parameters, least)
         return cls(of_loss, of_outputs, of_sent, [each.shape for each in sent], factor)
 
-    def cannot_be_compared(self, cut: Sequence[Gradients]) -> str | None:
-        """Why those of micro-batches are not comparable with these; None if they are."""
-        if any(len(each.of_loss.for_hidden) != len(self.of_loss.for_hidden) for each in cut):
-            return "`training_step` does not call the layers as often for each of them"
+    def has_hand_overs_of(self, cut: Sequence[Gradients]) -> bool:
+        """Whether the layers were called as often for each micro-batch."""
+        num_hand_overs = len(self.of_loss.for_hidden)
+        return all(len(each.of_loss.for_hidden) == num_hand_overs for each in cut)
+
+    def is_cut_into(self, cut: Sequence[Gradients]) -> bool:
+        """Whether what was sent is that of micro-batches together, beside what does not belong to
+        samples. Otherwise they may be padded to other lengths."""
         columns = [each.sent for each in cut]
-        if all(len(column) == len(self.sent) for column in columns) and all(
+        return all(len(column) == len(self.sent) for column in columns) and all(
             set(row) == {shape} or _dim_of_cut(shape, row) is not None
             for shape, row in zip(self.sent, zip(*columns, strict=True), strict=True)
-        ):
-            return None
-        return "what goes to layers on workers has other lengths for them"
+        )
+
+    def differing(
+        self, cut: Sequence[Gradients], tolerance: float, which: str
+    ) -> tuple[str, bool] | None:
+        """What differs from the gradients of micro-batches together, in words, and whether it ends
+        a run; None if nothing does.
+
+        Args:
+            cut: Those of the micro-batches, which have as many hand-overs.
+            tolerance: The relative difference that rounding explains.
+            which: The batch, as a word.
+        """
+        difference = self.difference_for_loss(cut)
+        if difference > tolerance:
+            return (
+                f"The loss of the {which} batch is that of its micro-batches, but its gradients "
+                f"are not: they differ by {100 * difference:.3g} %. It seems that the gradients "
+                "are scaled by a number of the batch, as in `loss / loss.detach()`; "
+                "`micro_batching='boundary'` repairs it.",
+                True,
+            )
+        difference = self.difference_before_layers(cut) if self.is_cut_into(cut) else 0.0
+        if difference > tolerance:
+            return (
+                f"The code before the layers on workers makes other gradients of the {which} batch "
+                f"than of its micro-batches: they differ by {100 * difference:.3g} %. It seems "
+                "that a hook or an `autograd.Function` there uses a number of the batch, such as "
+                "the norm of a gradient; `micro_batching='boundary'` repairs it.",
+                True,
+            )
+        difference, kind = self.difference_for_outputs(cut)
+        if difference > tolerance:
+            return (
+                f"The loss of the {which} batch is that of its micro-batches up to rounding, but "
+                f"its gradients for {kind!r} are not: they differ by {100 * difference:.3g} %. It "
+                "seems that a small part of the loss, such as one that balances experts, couples "
+                "the samples of a batch; `micro_batching='boundary'` repairs it.",
+                False,
+            )
+        return None
 
     def difference_for_loss(self, cut: Sequence[Gradients]) -> float:
         """The largest difference of the gradients of the loss to those of micro-batches together,
