@@ -314,7 +314,8 @@ class WatchesBackwards(TorchFunctionMode):
         behind, beyond = _edges_behind(ends), set[_Edge]()
         # The earliest hand-over is the farthest one.
         for one in reversed(self._tried):
-            if _edge_of(one.back) in behind | beyond:
+            came_back = [one.back, *(output.tensor for output in one.outputs)]
+            if any(_edge_of(each) in behind | beyond for each in _tensors_in(came_back)):
                 beyond |= _edges_behind(one.sent)
                 if inputs is None:
                     raise inner_backward()

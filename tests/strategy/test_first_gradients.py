@@ -211,6 +211,13 @@ class TestWatchesBackwards:
         with WatchesBackwards(self.tried), pytest.raises(ModelError, match="by itself"):
             torch.autograd.grad(self.end, getattr(self, name), allow_unused=True)
 
+    def test_a_gradient_through_a_collected_output_is_refused(self) -> None:
+        output = torch.ones(3, requires_grad=True)
+        collected = (Collected("router_logits", output),)
+        tried = [TriedHandOver([self.weight * 2], self.first, collected)]
+        with WatchesBackwards(tried), pytest.raises(ModelError, match="by itself"):
+            torch.autograd.grad(output.sum(), self.weight, allow_unused=True)
+
     def test_a_weight_on_both_sides_is_refused(self) -> None:
         with WatchesBackwards(self.tried), pytest.raises(ModelError, match="by itself"):
             torch.autograd.grad(self.end + self.weight.sum(), self.weight)
