@@ -491,27 +491,32 @@ PATTERNS = [
         refused=r"`micro_batching='boundary'`",
         remedy=BOUNDARY,
     ),
-    Pattern(
-        "mixture of experts",
-        "An auxiliary loss balances the experts over a batch.",
-        Mixture,
-        tokens,
-        settings={"layers": "model.model.layers"},
-        said=r"`micro_batching='boundary'` repairs it",
-        differs=True,
-        remedy=BOUNDARY,
-        num_layers=2,
-    ),
-    Pattern(
-        "mixture of experts, faint",
-        "The auxiliary loss is too small to be seen in the loss.",
-        FaintMixture,
-        tokens,
-        settings={"layers": "model.model.layers"},
-        said=r"its gradients for 'router_logits' are not",
-        differs=True,
-        remedy=BOUNDARY,
-        num_layers=2,
+    *(
+        Pattern(
+            name,
+            says,
+            module,
+            tokens,
+            settings={"layers": "model.model.layers"},
+            said=said,
+            differs=True,
+            remedy=BOUNDARY,
+            num_layers=2,
+        )
+        for name, says, module, said in (
+            (
+                "mixture of experts",
+                "An auxiliary loss balances the experts over a batch.",
+                Mixture,
+                r"`micro_batching='boundary'` repairs it",
+            ),
+            (
+                "mixture of experts, faint",
+                "The auxiliary loss is too small to be seen in the loss.",
+                FaintMixture,
+                r"its gradients for 'router_logits' are not",
+            ),
+        )
     ),
     Pattern("zero", "The loss is exactly zero.", Zero),
     Pattern("cancelling", "The parts of the loss add up to zero.", Cancelling),
