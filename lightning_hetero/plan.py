@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -246,8 +247,8 @@ class Plan:
         _refuse_unknown_keys(content, cls, "the plan")
         stages = content.get("stages")
         for index, stage in enumerate(stages if isinstance(stages, list) else []):
-            _refuse_unknown_keys(stage, StagePlan, f"stage {index}")
-            _check_dtypes(stage, f"stage {index}")
+            _refuse_unknown_keys(stage, StagePlan, f"stages[{index}]")
+            _check_dtypes(stage, f"stages[{index}]")
         return convert(content, cls, PlanError)
 
     def to_yaml(self, path: str | Path) -> None:
@@ -288,13 +289,13 @@ class Plan:
             first, end = stage.layers
             if first >= end and not (stage.is_local and first == end):
                 raise PlanError(
-                    f"Stage {index} has layers [{first}, {end}], which is empty; "
+                    f"stages[{index}] has layers [{first}, {end}], which is empty; "
                     "the end must be above the first layer."
                 )
             if first != covered:
                 fault = "overlap the stage before" if first < covered else "leave a gap"
                 raise PlanError(
-                    f"The layers [{first}, {end}] of stage {index} {fault}: "
+                    f"The layers [{first}, {end}] of stages[{index}] {fault}: "
                     f"it must start at layer {covered}."
                 )
             covered = end
@@ -309,7 +310,7 @@ class Plan:
             _check_replicas(stage, index)
             if stage.is_local and 0 < index < len(self.stages) - 1:
                 raise PlanError(
-                    f"Stage {index} is on the coordinator, which can only hold the first layers, "
+                    f"stages[{index}] is on the coordinator, which can only hold the first layers, "
                     "the last ones, or both."
                 )
             if stage.is_local and index > 0 and not self.remote_stages:
@@ -317,7 +318,7 @@ class Plan:
                     "The coordinator holds all layers in two stages; write them as one stage, "
                     f"[{self.stages[0].layers[0]}, {stage.layers[1]}]."
                 )
-            _check_dtypes(vars(stage), f"stage {index}")
+            _check_dtypes(vars(stage), f"stages[{index}]")
             _check_embedding(stage, index)
             if stage.is_local and stage.dtype is not None:
                 raise PlanError(
@@ -327,7 +328,7 @@ class Plan:
             for name in stage.remote_workers:
                 if name not in workers:
                     raise PlanError(
-                        f"Stage {index} is on {name!r}, which is none of the workers "
+                        f"stages[{index}] is on {name!r}, which is none of the workers "
                         f"{list(workers)}; name one of them or {COORDINATOR!r}, or add it to "
                         "`workers`."
                     )
@@ -363,20 +364,20 @@ def _check_replicas(stage: StagePlan, index: int) -> None:
     names, shares = stage.workers, stage.shares
     if not names or len({*names}) < len(names):
         raise PlanError(
-            f"Stage {index} names the workers {names}; name at least one, and each only once."
+            f"stages[{index}] names the workers {names}; name at least one, and each only once."
         )
     if shares is not None and (
         len(shares) != len(names) or min(shares) < 0 or not 0 < sum(shares) <= MOST_SHARES
     ):
         raise PlanError(
-            f"Stage {index} has the shares {shares} for the workers {names}; write one number for "
-            f"each, 0 or more, with a sum from 1 to {MOST_SHARES}, or leave `shares` out."
+            f"stages[{index}] has the shares {shares} for the workers {names}; write one number "
+            f"for each, 0 or more, with a sum from 1 to {MOST_SHARES}, or leave `shares` out."
         )
     if stage.is_hosted and (stage.optimizer == "each" or stage.embedding or stage.dtype):
         key = "optimizer: each" if stage.optimizer == "each" else "embedding: true"
         key = f"dtype: {stage.dtype}" if stage.dtype else key
         raise PlanError(
-            f"Stage {index} has `{key}`, and the coordinator is one of its replicas, which keeps "
+            f"stages[{index}] has `{key}`, and the coordinator is one of its replicas, which keeps "
             "the embedding, steps all parameters or with `optimizer: split` a part of them, and "
             "computes in Lightning's `precision`. Leave the key out, or take the coordinator from "
             "the stage."
@@ -388,13 +389,13 @@ def _check_embedding(stage: StagePlan, index: int) -> None:
         return
     if stage.is_local or stage.layers[0] != 0:
         raise PlanError(
-            f"Stage {index} has `embedding: true`; only a worker that holds layer 0 can have the "
+            f"stages[{index}] has `embedding: true`; only a worker that holds layer 0 can have the "
             "input embedding. Elsewhere it stays with the coordinator: leave the key out."
         )
     if stage.dtype is not None:
         raise PlanError(
-            f"Stage {index} has `embedding: true` and dtype {stage.dtype!r}; the embedding is kept "
-            "in the model's own dtype. Leave one of them out."
+            f"stages[{index}] has `embedding: true` and dtype {stage.dtype!r}; the embedding is "
+            "kept in the model's own dtype. Leave one of them out."
         )
 
 
@@ -404,4 +405,8 @@ def _refuse_unknown_keys(content: Any, kind: type, where: str) -> None:
     known = [field.name for field in fields(kind)]
     for key in content:
         if key not in known:
-            raise PlanError(f"Unknown key {key!r} in {where}; the keys are {', '.join(known)}.")
+            near = get_close_matches(str(key), known, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise PlanError(
+                f"Unknown key {key!r} in {where}; the keys are {', '.join(known)}.{meant}"
+            )

@@ -28,15 +28,34 @@ _SOURCES: dict[Kind, str] = {
     "a profile": "which `lightning-hetero profile` writes",
     "a config of LightningCLI": "which has the strategy under trainer.strategy",
 }
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_SHOWN = 80
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A safe loader that refuses a key that a mapping has twice, of which YAML keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                first = seen.setdefault(key.value, key)
+                if first is not key:
+                    line = first.start_mark.line + 1
+                    said = f"the key is there twice, also in line {line}; remove one of them"
+                    raise yaml.MarkedYAMLError(problem=said, problem_mark=key.start_mark)
+        return dict(super().construct_mapping(node, deep))
+
+
+# Takes in the keys of another mapping, and may stand twice.
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_yaml(path: str | Path, error_class: type[Exception]) -> Any:
     """The content of a YAML or JSON file.
 
     Raises:
-        error_class: If the file is missing, cannot be read, or is not YAML; with line and column.
+        error_class: If the file is missing, cannot be read, is not YAML, or has a key twice; with
+            line and column.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -49,7 +68,7 @@ def read_yaml(path: str | Path, error_class: type[Exception]) -> Any:
     except ValueError as error:
         raise error_class(f"The file {str(path)!r} is not text in UTF-8: {error}.") from error
     try:
-        return yaml.load(text, _LOADER)  # noqa: S506 - a safe loader
+        return yaml.load(text, _Loader)  # noqa: S506 - a safe loader
     except (ValueError, yaml.YAMLError) as error:
         raise error_class(
             f"The file {str(path)!r} is not YAML. {_place_of(error, text)}"

@@ -159,7 +159,11 @@ def test_half_more_may_have_begun_where_only_token_ids_go_out(
         ("stages: []\nlayers: 3", ["'layers'", "stages, micro_batches, in_flight"]),
         (
             "stages: [{workers: [a], layers: [0, 1], wokers: 1}]",
-            ["'wokers' in stage 0", "workers, layers, recompute"],
+            ["'wokers' in stages[0]", "workers, layers, recompute", "Did you mean 'workers'?"],
+        ),
+        (
+            "micro_batches: 4\nstages: []\nmicro_batches: 8",
+            ["Line 3, column 1, 'micro_batches: 8'", "twice, also in line 1"],
         ),
     ],
 )
@@ -170,6 +174,16 @@ def test_a_file_without_a_plan_is_refused_with_its_name_and_the_reason(
     with pytest.raises(PlanError) as caught:
         Plan.from_yaml(path)
     assert [fragment for fragment in fragments if fragment not in str(caught.value)] == []
+
+
+def test_keys_that_a_mapping_takes_in_from_another_may_be_given_anew(tmp_path: Path) -> None:
+    """YAML's own way of leaving repetition out is no repetition."""
+    text = """stages:
+    - &first {workers: [coordinator], layers: [0, 2], recompute: true}
+    - {<<: *first, workers: [a], layers: [2, 3]}
+    """
+    plan = Plan.from_yaml(written(tmp_path, text))
+    assert plan.stages[1] == StagePlan(["a"], (2, 3), recompute=True)
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -198,7 +212,7 @@ def test_a_wrong_word_is_refused_with_the_right_ones() -> None:
         ({"stages": True}, "stages"),
         ({"stages": "abc"}, "stage"),
         ({"stages": {"workers": ["a:1"]}}, "stage"),
-        ({"stages": [7]}, "stage 0"),
+        ({"stages": [7]}, "stages[0]"),
         ({"stages": [], "micro_batches": "many"}, "micro_batches"),
         ({"stages": [], "micro_batches": True}, "micro_batches"),
         ({"stages": [], "in_flight": [1]}, "in_flight"),
@@ -254,26 +268,26 @@ def test_a_plan_that_fits_passes(plan: Plan) -> None:
         (Plan([]), ["covers 0 layers", "has 6", "end at 6"]),
         (Plan([HERE]), ["covers 2 layers", "has 6", "end at 6"]),
         (Plan([HERE, stage(WORKERS[0], 2, 8)]), ["covers 8 layers", "has 6"]),
-        (Plan([HERE, stage(WORKERS[0], 3, 6)]), ["[3, 6]", "stage 1", "gap", "at layer 2"]),
-        (Plan([HERE, stage(WORKERS[0], 1, 6)]), ["[1, 6]", "stage 1", "overlap", "at layer 2"]),
-        (Plan([stage(WORKERS[0], 1, 6)]), ["[1, 6]", "stage 0", "gap", "at layer 0"]),
-        (Plan([stage(WORKERS[0], -1, 6)]), ["[-1, 6]", "stage 0", "at layer 0"]),
-        (Plan([HERE, stage(WORKERS[0], 2, 2)]), ["Stage 1", "[2, 2]", "empty"]),
-        (Plan([HERE, stage(WORKERS[0], 5, 2)]), ["Stage 1", "[5, 2]", "empty"]),
-        (Plan([stage("coordinator", 0, -1)]), ["Stage 0", "[0, -1]", "empty"]),
-        (Plan([stage("gone:1", 0, 6)]), ["Stage 0", "'gone:1'", *WORKERS]),
-        (Plan([StagePlan([], (0, 6))]), ["Stage 0", "workers []", "at least one"]),
+        (Plan([HERE, stage(WORKERS[0], 3, 6)]), ["[3, 6]", "stages[1]", "gap", "at layer 2"]),
+        (Plan([HERE, stage(WORKERS[0], 1, 6)]), ["[1, 6]", "stages[1]", "overlap", "at layer 2"]),
+        (Plan([stage(WORKERS[0], 1, 6)]), ["[1, 6]", "stages[0]", "gap", "at layer 0"]),
+        (Plan([stage(WORKERS[0], -1, 6)]), ["[-1, 6]", "stages[0]", "at layer 0"]),
+        (Plan([HERE, stage(WORKERS[0], 2, 2)]), ["stages[1]", "[2, 2]", "empty"]),
+        (Plan([HERE, stage(WORKERS[0], 5, 2)]), ["stages[1]", "[5, 2]", "empty"]),
+        (Plan([stage("coordinator", 0, -1)]), ["stages[0]", "[0, -1]", "empty"]),
+        (Plan([stage("gone:1", 0, 6)]), ["stages[0]", "'gone:1'", *WORKERS]),
+        (Plan([StagePlan([], (0, 6))]), ["stages[0]", "workers []", "at least one"]),
         (
             Plan([StagePlan([WORKERS[0], WORKERS[0]], (0, 6))]),
-            ["Stage 0", WORKERS[0], "each only once"],
+            ["stages[0]", WORKERS[0], "each only once"],
         ),
-        (Plan([StagePlan([WORKERS[0], "gone:1"], (0, 6))]), ["Stage 0", "'gone:1'", *WORKERS]),
+        (Plan([StagePlan([WORKERS[0], "gone:1"], (0, 6))]), ["stages[0]", "'gone:1'", *WORKERS]),
         *[
-            (Plan([StagePlan(WORKERS, (0, 6), shares=shares)]), ["Stage 0", str(shares), "4096"])
+            (Plan([StagePlan(WORKERS, (0, 6), shares=shares)]), ["stages[0]", str(shares), "4096"])
             for shares in ([1], [2, -1], [0, 0], [1, 2, 3], [4000, 97])
         ],
         *[
-            (Plan([StagePlan([WORKERS[0], "coordinator"], (0, 6), **keys)]), ["Stage 0", said])
+            (Plan([StagePlan([WORKERS[0], "coordinator"], (0, 6), **keys)]), ["stages[0]", said])
             for keys, said in [
                 ({"optimizer": "each"}, "`optimizer: each`"),
                 ({"embedding": True}, "`embedding: true`"),
@@ -301,19 +315,19 @@ def test_a_plan_that_fits_passes(plan: Plan) -> None:
         ),
         (
             Plan([stage(WORKERS[0], 0, 2), stage("coordinator", 2, 4), stage(WORKERS[1], 4, 6)]),
-            ["Stage 1", "coordinator", "first layers, the last ones, or both"],
+            ["stages[1]", "coordinator", "first layers, the last ones, or both"],
         ),
         (
             Plan([HERE, StagePlan(WORKERS[:1], (2, 6), embedding=True)]),
-            ["Stage 1", "`embedding: true`", "layer 0", "leave the key out"],
+            ["stages[1]", "`embedding: true`", "layer 0", "leave the key out"],
         ),
         (
             Plan([StagePlan(["coordinator"], (0, 6), embedding=True)]),
-            ["Stage 0", "`embedding: true`", "worker"],
+            ["stages[0]", "`embedding: true`", "worker"],
         ),
         (
             Plan([StagePlan(WORKERS[:1], (0, 6), dtype="float16", embedding=True)]),
-            ["Stage 0", "`embedding: true`", "'float16'", "Leave one of them out"],
+            ["stages[0]", "`embedding: true`", "'float16'", "Leave one of them out"],
         ),
         (
             Plan([stage("coordinator", 0, 2), stage("coordinator", 2, 6)]),
@@ -337,10 +351,10 @@ def test_a_stages_dtype_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float8", "fp16", "torch.float16", 16, "", []])
 def test_an_unknown_dtype_is_refused_with_those_there_are(dtype: Any, tmp_path: Path) -> None:
     text = FILE_OF_THE_DESIGN.replace("recompute: true", f"dtype: {dtype!r}")
-    with pytest.raises(PlanError, match="stage 1; it is one of float32, bfloat16, float16"):
+    with pytest.raises(PlanError, match=r"stages\[1\]; it is one of float32, bfloat16, float16"):
         Plan.from_yaml(written(tmp_path, text))
     there = StagePlan(["strix.local:9999"], (2, 6), dtype=dtype)
-    with pytest.raises(PlanError, match=re.escape(f"Unknown dtype {dtype!r} in stage 1")):
+    with pytest.raises(PlanError, match=re.escape(f"Unknown dtype {dtype!r} in stages[1]")):
         Plan([HERE, there]).check(6, WORKERS)
 
 
@@ -390,5 +404,5 @@ def test_by_default_no_boundary_is_narrowed() -> None:
 
 def test_an_unknown_dtype_on_the_wire_is_refused() -> None:
     plan = Plan([StagePlan(["a"], (0, 2), gradient_dtype="int4")])  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="Unknown gradient_dtype 'int4' in stage 0"):
+    with pytest.raises(PlanError, match=r"'int4' in stages\[0\]"):
         plan.check(2, ["a"])

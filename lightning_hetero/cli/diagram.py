@@ -12,10 +12,11 @@ from .options import new_file, writing
 
 
 def run(options: argparse.Namespace) -> None:
-    path = options.output or new_file("architecture.svg")
-    check_format(path.name)
+    if options.output is not None:
+        check_format(options.output.name)
     plan = Plan.from_yaml(options.plan)
     profile = None if options.profile is None else Profile.from_yaml(options.profile)
+    path = options.output or new_file("architecture.svg")
     content = picture_for(path.name, topology_of(plan, profile, options.title))
     with writing("picture", path):
         path.write_bytes(content)

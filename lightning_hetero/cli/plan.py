@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..errors import PlanError
@@ -16,7 +16,7 @@ from ..planner.cards import FASTEST, SLOWEST, with_card
 from ..planner.plan_comparison import Side, bottleneck, compare, predict_given
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, parse_memory, parse_pin, solve
-from ..planner.verdict import judge, render, running_costs
+from ..planner.verdict import judge, render, running_costs, show
 from .options import new_file, writing
 
 Value = TypeVar("Value")
@@ -35,13 +35,13 @@ def run(options: argparse.Namespace) -> None:
     if options.given or options.what_if or len(profiles) > 1:
         _check_question(options)
         given = Plan.from_yaml(options.given) if options.given else None
-        Console().print(_answer(options, profiles, Planner(given, wishes)))
+        show(_answer(options, profiles, Planner(given, wishes)))
         return
     path = options.output or new_file("plan.yaml")
     solution = solve(profiles[0], wishes)
     with writing("plan", path):
         solution.plan.to_yaml(path)
-    Console().print(render(judge(solution)))
+    show(render(judge(solution)))
     print(f"The plan is in {path}.")
 
 

@@ -19,8 +19,10 @@ class Loss:
         step: The step in which it was lost, as the log counts steps.
         reason: What ended its conversation.
         began_seconds: When the loss was noted.
+        place: The name of the worker and, where it is another one, its address.
 
     Attributes:
+        served_by: The same of the process in its place; empty until that process served.
         served_seconds: When another process served; None until then.
         restored_seconds: When that process had the layers and their latest snapshot; None until
             then.
@@ -34,6 +36,8 @@ class Loss:
     step: int
     reason: str
     began_seconds: float
+    place: str = ""
+    served_by: str = ""
     served_seconds: float | None = None
     restored_seconds: float | None = None
     end_seconds: float | None = None
@@ -44,6 +48,7 @@ class Loss:
     def note_restored(self, served_seconds: float, now: float, behind: int, num_bytes: int) -> None:
         """A process has the layers and the snapshot behind a step, and begins to repeat."""
         self.served_seconds, self.restored_seconds = served_seconds, now
+        self.served_by = self.worker.where
         self.first_step, self.num_bytes = behind + 1, num_bytes
 
     def note_end(self, now: float, has_caught_up: bool) -> None:

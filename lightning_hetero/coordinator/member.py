@@ -81,10 +81,14 @@ class Member:
         """A sentence on how to check the way to the worker; empty for a process of this run."""
         return advice(self.address) if self.name == str(self.address) else ""
 
+    @property
+    def where(self) -> str:
+        """Its name in plans, and its address if it has another one."""
+        return self.name if self.name == str(self.address) else f"{self.name} ({self.address})"
+
     def __str__(self) -> str:
         what = f"stage {' and '.join(map(str, self.stages))}" if self.stages else "the worker"
-        where = self.name if self.name == str(self.address) else f"{self.name} ({self.address})"
-        return f"{what} on {where}"
+        return f"{what} on {self.where}"
 
 
 class Source(Protocol):

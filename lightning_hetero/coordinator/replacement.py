@@ -355,7 +355,7 @@ class Replacements:
         now = time.perf_counter()
         if (former := self._open.pop(worker, None)) is not None:
             former.note_end(now, has_caught_up=False)
-        lost[worker] = Loss(worker, self._connections.step, str(cause), now)
+        lost[worker] = Loss(worker, self._connections.step, str(cause), now, worker.where)
         self.losses.append(lost[worker])
         self.on_change()
 

@@ -68,20 +68,26 @@ class Drift:
         seconds: Its present seconds for a micro-batch.
         expected_seconds: Its expected seconds.
         slowest: The slowest stage at present.
+        is_from_measurements: Whether the expected seconds are those that were measured before the
+            run, and not those of earlier steps.
     """
 
     stage: str
     seconds: float
     expected_seconds: float
     slowest: str
+    is_from_measurements: bool = False
 
     def __str__(self) -> str:
-        is_slower = self.seconds > self.expected_seconds
+        how = "slower" if self.seconds > self.expected_seconds else "faster"
         ratio = self.seconds / self.expected_seconds
+        change = f"has become {how}", "earlier"
+        if self.is_from_measurements:
+            change = f"is {how} than was measured", "measured"
         return (
-            f"{self.stage} has become {'slower' if is_slower else 'faster'}: a micro-batch takes "
-            f"it {_milliseconds(self.seconds)}, {ratio:.2g} times the expected "
-            f"{_milliseconds(self.expected_seconds)}. The slowest stage is {self.slowest}."
+            f"{self.stage} {change[0]}: a micro-batch takes it {_milliseconds(self.seconds)}, "
+            f"{ratio:.2g} times the {change[1]} {_milliseconds(self.expected_seconds)}. The "
+            f"slowest stage is {self.slowest}."
         )
 
 
@@ -102,6 +108,7 @@ class Watcher:
     ) -> None:
         self._expected = expected
         self._was_promised = expected is not None
+        self._is_measured = self._was_promised
         self._threshold = threshold
         self._recent: deque[Mapping[str, StageSeconds]] = deque(maxlen=WINDOW)
         self._num_off = 0
@@ -131,9 +138,9 @@ class Watcher:
         self._num_off = self._num_off + 1 if is_off else 0
         if self._num_off < min(max(SUSTAINED, 2 * self._longest_off), MOST_SUSTAINED):
             return None
-        drift = _describe(now, self._expected)
+        drift = _describe(now, self._expected, self._is_measured)
         is_faster = drift.seconds < drift.expected_seconds
-        self._expected, self._num_off = now, 0
+        self._expected, self._is_measured, self._num_off = now, False, 0
         if is_faster and not self._was_promised and self.num_steps <= SETTLED:
             return None  # the first steps were slow, as they mostly are
         if self.num_steps - self._told_at < MOST_SUSTAINED:
@@ -176,10 +183,11 @@ def _common(now: Mapping[str, float], expected: Mapping[str, float]) -> float:
     return min(max(1.0, min(ratios)), max(ratios))
 
 
-def _describe(now: Mapping[str, float], expected: Mapping[str, float]) -> Drift:
+def _describe(now: Mapping[str, float], expected: Mapping[str, float], is_measured: bool) -> Drift:
     most_changed = max if _drift(now, expected) > 0 else min
     stage = most_changed(now, key=lambda name: now[name] / expected[name])
-    return Drift(stage, now[stage], expected[stage], max(now, key=lambda name: now[name]))
+    slowest = max(now, key=lambda name: now[name])
+    return Drift(stage, now[stage], expected[stage], slowest, is_measured)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Literal
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -428,6 +428,17 @@ def _slowest_medium(candidate: Candidate) -> tuple[str, float]:
     """The link or medium that a micro-batch occupies longest, and its seconds."""
     media = candidate.busy_seconds_of_media
     return max(media.items(), key=lambda item: item[1], default=("", 0.0))
+
+
+_LEAST_WIDTH_OF_FILES = 120
+
+
+def show(answer: RenderableType) -> None:
+    """Print tables and sentences; a file or a pipe takes words that a terminal would fold."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, _LEAST_WIDTH_OF_FILES))
+    console.print(answer)
 
 
 def render(verdict: Verdict) -> RenderableType:

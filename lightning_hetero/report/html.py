@@ -28,6 +28,7 @@ _PIPELINE_NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
     "bubble_share": ("bubble", in_percent),
     "bound_share": ("of the devices' bound", in_percent),
 }
+_OTHER_METRICS = ("stage/", "pipeline/", "recovery/")
 _MOST_LOSSES = 8
 _MOST_IN_A_ROW = 6
 _MOST_COMPARED = 10
@@ -175,7 +176,7 @@ def _topology(record: RunRecord) -> tuple[str, str]:
 
 
 def _losses(record: RunRecord) -> list[str]:
-    names = [n for n in record.metrics if "loss" in n and not n.startswith(("stage/", "pipeline/"))]
+    names = [n for n in record.metrics if "loss" in n and not n.startswith(_OTHER_METRICS)]
     # Lightning logs `loss_step` and `loss_epoch` if the module asks for both.
     return sorted(names, key=lambda name: ("val" in name or "test" in name, name))[:_MOST_LOSSES]
 
@@ -204,8 +205,9 @@ def _losses_of_workers(record: RunRecord) -> list[list[str]]:
     """A row for each time that a worker was lost."""
     return [
         [
-            lost.name,
+            lost.place or lost.name,
             str(lost.step),
+            lost.served_by or "–",
             _duration(lost.serving_seconds),
             _duration(lost.restoring_seconds),
             _duration(lost.repeating_seconds),

@@ -101,6 +101,8 @@ class LostWorker(msgspec.Struct, frozen=True):
         restoring_seconds: From there until that process had the layers and their latest snapshot.
         repeating_seconds: From there until it had caught up.
         repeated: What it repeated, in words.
+        place: The name and, where it is another one, the address of the worker.
+        served_by: The same of the process that took its place; empty if none did.
     """
 
     name: str
@@ -110,6 +112,8 @@ class LostWorker(msgspec.Struct, frozen=True):
     restoring_seconds: float | None = None
     repeating_seconds: float | None = None
     repeated: str = ""
+    place: str = ""
+    served_by: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -125,7 +129,7 @@ class RunFacts(msgspec.Struct, frozen=True):
     Args:
         model: The name of the model.
         started_at: When training began, in ISO format with the time zone.
-        processes: The coordinator and the workers.
+        processes: The coordinator and the workers; in the place of a lost one, its successor.
         ended_at: When the run ended; empty while it is under way, and after a kill.
         error: The text of the error that ended the run; empty without one.
         losses: The workers that were lost during the run, in their order.
@@ -233,8 +237,8 @@ class RunRecord:
     def name_of(self, number: int) -> str:
         """The name of a process; ``worker 2`` if neither the run's facts nor its plan tell it.
 
-        A worker keeps its number when layers move, so the facts, which are as of the beginning,
-        come first.
+        A worker keeps its number when layers move, so the facts, whose names are as of the
+        beginning, come first.
         """
         names = [each.name for each in self.facts.processes] if self.facts else []
         names = names or list(self.ranges)

@@ -20,7 +20,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from rich.console import Console
 
 from ..callbacks.lost_worker import RecoveryCallback
 from ..callbacks.profiler import PipelineProfiler
@@ -36,7 +35,7 @@ from ..plan import Plan, StagePlan
 from ..planner.feasibility import as_measured, check_plan, with_shares
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
-from ..planner.verdict import judge, render
+from ..planner.verdict import judge, render, show
 from ..profiler.cache import Measured
 from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
@@ -64,6 +63,9 @@ class PlanChoice:
         plan: ``"auto"``, ``"even"``, ``"replicated"``, a path or a Plan.
         micro_batches: Pieces of a batch; None takes the plan's number.
 
+    Raises:
+        PlanError: If the plan's file is there already and cannot be read.
+
     Attributes:
         plan: As the user gave it.
         measured: The latest profile that was measured or read; None before there is one.
@@ -76,6 +78,8 @@ class PlanChoice:
         self.trials: NewcomerTrials | None = None
         self._micro_batches = micro_batches
         self._solved: dict[tuple[int, tuple[str, ...]], Plan] = {}
+        if not isinstance(plan, Plan) and plan not in NAMED_PLANS and Path(plan).exists():
+            Plan.from_yaml(plan)  # its mistakes are told before a worker is waited for
 
     @property
     def profile(self) -> Profile | None:
@@ -468,7 +472,7 @@ def _warn_of_faults(plan: Plan, profile: Profile) -> None:
 
 @rank_zero_only
 def _print_verdict(solution: Solution) -> None:
-    Console().print(render(judge(solution)))
+    show(render(judge(solution)))
 
 
 @contextmanager

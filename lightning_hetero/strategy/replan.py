@@ -6,6 +6,7 @@ when their speed drifts, and finds a faster plan.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -237,7 +238,7 @@ class Watch:
         self._compare()
         for drift in drifts:
             self._has_drifted = True
-            logger.warning("%s %s", drift, self._advice())
+            logger.warning("%s %s", self._located(drift), self._advice())
         may_move = self._moves and self._watcher.num_steps >= self._least_steps
         if not (self._has_drifted and may_move):
             return None
@@ -256,6 +257,13 @@ class Watch:
             stages = Placement.of(self._deployment.plan).stages_of(slowest)
             return f"stage {' and '.join(map(str, stages))}"
         return slowest or ""
+
+    def _located(self, drift: Drift) -> Drift:
+        """The same with the addresses of processes that have taken the place of lost workers."""
+        connections = self._deployment.coordinator.connections
+        where = {each.name: each.where for each in connections.members}
+        stage, slowest = (where.get(name, name) for name in (drift.stage, drift.slowest))
+        return dataclasses.replace(drift, stage=stage, slowest=slowest)
 
     def _look(self) -> list[Drift]:
         """The drifts in steps that every stage has reported."""

@@ -9,7 +9,7 @@ import copy
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -420,21 +420,25 @@ class RunNotes:
         folder = run_folder(trainer)
         if folder is None or trainer.state.fn != TrainerFn.FITTING or not trainer.is_global_zero:
             return None
-        module = trainer.lightning_module
-        named = {COORDINATOR: equipment_here(module.device)}
-        named |= deployment.coordinator.connections.worker_equipment
-        processes = [
-            Process(name, each.host, each.device_name, each.versions)
-            for name, each in named.items()
-        ]
-        notes = cls(folder, RunFacts(_title(module), _now(), processes))
+        module, connections = trainer.lightning_module, deployment.coordinator.connections
+        here = {COORDINATOR: equipment_here(module.device)}
+
+        def processes() -> dict[str, Process]:
+            return {
+                name: Process(name, each.host, each.device_name, each.versions)
+                for name, each in (here | connections.worker_equipment).items()
+            }
+
+        notes = cls(folder, RunFacts(_title(module), _now(), [*processes().values()]))
         if (replacements := deployment.coordinator.replacements) is not None:
-            replacements.on_change = lambda: notes.note_losses(replacements.losses)
+            replacements.on_change = lambda: notes.note_losses(replacements.losses, processes())
         return notes
 
-    def note_losses(self, losses: Iterable[Loss]) -> None:
-        """Note the workers that the run has lost so far."""
-        self._facts = structs.replace(self._facts, losses=[_lost_worker(each) for each in losses])
+    def note_losses(self, losses: Iterable[Loss], present: Mapping[str, Process]) -> None:
+        """Note the workers that the run has lost so far, and the present process of each name."""
+        lost = [_lost_worker(each) for each in losses]
+        processes = [present.get(each.name, each) for each in self._facts.processes]
+        self._facts = structs.replace(self._facts, losses=lost, processes=processes)
         self._write()
 
     def note_error(self, error: BaseException) -> None:
@@ -471,6 +475,8 @@ def _lost_worker(loss: Loss) -> LostWorker:
         None if came is None or restored is None else restored - came,
         None if restored is None or end is None else end - restored,
         "" if restored is None else loss.repeated,
+        loss.place,
+        loss.served_by,
     )
 
 

@@ -406,6 +406,14 @@ def test_the_format_of_a_picture_is_checked_first(
     assert said.endswith("there is no folder 'no'; make it, or name another file.")
 
 
+def test_a_plan_that_does_not_exist_is_named_before_the_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("architecture.svg").touch()
+    assert "no file 'none.yaml'" in str(run(monkeypatch, "diagram", "none.yaml"))
+
+
 PROJECT = """
 from tests.models import TinyModule, loader
 import lightning as L

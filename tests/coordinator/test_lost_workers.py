@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,9 +10,16 @@ import pytest
 from lightning_hetero.coordinator.lost_workers import Loss, lost_between, seconds_of
 
 
+@dataclass
+class Place:
+    """A worker, as far as a loss knows it."""
+
+    where: str
+
+
 def lost(began: float, end: float | None) -> Loss:
-    worker: Any = None
-    return Loss(worker, 7, "It was cut.", began, end_seconds=end)
+    worker: Any = Place("a (spare:9999)")
+    return Loss(worker, 7, "It was cut.", began, "a", end_seconds=end)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +55,4 @@ def test_what_is_repeated_lies_behind_the_snapshot(behind: int, said: str) -> No
     assert (loss.repeated, loss.served_seconds, loss.restored_seconds) == (said, 1.5, 2.0)
     loss.note_end(2.5, has_caught_up=True)
     assert (loss.end_seconds, loss.has_caught_up) == (2.5, True)
+    assert (loss.place, loss.served_by) == ("a", "a (spare:9999)")

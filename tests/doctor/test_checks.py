@@ -142,7 +142,7 @@ def test_without_a_plan_the_best_one_is_meant() -> None:
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "text"),
     [
-        ([StagePlan(["c:1"], (0, 8))], 4, "Stage 0 is on 'c:1'"),
+        ([StagePlan(["c:1"], (0, 8))], 4, r"stages\[0\] is on 'c:1'"),
         ([StagePlan(["a:1"], (0, 8))], 0, "micro_batches is 0"),
         ([StagePlan(["a:1"], (0, 9))], 4, "covers 9 layers and the model has 8"),
     ],

@@ -116,6 +116,7 @@ def test_the_report_tells_who_why_and_how_long(seen: Seen) -> None:
     facts = msgspec.json.decode((seen.folder / "run.json").read_bytes(), type=RunFacts)
     (lost,) = facts.losses
     assert (lost.name, lost.step) == (seen.lost, LOST_STEP)
+    assert (lost.place, lost.served_by) == (seen.lost, seen.lost)
     assert lost.repeated == f"steps 1 to {LOST_STEP}"
     assert lost.reason
     assert lost.seconds is not None

@@ -15,6 +15,7 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import WorkerLost, WorkerUnreachable
+from lightning_hetero.report.run_record import read_run
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
@@ -72,6 +73,11 @@ def test_the_other_worker_takes_over(
         assert victim.process.poll() is not None
     assert died.exists()
     assert_same_run(found, undisturbed)
+    facts = read_run(tmp_path / "run" / "logs" / "0").facts
+    assert facts is not None
+    (lost,) = facts.losses
+    served_by = f"{victim.address} ({other.address})"
+    assert (lost.place, lost.served_by) == (victim.address, served_by)
 
 
 def three_in_a_row(names: list[str]) -> Plan:

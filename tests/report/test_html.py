@@ -201,13 +201,16 @@ def test_an_error_that_ended_the_run_is_said_first(run: Path) -> None:
     assert headings(report(read_run(run)))[0] == "What stands out"
 
 
-LOST = LostWorker("bob:9999", 812, "It was <cut>.", 0.5, 0.25, 2.0, "steps 801 to 812")
+TIMES = 0.5, 0.25, 2.0, "steps 801 to 812"
+LOST = LostWorker("bob:9999", 812, "It was <cut>.", *TIMES, "bob:9999", "bob:9999 (eve:9999)")
 
 
 def test_lost_workers_are_told_with_their_times_and_reasons(run: Path) -> None:
     ended = LostWorker("bob:9999", 900, "It was <cut>.")
     one = with_facts(run, msgspec.structs.replace(FACTS, losses=[LOST]))
-    assert {"812", "500 ms", "250 ms", "2 s", "steps 801 to 812"} <= set(one.words)
+    assert {"812", "bob:9999 (eve:9999)", "500 ms", "250 ms", "2 s", "steps 801 to 812"} <= set(
+        one.words
+    )
     assert "bob:9999 in step 812: It was <cut>." in one.words
     said = "Once a worker was lost and replaced (bob:9999); no step was lost by that."
     assert any(sentence.startswith(said) for sentence in findings(read_run(run)))

@@ -22,6 +22,14 @@ PLAN = Plan([StagePlan(["a"], (0, 3)), StagePlan(["b"], (3, 6))], micro_batches=
 
 
 @dataclass
+class Place:
+    """A worker as far as a watch knows it."""
+
+    name: str
+    where: str
+
+
+@dataclass
 class Told:
     """A deployment, its coordinator and the coordinator's stages, as far as a watch knows them."""
 
@@ -29,6 +37,11 @@ class Told:
     step: int = 0
     fault: str = ""
     timings: list[tuple[int, m.Timings]] = field(default_factory=list)
+    members: list[Place] = field(default_factory=list)
+
+    @property
+    def connections(self) -> Told:
+        return self
 
     @property
     def coordinator(self) -> Told:
@@ -81,6 +94,18 @@ def test_without_replanning_one_warning_names_the_gain_of_a_move(
     (line,) = lines_of(caplog)
     assert "b has become slower: a micro-batch takes it 120 ms, 4 times" in line
     assert "With `replan=True`, moving layers would save about 58% of the step." in line
+
+
+def test_a_process_in_the_place_of_a_lost_one_is_named_with_its_own_address(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = Told(members=[Place("a", "a"), Place("b", "b (spare:9999)")])
+    watch = watch_over(told)
+    pass_steps(told, watch, 20, 0.03, 0.03)
+    pass_steps(told, watch, 40, 0.03, 0.12)
+    (line,) = lines_of(caplog)
+    assert "b (spare:9999) has become slower" in line
+    assert "The slowest stage is b (spare:9999)." in line
 
 
 def test_with_replanning_the_layers_are_to_move(caplog: pytest.LogCaptureFixture) -> None:
