@@ -81,8 +81,8 @@ class HeldParts:
                         "`load_state_dict()`, or keep the layer with the coordinator."
                     )
         for name, module, children, tensors in self._modules:
-            if len(module._parameters) + len(module._buffers) != len(tensors):
-                [leaf, *_] = set(_tensor_names(module)).symmetric_difference(tensors)
+            if _tensor_names(module) != tensors:
+                [leaf, *_] = tensors.symmetric_difference(_tensor_names(module))
                 raise ModelError(
                     f"{name}.{leaf} was added to its layer or removed during the run, and workers "
                     "have the layer as it was. Register parameters and buffers before `fit`, or "
@@ -114,9 +114,9 @@ class HeldParts:
                 raise hook_away(name)
 
 
-def _tensor_names(module: nn.Module) -> list[str]:
+def _tensor_names(module: nn.Module) -> set[str]:
     """The names of a module's own parameters and buffers."""
-    return [*module._parameters, *module._buffers]
+    return module._parameters.keys() | module._buffers.keys()
 
 
 def _methods_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[type, str, Any]]:

@@ -11,7 +11,16 @@ stages follow Lightning's rule instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
@@ -20,10 +29,12 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdRef
+from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
 from ..coordinator.optimizers import RemoteOptimizer, changed_parameters, optimized_parameters
@@ -157,6 +168,8 @@ class RemoteSteps:
             self._undo.callback(hook.remove)
             hook = remote.optimizer.register_load_state_dict_post_hook(self._forget_state)
             self._undo.callback(hook.remove)
+            StateHere.put_into(remote.optimizer, names_of)
+            self._undo.callback(StateHere.take_from, remote.optimizer)
             self._undo.callback(remote.detach)
 
     def detach(self) -> None:
@@ -234,6 +247,7 @@ class RemoteSteps:
 
     def _forget_state(self, optimizer: Optimizer) -> None:
         self._states.pop(id(optimizer), None)
+        StateHere.put_into(optimizer, self._names_of)
 
     def note_zeroed(self, parameters: Iterable[Tensor]) -> None:
         """Note that the stages have dropped these parameters' gradients, or made them zero."""
@@ -308,6 +322,7 @@ class RemoteSteps:
         else:
             remote.step()
         remote.note_stepped()
+        StateHere.put_into(optimizer, self._names_of)  # some load in a way that calls no hook
         self._states[id(optimizer)] = _state_here(optimizer)
 
     def _unscale(self, scaler: torch.amp.GradScaler, remote: RemoteOptimizer) -> bool:
@@ -325,6 +340,96 @@ class RemoteSteps:
             # If nothing trains on this process, the scaler has not checked anything yet.
             found[torch.device("cpu")] = torch.tensor(0.0 if is_finite else 1.0)
         return not any(flag.item() for flag in found.values())
+
+
+class StateHere(defaultdict[Tensor, Any]):
+    """An optimizer's state in this process, which is a part of it, and says so to code that reads
+    the state of parameters on workers, or of all.
+
+    Args:
+        state: As the optimizer has it.
+        away: The parameters whose state is on workers.
+        owner: The name of the optimizer's class.
+    """
+
+    def __init__(self, state: Mapping[Tensor, Any], away: Collection[Tensor], owner: str) -> None:
+        super().__init__(dict, state)
+        self._away = away
+        self._owner = owner
+
+    @classmethod
+    def put_into(cls, optimizer: Optimizer, away: Collection[Tensor]) -> None:
+        """Give an optimizer such a state, unless it has one."""
+        if type(optimizer.state) is defaultdict:
+            optimizer.state = cls(optimizer.state, away, type(optimizer).__name__)
+
+    @staticmethod
+    def take_from(optimizer: Optimizer) -> None:
+        """Leave an optimizer an ordinary state."""
+        if isinstance(optimizer.state, StateHere):
+            optimizer.state = optimizer.state.copy()
+
+    def __missing__(self, parameter: Tensor) -> Any:
+        self._tell_reader(parameter)
+        return super().__missing__(parameter)
+
+    @override
+    def __contains__(self, parameter: object) -> bool:
+        self._tell_reader(parameter)
+        return super().__contains__(parameter)
+
+    @override
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        self._tell_reader(parameter)
+        return super().get(parameter, default)
+
+    @override
+    def __iter__(self) -> Iterator[Tensor]:
+        self._tell_reader()
+        return super().__iter__()
+
+    @override
+    def keys(self) -> Any:
+        self._tell_reader()
+        return super().keys()
+
+    @override
+    def values(self) -> Any:
+        self._tell_reader()
+        return super().values()
+
+    @override
+    def items(self) -> Any:
+        self._tell_reader()
+        return super().items()
+
+    @override
+    def copy(self) -> Any:
+        """An ordinary state."""
+        return defaultdict(dict, dict.items(self))
+
+    __copy__ = copy
+
+    @override
+    def __reduce__(self) -> Any:
+        # A copy of the optimizer, or its file, has an ordinary state.
+        return self.copy().__reduce__()
+
+    def _tell_reader(self, *parameters: object) -> None:
+        """Warn of code that reads the state of parameters, by default of all."""
+        reader = sys._getframe(2)
+        package = reader.f_globals.get("__name__", "").partition(".")[0]
+        if package in _READERS or any(each not in self._away for each in parameters):
+            return
+        rank_zero_warn(
+            f"{reader.f_code.co_filename}:{reader.f_lineno} reads `state` of {self._owner}, where "
+            "this process has the state of its own parameters alone; that of the layers on "
+            "workers is with them. `optimizer.state_dict()` returns all of it."
+        )
+
+
+# Their own code needs no more than the state of parameters here, or is for these alone.
+_READERS = {"torch", "lightning", "lightning_hetero", "bitsandbytes", "copy"}
 
 
 def _versions(parameters: Iterable[Tensor]) -> Versions:

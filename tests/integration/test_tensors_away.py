@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import defaultdict
 from collections.abc import Callable
@@ -142,6 +143,7 @@ class OnlyLayers(Averaging):
         self.model.lm_head.requires_grad_(False)
 
 
+@pytest.mark.filterwarnings("ignore:.* reads `state` of")
 @pytest.mark.parametrize("way", STATES)
 def test_an_optimizer_whose_state_is_changed_here_alone_is_refused(
     way: str, workers: list[str]
@@ -154,6 +156,48 @@ def test_it_is_refused_too_where_nothing_trains_here(workers: list[str]) -> None
     plan = plan_of(workers, (0, 4))
     with pytest.raises(ModelError, match="The state of AdamW was changed here"):
         fit(OnlyLayers(replace_state), HeteroPipelineStrategy(workers[:1], plan), loader(8, 4))
+
+
+def away_and_here(module: Any) -> tuple[Tensor, Tensor]:
+    """A parameter of a layer on a worker, and one of the head."""
+    return module.model.model.layers[-1].mlp.up_proj.weight, module.model.lm_head.weight
+
+
+READS: dict[str, Callable[[Any], object]] = {
+    "all": lambda module: [*optimizer_of(module).state.values()],
+    "all, by parameters": lambda module: dict(optimizer_of(module).state),
+    "one": lambda module: optimizer_of(module).state[away_and_here(module)[0]],
+    "one that is asked for": lambda module: away_and_here(module)[0] in module.optimizers().state,
+    "one that may be missing": lambda module: optimizer_of(module).state.get(
+        away_and_here(module)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reading_state_that_is_on_workers_is_told(read: str, workers: list[str]) -> None:
+    told = r"test_tensors_away.py:\d+ reads `state` of AdamW, .*state_dict\(\)` returns all of it"
+    with pytest.warns(UserWarning, match=told):
+        fit(Averaging(READS[read]), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
+
+
+def look_at_own_state(module: Any) -> None:
+    optimizer, (_, own) = optimizer_of(module), away_and_here(module)
+    assert own in optimizer.state
+    assert "exp_avg" in optimizer.state[own]
+    assert type(copy.deepcopy(optimizer.state)) is defaultdict
+    assert len(optimizer.state_dict()["state"]) == len(optimized(optimizer))
+
+
+def optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@pytest.mark.filterwarnings("error:.*reads `state`")
+def test_reading_state_that_is_here_is_not(workers: list[str]) -> None:
+    module = Averaging(look_at_own_state)
+    fit(module, HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
+    assert type(optimizer_of(module).state) is defaultdict
 
 
 def test_a_state_that_is_loaded_again_is_that_of_one_device(workers: list[str]) -> None:

@@ -116,6 +116,7 @@ def test_a_step_that_bypasses_lightning_is_followed() -> None:
     assert remote.told == ["step", "stepped"]
 
 
+@pytest.mark.filterwarnings("ignore:.* reads `state` of")
 def test_a_state_in_the_place_of_a_dropped_one_is_another() -> None:
     """The new tensor gets the memory of the object that was dropped, and so its id."""
     _, _, remote = diverted()
