@@ -420,10 +420,12 @@ class _Away:
                 if not isinstance(known, Tensor):
                     return known
             name, kwargs = _name_of(function), kwargs or {}
-            if name == "__reduce_ex__":
+            # A copy would be used where nobody knows any more what it is a copy of.
+            if name in ("__reduce_ex__", "clone"):
                 raise ModelError(
-                    "A parameter or buffer of a layer that lives on a worker cannot be copied or "
-                    "pickled; do it before `fit` or after it, or use `module.state_dict()`."
+                    "A parameter or buffer of a layer that lives on a worker, or what is computed "
+                    "from it, cannot be copied, logged or pickled; do it before `fit` or after "
+                    "it, or use `module.state_dict()`."
                 )
             if _is_loading(name, args):
                 return function(*args, **kwargs)

@@ -52,6 +52,8 @@ REFUSED: dict[str, Callable[[Averaging], object]] = {
     "foreach": lambda m: torch._foreach_add_(m.average, list(m.model.parameters()), alpha=0.1),
     "foreach lerp": lambda m: torch._foreach_lerp_(m.average, list(m.model.parameters()), 0.1),
     "sorted values": lambda m: [e.add_(p.sort(0).values) for p, e in m.pairs],
+    "kept": lambda m: [p.detach().clone() for p in m.model.parameters()],
+    "logged": lambda m: m.log("std", away_and_here(m)[0].std()),
     "norm": lambda m: [float(p.norm()) for p in m.model.parameters()],
     "put back": lambda m: [p.copy_(e) for p, e in m.pairs],
     "put back as data": lambda m: [p.data.copy_(e) for p, e in m.pairs],
