@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from ..errors import ModelError, ProfileError
-from ..model.layers import DecoderLayer
+from ..model.layers import DecoderLayer, without_layers
 from ..strategy.arguments import other_package, this_package
 from ..strategy.deploy import Site
 from ..yaml_file import check_kind, read_yaml
@@ -65,8 +65,8 @@ class Project(LightningCLI):
             self.trainer.fit(self.model, datamodule=self.datamodule)
         if not found:
             raise ModelError(
-                f"{type(self.model).__name__} has no decoder layers that could be found, so "
-                f"{purpose}; name them with `layers` of the strategy in the config."
+                f"{without_layers(self.model)}, so {purpose}; name them with `layers` of the "
+                "strategy in the config."
             )
         return found[0]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import torch
@@ -61,6 +61,24 @@ def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[Dec
     layers = [_without_wrapper(layer) for layer in layers]
     _check_are_layers(layers)
     return layers
+
+
+def without_layers(root: nn.Module) -> str:
+    """What is said of a module in which no layers are found; with the list that may be meant."""
+    said = f"{type(root).__name__} has no decoder layers that could be found"
+    lists = {name: module for name, module in root.named_modules() if _is_list_of_equals(module)}
+    if not lists:
+        return said
+    name = max(lists, key=lambda each: sum(p.numel() for p in lists[each].parameters()))
+    count, kind = len(lists[name]), type(lists[name][0]).__name__
+    return f"{said} (perhaps `layers={name!r}` is meant, which has {count} {kind})"
+
+
+def _is_list_of_equals(module: nn.Module) -> TypeGuard[nn.ModuleList]:
+    """Whether a module is a list of several layers of one class."""
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return False
+    return len({type(each) for each in module}) == 1 and type(module[0]) is not nn.ModuleList
 
 
 def _without_wrapper(layer: DecoderLayer) -> DecoderLayer:

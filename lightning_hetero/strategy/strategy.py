@@ -31,7 +31,7 @@ from ..launch.launcher import Launcher
 from ..model.allowed_imports import refuse_training_in_worker
 from ..model.four_bit import accepting_states, keep_layout
 from ..model.half_layers import cut_layers, join_layers
-from ..model.layers import DecoderLayer, LayerChoice, find_decoder_layers
+from ..model.layers import DecoderLayer, LayerChoice, find_decoder_layers, without_layers
 from ..model.lazy_weights import weights_in_checkpoint
 from ..pipeline.microbatch import BatchOptions, CheckFirstBatch, LossWeighting
 from ..pipeline.optimizer import AveragingAction
@@ -237,8 +237,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._run = None if deployment is None else Run(module, deployment, self._options)
         else:
             rank_zero_warn(
-                f"{type(module).__name__} has no decoder layers that could be found, so it runs on "
-                "this process alone; name them with `layers=`."
+                f"{without_layers(module)}, so it runs on this process alone; name them with "
+                "`layers=`."
             )
         site.bring_weights_here(self.deployment)
         self._put_on_device(self.deployment)

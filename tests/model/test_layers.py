@@ -22,6 +22,7 @@ from lightning_hetero.model.layers import (
     find_decoder_layers,
     find_embedding,
     other_layer_lists,
+    without_layers,
 )
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 
@@ -56,6 +57,16 @@ def test_a_family_that_names_its_layers_otherwise_is_found_too() -> None:
 
 def test_a_module_without_a_hugging_face_model_has_none() -> None:
     assert find_decoder_layers(Towers()) == []
+
+
+def test_the_largest_list_of_equal_modules_is_proposed_where_no_layers_are_found() -> None:
+    module = nn.Module()
+    assert without_layers(module) == "Module has no decoder layers that could be found"
+    module.short = nn.ModuleList([nn.Linear(9, 9)])
+    module.mixed = nn.ModuleList([nn.Linear(9, 9), nn.LayerNorm(9)])
+    module.heads = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)])
+    module.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    assert "(perhaps `layers='blocks'` is meant, which has 2 Linear)" in without_layers(module)
 
 
 def test_a_longer_list_of_the_same_layers_is_not_taken_for_the_decoder() -> None:
