@@ -54,7 +54,7 @@ from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_h
 from .carried_tensors import Carried, is_carried, returned
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
-from .hollow_checks import HeldParts, check_hooks_of_all_modules, hook_away
+from .hollow_checks import HeldParts, check_hooks_of_all_modules, hook_away, observes
 from .hollow_forward import HollowSpan, Records, list_begins
 from .hollow_state_dicts import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches
@@ -584,8 +584,8 @@ def _check_has_no_code_of_its_own(layer: DecoderLayer) -> None:
     """Refuse hooks, and a ``forward`` on an instance, such as a library's kernel: workers lack
     both."""
     modules = list(layer.module.named_modules())
-    check_hooks_of_all_modules(lambda _hook: False)
-    hooked = [name for name, module in modules if has_hooks(module)]
+    check_hooks_of_all_modules(observes)
+    hooked = [name for name, module in modules if has_hooks(module, besides=observes)]
     hooked += [
         name
         for name, parameter in layer.module.named_parameters()

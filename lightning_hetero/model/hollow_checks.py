@@ -108,9 +108,9 @@ class HeldParts:
             self._num_hooks = RemovableHandle.next_id
 
     def _check_hooks(self) -> None:
-        check_hooks_of_all_modules(_observes)
+        check_hooks_of_all_modules(observes)
         for name, module in self._silent:
-            if has_hooks(module, besides=_observes):
+            if has_hooks(module, besides=observes):
                 raise hook_away(name)
 
 
@@ -156,7 +156,8 @@ def hook_away(name: str) -> ModelError:
     )
 
 
-def _observes(hook: Callable[..., Any]) -> bool:
+def observes(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one of Lightning's own, which change nothing."""
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith(_OBSERVERS)

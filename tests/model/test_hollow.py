@@ -336,6 +336,14 @@ def test_a_hook_that_only_lightning_adds_may_stay(hollowed: Hollowed) -> None:
         assert torch.equal(hollowed.model(tokens()).logits, expected)
 
 
+def test_a_hook_that_lightning_has_added_before_the_layers_leave_may_stay() -> None:
+    """As the profiler of torch does, which begins before the strategy's setup."""
+    model = tiny_llama(5)
+    expected = model(tokens()).logits.detach()
+    with RegisterRecordFunction(model):
+        torch.testing.assert_close(Hollowed(model).model(tokens()).logits, expected)
+
+
 def test_a_hook_on_a_layer_that_is_away_is_called_here(hollowed: Hollowed) -> None:
     fired: list[nn.Module] = []
     hollowed.layers[2].register_forward_pre_hook(lambda module, *_: fired.append(module))
