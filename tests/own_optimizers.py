@@ -76,6 +76,61 @@ class Noisy(Lion):
         return super().step(closure)
 
 
+class Decreasing(Optimizer):
+    """Steps less and less, by a count in an attribute, which no other process has."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step(p, group["lr"])
+        return loss
+
+    def _step(self, p: Tensor, lr: float) -> None:
+        assert p.grad is not None
+        p.sub_(p.grad, alpha=lr / self.count)
+
+
+class Preconditioned(Decreasing):
+    """Keeps a square for each side of a matrix, as Shampoo does."""
+
+    def _step(self, p: Tensor, lr: float) -> None:
+        assert p.grad is not None
+        p.sub_(p.grad, alpha=lr)
+        if p.ndim == 2:
+            state = self.state[p]
+            for key, square in (("left", p.grad @ p.grad.T), ("right", p.grad.T @ p.grad)):
+                state[key] = state.get(key, 0) + square
+            p.sub_(state["left"] @ p.grad @ state["right"], alpha=lr)
+
+
+class OfBase(torch.optim.SGD):
+    """Lets its base step."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        # Torch runs the hooks of a base's step where an optimizer of the base was made.
+        torch.optim.SGD([torch.ones(1)], lr)
+        super().__init__(params, lr)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad, alpha=group["lr"])
+        return loss
+
+
 class Wanting(Lion):
     """Its constructor wants more than its defaults."""
 

@@ -22,7 +22,7 @@ from ..model.layer_call import result_on_meta
 from ..model.layers import EMBEDDING_LAYER
 from ..model.tensors import locate, named_tensors, stored_in_four_bits
 from ..pipeline.boundary import Activation, Gradients, Surroundings
-from ..pipeline.optimizer import MOST_BESIDE
+from ..pipeline.optimizer import most_in_state
 from ..pipeline.rule import Key
 from ..plan import WireDtype
 from ..protocol import messages as m
@@ -180,7 +180,7 @@ def check_optimizer_state(
 
 def _can_be_state(value: Tensor, parameter: Tensor, is_torchs: bool) -> bool:
     if not is_torchs:
-        return value.numel() <= max(parameter.numel(), MOST_BESIDE)
+        return value.numel() <= most_in_state(parameter)
     return value.is_floating_point() and (value.numel() == 1 or _spreads(value, parameter))
 
 

@@ -29,6 +29,7 @@ from ..pipeline.optimizer import (
     gradient_norms,
     group_options,
     in_dtype_of,
+    is_of_torch,
     optimizer_class_name,
     optimizer_defaults,
     optimizer_gradients,
@@ -190,7 +191,7 @@ class OptimizerParts:
                         f"It sent optimizer state of {name!r}, which was not asked for or has come."
                     )
                 state = unpack(message.state, tensors)
-                is_torchs = "." not in self._optimized[optimizer][0]
+                is_torchs = is_of_torch(self._optimized[optimizer][0])
                 state = check_optimizer_state(name, state, parameter, is_torchs)
             told.add(name)
             yield name, state

@@ -383,9 +383,11 @@ def _size(tensor: Tensor) -> float:
 
 
 def _difference(whole: Tensor, pieces: Sequence[Tensor], noise: float) -> float:
-    found, expected = _alike(whole.float(), [piece.float() for piece in pieces])
-    if found.shape != expected.shape:
-        return 0.0
+    expected, found = _alike(whole.float(), [piece.float() for piece in pieces])
+    return min((_relative(each, expected, noise) for each in found), default=0.0)
+
+
+def _relative(found: Tensor, expected: Tensor, noise: float) -> float:
     scale = max(float(found.norm()), float(expected.norm()))
     # What is not finite is too large, and a loss scaler would skip the step.
     if not noise < scale < math.inf:
@@ -393,16 +395,25 @@ def _difference(whole: Tensor, pieces: Sequence[Tensor], noise: float) -> float:
     return float((found - expected).norm()) / scale
 
 
-def _alike(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The pieces joined along their samples, and the whole; or sums over all samples and positions
-    if pieces are padded to other lengths than the whole."""
+def _alike(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Iterator[Tensor]]:
+    """The whole, and what it may be of the pieces: these joined along their samples; or sums over
+    all samples and positions if pieces are padded to other lengths than the whole."""
     dim = _dim_of_cut(whole.shape, [piece.shape for piece in pieces])
     if dim is not None:
-        return torch.cat([*pieces], dim), whole
+        return whole, _joined(pieces, dim)
     if {piece.shape[-1] for piece in pieces} != {whole.shape[-1]}:
-        return whole.new_zeros(0), whole
+        return whole, iter(())
     sums = [each.reshape(-1, each.shape[-1]).sum(0) for each in (whole, *pieces)]
-    return torch.stack(sums[1:]).sum(0), sums[0]
+    return sums[0], iter([torch.stack(sums[1:]).sum(0)])
+
+
+def _joined(pieces: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
+    """Join pieces in each order that they may have in a batch: its samples may be there several
+    times, one time behind the other, as chosen and rejected answers in one forward are."""
+    most = math.gcd(*(piece.shape[dim] for piece in pieces))
+    for num_times in (n for n in range(1, most + 1) if most % n == 0):
+        parts = zip(*(piece.chunk(num_times, dim) for piece in pieces), strict=True)
+        yield torch.cat([part for row in parts for part in row], dim)
 
 
 def _dim_of_cut(whole: torch.Size, pieces: Sequence[torch.Size]) -> int | None:

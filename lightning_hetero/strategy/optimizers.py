@@ -11,19 +11,14 @@ stages follow Lightning's rule instead.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import defaultdict
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
+from types import FrameType
 from typing import Any
 
 import torch
@@ -149,6 +144,8 @@ class RemoteSteps:
         self._states: dict[int, States] = {}
         self._remote = {id(remote.optimizer): remote for remote in optimizers}
         self._sent: set[int] = set()
+        # By the id of an optimizer, what runs the outermost of its steps.
+        self._stepping: dict[int, FrameType | None] = {}
         diverted = {
             "clip_grad_by_norm": partial(self._clip, plugin.clip_grad_by_norm, "clip_by_norm"),
             "clip_grad_by_value": partial(self._clip, plugin.clip_grad_by_value, "clip_by_value"),
@@ -304,7 +301,15 @@ class RemoteSteps:
         return run
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Let the optimizer step what has a gradient here."""
+        """Let the optimizer step what has a gradient here.
+
+        If the step of a class calls that of its base, torch runs the hooks for both, once an
+        optimizer of the base was made.
+        """
+        caller = _caller()
+        if _is_running(self._stepping.get(id(optimizer)), caller):
+            return None
+        self._stepping[id(optimizer)] = caller
 
         def begin() -> None:
             self._check_state(optimizer)
@@ -314,6 +319,9 @@ class RemoteSteps:
 
     def _after_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
         """Step on the stages too if the user stepped the optimizer without Lightning."""
+        if self._stepping.get(id(optimizer)) is not _caller():
+            return
+        self._stepping.pop(id(optimizer), None)
         self._gradients.are_hidden = False
         self.follow_dropped()
         remote = self._remote[id(optimizer)]
@@ -430,6 +438,19 @@ class StateHere(defaultdict[Tensor, Any]):
 
 # Their own code needs no more than the state of parameters here, or is for these alone.
 _READERS = {"torch", "lightning", "lightning_hetero", "bitsandbytes", "copy"}
+
+
+def _caller() -> FrameType | None:
+    """What has called the function that calls this one."""
+    frame = inspect.currentframe()
+    return frame and frame.f_back and frame.f_back.f_back
+
+
+def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:
+    """Whether a frame is one of those that have called another one; one that has failed is not."""
+    while inner is not None and inner is not frame:
+        inner = inner.f_back
+    return inner is not None
 
 
 def _versions(parameters: Iterable[Tensor]) -> Versions:

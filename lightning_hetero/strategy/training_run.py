@@ -204,7 +204,11 @@ class TrainingRun(Run):
         self.is_inside_window = True
         if self._step.accumulates:
             self._remote_steps.follow_dropped()
-        return self._step.run(step, args)
+        result = self._step.run(step, args)
+        if result is None:
+            # No backward follows, and gradients of the batches before were added up for the step.
+            self._remote_steps.note_gradients()
+        return result
 
     def _begin_backward_by_hand(self) -> None:
         self._remote_steps.begin_backward(None)

@@ -301,7 +301,7 @@ class MicrobatchedStep(BatchStep):
         merged = self._merge(results, weights.all, shares.all, scale)
         if merged is None:
             # There is no backward, and gradients of earlier batches may wait on the workers.
-            self._add_gradients()
+            self._add_gradients(are_kept=accumulates)
         stages.awaits_backward = merged is not None
         return merged
 
@@ -446,12 +446,16 @@ class MicrobatchedStep(BatchStep):
         self._gradients.publish()
         self._add_gradients()
 
-    def _add_gradients(self) -> None:
-        """Add up the sums of all replicas before the optimizer steps."""
+    def _add_gradients(self, are_kept: bool = True) -> None:
+        """Add up the sums of all replicas before the optimizer steps.
+
+        Args:
+            are_kept: Whether the present gradients are not those that Lightning drops next.
+        """
         coordinator, hosted = self._deployment.coordinator, self._deployment.hosted
         if hosted is not None and coordinator.stages.is_before_step:
             coordinator.training.add_up()
-        elif hosted is not None:
+        elif hosted is not None and are_kept:
             hosted.note_gradients()
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..errors import ModelError, RemoteProtocolError
 from ..model.tensors import Content, named_tensors
 from ..pipeline.optimizer import (
-    MOST_BESIDE,
     Clipping,
     Group,
     StageOptimizer,
@@ -21,6 +20,7 @@ from ..pipeline.optimizer import (
     averaged_tensors,
     clip_gradients,
     gradient_norms,
+    most_in_state,
 )
 from ..protocol import messages as m
 from ..protocol.values import Packer, Value, unpack
@@ -299,14 +299,14 @@ def tensor_in(message: _Moved, value: Value, tensors: tuple[Tensor, ...]) -> Ten
 
 
 def _check_state(name: str, state: object, content: Tensor) -> None:
-    """Refuse an optimizer's state that is larger than its parameter.
+    """Refuse an optimizer's state that is larger than any of its parameter.
 
     Raises:
         RemoteProtocolError: With the parameter's name.
     """
     if not isinstance(state, dict):
         raise RemoteProtocolError(f"The optimizer state of {name!r} came as {state!r:.60}.")
-    most = max(content.numel(), MOST_BESIDE)
+    most = most_in_state(content)
     for key, value in state.items():
         if isinstance(value, Tensor) and value.numel() > most:
             raise RemoteProtocolError(

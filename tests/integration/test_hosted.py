@@ -510,6 +510,27 @@ def test_a_validation_within_an_accumulation_window_loses_no_gradient(workers: l
     assert differing(found, fit_in_groups(TinyModule(), plan, alone, 2, max_steps=2)) == []
 
 
+class SkipsHalves(TinyModule):
+    """Leaves out the last batch of one window and the first one of another."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in (1, 4) else super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Notes no loss of it."""
+
+
+@pytest.mark.parametrize("optimizer", [None, "split"])
+def test_a_batch_may_be_skipped_within_an_accumulation_window(
+    optimizer: str | None, workers: list[str]
+) -> None:
+    use = Use(SkipsHalves, accumulate=2)
+    found = run_over(workers, hosted_plan(workers, optimizer=optimizer), use)
+    data = loader(BATCH_SIZE * NUM_STEPS * 2, BATCH_SIZE)
+    expected = fit(SkipsHalves(), "auto", data, max_steps=NUM_STEPS, accumulate_grad_batches=2)
+    assert_close(weights_of(found), weights_of(expected))
+
+
 class Norms(pl.Callback):
     """Keeps the norms of all gradients behind every batch."""
 

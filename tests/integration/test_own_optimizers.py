@@ -45,9 +45,12 @@ def pipeline(workers: list[str]) -> HeteroPipelineStrategy:
     return HeteroPipelineStrategy(workers, plan_of(workers, (1, 1, 1), 3))
 
 
-def test_an_optimizer_of_ones_own_equals_one_device(allowing: list[str]) -> None:
-    plain = fit(Optimized(own.Lion), gradient_clip_val=0.5)
-    found = fit(Optimized(own.Lion), pipeline(allowing), gradient_clip_val=0.5)
+@pytest.mark.parametrize("make", [own.Lion, own.Preconditioned, own.OfBase])
+def test_an_optimizer_of_ones_own_equals_one_device(
+    allowing: list[str], make: type[torch.optim.Optimizer]
+) -> None:
+    plain = fit(Optimized(make), gradient_clip_val=0.5)
+    found = fit(Optimized(make), pipeline(allowing), gradient_clip_val=0.5)
     assert_close(found.state_dict(), plain.state_dict())
 
 
@@ -77,6 +80,7 @@ REFUSED = {
     "noise": (own.Noisy, "depends on others, on chance"),
     "a count in the group": (own.Counting, "a number in its group that it changes"),
     "a count of gradients": (own.CountingWithGradients, "depends on others, on chance"),
+    "a count in an attribute": (own.Decreasing, "a count in an attribute"),
     "more arguments": (lambda groups: own.Wanting(groups, None), "from its `defaults`.*'model'"),
     "LBFGS": (lambda groups: torch.optim.LBFGS(groups[0]["params"]), "all parameters in one"),
 }

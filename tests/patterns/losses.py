@@ -95,6 +95,16 @@ class Preferring(Learner):
         return -functional.cross_entropy(logits, part["labels"], reduction="none").sum(1)
 
 
+class PreferringAtOnce(Preferring):
+    """The same with both answers in one forward."""
+
+    def loss(self, batch: Any) -> Tensor:
+        parts = [batch["chosen"], batch["rejected"]]
+        both = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        chosen, rejected = self.log_likelihood(both).chunk(2)
+        return -functional.logsigmoid(chosen - rejected).mean()
+
+
 class MeanOfBoth(Learner):
     """Adds a mean over the labels of each answer."""
 
@@ -456,6 +466,14 @@ PATTERNS = [
         "chosen and rejected",
         "Two `labels` in a batch; the loss is a mean over samples.",
         Preferring,
+        preferences,
+        said="marks labels that a loss leaves out",
+        remedy={"loss_weighting": "samples"},
+    ),
+    Pattern(
+        "chosen and rejected at once",
+        "The same with both answers in one forward.",
+        PreferringAtOnce,
         preferences,
         said="marks labels that a loss leaves out",
         remedy={"loss_weighting": "samples"},

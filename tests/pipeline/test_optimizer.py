@@ -23,6 +23,7 @@ from lightning_hetero.pipeline.optimizer import (
     clipping_factor,
     gradient_norms,
     group_options,
+    is_of_torch,
     optimizer_class_name,
     total_norm,
 )
@@ -201,6 +202,14 @@ class MyAdam(torch.optim.Adam):
 def test_an_optimizer_of_ones_own_is_named_by_its_module() -> None:
     found = optimizer_class_name(MyAdam([nn.Parameter(torch.ones(1))]))
     assert found == f"{MyAdam.__module__}:MyAdam"
+
+
+@pytest.mark.parametrize(
+    ("class_name", "expected"),
+    [("Adam", True), ("bitsandbytes.Adam8bit", False), ("mine:Lion", False), ("a.b:Lion", False)],
+)
+def test_a_name_tells_whether_an_optimizer_is_of_torch(class_name: str, expected: bool) -> None:
+    assert is_of_torch(class_name) is expected
 
 
 def test_an_optimizer_that_workers_cannot_have_is_refused() -> None:

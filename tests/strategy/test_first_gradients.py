@@ -54,6 +54,21 @@ def test_a_loss_without_a_graph_is_not_compared() -> None:
     assert difference(lambda hidden: mean(hidden.detach())) == 0.0
 
 
+@pytest.mark.parametrize(("factor", "least", "most"), [(1.0, 0.0, 1e-6), (1.1, 0.08, 0.1)])
+def test_samples_that_are_in_a_batch_twice_have_their_own_gradients(
+    factor: float, least: float, most: float
+) -> None:
+    def preferring(hidden: Tensor) -> Tensor:
+        chosen, rejected = hidden.mean((1, 2)).chunk(2)
+        return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+    chosen, rejected = HIDDEN[:4], HIDDEN[:4].flip(1).exp()
+    whole = gradients(lambda h: factor * preferring(h), torch.cat([chosen, rejected]))
+    parts = zip(chosen.split(2), rejected.split(2), strict=True)
+    cut = [gradients(preferring, torch.cat(part), 0.5) for part in parts]
+    assert least <= whole.difference_for_loss(cut) < most
+
+
 def test_what_is_not_finite_is_not_compared() -> None:
     assert difference(lambda hidden: (hidden * 0.0).sqrt().sum()) == 0.0
 
