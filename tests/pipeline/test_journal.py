@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import IO, Any
 
 import pytest
 import torch
 
-from lightning_hetero.pipeline.journal import FrameStore, Journal, RepeatedMessages, SentLog
+from lightning_hetero.pipeline.journal import (
+    FrameStore,
+    Journal,
+    RepeatedMessages,
+    SentLog,
+    StoredFrame,
+)
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
 from lightning_hetero.protocol.values import DictNode
@@ -35,19 +45,86 @@ def frames_of(content: bytes) -> list[m.Message]:
     return found
 
 
-def test_frames_beyond_the_limit_are_read_from_a_file(store: FrameStore) -> None:
+def in_files(kept: list[StoredFrame]) -> list[bool]:
+    return [each.file is not None for each in kept]
+
+
+def test_frames_beyond_the_limit_are_read_from_files(store: FrameStore) -> None:
     contents = [bytes([number]) * 40 for number in range(6)]
     kept = [store.put(content) for content in contents]
-    assert [each.content is None for each in kept] == [False, False, True, True, True, True]
+    assert in_files(kept) == [False, False, True, True, True, True]
     assert [each.read() for each in kept] == contents
     assert store.num_bytes == 240
     for each in kept:
         store.drop(each)
     assert store.num_bytes == 0
     again = [store.put(content) for content in contents]
-    assert [each.content is None for each in again] == [False, False, True, True, True, True]
+    assert in_files(again) == [False, False, True, True, True, True]
     assert again[2].position == 0
     assert [each.read() for each in again] == contents
+
+
+def test_files_do_not_grow_though_new_frames_come_before_old_ones_go(store: FrameStore) -> None:
+    """As behind each snapshot, where what was said since it was asked for stays."""
+    kept = deque(store.put(b"k" * 40) for _ in range(4))
+    positions = []
+    for number in range(100):
+        kept += [store.put(bytes([number]) * 40), store.put(bytes([number + 1]) * 40)]
+        positions += [each.position for each in kept]
+        for _ in range(2):
+            store.drop(kept.popleft())
+    assert max(positions) <= 6 * 40
+    assert [each.read() for each in kept] == [bytes([n]) * 40 for n in (98, 99, 99, 100)]
+
+
+class FullDisk:
+    """A file for which the disk has room for the first bytes only."""
+
+    def __init__(self, file: IO[bytes], num_bytes: int) -> None:
+        self._file, self._num_bytes = file, num_bytes
+
+    def write(self, content: memoryview) -> int:
+        room = self._num_bytes - self._file.tell()
+        if room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._file.write(content[:room])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("num_bytes", [None, 0, 100])
+def test_frames_for_which_the_disk_has_no_room_stay_in_memory(
+    num_bytes: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(**options: Any) -> Any:
+        if num_bytes is None:
+            raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+        return FullDisk(made(**options), num_bytes)
+
+    made = tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    store, contents = FrameStore(100), [bytes([number]) * 40 for number in range(9)]
+    kept = [store.put(content) for content in contents]
+    assert sum(in_files(kept)) == (3 if num_bytes else 0)
+    assert [each.read() for each in kept] == contents
+    assert store.num_bytes == 360
+    assert caplog.text.count("the temporary folder cannot be written") == 1
+    for each in kept:
+        store.drop(each)
+    assert store.num_bytes == 0
+    store.close()
+
+
+def test_a_closed_store_keeps_what_a_thread_still_puts() -> None:
+    store = FrameStore(0)
+    early = store.put(b"early")
+    store.close()
+    late = store.put(b"late")
+    assert late.read() == b"late"
+    for each in (early, late):
+        store.drop(each)
+    assert store.num_bytes == 0
 
 
 class Kept:
