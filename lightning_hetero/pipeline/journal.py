@@ -15,7 +15,7 @@ import logging
 import tempfile
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -357,7 +357,8 @@ class Journal:
         self.fault: str | None = None
         self._store = store
         self._stamp = stamp
-        self._standing: list[KeptMessage] = []
+        # By what they set, or by their numbers.
+        self._standing: dict[Hashable, KeptMessage] = {}
         self._entries: dict[int, KeptMessage] = {}
         # The number of the next one.
         self._num_entries = 0
@@ -463,10 +464,18 @@ class Journal:
             if (standing := self._standing_of(entry)) is not entry:
                 entry.drop()
             if standing is not None:
-                self._standing.append(standing)
+                self._stand(number, standing)
         self._answered -= self._answered_before
         if self._fault_at <= mark:
             self.fault = None
+
+    def _stand(self, number: int, entry: KeptMessage) -> None:
+        """Keep what still has to be said, in the place of what it makes needless."""
+        what = entry.message.sets
+        key = number if what is None else what
+        if (needless := self._standing.pop(key, None)) is not None:
+            needless.drop()
+        self._standing[key] = entry
 
     def _standing_of(self, entry: KeptMessage) -> KeptMessage | None:
         """What the worker in this one's place still has to be told of a message."""
@@ -487,9 +496,10 @@ class Journal:
         """
         self.unmark()
         self._due = Counter(self._answered)
-        self._due.update(e.message.answered_by for e in self._standing if e.message.answered_by)
+        standing = list(self._standing.values())
+        self._due.update(e.message.answered_by for e in standing if e.message.answered_by)
         self._repeats.begin()
-        for entry in self._standing:
+        for entry in standing:
             yield _unstamped(entry)
         for entry in list(self._entries.values()):
             if entry.stamp:

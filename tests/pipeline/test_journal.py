@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import IO, Any
 
@@ -196,6 +196,35 @@ def test_a_snapshot_leaves_what_it_does_not_hold(store: FrameStore) -> None:
     answers: list[m.Message] = [m.Done(), m.Timings(2, 0.2, 0.2, 1)]
     assert [kept.journal.takes(answer) for answer in answers] == [False, False]
     assert [kept.journal.takes(answer) for answer in answers] == [True, True]
+
+
+def test_of_what_standing_messages_set_again_and_again_only_the_latest_is_kept(
+    store: FrameStore,
+) -> None:
+    """As parameters that two optimizers freeze in turn, or a temperature that falls."""
+
+    def attributes(values: str, path: str = "", gone: Sequence[str] = ()) -> m.SetAttributes:
+        return m.SetAttributes(0, path, values, [*gone])
+
+    kept = Kept(store)
+    for number in range(5):
+        kept.say(BUILD, attributes('{"a": 1}'), attributes('{"a": 1}', "mlp"))
+        kept.say(m.SetTrained(["0.weight"], True), m.SetTrained(["0.bias"], False))
+        kept.say(m.SetTrained(["0.weight"], False), m.Record(number % 2 == 0, False))
+        kept.say(attributes('{"b": 2}', gone=["a"]), attributes(f'{{"a": {number}}}'))
+        kept.journal.mark()
+        kept.journal.cut()
+    assert kept.repeated() == [
+        *[BUILD] * 5,
+        attributes('{"a": 1}', "mlp"),
+        m.SetTrained(["0.bias"], False),
+        m.SetTrained(["0.weight"], False),
+        m.Record(True, False),
+        attributes('{"b": 2}', gone=["a"]),
+        attributes('{"a": 4}'),
+    ]
+    read = [read() for _, read in kept.journal.repeat()]
+    assert store.num_bytes == sum(map(len, read))
 
 
 def test_a_snapshot_that_is_not_used_leaves_everything(store: FrameStore) -> None:
