@@ -198,20 +198,23 @@ class Replacements:
         is_due = is_full or seconds >= self._settings.every_seconds
         if not journals or self._coming is not None or not is_due:
             return
-        if any(journal.has_caches for journal in journals):
-            if is_full:
-                self._give_up(journals)
-            return
-        self._take(with_gradients)
+        has_caches = any(journal.has_caches for journal in journals)
+        if is_full and has_caches:
+            self._give_up(journals, "a key-value cache was in use, which no snapshot holds")
+        elif is_full and self._is_unwritten:
+            self._give_up(journals, f"no snapshot could be written to {self._files.folder.parent}")
+        if not has_caches:
+            self._take(with_gradients)
 
-    def _give_up(self, journals: Collection[Journal]) -> None:
-        """Keep nothing while key-value caches live, which no snapshot holds."""
+    def _give_up(self, journals: Collection[Journal], cause: str) -> None:
+        """Keep nothing, here and on the workers, until a snapshot is whole."""
         for journal in journals:
-            if journal.fault is None:
-                journal.give_up(
-                    f"More than {self._settings.log_gib:g} GiB were sent while a key-value cache "
-                    "was in use, which no snapshot holds (`log_gib` of `Recovery`)."
-                )
+            journal.give_up(
+                f"More than {self._settings.log_gib:g} GiB were sent while {cause} (`log_gib` of "
+                "`Recovery`)."
+            )
+        connections = self._connections
+        connections.broadcast(m.ForgetSent(connections.step, connections.num_exchanges))
 
     def _take(self, with_gradients: bool) -> None:
         connections = self._connections

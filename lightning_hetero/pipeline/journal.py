@@ -11,10 +11,11 @@ messages of each kind, or of each kind, step and micro-batch. This file knows no
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,8 @@ from ..protocol import messages as m
 from ..protocol.bases import InstantMessage
 from ..protocol.frames import Frame, encode_frame
 
+logger = logging.getLogger(__name__)
+
 # Encodes a frame as buffers to be sent.
 Encode = Callable[[], list[memoryview]]
 
@@ -32,7 +35,7 @@ Encode = Callable[[], list[memoryview]]
 Identity = tuple[Any, ...]
 
 MOST_IN_MEMORY_BYTES = 256 * 2**20
-"""Frames beyond that are kept in a temporary file."""
+"""Frames beyond that are kept in temporary files."""
 
 # Answers of several messages, which end with ``Done``.
 _PIECES = (m.TensorContent, m.OptimizerState)
@@ -64,74 +67,168 @@ def identity_of(message: m.Message) -> Identity:
     return kind, message.step, message.stage_number, message.key
 
 
+class _FrameFile:
+    """A temporary file of frames, which becomes empty with its last one.
+
+    It has no name, so that it vanishes with this process.
+    """
+
+    def __init__(self) -> None:
+        # Without a buffer, a disk that is full is noticed by the frame for which it has no room.
+        self._file = tempfile.TemporaryFile(prefix="lightning-hetero-", buffering=0)  # noqa: SIM115
+        self._num_bytes = 0
+        self.num_frames = 0
+
+    def append(self, frame: bytes) -> int:
+        """Write a frame behind those before; returns its position.
+
+        Raises:
+            OSError: If the disk is full. What was written of the frame is overwritten by the next.
+        """
+        position = self._file.seek(self._num_bytes)
+        rest = memoryview(frame)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._num_bytes += len(frame)
+        self.num_frames += 1
+        return position
+
+    def read(self, position: int, num_bytes: int) -> bytes:
+        """Read a frame."""
+        self._file.seek(position)
+        content = bytearray(num_bytes)
+        rest = memoryview(content)
+        while rest and (count := self._file.readinto(rest)):
+            rest = rest[count:]
+        return bytes(content)
+
+    def drop(self) -> None:
+        """Forget one of the frames."""
+        self.num_frames -= 1
+        if self.num_frames == 0:
+            self._num_bytes = 0
+            self._file.truncate(0)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class FrameStore:
-    """Keeps frames in memory, and those beyond a limit in a temporary file.
+    """Keeps frames in memory, and those beyond a limit in temporary files, as far as the disk has
+    room.
 
     Args:
         most_bytes: The most bytes in memory.
 
     Attributes:
-        num_bytes: The bytes of all frames, in memory and in the file.
+        num_bytes: The bytes of all frames, in memory and in files.
     """
 
     def __init__(self, most_bytes: int = MOST_IN_MEMORY_BYTES) -> None:
         self._most_bytes = most_bytes
         self.num_bytes = 0
         self._memory_bytes = 0
-        self._num_in_file = 0
-        # It has no name, so that it vanishes with this process.
-        self._file = tempfile.TemporaryFile(prefix="lightning-hetero-")  # noqa: SIM115
+        # The last one takes the next frame. They take turns: a single one that always has some new
+        # frame when the old ones are dropped would grow until the end of the run.
+        self._files: list[_FrameFile] = []
+        # Whether a file could not be written.
+        self._is_full = False
+        self._is_closed = False
         # Threads that write to channels put what a device had to copy first.
         self._changing = threading.Lock()
 
-    def put(self, frame: bytes) -> StoredFrame:
-        """Keep a frame until it is dropped."""
+    def put(self, frame: bytes, in_memory: bool = False) -> StoredFrame:
+        """Keep a frame until it is dropped.
+
+        Args:
+            frame: The bytes of the frame.
+            in_memory: Keep it in memory beyond the limit too; it may stay until the run ends, and
+                no file would become empty.
+        """
         with self._changing:
             self.num_bytes += len(frame)
-            if self._memory_bytes + len(frame) <= self._most_bytes:
-                self._memory_bytes += len(frame)
-                return StoredFrame(self, len(frame), frame)
-            position = self._file.seek(0, 2)
-            self._file.write(frame)
-            self._num_in_file += 1
-            return StoredFrame(self, len(frame), None, position)
+            fits = in_memory or self._memory_bytes + len(frame) <= self._most_bytes
+            if not fits and (stored := self._written(frame)) is not None:
+                return stored
+            self._memory_bytes += len(frame)
+            return StoredFrame(self, len(frame), frame)
 
-    def read(self, position: int, num_bytes: int) -> bytes:
-        """Read a frame from the file."""
+    def _written(self, frame: bytes) -> StoredFrame | None:
+        """Keep a frame in a file; None if that is not possible."""
+        if self._is_closed:
+            return None
+        try:
+            file = self._next_file()
+            return StoredFrame(self, len(frame), b"", file.append(frame), file)
+        except OSError as error:
+            if not self._is_full:
+                self._is_full = True
+                logger.warning(
+                    "What a worker in the place of a lost one would be told stays in memory beyond "
+                    "%.0f MiB, since the temporary folder cannot be written (%s). Free space "
+                    "there, or name another folder by the environment variable TMPDIR.",
+                    self._most_bytes / 2**20,
+                    error,
+                )
+            return None
+
+    def _next_file(self) -> _FrameFile:
+        """The file that takes the next frame.
+
+        Raises:
+            OSError: If there is no temporary folder that can be written.
+        """
+        if len(self._files) < 2:
+            self._files.append(_FrameFile())
+        elif self._files[0].num_frames == 0:
+            self._files.reverse()
+        return self._files[-1]
+
+    def read(self, frame: StoredFrame) -> bytes:
+        """The bytes of a frame."""
+        if frame.file is None:
+            return frame.content
         with self._changing:
-            self._file.seek(position)
-            return self._file.read(num_bytes)
+            return frame.file.read(frame.position, frame.num_bytes)
 
     def drop(self, frame: StoredFrame) -> None:
-        """Forget a frame; the file becomes empty with its last one."""
+        """Forget a frame."""
         with self._changing:
             self.num_bytes -= frame.num_bytes
-            if frame.content is not None:
+            if frame.file is None:
                 self._memory_bytes -= frame.num_bytes
-                return
-            self._num_in_file -= 1
-            if self._num_in_file == 0:
-                self._file.truncate(0)
+            elif not self._is_closed:
+                frame.file.drop()
 
     def close(self) -> None:
-        """Remove the file; no frame can be read from it any more."""
-        self._file.close()
+        """Remove the files; no frame can be read from them any more."""
+        with self._changing:
+            self._is_closed = True
+            for file in self._files:
+                file.close()
 
 
 @dataclass(frozen=True)
 class StoredFrame:
-    """A frame in a store; its content is None if it is in the store's file."""
+    """A frame in a store.
+
+    Args:
+        store: The store.
+        num_bytes: The length of the frame.
+        content: Its bytes; empty if it is in a file.
+        position: Where it is in its file.
+        file: The file; None if the frame is in memory.
+    """
 
     store: FrameStore
     num_bytes: int
-    content: bytes | None
+    content: bytes
     position: int = 0
+    file: _FrameFile | None = None
 
     def read(self) -> bytes:
         """The bytes of the frame."""
-        if self.content is not None:
-            return self.content
-        return self.store.read(self.position, self.num_bytes)
+        return self.store.read(self)
 
 
 class KeptMessage:
@@ -158,7 +255,7 @@ class KeptMessage:
         """The bytes of the frame, which is kept from the first call on."""
         if self._frame is None:
             content = b"".join(self._encode())
-            self._frame = self._store.put(content)
+            self._frame = self._store.put(content, in_memory=self.message.is_standing)
             self._encode = list  # its tensors are not needed any more
             return content
         return self._frame.read()
@@ -260,7 +357,8 @@ class Journal:
         self.fault: str | None = None
         self._store = store
         self._stamp = stamp
-        self._standing: list[KeptMessage] = []
+        # By what they set, or by their numbers.
+        self._standing: dict[Hashable, KeptMessage] = {}
         self._entries: dict[int, KeptMessage] = {}
         # The number of the next one.
         self._num_entries = 0
@@ -366,10 +464,18 @@ class Journal:
             if (standing := self._standing_of(entry)) is not entry:
                 entry.drop()
             if standing is not None:
-                self._standing.append(standing)
+                self._stand(number, standing)
         self._answered -= self._answered_before
         if self._fault_at <= mark:
             self.fault = None
+
+    def _stand(self, number: int, entry: KeptMessage) -> None:
+        """Keep what still has to be said, in the place of what it makes needless."""
+        what = entry.message.sets
+        key = number if what is None else what
+        if (needless := self._standing.pop(key, None)) is not None:
+            needless.drop()
+        self._standing[key] = entry
 
     def _standing_of(self, entry: KeptMessage) -> KeptMessage | None:
         """What the worker in this one's place still has to be told of a message."""
@@ -390,9 +496,10 @@ class Journal:
         """
         self.unmark()
         self._due = Counter(self._answered)
-        self._due.update(e.message.answered_by for e in self._standing if e.message.answered_by)
+        standing = list(self._standing.values())
+        self._due.update(e.message.answered_by for e in standing if e.message.answered_by)
         self._repeats.begin()
-        for entry in self._standing:
+        for entry in standing:
             yield _unstamped(entry)
         for entry in list(self._entries.values()):
             if entry.stamp:

@@ -6,6 +6,7 @@ process is a whole pipeline.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -219,9 +220,15 @@ class Runner:
         else:
             inputs.take(key, arrived, self.repeats)
 
-    def next_action(self) -> Action | None:
-        """The action that the rule chooses among the ready ones of all stages."""
+    def next_action(self, most_backwards: float = math.inf) -> Action | None:
+        """The action that the rule chooses among the ready ones of all stages.
+
+        Args:
+            most_backwards: The most backwards of all stages that may have run in this step.
+        """
         ready = [action for inputs in self._of.values() for action in inputs.ready()]
+        if sum(inputs.num_backwards for inputs in self._of.values()) >= most_backwards:
+            ready = [action for action in ready if action.kind == "F"]
         self.num_ready = len(ready)
         return choose(ready, self._in_flight, self.max_in_flight)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, ClassVar
 
 import msgspec
@@ -120,6 +120,12 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     def stage_number(self) -> int:
         """The stage that takes the message; 0 if it is the coordinator's, or there is none."""
         return 0
+
+    @property
+    def sets(self) -> Hashable:
+        """What a standing message sets: a later one that sets the same makes it needless. None if
+        no other message does."""
+        return None
 
     @property
     def requested_activity(self) -> str:

@@ -3,6 +3,7 @@ and clocks, records, timings and status while a stage serves."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Annotated
 
 import msgspec
@@ -172,6 +173,10 @@ class Record(ServingRequest, frozen=True):
     is_standing = True
     is_on: bool
     keeps_spans: bool
+
+    @property
+    def sets(self) -> Hashable:
+        return Record
 
 
 class FetchRecord(ServingRequest, frozen=True):

@@ -12,6 +12,7 @@ package has to know of it; see `Message`. Decoding checks every field against it
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Annotated, Literal
 
 import msgspec
@@ -89,7 +90,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -387,6 +388,11 @@ class SetAttributes(ServingRequest, frozen=True):
     values: Text
     gone: list[Name] = []
 
+    @property
+    def sets(self) -> Hashable:
+        names = msgspec.json.decode(self.values, type=dict[str, msgspec.Raw])
+        return SetAttributes, self.layer_index, self.path, frozenset((*names, *self.gone))
+
 
 class BuffersUpdated(StageReport, Words, frozen=True):
     """Buffers of a stage that every micro-batch of a step updated or, with ``is_again``, that a
@@ -501,6 +507,10 @@ class SetTrained(StampedRequest, frozen=True):
     is_exact = False
     parameters: list[Name]
     requires_grad: bool
+
+    @property
+    def sets(self) -> Hashable:
+        return SetTrained, tuple(self.parameters)
 
 
 class ZeroGradients(StampedRequest, frozen=True):

@@ -100,10 +100,14 @@ class SnapshotTensor(Message, frozen=True):
 
 class Replay(LoadingRequest, frozen=True):
     """The worker has the state behind a step of a lost one. After `Launch` follows what the lost
-    one has done since, and what others sent it."""
+    one has done since, and what others sent it.
+
+    Without ``has_more`` only the next step follows: the worker has joined the run behind that step.
+    """
 
     resumes_step = True
     step: Count
+    has_more: bool = True
 
 
 class Wait(StampedRequest, frozen=True):

@@ -237,7 +237,7 @@ class Membership:
         with self.run.planning_with(profile):
             self.move(plan)
         if is_new and connections.step:
-            connections.send(worker, m.Replay(connections.step))
+            connections.send(worker, m.Replay(connections.step, has_more=False))
         self._note_members()
         for callback in self._told:
             callback.on_worker_joined(self.trainer, worker.name, self._next_step)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 import traceback
 from collections import deque
@@ -295,7 +296,7 @@ class StageSession:
             while True:
                 while not self._inbox.empty():
                     self._take(self._inbox.get())
-                action = self._runner.next_action() if self._held is None else None
+                action = self._next_action() if self._held is None else None
                 if action is not None:
                     self._perform(action)
                     self._carry_out_due()
@@ -361,6 +362,27 @@ class StageSession:
         """Whether a message comes behind an exchange that is on its way."""
         passes = self._replicas.is_adding_up and isinstance(message, _BESIDE_SUMS)
         return self._replicas.is_waiting and not passes
+
+    def _next_action(self) -> Action | None:
+        """The action that the rule chooses; None if there is none that may run."""
+        return self._runner.next_action(self._most_backwards())
+
+    def _most_backwards(self) -> float:
+        """The most backwards that may run in this step before the next request is carried out.
+
+        The coordinator has waited for the answer to some requests, such as one to drop gradients,
+        before it sent new ones. While a lost worker is repeated, a neighbor sends at once what it
+        has kept of these.
+        """
+        if not self._replicas.is_repeating:
+            return math.inf
+        for _, frame in self._awaiting:
+            message = frame.message
+            if isinstance(message, m.StampedRequest) and message.is_exact:
+                return message.backwards
+            if message.begins_step or (isinstance(message, m.Wait) and message.is_end):
+                return math.inf
+        return 0.0  # such a request may still come
 
     def _carry_out_due(self) -> None:
         """Carry out the requests for which all forwards and backwards before them have run."""
@@ -536,7 +558,10 @@ class StageSession:
         self._coordinator.send(m.NeighborReplaced(message.member, reason))
 
     def _on_replay(self, message: m.Replay, _tensors: tuple[Tensor, ...]) -> None:
-        self._runner.step, self._runner.repeats = message.step, True
+        self._runner.step = message.step
+        if not message.has_more:
+            return
+        self._runner.repeats = True
         self._repetition = _Repetition(message.step + 1, time.monotonic())
         self._replicas.is_repeating = True
 

@@ -61,7 +61,10 @@ MOVES = {
 # The stages whose replicas each step a part of the parameters.
 SPLIT = {"split replicas"}
 # Where the coordinator is a replica, the strategy refuses these.
-REFUSED = {("with the coordinator as a replica", each) for each in ("by hand", "whole batches")}
+REFUSED = {
+    ("with the coordinator as a replica", each)
+    for each in ("by hand", "by hand, twice", "whole batches")
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"gradient_clip_val": 0.05},
@@ -69,6 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "evaluated": {"val_check_interval": 1, "limit_val_batches": 1},
     "averaged": {"val_check_interval": 2, "limit_val_batches": 1},
     "by hand": {},
+    "by hand, twice": {},
     "whole batches": {"gradient_clip_val": 0.05},
     "frozen": {},
     "generating": {},
@@ -120,6 +124,21 @@ class ByHand(TinyModule):
         return loss
 
 
+class Twice(TinyModule):
+    """Takes two steps in each batch, and drops the gradients between forward and backward."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            loss: Tensor = self.model(**batch).loss
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
 class Freezing(TinyModule):
     """Freezes other parameters in each batch."""
 
@@ -156,6 +175,7 @@ class Loading(TinyModule):
 
 MODULES: dict[str, type[TinyModule]] = {
     "by hand": ByHand,
+    "by hand, twice": Twice,
     "moving": Moving,
     "moving frozen": MovingFrozen,
     "moving loaded": MovingLoaded,

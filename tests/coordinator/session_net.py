@@ -230,14 +230,14 @@ class NetSession:
             self.session._take(self.session._inbox.get())
         except SessionOver:
             self.is_alive = False
-        self._has_action = self.session._runner.next_action() is not None
+        self._has_action = self.session._next_action() is not None
 
     def _act(self) -> None:
-        action = self.session._runner.next_action()
+        action = self.session._next_action()
         assert action is not None
         self.session._perform(action)
         self.session._carry_out_due()
-        self._has_action = self.session._runner.next_action() is not None
+        self._has_action = self.session._next_action() is not None
 
 
 class _Later:

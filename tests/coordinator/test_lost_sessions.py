@@ -6,6 +6,7 @@ import errno
 import os
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,33 @@ def test_snapshots_that_cannot_be_written_are_told_once(
     assert len(set(written)) > 1
     assert sum("was not written" in str(each.message) for each in told) == 1
     assert_same(found, undisturbed("a line", "plain"))
+
+
+def test_what_is_kept_is_dropped_if_no_snapshot_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on until it loses a worker."""
+    failed: Future[None] = Future()
+    failed.set_exception(OSError(errno.ENOSPC, "no space"))
+    monkeypatch.setattr(SnapshotFiles, "add", lambda *_: failed)
+    monkeypatch.setattr(neighbors, "_TOLD_BYTES", 2**10)
+    before_step, kept_bytes = Replacements._before_step, list[int]()
+
+    def looking(self: Replacements, with_gradients: bool) -> None:
+        before_step(self, with_gradients)
+        kept_bytes.append(self.kept_bytes)
+
+    monkeypatch.setattr(Replacements, "_before_step", looking)
+    expected, faults = undisturbed("a line", "plain"), Faults(log_gib=2**12 / 2**30)
+    with pytest.warns(UserWarning, match="was not written"):
+        assert_same(run(Net(0), "a line", "plain", tmp_path, faults), expected)
+    assert max(kept_bytes[2:]) < 2**14
+    faults = replace(faults, kills={expected.num_events - 100: A})
+    with (
+        pytest.warns(UserWarning, match="was not written"),
+        pytest.raises(WorkerLost, match="no snapshot could be written to .* \\(`log_gib`"),
+    ):
+        run(Net(0), "a line", "plain", tmp_path, faults)
 
 
 def test_without_recovery_nothing_is_said_or_kept(

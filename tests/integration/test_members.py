@@ -460,6 +460,9 @@ def test_one_that_has_joined_is_recovered_and_leaves_and_comes_back(
 
         def kill(strategy: Any) -> None:
             assert not strategy.deployment.coordinator.replacements._has_moved
+            # It repeats nothing yet.
+            state, _ = state_of(found_at["right"].address, credentials_of(token_file))
+            assert state == "training"
             session = found_at["right"].session
             session.kill()
             session.wait(20)

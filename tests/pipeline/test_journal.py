@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import errno
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import IO, Any
 
 import pytest
 import torch
 
-from lightning_hetero.pipeline.journal import FrameStore, Journal, RepeatedMessages, SentLog
+from lightning_hetero.pipeline.journal import (
+    FrameStore,
+    Journal,
+    RepeatedMessages,
+    SentLog,
+    StoredFrame,
+)
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
 from lightning_hetero.protocol.values import DictNode
@@ -35,19 +45,86 @@ def frames_of(content: bytes) -> list[m.Message]:
     return found
 
 
-def test_frames_beyond_the_limit_are_read_from_a_file(store: FrameStore) -> None:
+def in_files(kept: list[StoredFrame]) -> list[bool]:
+    return [each.file is not None for each in kept]
+
+
+def test_frames_beyond_the_limit_are_read_from_files(store: FrameStore) -> None:
     contents = [bytes([number]) * 40 for number in range(6)]
     kept = [store.put(content) for content in contents]
-    assert [each.content is None for each in kept] == [False, False, True, True, True, True]
+    assert in_files(kept) == [False, False, True, True, True, True]
     assert [each.read() for each in kept] == contents
     assert store.num_bytes == 240
     for each in kept:
         store.drop(each)
     assert store.num_bytes == 0
     again = [store.put(content) for content in contents]
-    assert [each.content is None for each in again] == [False, False, True, True, True, True]
+    assert in_files(again) == [False, False, True, True, True, True]
     assert again[2].position == 0
     assert [each.read() for each in again] == contents
+
+
+def test_files_do_not_grow_though_new_frames_come_before_old_ones_go(store: FrameStore) -> None:
+    """As behind each snapshot, where what was said since it was asked for stays."""
+    kept = deque(store.put(b"k" * 40) for _ in range(4))
+    positions = []
+    for number in range(100):
+        kept += [store.put(bytes([number]) * 40), store.put(bytes([number + 1]) * 40)]
+        positions += [each.position for each in kept]
+        for _ in range(2):
+            store.drop(kept.popleft())
+    assert max(positions) <= 6 * 40
+    assert [each.read() for each in kept] == [bytes([n]) * 40 for n in (98, 99, 99, 100)]
+
+
+class FullDisk:
+    """A file for which the disk has room for the first bytes only."""
+
+    def __init__(self, file: IO[bytes], num_bytes: int) -> None:
+        self._file, self._num_bytes = file, num_bytes
+
+    def write(self, content: memoryview) -> int:
+        room = self._num_bytes - self._file.tell()
+        if room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._file.write(content[:room])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("num_bytes", [None, 0, 100])
+def test_frames_for_which_the_disk_has_no_room_stay_in_memory(
+    num_bytes: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(**options: Any) -> Any:
+        if num_bytes is None:
+            raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+        return FullDisk(made(**options), num_bytes)
+
+    made = tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    store, contents = FrameStore(100), [bytes([number]) * 40 for number in range(9)]
+    kept = [store.put(content) for content in contents]
+    assert sum(in_files(kept)) == (3 if num_bytes else 0)
+    assert [each.read() for each in kept] == contents
+    assert store.num_bytes == 360
+    assert caplog.text.count("the temporary folder cannot be written") == 1
+    for each in kept:
+        store.drop(each)
+    assert store.num_bytes == 0
+    store.close()
+
+
+def test_a_closed_store_keeps_what_a_thread_still_puts() -> None:
+    store = FrameStore(0)
+    early = store.put(b"early")
+    store.close()
+    late = store.put(b"late")
+    assert late.read() == b"late"
+    for each in (early, late):
+        store.drop(each)
+    assert store.num_bytes == 0
 
 
 class Kept:
@@ -119,6 +196,35 @@ def test_a_snapshot_leaves_what_it_does_not_hold(store: FrameStore) -> None:
     answers: list[m.Message] = [m.Done(), m.Timings(2, 0.2, 0.2, 1)]
     assert [kept.journal.takes(answer) for answer in answers] == [False, False]
     assert [kept.journal.takes(answer) for answer in answers] == [True, True]
+
+
+def test_of_what_standing_messages_set_again_and_again_only_the_latest_is_kept(
+    store: FrameStore,
+) -> None:
+    """As parameters that two optimizers freeze in turn, or a temperature that falls."""
+
+    def attributes(values: str, path: str = "", gone: Sequence[str] = ()) -> m.SetAttributes:
+        return m.SetAttributes(0, path, values, [*gone])
+
+    kept = Kept(store)
+    for number in range(5):
+        kept.say(BUILD, attributes('{"a": 1}'), attributes('{"a": 1}', "mlp"))
+        kept.say(m.SetTrained(["0.weight"], True), m.SetTrained(["0.bias"], False))
+        kept.say(m.SetTrained(["0.weight"], False), m.Record(number % 2 == 0, False))
+        kept.say(attributes('{"b": 2}', gone=["a"]), attributes(f'{{"a": {number}}}'))
+        kept.journal.mark()
+        kept.journal.cut()
+    assert kept.repeated() == [
+        *[BUILD] * 5,
+        attributes('{"a": 1}', "mlp"),
+        m.SetTrained(["0.bias"], False),
+        m.SetTrained(["0.weight"], False),
+        m.Record(True, False),
+        attributes('{"b": 2}', gone=["a"]),
+        attributes('{"a": 4}'),
+    ]
+    read = [read() for _, read in kept.journal.repeat()]
+    assert store.num_bytes == sum(map(len, read))
 
 
 def test_a_snapshot_that_is_not_used_leaves_everything(store: FrameStore) -> None:
