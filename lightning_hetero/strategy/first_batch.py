@@ -506,11 +506,11 @@ class FirstBatchCheck:
         else:
             return False
         if self.checks.is_new("random"):
-            rank_zero_info(
-                f"whether the loss of the {self.checks.which} batch is that of its micro-batches "
-                "was not checked: training_step draws random numbers, so that every forward gives "
-                "another loss; with micro_batching='boundary' it draws once for each batch, as on "
-                "one device, and now for each micro-batch"
+            rank_zero_warn(
+                f"Whether the loss of the {self.checks.which} batch is that of its micro-batches "
+                "was not checked: `training_step` draws random numbers, so that every forward "
+                "gives another loss. With `micro_batching='boundary'` it draws once for each "
+                "batch, as on one device, and now for each micro-batch."
             )
         return True
 

@@ -430,7 +430,7 @@ def _mask_sum(batch: Any) -> float:
 
 
 TWO = {"accumulate_grad_batches": 2, "max_steps": 2, "max_epochs": -1}
-DRAWS = "training_step draws random numbers"
+DRAWS = "`training_step` draws random numbers"
 
 PATTERNS = [
     Pattern(
