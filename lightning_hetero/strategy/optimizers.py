@@ -437,7 +437,12 @@ class StateHere(defaultdict[Tensor, Any]):
 
 
 # Their own code needs no more than the state of parameters here, or is for these alone.
-_READERS = {"torch", "lightning", "lightning_hetero", "bitsandbytes", "copy"}
+_READERS = frozenset(
+    {
+        *("torch", "lightning", "pytorch_lightning", "lightning_fabric"),
+        *("lightning_hetero", "bitsandbytes", "copy"),
+    }
+)
 
 
 def _caller() -> FrameType | None:
