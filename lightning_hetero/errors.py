@@ -1,4 +1,4 @@
-"""Every exception of this package.
+"""Every exception of this package, and a question that several of their texts end with.
 
 HeteroError
 ├─ PlanError                 a plan that does not fit the model or the workers
@@ -27,6 +27,7 @@ HeteroError
    └─ StageFailed            a worker's own code raised; carries the worker's traceback
 """
 
+from difflib import get_close_matches
 from typing import Literal
 
 
@@ -142,3 +143,10 @@ class LinkLost(WorkerError):
 
 class StageFailed(WorkerError):
     """A worker's own code raised; the text carries the worker's traceback."""
+
+
+def did_you_mean(text: str, *known: str) -> str:
+    """A question for what a misspelt text probably is, with a space before it; empty if nobody
+    knows."""
+    near = get_close_matches(text, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,7 +12,7 @@ from typing import Any, Literal, get_args
 import msgspec
 import yaml
 
-from .errors import PlanError
+from .errors import PlanError, did_you_mean
 from .yaml_file import check_kind, convert, read_yaml
 
 COORDINATOR = "coordinator"
@@ -405,8 +404,7 @@ def _refuse_unknown_keys(content: Any, kind: type, where: str) -> None:
     known = [field.name for field in fields(kind)]
     for key in content:
         if key not in known:
-            near = get_close_matches(str(key), known, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
+            meant = did_you_mean(str(key), *known)
             raise PlanError(
                 f"Unknown key {key!r} in {where}; the keys are {', '.join(known)}.{meant}"
             )

@@ -9,6 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+def loss_of(closure: Any) -> Any:
+    """What a closure returns; None without one."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
 class Lion(Optimizer):
     """Steps each parameter by the sign of its momentum."""
 
@@ -17,10 +23,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             first, second = group["betas"]
             for p in group["params"]:
@@ -85,10 +88,7 @@ class Decreasing(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self.count += 1
         for group in self.param_groups:
             for p in group["params"]:

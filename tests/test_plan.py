@@ -404,5 +404,5 @@ def test_by_default_no_boundary_is_narrowed() -> None:
 
 def test_an_unknown_dtype_on_the_wire_is_refused() -> None:
     plan = Plan([StagePlan(["a"], (0, 2), gradient_dtype="int4")])  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"'int4' in stages\[0\]"):
+    with pytest.raises(PlanError, match=r"Unknown gradient_dtype 'int4' in stages\[0\]"):
         plan.check(2, ["a"])

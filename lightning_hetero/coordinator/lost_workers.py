@@ -36,7 +36,7 @@ class Loss:
     step: int
     reason: str
     began_seconds: float
-    place: str = ""
+    place: str
     served_by: str = ""
     served_seconds: float | None = None
     restored_seconds: float | None = None

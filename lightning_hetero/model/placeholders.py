@@ -420,12 +420,18 @@ class _Away:
                 if not isinstance(known, Tensor):
                     return known
             name, kwargs = _name_of(function), kwargs or {}
-            # A copy would be used where nobody knows any more what it is a copy of.
-            if name in ("__reduce_ex__", "clone"):
+            if name == "__reduce_ex__":
+                raise ModelError(
+                    "A parameter or buffer of a layer that lives on a worker cannot be copied or "
+                    "pickled; do it before `fit` or after it, or use `module.state_dict()`."
+                )
+            # It would be used where nobody knows any more what it is a copy of. A deep copy asks
+            # for a memory format, and ends at what holds the layers, which says more.
+            if name == "clone" and not kwargs:
                 raise ModelError(
                     "A parameter or buffer of a layer that lives on a worker, or what is computed "
-                    "from it, cannot be copied, logged or pickled; do it before `fit` or after "
-                    "it, or use `module.state_dict()`."
+                    "from it, cannot be cloned or logged; do it before `fit` or after it, or use "
+                    "`module.state_dict()`."
                 )
             if _is_loading(name, args):
                 return function(*args, **kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
+from ..errors import did_you_mean
 from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
 from ..model.compiled_layers import compiles_only
@@ -163,8 +163,7 @@ def _meant(name: str, value: Any) -> str:
     if name == "workers" and ":" in value:
         addresses = [address.strip() for address in value.split(",")]
         return f" Write the addresses in brackets: `workers={addresses}`."
-    near = get_close_matches(value.lower(), _WORDS.get(name, ()), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return did_you_mean(value.lower(), *_WORDS.get(name, ()))
 
 
 def _check_some_worker(workers: Any, plan: Any) -> None:

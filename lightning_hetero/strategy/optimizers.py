@@ -11,7 +11,6 @@ stages follow Lightning's rule instead.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -145,7 +144,7 @@ class RemoteSteps:
         self._remote = {id(remote.optimizer): remote for remote in optimizers}
         self._sent: set[int] = set()
         # By the id of an optimizer, what runs the outermost of its steps.
-        self._stepping: dict[int, FrameType | None] = {}
+        self._stepping: dict[int, FrameType] = {}
         diverted = {
             "clip_grad_by_norm": partial(self._clip, plugin.clip_grad_by_norm, "clip_by_norm"),
             "clip_grad_by_value": partial(self._clip, plugin.clip_grad_by_value, "clip_by_value"),
@@ -445,10 +444,9 @@ _READERS = frozenset(
 )
 
 
-def _caller() -> FrameType | None:
+def _caller() -> FrameType:
     """What has called the function that calls this one."""
-    frame = inspect.currentframe()
-    return frame and frame.f_back and frame.f_back.f_back
+    return sys._getframe(2)
 
 
 def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:
