@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 # `make test` runs on processors; this runs the same tests with the coordinator on another device.
 ACCELERATOR = os.environ.get("TEST_ACCELERATOR", "cpu")
+DEVICE = "cpu" if ACCELERATOR == "cpu" else "cuda"
 VOCABULARY = 48
 SEQUENCE_LENGTH = 10
 
@@ -134,6 +135,5 @@ def fit(
 
 def scaled_precision(init_scale: float = 2.0**12) -> MixedPrecision:
     """'16-mixed'; on a CPU Lightning gives no such plugin by itself."""
-    device = "cpu" if ACCELERATOR == "cpu" else "cuda"
-    scaler = torch.amp.GradScaler(device, init_scale=init_scale, growth_interval=3)
-    return MixedPrecision("16-mixed", device, scaler)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=init_scale, growth_interval=3)
+    return MixedPrecision("16-mixed", DEVICE, scaler)

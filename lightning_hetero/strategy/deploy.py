@@ -211,7 +211,7 @@ class Site:
         plan = choice.unmeasured(self.module.trainer, len(layers), workers)
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
-            if not self._cuts_batches(plan):
+            if not self._differs_from_plain(plan):
                 return None
         self._check(layers)
         imported_for = _all_on_one(workers, layers) if self.may_move else plan
@@ -379,7 +379,8 @@ class Site:
             rank_zero_info("no worker would make it faster, so the model runs here alone")
             coordinator.connections.keep([])
             self.fleet.end(self.deadlines)
-            return self.carry_out(plan, layers, coordinator) if self._cuts_batches(plan) else None
+            is_plain = not self._differs_from_plain(plan)
+            return None if is_plain else self.carry_out(plan, layers, coordinator)
 
     def _connected(
         self, layers: Sequence[DecoderLayer], workers: Sequence[str], options: ProfilingOptions
@@ -395,10 +396,11 @@ class Site:
     def _cuts_step(self) -> bool:
         return self.options.cuts_step(self.module)
 
-    def _cuts_batches(self, plan: Plan) -> bool:
+    def _differs_from_plain(self, plan: Plan) -> bool:
         """Whether a plan without workers differs from plain Lightning: it cuts batches that may be
-        too large for the memory here."""
-        return self._cuts_step and plan.micro_batches > 1
+        too large for the memory here, recomputes layers for the same reason, or compiles them."""
+        cuts = self._cuts_step and plan.micro_batches > 1
+        return cuts or any(stage.recompute or stage.compile for stage in plan.stages)
 
     def _check(self, layers: Sequence[DecoderLayer]) -> None:
         check_callbacks(self.module.trainer)

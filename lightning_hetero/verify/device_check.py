@@ -26,6 +26,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
+from typing_extensions import override
 
 from .. import HeteroPipelineStrategy, PipelineProfiler
 from ..callbacks.monitor import deployment_of, profile_of
@@ -304,6 +305,26 @@ def copies(bench: TrainingBench) -> Iterator[CheckFinding]:
     yield CheckFinding("copies hidden behind products", in_percent(hidden), hidden > 0.5)
 
 
+class _WaitsOfSteps(pl.Callback):
+    """Counts the waits of all steps but the first, in which a batch is checked.
+
+    Args:
+        count: Returns their number so far.
+    """
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = count
+        self._after: dict[int, int] = {}
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._after[trainer.global_step] = self._count()
+
+    @property
+    def per_step(self) -> float:
+        return (self._after[NUM_STEPS] - self._after[1]) / (NUM_STEPS - 1)
+
+
 def waiting(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Calls that make the computing thread wait for the device."""
     own, device = str(bench.device), device_for(bench.device)
@@ -315,8 +336,9 @@ def waiting(bench: TrainingBench) -> Iterator[CheckFinding]:
                     "calls that wait for the device", "torch does not tell them here"
                 )
                 return
-            bench.train(own, strategy)
-        counts.append(count() / NUM_STEPS)
+            waits = _WaitsOfSteps(count)
+            bench.train(own, strategy, callbacks=[waits])
+        counts.append(waits.per_step)
     found = f"{counts[1]:.1f} per step in the coordinator, {counts[0]:.1f} without workers"
     yield CheckFinding("calls that wait for the device", found, counts[1] <= counts[0] + 1)
 

@@ -138,6 +138,10 @@ class Busy(Learner):
         }
 
 
+def _array(values: Any) -> Any:
+    return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+
+
 def assert_same(found: Any, expected: Any) -> None:
     """Bit for bit, at any depth."""
     if isinstance(expected, dict):
@@ -149,10 +153,6 @@ def assert_same(found: Any, expected: Any) -> None:
         for mine, other in zip(found, expected, strict=True):
             assert_same(mine, other)
     elif isinstance(expected, (Tensor, np.ndarray)):
-        assert np.array_equal(
-            np.asarray(found.detach() if isinstance(found, Tensor) else found),
-            np.asarray(expected.detach() if isinstance(expected, Tensor) else expected),
-            equal_nan=True,
-        )
+        assert np.array_equal(_array(found), _array(expected), equal_nan=True)
     else:
         assert found == expected

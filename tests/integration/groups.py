@@ -19,7 +19,7 @@ from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.microbatch import counted_labels, split_batch
 from lightning_hetero.pipeline.placement import COORDINATOR_STAGE, Placement
 
-from ..models import TinyModule, fit
+from ..models import DEVICE, TinyModule, fit
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 
@@ -121,11 +121,13 @@ def fit_in_groups(
 
 def fit_padded_in_groups(module: TinyModule, plan: Plan, batches: Iterable[Any]) -> TinyModule:
     """Train by hand on one device, with the losses of micro-batches weighed by counted labels."""
+    module.to(DEVICE)
     configured = module.configure_optimizers()
     optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     sums = GroupSums(module, plan)
     for batch in batches:
-        pieces = split_batch(batch, plan.micro_batches)
+        here = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
+        pieces = split_batch(here, plan.micro_batches)
         counts = [int(counted_labels(piece)) for piece in pieces]
         loss = 0.0
         optimizer.zero_grad()

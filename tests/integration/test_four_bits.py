@@ -71,7 +71,10 @@ class FourBitModule(pl.LightningModule):
         generator = torch.Generator().manual_seed(2)
         for name, parameter in self.named_parameters():
             if "lora_B" in name:
-                parameter.data.normal_(std=0.1, generator=generator)
+                numbers = torch.empty(parameter.shape, device="cpu").normal_(
+                    std=0.1, generator=generator
+                )
+                parameter.data.copy_(numbers)
         for module in self.modules():
             if isinstance(module, bnb.nn.Linear4bit):
                 module.support_avx512bf16_for_cpu = self.repacks

@@ -21,7 +21,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import BatchError, ModelError
 from lightning_hetero.transport.token import FILE_VARIABLE
 
-from ..conftest import WorkerProcess
+from ..conftest import WORKER_DEVICE, WorkerProcess
 from ..local_workers import local_workers
 from ..models import TinyModule, loader, trainer
 from ..pairwise import keeping
@@ -88,6 +88,7 @@ def test_the_log_tells_how_small_batches_are_cut(
     assert "into 100 micro-batches, or into single samples if it has fewer (" in caplog.text
 
 
+@pytest.mark.skipif(WORKER_DEVICE != "cpu", reason="a GPU's library starts threads of its own")
 def test_a_session_computes_on_as_many_cores_as_its_worker_is_told(
     workers: list[str], worker_processes: list[WorkerProcess]
 ) -> None:
@@ -105,6 +106,19 @@ def test_a_session_computes_on_as_many_cores_as_its_worker_is_told(
     # No product of matrices has started helpers.
     before, after = counts
     assert after == before
+
+
+@pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_layers_run_again_in_the_backward_where_the_plan_has_no_worker(
+    workers: list[str], micro_batches: int
+) -> None:
+    module, calls = TinyModule(), []
+    module.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
+    plan = Plan([StagePlan(["coordinator"], (0, 5), recompute=True)], micro_batches)
+    strategy = HeteroPipelineStrategy(workers[:1], plan, check_first_batch="off")
+    trainer(strategy, max_steps=1).fit(module, loader(12, 12))
+    assert len(calls) == 2 * micro_batches
 
 
 def test_a_plan_file_is_followed(workers: list[str], tmp_path: Path) -> None:
