@@ -98,6 +98,7 @@ class Driver:
         gradients: The coordinator's own gradients.
         loss_of: Returns the loss in a result of ``training_step``; None skips the backward.
         draws: The coordinator's own random numbers.
+        threads: Run the micro-batches. Whoever has made them closes them.
         starts_first: Whether micro-batches begin as early as they may; see `choose`.
         recorder: Sums up the coordinator's own actions.
         check_piece: Called with a micro-batch's number after each piece of its forward; it may
@@ -110,6 +111,7 @@ class Driver:
     gradients: StepGradients
     loss_of: Callable[[Any], Tensor | None]
     draws: Draws
+    threads: TurnThreads
     starts_first: bool = False
     recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")))
     check_piece: Callable[[int], None] = lambda _microbatch: None
@@ -210,7 +212,6 @@ class _RunningStep:
         self._sent_back: deque[Key] = deque()
         self._num_started = 0
         self._losses_have_graphs: list[bool] = []
-        self._threads = TurnThreads()
         # The losses of micro-batches whose forward has ended, until their backward runs.
         self._losses: dict[int, Tensor | None] = {}
         self._order = GradientOrder(len(self.work), max(1, self.max_started // 2))
@@ -248,10 +249,9 @@ class _RunningStep:
         return [self._results[index] for index in range(len(self.work))]
 
     def end(self) -> None:
-        """Unwind the micro-batches that an error has left in flight, and end the threads."""
+        """Unwind the micro-batches that an error has left in flight."""
         for microbatch in self._in_flight.values():
             microbatch.turn.abandon()
-        self._threads.close()
 
     def _ready(self) -> list[Action]:
         ready = [Action(COORDINATOR_STAGE, "F", key) for key in self._ready_forwards()]
@@ -348,7 +348,7 @@ class _RunningStep:
     def _start(self, index: int) -> None:
         self._num_started += 1
         work = self.work[index]
-        turn = Turn(work.run, f"micro-batch {index}", self._threads)
+        turn = Turn(work.run, f"micro-batch {index}", self.driver.threads)
         draws = self.driver.draws.microbatch(self.dropout_step, index)
         self._in_flight[index] = _Microbatch(turn, work.loss_factor, draws)
         self._go_on(index, turn.start)

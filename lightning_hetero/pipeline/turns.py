@@ -9,8 +9,11 @@
 At any time either the driver or one such thread runs, never two. These are threads and not
 greenlets, because torch keeps grad mode and autocast per thread. It keeps the device, the stream
 and the default device per thread too, and a turn takes them over from its driver. torch has a
-single default dtype for all threads, so each turn sets its own. A thread whose function has ended
-runs the next one, because starting a thread takes up to a millisecond.
+single default dtype for all threads, so each turn sets its own.
+
+A thread whose function has ended runs the next one, also in the next step. To start a thread takes
+up to a millisecond, and cuDNN's attention makes its plans anew for each thread, which takes tens of
+milliseconds, and never frees them.
 """
 
 from __future__ import annotations

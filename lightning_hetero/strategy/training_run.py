@@ -40,6 +40,7 @@ from ..model.layers import DecoderLayer
 from ..model.override import stand_in
 from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
 from ..pipeline.microbatch import CutBatch
+from ..pipeline.turns import TurnThreads
 from ..plan import COORDINATOR, Plan
 from ..planner.drift import StageSeconds
 from ..planner.feasibility import as_measured
@@ -140,6 +141,7 @@ class TrainingRun(Run):
         super().__init__(module, deployment, options)
         # The checks belong to the run, not to each deployment.
         self._checks = RunChecks() if options.batches.check != "off" else None
+        self._threads = TurnThreads()
         self._remote_steps, self._step = self._attached(deployment, optimizers)
         self._watch = Watch(deployment, measured, self._step.recorder, moves)
         self._put_back = let_callbacks_be_copied(module.trainer)
@@ -254,6 +256,7 @@ class TrainingRun(Run):
 
     @override
     def end(self, remedy: str) -> WeightsLost | None:
+        self._threads.close()
         self._hosted_hooks.close()
         self._put_back.close()
         try:
@@ -335,7 +338,9 @@ class TrainingRun(Run):
         if not options.cuts_step(module):
             return remote_steps, WholeBatchStep(module, deployment, options)
         check = partial(self._check_batch, deployment)
-        return remote_steps, MicrobatchedStep(module, deployment, options, self._checks, check)
+        return remote_steps, MicrobatchedStep(
+            module, deployment, options, self._checks, check, self._threads
+        )
 
     def _check_batch(
         self,

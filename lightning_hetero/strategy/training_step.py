@@ -39,6 +39,7 @@ from ..pipeline.results import (
     merge_results,
     weighted_mean,
 )
+from ..pipeline.turns import TurnThreads
 from .arguments import StepOptions, scaler_of
 from .check_schedule import KeptBatch, RunChecks
 from .first_gradients import inner_backward
@@ -220,6 +221,7 @@ class MicrobatchedStep(BatchStep):
     Args:
         checks: The checks of the run; None if the user does not want any.
         check: Checks a batch in a step that has begun.
+        threads: Run the micro-batches, in each step the same ones.
     """
 
     def __init__(
@@ -229,6 +231,7 @@ class MicrobatchedStep(BatchStep):
         options: StepOptions,
         checks: RunChecks | None,
         check: BatchCheck,
+        threads: TurnThreads,
     ) -> None:
         super().__init__(module, deployment, options)
         coordinator = deployment.coordinator
@@ -249,6 +252,7 @@ class MicrobatchedStep(BatchStep):
             self._gradients,
             loss_of,
             deployment.draws,
+            threads,
             deployment.plan.starts_on_worker,
             self.recorder,
             self._flags.check,

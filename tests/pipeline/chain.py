@@ -25,8 +25,11 @@ from lightning_hetero.pipeline.handover import Request, Returned, surroundings_h
 from lightning_hetero.pipeline.rule import Action, Key
 from lightning_hetero.pipeline.runner import Runner
 from lightning_hetero.pipeline.stage import Stage
+from lightning_hetero.pipeline.turns import TurnThreads
 
 COORDINATOR = 0
+# Of all drivers.
+threads = TurnThreads()
 Event = Callable[[], None]
 
 

@@ -28,7 +28,7 @@ from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.turns import current_turn
 
 from ..families import tiny_model
-from .chain import Chain, cut_into_stages, request_for
+from .chain import Chain, cut_into_stages, request_for, threads
 
 NUM_LAYERS = 4
 Layers = dict[int, nn.Module]
@@ -39,6 +39,7 @@ Through = Callable[[Tensor], Tensor]
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
+    threads.close()
     assert set(threading.enumerate()) <= before
 
 
@@ -122,7 +123,7 @@ class Pipeline:
         local = list(self.model.parameters())
         shared = [self.model.embedding.weight] if self.tied else []
         gradients = StepGradients(local, shared)
-        self.driver = Driver(self.chain, gradients, lambda loss: loss, Draws(12))
+        self.driver = Driver(self.chain, gradients, lambda loss: loss, Draws(12), threads)
 
     def twin(self) -> Pipeline:
         """Another one with the same weights and flags, and no history."""
@@ -318,6 +319,21 @@ def test_a_second_step_starts_from_its_own_gradients() -> None:
     first = pipeline.gradients()
     pipeline.run(microbatches(3), limit=2)
     torch.testing.assert_close(pipeline.gradients(), first, rtol=0, atol=0)
+
+
+def test_the_threads_of_a_step_run_the_next_one() -> None:
+    """Some libraries keep plans for each thread, which a new one would make anew."""
+    ran: list[threading.Thread] = []
+
+    def step(model: Model, through: Through, tokens: Tensor) -> Any:
+        ran.append(threading.current_thread())
+        return ordinary_step(model, through, tokens)
+
+    pipeline = Pipeline(training_step=step)
+    for _ in range(2):
+        pipeline.run(microbatches(5), limit=3)
+    assert len({*ran[:5]}) > 1
+    assert {*ran[5:]} == {*ran[:5]}
 
 
 def test_an_accumulating_step_adds_its_gradients_in_order() -> None:
@@ -602,7 +618,8 @@ class ExpertsPipeline:
         chain = Chain(stages, self.timing)
         HollowLayers(chosen, self.exchange, None).hollow()  # type: ignore[arg-type]
         local = [p for p in self.model.parameters() if not p.is_meta]
-        self.driver = Driver(chain, StepGradients(local, []), lambda loss: loss, Draws(1))
+        gradients = StepGradients(local, [])
+        self.driver = Driver(chain, gradients, lambda loss: loss, Draws(1), threads)
 
     def exchange(self, hidden: Tensor, calls: Any, collect: Any, carried: Any) -> Any:
         turn = current_turn()

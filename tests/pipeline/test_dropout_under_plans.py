@@ -24,7 +24,7 @@ from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.pipeline.turns import current_turn
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 
-from .chain import Chain, request_for
+from .chain import Chain, request_for, threads
 
 NUM_LAYERS = 6
 NUM_MICROBATCHES = 4
@@ -151,7 +151,8 @@ class Training:
         self.chain = Chain(stages, self.timing)
         away = {p for layer in self.away.values() for p in layer.parameters()}
         local = [p for p in self.model.parameters() if p not in away]
-        self.driver = Driver(self.chain, StepGradients(local, []), lambda loss: loss, draws)
+        gradients = StepGradients(local, [])
+        self.driver = Driver(self.chain, gradients, lambda loss: loss, draws, threads)
 
     def body(self, hidden: Tensor) -> Tensor:
         """The layers, and code that draws before each one and multiplies behind the last one."""

@@ -16,7 +16,7 @@ from lightning_hetero.pipeline.random_numbers import Draws
 from lightning_hetero.pipeline.turns import current_turn
 from lightning_hetero.plan import Plan, StagePlan
 
-from .chain import request_for
+from .chain import request_for, threads
 from .replica_net import ReplicaNet
 
 NUM_MICROBATCHES = 9
@@ -52,7 +52,7 @@ def step(
     plan = Plan([StagePlan(names, span, shares=shares) for names, span, shares in stages])
     net = ReplicaNet(layers, Placement.of(plan), seed)
     gradients = StepGradients([*model.parameters()], [])
-    driver = Driver(net, gradients, lambda loss: loss, Draws(12))
+    driver = Driver(net, gradients, lambda loss: loss, Draws(12), threads)
     generator = torch.Generator().manual_seed(3)
 
     def training_step(number: int, tokens: Tensor) -> Tensor:
