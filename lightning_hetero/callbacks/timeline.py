@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ from ..telemetry.recorded_step import (
     recorded_step,
 )
 from .monitor import deployment_of, process_names, profile_of, run_folder, warn_of_no_stages
+
+logger = logging.getLogger(__name__)
 
 TRACE_NAME, CHART_NAME = "timeline.json", "timeline.svg"
 
@@ -142,10 +145,14 @@ class PipelineTimeline(pl.Callback):
 
     @rank_zero_only
     def _write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write the files; a full disk or a lost folder is no reason to end a run."""
         trace = json.dumps(trace_of(list(self._recorded)), allow_nan=False)
-        (folder / TRACE_NAME).write_text(trace, encoding="utf-8")
-        (folder / CHART_NAME).write_text(chart_of(*self._recorded[-1]), encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / TRACE_NAME).write_text(trace, encoding="utf-8")
+            (folder / CHART_NAME).write_text(chart_of(*self._recorded[-1]), encoding="utf-8")
+        except OSError as error:
+            logger.warning("The timeline of this run is not written: %s", error)
 
 
 def _gather(

@@ -206,12 +206,11 @@ class _Saying:
 
     def on_signal(self, number: int) -> None:
         """Carry out a signal of the owner."""
-        console = Console(stderr=True, soft_wrap=True)
         if number == signal.SIGUSR1:
-            console.print("paused; SIGUSR2 resumes the worker")
+            _print("paused; SIGUSR2 resumes the worker", stderr=True)
             self._supervisor.pause()
         elif number == signal.SIGUSR2:
-            console.print("resumed")
+            _print("resumed", stderr=True)
             self._supervisor.resume()
         else:
             self._supervisor.drain()
@@ -224,11 +223,18 @@ def _say_when_it_ends(has_run: bool) -> None:
             "ends after the current run, or when the run has given its layers to other workers; a "
             "second SIGTERM, or Ctrl-C, ends the worker at once"
         )
-    Console(stderr=True, soft_wrap=True).print(text)
+    _print(text, stderr=True)
 
 
 def _show(record: ServedRun) -> None:
-    Console(soft_wrap=True).print(line_of(record, time.strftime("%Y-%m-%d %H:%M:%S")))
+    _print(line_of(record, time.strftime("%Y-%m-%d %H:%M:%S")))
+
+
+def _print(text: str | Text, stderr: bool = False) -> None:
+    """Tell the owner something; a full disk or a closed terminal keeps no worker from its work."""
+    # Rich ends the process where nobody reads its pipe any more.
+    with contextlib.suppress(OSError, SystemExit):
+        Console(stderr=stderr, soft_wrap=True).print(text)
 
 
 def line_of(record: ServedRun, ended_at: str) -> Text:

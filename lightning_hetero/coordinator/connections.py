@@ -67,6 +67,7 @@ class Connections:
 
     Attributes:
         members: The connected workers, by their numbers; an idle one that is lost is left out.
+        departed: What became of workers that are no members any more, by their names.
         workers: Those that serve stages; before `assign`, all of them.
         ways: By micro-batch and visit of the present step, the worker of each stage on its way.
         deadlines: As given.
@@ -99,6 +100,7 @@ class Connections:
         self.equipment = equipment
         self.deadlines = deadlines
         self.members: list[Member] = []
+        self.departed: dict[str, str] = {}
         self.workers: list[Member] = []
         self.ways: dict[Key, dict[int, Member]] = {}
         self.step = 0
@@ -138,6 +140,7 @@ class Connections:
         channel, theirs, address, session = self._open(name)
         worker = Member(number, name, address, channel, theirs, session, own_name=name)
         self.members.append(worker)
+        self.departed.pop(name, None)
         self._by_channel[channel] = worker
         self._note_lingering(worker)
         if found := differences(self.equipment, theirs):
@@ -337,6 +340,7 @@ class Connections:
         worker.loss = loss
         if worker in self.members and worker not in self.workers:
             self.members.remove(worker)
+            self.departed[worker.name] = f"was lost {self.when}"
             rank_zero_warn(f"{text} It had no layers, so the run goes on without it.")
         # The strategy adds to the error that is raised how to go on.
         return _copy_of(loss)

@@ -42,6 +42,7 @@ from ..transport.compatibility import Identity
 from ..transport.connection import (
     Connection,
     SocketConnection,
+    accept,
     keep_alive,
     prepare_socket,
     send_buffers,
@@ -359,9 +360,9 @@ class Door:
     def _accept(self) -> None:
         if self._is_closed:
             return
-        connected, peer = self._listener.accept()
+        connected, place = accept(self._listener)
         connected.setblocking(True)
-        plain, place = SocketConnection(connected), peer[:2]
+        plain = SocketConnection(connected)
         self._lobby.enter(plain)
         thread = threading.Thread(target=self._greet, args=(plain, *place), daemon=True)
         try:
@@ -533,7 +534,8 @@ class Door:
             *refused,
             *faults,
             f"Start `lightning-hetero worker --join {where}` on each machine, with the same token "
-            "file; or take fewer workers with `least`, or wait longer with `wait_seconds`.",
+            "file; or take fewer workers with `least`, or wait longer with `wait_seconds`. A "
+            "worker whose coordinator was killed waits for it, for that run's `linger_seconds`.",
         ]
         return " ".join(words)
 

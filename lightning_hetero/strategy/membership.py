@@ -258,7 +258,9 @@ class Membership:
 
     def _say_goodbye(self, worker: Member) -> None:
         """Let a worker go that has no layers."""
-        self.run.deployment.coordinator.connections.release(worker)
+        connections = self.run.deployment.coordinator.connections
+        connections.release(worker)
+        connections.departed[worker.name] = f"has left the run before step {self._next_step}"
         self._note_members()
         for callback in self._told:
             callback.on_worker_left(self.trainer, worker.name, self._next_step)

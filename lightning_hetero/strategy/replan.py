@@ -51,8 +51,15 @@ def check_move(
     if deployment is None:
         raise ModelError("No layers are on workers, so there are none to move.")
     deployment.check_placed()
-    members = deployment.coordinator.connections.members
-    plan.check(len(deployment.layers), [member.name for member in members])
+    connections = deployment.coordinator.connections
+    names = [member.name for member in connections.members]
+    for name in plan.workers:
+        if name in connections.departed:
+            raise PlanError(
+                f"{name} {connections.departed[name]}, so no layers move to it; make a plan over "
+                f"the workers that the run has, {names}."
+            )
+    plan.check(len(deployment.layers), names)
     if not plan.workers:
         raise PlanError(
             "The plan has no worker; leave a layer with one, or end the run and start it again "

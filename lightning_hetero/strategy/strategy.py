@@ -161,6 +161,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._run: Run | None = None
         self._membership: Membership | None = None
         self._notes: RunNotes | None = None
+        # Why the weights of the latest run have not come home; None if they have.
+        self._lost: WeightsLost | None = None
         self._instead: Callable[[Site, list[DecoderLayer]], None] | None = None
 
     def __repr__(self) -> str:
@@ -217,6 +219,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         check_num_nodes(self.num_nodes)
         warn_of_idle_devices(self.parallel_devices)
         self._checkpoints.begin_run()
+        self._lost = None
         check_is_whole(self._module())
         if self._is_fitting:
             self._checkpoints.forget_files()
@@ -428,22 +431,35 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if self._notes is not None:
             self._notes.note_error(exception)
         super().on_exception(exception)
+        # Lightning ends the loggers next. One that cannot be written raises, and no teardown comes.
+        try:
+            self._end_run()
+        finally:
+            self._fleet.end(self.deadlines)
+
+    def _end_run(self) -> None:
+        """Bring everything home and disconnect. May be called twice."""
+        run, self._run = self._run, None
+        self._membership = self.plan_choice.trials = None
+        if run is None:
+            return
+        loss = run.end(self._remedy())
+        if self._notes is not None and loss is not None:
+            self._notes.note_error(loss)
+        self._checkpoints.note_loss(loss)
+        self._lost = run.deployment.tensors.loss
 
     @override
     def teardown(self) -> None:
-        run, self._run = self._run, None
-        self._membership = self.plan_choice.trials = None
-        notes, self._notes = self._notes, None
+        notes = self._notes
         try:
-            loss = None if run is None else run.end(self._remedy())
-            if notes is not None and loss is not None:
-                notes.note_error(loss)
-            if run is not None:
-                self._checkpoints.note_loss(loss)
-            if run is None or run.deployment.tensors.loss is None:
+            self._end_run()
+            lost, self._lost = self._lost, None
+            if lost is None:
                 self._leave_weights()
             super().teardown()
         finally:
+            self._notes = None
             if self.lightning_module is not None:
                 join_layers(self.lightning_module)
             self._fleet.end(self.deadlines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import select
 import socket
 import struct
@@ -14,6 +16,11 @@ from typing import Protocol
 
 from ..errors import ChannelError
 
+logger = logging.getLogger(__name__)
+
+# A process, or a machine, that has no file or no memory left for a connection.
+_NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_NO_FILES_SECONDS = 1.0
 # Linux allows 1024 buffers in one call; a frame of more goes in several.
 _MOST_BUFFERS = 512
 _SOCKET_BUFFER_BYTES = 4 * 2**20
@@ -206,6 +213,27 @@ def keep_alive(connected: socket.socket) -> None:
     for name, value in ((idle, 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def accept(listener: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
+    """Accept a connection, which waits on while this process has no file left for it.
+
+    Returns:
+        The connection, and the peer's host and port.
+
+    Raises:
+        BlockingIOError: If no connection waits, or there was no file for it.
+        OSError: If the listener is at fault.
+    """
+    try:
+        connected, peer = listener.accept()
+    except OSError as error:
+        if error.errno not in _NO_FILES:
+            raise
+        logger.warning("a connection waits, since none can be opened: %s", error)
+        time.sleep(_NO_FILES_SECONDS)  # the connection would wake the caller again at once
+        raise BlockingIOError(error.errno, str(error)) from error
+    return connected, peer[:2]
 
 
 def prepare_socket(connected: socket.socket) -> None:

@@ -488,8 +488,8 @@ def _connect(address: Address, deadlines: Deadlines, for_workers: bool = False) 
             ) from error
         is_refused = isinstance(error, ConnectionRefusedError)
         raise (_NobodyListens if is_refused else WorkerUnreachable)(
-            f"No worker answers at {address}: {error}. Is `lightning-hetero worker --listen "
-            f"{address}` running there?"
+            f"No worker answers at {address}: {error}. See that `lightning-hetero worker` runs "
+            f"there, with `--listen {address}`, or with `--join` if it dials the coordinator."
         ) from error
     return SocketConnection(connected)
 

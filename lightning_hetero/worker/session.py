@@ -373,6 +373,11 @@ class StageSession:
         The coordinator has waited for the answer to some requests, such as one to drop gradients,
         before it sent new ones. While a lost worker is repeated, a neighbor sends at once what it
         has kept of these.
+
+        Nothing stands still here. The coordinator sends all that is repeated, and a `Wait` that
+        ends it, before it waits for any worker again; so whether such a request comes is known
+        without a backward of this worker. The request itself comes behind as many backwards as the
+        coordinator had got back by then, and these came behind no gradients that were sent later.
         """
         if not self._replicas.is_repeating:
             return math.inf

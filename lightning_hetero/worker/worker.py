@@ -33,7 +33,13 @@ from ..protocol.session import Session, answering_session, are_of_one_run
 from ..transport.address import Address
 from ..transport.channel import Channel
 from ..transport.compatibility import Identity
-from ..transport.connection import Connection, SocketConnection, prepare_socket, send_buffers
+from ..transport.connection import (
+    Connection,
+    SocketConnection,
+    accept,
+    prepare_socket,
+    send_buffers,
+)
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import address_of, check_hello, receive_hello
 from ..transport.handshake_limits import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
@@ -166,8 +172,8 @@ class Worker:
     def _accept(self) -> None:
         if self.is_stopped:
             return
-        connected, peer = self._listener.accept()
-        connection, place = SocketConnection(connected), peer[:2]
+        connected, place = accept(self._listener)
+        connection = SocketConnection(connected)
         self._lobby.enter(connection)
         thread = threading.Thread(target=self._greet, args=(connection, *place), daemon=True)
         try:

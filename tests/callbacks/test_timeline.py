@@ -6,12 +6,13 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from lightning_hetero.callbacks.timeline import PREDICTED, trace_of
+from lightning_hetero.callbacks.timeline import PREDICTED, PipelineTimeline, trace_of
 from lightning_hetero.telemetry.recorded_step import ClockMap, Knot, prediction_of
 
 from ..telemetry.made_up import PLAN, made_up_step, turn_by_turn, with_loss
@@ -147,6 +148,16 @@ def test_a_loss_is_an_interval_on_a_track_of_its_worker() -> None:
 
 def test_no_steps_are_an_empty_trace() -> None:
     assert faults_of(trace_of([])) == []
+
+
+def test_a_folder_that_cannot_be_written_is_logged_and_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    timeline = PipelineTimeline()
+    timeline._recorded.append((made_up_step(), None))
+    timeline._write(tmp_path / "file" / "folder")
+    assert "The timeline of this run is not written" in caplog.text
 
 
 def _negative(events: list[dict[str, Any]]) -> None:

@@ -27,12 +27,33 @@ from lightning_hetero.worker.owner import ServedRun
 from ..forked import Script, running_script
 from ..transport.pairs import PATIENCE_SECONDS, QUICK
 
+# Nothing can be written from here on but the line that says where a worker listens.
+FULL_DISK = """
+import errno, sys
+
+class Full:
+    encoding = "utf-8"
+
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, text):
+        if "listening on" not in text:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.file.write(text + "\\n")
+
+    def flush(self):
+        self.file.flush()
+
+sys.stdout, sys.stderr = Full(sys.stdout), Full(sys.stderr)
+"""
+
 
 @contextmanager
-def worker() -> Iterator[tuple[Script, Address]]:
+def worker(before: str = "") -> Iterator[tuple[Script, Address]]:
     """A worker process whose output can be read; it ends with the block."""
     options = ["--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1", "--memory", "1GiB"]
-    script = "from lightning_hetero import cli; cli.main()"
+    script = f"{before}\nfrom lightning_hetero import cli; cli.main()"
     with running_script(script, "worker", *options) as process:
         line = wait_for(process, "listening on ")
         yield process, Address.parse(line.split("listening on ")[1].split(",")[0])
@@ -60,6 +81,32 @@ def test_a_worker_completes_its_run_and_describes_it() -> None:
         assert process.returncode == 0
         assert "had no layers here" in out
         assert "ended in good order" in out
+
+
+@pytest.mark.parametrize(
+    "before", [pytest.param("", id="closed"), pytest.param(FULL_DISK, id="full")]
+)
+def test_a_worker_whose_output_cannot_be_written_serves_all_the_same(before: str) -> None:
+    """Its terminal is closed, or the disk with its log is full."""
+    with worker(before) as (process, address):
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            if not before:
+                pipe.close()
+        for has_more in (True, False):
+            channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
+            inbox: SimpleQueue[object] = SimpleQueue()
+            channel.start(inbox)  # type: ignore[arg-type]
+            for number, kind in ((signal.SIGUSR1, m.Paused), (signal.SIGUSR2, m.Resumed)):
+                process.send_signal(number)
+                arrival = inbox.get(timeout=PATIENCE_SECONDS)
+                assert isinstance(arrival.content.message, kind)  # type: ignore[attr-defined]
+            if not has_more:
+                process.send_signal(signal.SIGTERM)
+                arrival = inbox.get(timeout=PATIENCE_SECONDS)
+                assert isinstance(arrival.content.message, m.Leaving)  # type: ignore[attr-defined]
+            channel.close(m.Goodbye())
+        assert process.wait(timeout=PATIENCE_SECONDS) == 0
 
 
 def test_an_idle_worker_ends_at_once_and_speaks_of_no_run() -> None:

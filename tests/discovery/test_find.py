@@ -101,5 +101,8 @@ def test_a_worker_may_go_and_come_back_on_its_address() -> None:
 def test_an_absent_worker_is_named_by_its_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(WorkerUnreachable, match=f"No worker answers at 127.0.0.1:{port}"):
+    with pytest.raises(WorkerUnreachable, match=f"No worker answers at 127.0.0.1:{port}") as caught:
         ask_status(Address("127.0.0.1", port), QUICK, Identity())
+    # It may be the address that a worker which has joined has offered.
+    for option in (f"`--listen 127.0.0.1:{port}`", "`--join`"):
+        assert option in str(caught.value)

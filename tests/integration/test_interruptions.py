@@ -5,6 +5,7 @@ It leaves the checkpoint that a run on one device leaves, or none.
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
@@ -244,6 +246,27 @@ def assert_serves(workers: list[str]) -> None:
     module = TinyModule()
     trainer(even(workers), max_steps=1).fit(module, loader(12, 12))
     assert len(module.losses) == 1
+
+
+def test_a_logger_that_cannot_end_keeps_no_worker_and_no_weights(
+    workers: list[str], tmp_path: Path
+) -> None:
+    """Lightning ends the loggers first, and then comes to no teardown of the strategy."""
+
+    class OnFullDisk(CSVLogger):
+        def save(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    threads, found = threading.active_count(), []
+    for strategy in ("auto", even(workers[:2])):
+        logger, module = OnFullDisk(tmp_path), TinyModule()
+        run = trainer(strategy, max_epochs=1, logger=logger, log_every_n_steps=2)
+        with pytest.raises(OSError, match="No space left"):
+            run.fit(module, loader(60, 12))
+        found.append(module.state_dict())
+    assert threading.active_count() == threads
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert_serves(workers[:2])
 
 
 def test_a_lost_worker_is_reported_and_the_others_are_freed(

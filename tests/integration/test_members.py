@@ -215,7 +215,14 @@ def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
 ) -> None:
     with worker_process() as first, worker_process() as second:
         names = [first.address, second.address]
-        events = Events({4: ask_to_end(second)})
+        refused: list[str] = []
+
+        def move_back(strategy: Any) -> None:
+            with pytest.raises(PlanError) as caught:
+                strategy.move_layers(plan_over(names))
+            refused.append(str(caught.value))
+
+        events = Events({4: ask_to_end(second), 6: move_back})
         strategy = HeteroPipelineStrategy(
             names, plan_over(names), recovery=Recovery(folder=tmp_path)
         )
@@ -228,6 +235,10 @@ def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
     assert events.plans[3].workers == names
     assert events.plans[4].workers == names[:1]
     assert f"{names[1]} has left the run before step 5" in caplog.text
+    assert refused == [
+        f"{names[1]} has left the run before step 5, so no layers move to it; make a plan over the "
+        f"workers that the run has, {names[:1]}."
+    ]
 
 
 @repeats(

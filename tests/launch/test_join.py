@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import re
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -149,11 +151,31 @@ def test_a_plan_s_workers_are_waited_for_and_come_before_others() -> None:
     with door(least=1, named=["slow", "fast"]) as opened:
         others = [knock(opened, name) for name in ("x", "fast")]
         assert others[1].note == "it waits for slow"
-        with pytest.raises(JoinError, match=r"x and fast joined. Missing: slow"):
+        with pytest.raises(
+            JoinError, match=r"x and fast joined. Missing: slow\..* killed waits .*`linger_seconds`"
+        ):
             opened.wait(0.01)
         knock(opened, "slow")
         opened.wait(PATIENCE_SECONDS)
         assert list(opened.begin(most=2)) == ["fast", "slow"]
+
+
+def test_one_that_comes_while_no_file_can_be_opened_is_let_in_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors, accept = [OSError(errno.EMFILE, "Too many open files")], socket.socket.accept
+
+    def accept_next(listener: socket.socket) -> Any:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr("lightning_hetero.transport.connection._NO_FILES_SECONDS", 0.0)
+    monkeypatch.setattr(socket.socket, "accept", accept_next)
+    with door() as opened:
+        knock(opened, "a")
+        assert opened.names() == ["a"]
+    assert "none can be opened: [Errno 24] Too many open files" in caplog.text
 
 
 def test_fifty_workers_that_come_at_once_are_all_let_in() -> None:

@@ -50,7 +50,7 @@ def test_a_host_name_that_cannot_be_resolved_says_so(monkeypatch: pytest.MonkeyP
     text = str(caught.value)
     assert "'strixx.local' of strixx.local:9999 cannot be resolved on this machine: Temp" in text
     assert "lightning-hetero doctor strixx.local:9999" in text
-    assert "running there" not in text
+    assert "lightning-hetero worker" not in text
 
 
 def test_another_server_is_no_worker() -> None:
