@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..pipeline.optimizer import AveragingAction, WeightAverages, averaged_tensors
@@ -25,8 +27,8 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     Validation runs with the averages, and after training the module has them. Checkpoints have the
     form of ``EMAWeightAveraging``, with the averages in their ``state_dict``, so a run may continue
-    with that callback on one device. Frozen parameters are not averaged. This callback also works
-    on one device.
+    with that callback on one device. Frozen parameters are not averaged until they train. This
+    callback also works on one device.
 
     Args:
         decay: The share of the average that stays at each update; None weighs all updates equally,
@@ -61,6 +63,8 @@ class StageWeightAveraging(EMAWeightAveraging):
         self._num_averaged = 0
         self._averages: WeightAverages | None = None
         self._resumed: dict[str, Any] | None = None
+        # What had another average than its weights in the checkpoint; it may be frozen at present.
+        self._averaged_before: frozenset[str] = frozenset()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -107,8 +111,11 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     def begin_again(self, trainer: pl.Trainer, averages: dict[str, Any] | None) -> None:
         """Start new averages, which equal the given averages at first, or else the weights."""
-        self._averages = WeightAverages(averaged_tensors(trainer.lightning_module))
-        self._tell_stages(trainer, "begin")
+        module = trainer.lightning_module
+        with _training(module, self._averaged_before):
+            self._averages = WeightAverages(averaged_tensors(module))
+            self._tell_stages(trainer, "begin")
+        self._averaged_before = frozenset()
         if averages is not None:
             self._swap(trainer)
             _load(trainer, averages)
@@ -118,6 +125,13 @@ class StageWeightAveraging(EMAWeightAveraging):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Drop the averages, which have become the weights."""
         self._averages = None
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Average what was frozen when the averages were made, and trains from now on."""
+        self._made().include(averaged_tensors(pl_module))
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_args: Any, **_kwargs: Any) -> None:
@@ -175,7 +189,12 @@ class StageWeightAveraging(EMAWeightAveraging):
             return
         self._num_averaged = int(checkpoint["averaging_state"]["n_averaged"])
         if self._averages is None:
-            self._resumed = checkpoint["state_dict"]
+            weights, self._resumed = checkpoint["current_model_state"], checkpoint["state_dict"]
+            self._averaged_before = frozenset(
+                name
+                for name, average in self._resumed.items()
+                if isinstance(average, Tensor) and not torch.equal(average, weights[name])
+            )
         else:  # in the middle of a run, as the learning rate finder does it
             self._swap(trainer)
         _load(trainer, checkpoint["current_model_state"])
@@ -203,6 +222,19 @@ class StageWeightAveraging(EMAWeightAveraging):
                 "The averages of the weights are made when `fit` starts, and it has not started."
             )
         return self._averages
+
+
+@contextmanager
+def _training(module: pl.LightningModule, names: Collection[str]) -> Iterator[None]:
+    """Inside, these parameters train, also those that are frozen."""
+    frozen = [p for name, p in module.named_parameters() if name in names and not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _load(trainer: pl.Trainer, state: dict[str, Any]) -> None:

@@ -491,6 +491,8 @@ class Deployment:
         """
         found = self.tensors.bring(self.trained.ever)
         self._warn_of_buffers()
+        if key := self._hollow.state_dicts.changed_key():
+            rank_zero_warn(_changed_copy(key))
         self.refill(found)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -573,6 +575,8 @@ class Deployment:
 
     def _follow(self, has_backward: bool) -> None:
         """Bring the stages up to date before hidden states leave."""
+        if key := self._hollow.state_dicts.changed_key():
+            raise ModelError(_changed_copy(key))
         self._shared.check()
         self._attributes.follow()
         if self.hosted is not None:
@@ -590,6 +594,14 @@ class Deployment:
                 f"What the layers on workers keep in {_listed(names)} is updated {how_often}, so "
                 f"it is not what it would be on one device; {remedy}."
             )
+
+
+def _changed_copy(key: str) -> str:
+    return (
+        f"The tensor {key!r} that `state_dict()` returned was changed in place. Its layer lives on "
+        "a worker, so that the weight is as before: it is a copy here. Change weights with "
+        "`load_state_dict()`, and clone what is not to be the weight itself."
+    )
 
 
 def imports_for(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> set[str]:

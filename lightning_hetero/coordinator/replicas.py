@@ -263,7 +263,8 @@ class HostedReplicas:
         """Some optimizers write to memory behind torch's back, so all that it has stepped has
         changed."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        self.note_changed(p for p in parameters if p.requires_grad and p not in self.given)
+        stepped = (p for p in parameters if p.requires_grad or p.grad is not None)
+        self.note_changed(p for p in stepped if p not in self.given)
         self._num_steps += 1
 
     def note_changed(self, tensors: Iterable[Tensor]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from ..errors import ModelError
@@ -124,7 +125,8 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
             unknown = [key for key, value in known.items() if value and not hasattr(config, key)]
             if unknown:
                 raise ValueError(f"it does not know the option {unknown[0]!r} of the config")
-            with unpacked_on_meta(model):
+            # peft draws numbers for some kinds, which the run's own stream must not miss.
+            with torch.random.fork_rng(devices=[]), unpacked_on_meta(model):
                 library.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(

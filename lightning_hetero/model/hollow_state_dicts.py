@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,6 +35,30 @@ class RemoteTensors(Protocol):
         """Overwrite tensors."""
 
 
+@dataclass(frozen=True)
+class _Given:
+    """A tensor that a state dict has got from a worker.
+
+    Args:
+        name: Its name on the worker.
+        key: Its key in the state dict.
+        tensor: A weak reference to it.
+        alias: Shares its count of changes, and not its memory, which may be freed.
+    """
+
+    name: str
+    key: str
+    tensor: weakref.ref[Tensor]
+    alias: Tensor
+
+    @classmethod
+    def of(cls, name: str, key: str, tensor: Tensor) -> _Given:
+        with torch.inference_mode(False):
+            alias = tensor.detach()
+            alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return cls(name, key, weakref.ref(tensor), alias)
+
+
 class HollowStateDicts:
     """Lets ``state_dict`` and ``load_state_dict`` reach the tensors of hollow layers.
 
@@ -50,6 +76,8 @@ class HollowStateDicts:
         self.remote = remote
         self._undo = ExitStack()
         self.left_out: set[Tensor] = set()
+        # What state dicts have got, with the count of changes at that time.
+        self._given: list[tuple[_Given, int]] = []
 
     def attach(self) -> None:
         """Install the hooks; the layers must be empty."""
@@ -65,6 +93,17 @@ class HollowStateDicts:
     def detach(self) -> None:
         """Remove the hooks; the layers must have their content again."""
         self._undo.close()
+
+    def changed_key(self) -> str | None:
+        """The key of a tensor that a state dict got from a worker and that was changed in place
+        since, which on one device changes the weight itself; None if there is none."""
+        changed = (each.key for each, count in self._given if each.alias._version != count)
+        found = next(changed, None)
+        # What was changed is named once; what nobody has any more cannot change.
+        self._given = (
+            [] if found else [each for each in self._given if each[0].tensor() is not None]
+        )
+        return found
 
     def _fill(
         self,
@@ -89,6 +128,8 @@ class HollowStateDicts:
             content = state.pop(key)
             if key in names:
                 content, parts = found[names[key]], state_in(found, names[key])
+                if not content.is_inference():
+                    self._given.append((_Given.of(names[key], key, content), content._version))
                 state.update(flatten(key, content, parts))
             else:
                 state[key] = content
@@ -122,6 +163,10 @@ class HollowStateDicts:
                 state[prefix + leaf] = torch.empty_like(content, device="meta")
         if sent:
             self.remote.store(sent)
+            self._given = [
+                (each, each.alias._version if each.name in sent else count)
+                for each, count in self._given
+            ]
 
 
 def _has_entered_parent(state: dict[str, Any], prefix: str, start: str) -> bool:

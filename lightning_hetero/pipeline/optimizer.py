@@ -482,6 +482,13 @@ class WeightAverages:
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         return [(tensor, self.present[name]) for name, tensor in self._tensors.items()]
 
+    def include(self, tensors: Mapping[str, Tensor]) -> None:
+        """Average these too; call it before the first step of what was frozen, which equals its
+        average until then."""
+        added = {name: tensor for name, tensor in tensors.items() if name not in self._tensors}
+        self._tensors.update(added)
+        self.present.update({name: tensor.detach().clone() for name, tensor in added.items()})
+
     @torch.no_grad()
     def update(self, num_averaged: int, decay: float | None) -> None:
         """Add the present weights to the averages, as torch's `AveragedModel` does.

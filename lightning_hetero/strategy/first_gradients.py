@@ -198,9 +198,7 @@ class Gradients:
             shapes = [each.shape for each in sent]
             is_shared = [shape in whole.sent[n : n + 1] for n, shape in enumerate(shapes)]
             factors = [factor / 2 if each else factor for each in is_shared]
-        made_up = [
-            each.detach().roll(1, -1) * size for each, size in zip(sent, factors, strict=True)
-        ]
+        made_up = [_mixed(each) * size for each, size in zip(sent, factors, strict=True)]
         least = _NOISE * factor * sum(_norm(each) ** 2 for each in sent)
         of_sent = Backward.of(sent, made_up, hidden, parameters, least)
         return cls(of_loss, of_outputs, of_sent, [each.shape for each in sent], factor)
@@ -371,6 +369,11 @@ def _of_outputs(
     return {
         kind: Backward.of(ends, weights, tensors, [], least) for kind, tensors in leaves.items()
     }
+
+
+def _mixed(sent: Tensor) -> Tensor:
+    """Other numbers of the same sample; a tensor of one dimension has one number for each."""
+    return sent.detach().roll(1, -1) if sent.ndim > 1 else sent.detach()
 
 
 def _norm(tensor: Tensor) -> float:

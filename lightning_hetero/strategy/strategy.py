@@ -417,6 +417,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         `StageWeightAveraging`."""
         if self.deployment is not None:
             self.deployment.check_placed()
+            self.deployment.trained.follow()  # stages average what trains
             self.deployment.coordinator.training.average_weights(action, num_averaged, decay)
             if self.deployment.hosted is not None:
                 self.deployment.hosted.note_averages()

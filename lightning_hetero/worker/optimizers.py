@@ -108,6 +108,7 @@ class TrainedSide:
         self._is_stepped: Callable[[str], bool] = lambda _name: True
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages({})
+        self._is_averaging = False
         # What belongs to tensors here, until their optimizers are built and averages go on.
         self._awaiting = Belongings()
         self.leaving = Belongings()
@@ -150,6 +151,7 @@ class TrainedSide:
         self._is_stepped = stepped
         self._optimizers = {}
         self._averages = WeightAverages({})
+        self._is_averaging = False
 
     def take_moved(self, message: _Moved, tensors: tuple[Tensor, ...]) -> None:
         """Put a tensor that has come from another process into its place, and take what belongs to
@@ -205,6 +207,8 @@ class TrainedSide:
     def _on_set_trained(self, message: m.SetTrained, _tensors: tuple[Tensor, ...]) -> None:
         for parameter in self._layers.named_parameters(message.parameters):
             parameter.requires_grad_(message.requires_grad)
+        if self._is_averaging and message.requires_grad:
+            self._averages.include(self._averaged(()))
 
     def _on_zero_gradients(self, message: m.ZeroGradients, _tensors: tuple[Tensor, ...]) -> None:
         for parameter in self._layers.named_parameters(message.parameters):
@@ -233,6 +237,7 @@ class TrainedSide:
             present = dict(self._awaiting.averages) if message.action == "go on" else {}
             self._awaiting.averages.clear()
             self._averages = WeightAverages(self._averaged(present), present)
+            self._is_averaging = True
         elif message.action == "update":
             self._averages.update(message.num_averaged, message.decay)
         elif message.action == "swap":

@@ -343,7 +343,8 @@ class ReplicaSide:
         for name, parameter in self._parameters(is_wanted):
             gradient = parameter.grad
             if content == "weights":
-                if parameter.requires_grad:
+                # A parameter that was frozen within an accumulation window is stepped all the same.
+                if parameter.requires_grad or gradient is not None:
                     yield name, parameter.detach()
             elif gradient is not None:
                 early = self._early.get(name) if content == "sums" else None

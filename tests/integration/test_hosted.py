@@ -520,14 +520,47 @@ class SkipsHalves(TinyModule):
         """Notes no loss of it."""
 
 
-@pytest.mark.parametrize("optimizer", [None, "split"])
-def test_a_batch_may_be_skipped_within_an_accumulation_window(
-    optimizer: str | None, workers: list[str]
+class FreezesHalves(TinyModule):
+    """Freezes layers in the second batch of each window: gradients of the first one step them."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.model.model.layers.requires_grad_(batch_idx % 2 == 0)
+
+
+class Untraced(torch.optim.SGD):
+    """Steps behind torch's back."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.sub_(p.grad, alpha=0.1)
+        return loss
+
+
+class FreezesWithoutTrace(FreezesHalves):
+    """The same with an optimizer that leaves no trace."""
+
+    def configure_optimizers(self) -> Any:
+        return Untraced(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        (SkipsHalves, None),
+        (SkipsHalves, "split"),
+        (FreezesHalves, "split"),
+        (FreezesWithoutTrace, None),
+    ],
+)
+def test_a_window_may_have_a_batch_without_gradients(
+    kind: type[TinyModule], optimizer: str | None, workers: list[str]
 ) -> None:
-    use = Use(SkipsHalves, accumulate=2)
+    use = Use(kind, accumulate=2)
     found = run_over(workers, hosted_plan(workers, optimizer=optimizer), use)
     data = loader(BATCH_SIZE * NUM_STEPS * 2, BATCH_SIZE)
-    expected = fit(SkipsHalves(), "auto", data, max_steps=NUM_STEPS, accumulate_grad_batches=2)
+    expected = fit(kind(), "auto", data, max_steps=NUM_STEPS, accumulate_grad_batches=2)
     assert_close(weights_of(found), weights_of(expected))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.callbacks import StageWeightAveraging
@@ -124,6 +124,39 @@ def test_checkpoints_are_those_of_lightnings_own(
     strategy, average = parts(reader)
     found, _ = train(strategy, average, ckpt_path=tmp_path / "half.ckpt")
     assert_close(found.state_dict(), early_alone().state_dict())
+
+
+class Unfreezing(Validated):
+    """Trains a layer on a worker, one here and the head from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late().requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self._late().requires_grad_(self.current_epoch > 0)
+
+    def _late(self) -> nn.Module:
+        layers = self.model.model.layers
+        return nn.ModuleList([layers[0], layers[3], self.model.lm_head])
+
+
+def test_what_trains_later_is_averaged_also_when_a_run_resumes(
+    workers: list[str], tmp_path: Path
+) -> None:
+    def run(strategy: Any, kind: Any, folder: Path) -> Unfreezing:
+        for num_epochs, path in ((2, None), (3, folder / "half.ckpt")):
+            module = Unfreezing()
+            average = [kind(decay=0.9), ModelCheckpoint(folder, "half")]
+            options = {"max_epochs": num_epochs, "callbacks": average, "enable_checkpointing": True}
+            run = trainer(strategy() if callable(strategy) else strategy, **options)
+            run.fit(module, loader(*DATA), ckpt_path=path)
+        return module
+
+    expected = run("auto", EMAWeightAveraging, tmp_path / "expected")
+    for strategy in ("auto", partial(over, workers)):
+        found = run(strategy, StageWeightAveraging, tmp_path / str(type(strategy)))
+        assert_close(found.state_dict(), expected.state_dict())
 
 
 def test_a_checkpoint_holds_the_averages_and_validates_with_them(

@@ -85,6 +85,14 @@ def test_injected_adapters_are_those_described(name: str) -> None:
     assert all(p.is_meta for n, p in found.model.layers.named_parameters() if n in adapters)
 
 
+def test_adapters_are_injected_without_draws_from_the_runs_stream() -> None:
+    adapters = described(adapted(CONFIGS["ia3"]()))
+    model = tiny_model("qwen2").to("meta")
+    before = torch.get_rng_state()
+    inject_adapters(model, adapters)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_description_is_plain_data() -> None:
     text = msgspec.json.encode(described(adapted(lora())))
     assert json.loads(text)["configs"]["default"]["peft_type"] == "LORA"

@@ -194,6 +194,10 @@ def test_code_between_two_hand_overs_is_compared_for_each_sample() -> None:
     assert found[1] > 0.1
 
 
+def test_a_number_that_goes_along_with_each_sample_is_compared_with_its_own() -> None:
+    assert before_layers(lambda hidden: hidden.mean((1, 2))) == pytest.approx(0.0, abs=1e-6)
+
+
 def test_what_is_sent_with_another_padding_is_not_compared() -> None:
     assert before_layers(Normalized.apply, pad=1) is None
 
