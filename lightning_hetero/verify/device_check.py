@@ -364,16 +364,26 @@ def memory(bench: TrainingBench) -> Iterator[CheckFinding]:
 
 def costs(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Additional time of a step."""
+    yield from _costs(bench)
+
+
+def rounded_costs(bench: TrainingBench) -> Iterator[CheckFinding]:
+    """Additional time of a step under bf16-mixed, for which a GPU has other kernels."""
+    mixed = MixedPrecision("bf16-mixed", bench.device.type)
+    yield from _costs(bench, " in bf16-mixed", plugins=[mixed])
+
+
+def _costs(bench: TrainingBench, how: str = "", **options: Any) -> Iterator[CheckFinding]:
     own = str(bench.device)
     ratios: dict[str, list[float]] = {"all layers here": [], "half of them on a worker there": []}
     for _ in range(3):
-        plain = bench.train(own, num_steps=TIMED_STEPS).step_seconds
+        plain = bench.train(own, num_steps=TIMED_STEPS, **options).step_seconds
         for there, found in zip((None, own), ratios.values(), strict=True):
-            run = bench.train(own, bench.strategy(there), num_steps=TIMED_STEPS)
+            run = bench.train(own, bench.strategy(there), num_steps=TIMED_STEPS, **options)
             found.append(run.step_seconds / plain)
     for what, found in ratios.items():
         yield CheckFinding(
-            f"step with {what}", f"{median(found):.2f} times that of Lightning alone"
+            f"step with {what}{how}", f"{median(found):.2f} times that of Lightning alone"
         )
 
 
@@ -387,6 +397,7 @@ CHECKS: Sequence[Check] = (
     waiting,
     memory,
     costs,
+    rounded_costs,
 )
 
 

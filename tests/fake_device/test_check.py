@@ -62,7 +62,7 @@ def test_what_is_measured_is_there(part: str, num_rows: int, first_worker: str) 
     assert not [finding for finding in found if "Error" in finding.found]
 
 
-@pytest.mark.parametrize("part", ["precisions", "four_bits"])
+@pytest.mark.parametrize("part", ["precisions", "four_bits", "rounded_costs"])
 @on_fake_device
 def test_what_the_device_cannot_do_is_one_short_row(part: str, first_worker: str) -> None:
     """It has no kernels for autocast, nor has bitsandbytes any for it."""
