@@ -325,16 +325,8 @@ class Connections:
         if isinstance(cause, ProtocolError):
             text = f"{worker} broke the rules {self.when}: {cause}"
         else:
-            text = " ".join(
-                each
-                for each in (
-                    f"{worker} was lost {self.when}. {cause}",
-                    worker.last_known,
-                    also,
-                    worker.advice,
-                )
-                if each
-            )
+            lost = f"{worker} was lost {self.when}. {cause}"
+            text = " ".join(filter(None, (lost, worker.last_known, also, worker.advice)))
         loss = WorkerLost(text)
         loss.__cause__ = cause
         worker.loss = loss
