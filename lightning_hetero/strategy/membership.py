@@ -253,14 +253,19 @@ class Membership:
             self._staying.add(worker)
             rank_zero_info(f"{worker.name} ends after the run: {reason}")
             return
-        rank_zero_info(f"{worker.name} has left the run before step {self._next_step}")
+        rank_zero_info(f"{worker.name} {self._departure}")
         self._say_goodbye(worker)
+
+    @property
+    def _departure(self) -> str:
+        """What becomes of a worker that goes now, behind its name."""
+        return f"has left the run before step {self._next_step}"
 
     def _say_goodbye(self, worker: Member) -> None:
         """Let a worker go that has no layers."""
         connections = self.run.deployment.coordinator.connections
         connections.release(worker)
-        connections.departed[worker.name] = f"has left the run before step {self._next_step}"
+        connections.departed[worker.name] = self._departure
         self._note_members()
         for callback in self._told:
             callback.on_worker_left(self.trainer, worker.name, self._next_step)

@@ -137,6 +137,12 @@ class TrainingBench:
     _addresses: dict[str, str] = field(default_factory=dict)
 
     @property
+    def mixed(self) -> MixedPrecision:
+        """bf16-mixed on the device: by the word alone Lightning would take the autocast of CUDA for
+        a kind that it does not know."""
+        return MixedPrecision("bf16-mixed", self.device.type)
+
+    @property
     def pairs(self) -> list[tuple[str, str]]:
         """The devices of the coordinator and of its worker."""
         own = str(self.device)
@@ -257,10 +263,8 @@ def bits(bench: TrainingBench) -> Iterator[CheckFinding]:
 def precisions(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Losses under bf16-mixed."""
     own = str(bench.device)
-    # By its word alone Lightning would take the autocast of CUDA for a kind that it does not know.
-    mixed = [MixedPrecision("bf16-mixed", bench.device.type)]
-    plain = bench.train(own, plugins=mixed)
-    found = bench.train(own, bench.strategy(own), plugins=mixed)
+    plain = bench.train(own, plugins=[bench.mixed])
+    found = bench.train(own, bench.strategy(own), plugins=[bench.mixed])
     yield _compared("bf16-mixed", found, plain, ROUNDED_TOLERANCE)
 
 
@@ -369,8 +373,7 @@ def costs(bench: TrainingBench) -> Iterator[CheckFinding]:
 
 def rounded_costs(bench: TrainingBench) -> Iterator[CheckFinding]:
     """Additional time of a step under bf16-mixed, for which a GPU has other kernels."""
-    mixed = MixedPrecision("bf16-mixed", bench.device.type)
-    yield from _costs(bench, " in bf16-mixed", plugins=[mixed])
+    yield from _costs(bench, " in bf16-mixed", plugins=[bench.mixed])
 
 
 def _costs(bench: TrainingBench, how: str = "", **options: Any) -> Iterator[CheckFinding]:

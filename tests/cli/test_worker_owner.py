@@ -20,6 +20,7 @@ from lightning_hetero.errors import WorkerError
 from lightning_hetero.launch.manifests import ServiceManager, manifest_text
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.handshake import dial
 from lightning_hetero.worker.owner import ServedRun
@@ -64,15 +65,21 @@ def wait_for(process: Script, text: str) -> str:
     return next(line for line in process.stderr if text in line)
 
 
+def paused_and_resumed(process: Script, address: Address) -> tuple[Channel, SimpleQueue[object]]:
+    """A run on the worker, which tells it that its owner has paused and resumed it."""
+    channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
+    inbox: SimpleQueue[object] = SimpleQueue()
+    channel.start(inbox)  # type: ignore[arg-type]
+    for number, kind in ((signal.SIGUSR1, m.Paused), (signal.SIGUSR2, m.Resumed)):
+        process.send_signal(number)
+        arrival = inbox.get(timeout=PATIENCE_SECONDS)
+        assert isinstance(arrival.content.message, kind)  # type: ignore[attr-defined]
+    return channel, inbox
+
+
 def test_a_worker_completes_its_run_and_describes_it() -> None:
     with worker() as (process, address):
-        channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
-        inbox: SimpleQueue[object] = SimpleQueue()
-        channel.start(inbox)  # type: ignore[arg-type]
-        for number, kind in ((signal.SIGUSR1, m.Paused), (signal.SIGUSR2, m.Resumed)):
-            process.send_signal(number)
-            arrival = inbox.get(timeout=PATIENCE_SECONDS)
-            assert isinstance(arrival.content.message, kind)  # type: ignore[attr-defined]
+        channel, _ = paused_and_resumed(process, address)
         process.send_signal(signal.SIGTERM)
         wait_for(process, "ends after the current run")
         assert process.poll() is None
@@ -94,13 +101,7 @@ def test_a_worker_whose_output_cannot_be_written_serves_all_the_same(before: str
             if not before:
                 pipe.close()
         for has_more in (True, False):
-            channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
-            inbox: SimpleQueue[object] = SimpleQueue()
-            channel.start(inbox)  # type: ignore[arg-type]
-            for number, kind in ((signal.SIGUSR1, m.Paused), (signal.SIGUSR2, m.Resumed)):
-                process.send_signal(number)
-                arrival = inbox.get(timeout=PATIENCE_SECONDS)
-                assert isinstance(arrival.content.message, kind)  # type: ignore[attr-defined]
+            channel, inbox = paused_and_resumed(process, address)
             if not has_more:
                 process.send_signal(signal.SIGTERM)
                 arrival = inbox.get(timeout=PATIENCE_SECONDS)
