@@ -138,8 +138,9 @@ class Plan:
             first stage or of the last one that workers hold.
         micro_batches: The number of pieces into which a training batch is cut.
         in_flight: The most micro-batches between the start of their forward and the end of their
-            backward on each process; None for two per process, enough to hide a round trip. The
-            bound of the coordinator is `most_started`.
+            backward on each process; None for two per process, enough to hide a round trip, and
+            for one where the coordinator has all layers. The bound of the coordinator is
+            `most_started`.
     """
 
     stages: list[StagePlan]
@@ -206,10 +207,13 @@ class Plan:
         """The most micro-batches in flight, with the default filled in.
 
         The default is two per process, and half as many again as pass a stage while its slowest
-        replica runs one: the others would wait for it, since losses come in order.
+        replica runs one: the others would wait for it, since losses come in order. Where the
+        coordinator is alone nothing waits, and a second micro-batch would only take memory.
         """
         if self.in_flight is not None:
             return self.in_flight
+        if not self.workers:
+            return 1
         rounds = [
             math.ceil(1.5 * sum(stage.present_shares) / min(filter(None, stage.present_shares)))
             for stage in self.stages

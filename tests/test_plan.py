@@ -121,7 +121,7 @@ def test_a_stage_knows_its_layers_its_worker_and_its_place() -> None:
 @pytest.mark.parametrize(
     ("stages", "in_flight", "expected"),
     [
-        ([HERE], None, 2),
+        ([HERE], None, 1),
         ([HERE, THERE], None, 4),
         ([THERE], None, 4),
         ([HERE, THERE, stage("old-tower:9999", 6, 8)], None, 6),

@@ -6,7 +6,7 @@ So are the layers of which it is a replica, for the micro-batches that it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..model.layer_call import caches_among, without_cache
 from ..model.layers import EMBEDDING_LAYER, DecoderLayer, find_embedding
 from ..model.override import ForwardOverride
 from ..model.tensors import has_four_bit
-from ..pipeline.random_numbers import Draws
+from ..pipeline.random_numbers import Draws, PythonStreams
 from ..pipeline.stage import compiled
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..protocol.messages import Equipment
@@ -117,7 +117,13 @@ class _Recomputed(ForwardOverride):
             return self.below(*args, **kwargs)
         # A second forward must not find what the first one left in a cache.
         args, kwargs = without_cache(args, kwargs)
-        return checkpoint(self.below, *args, use_reentrant=False, **kwargs)
+        return checkpoint(
+            self.below,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), PythonStreams()),
+            **kwargs,
+        )
 
 
 def prepare_own(

@@ -13,16 +13,21 @@ and in a replay. No state of a generator is saved for that, which would take lon
 
 The code of a whole batch draws from torch's own stream, as on one device. There the generators are
 saved around each layer of this process.
+
+All this is about torch. Nobody seeds `random` and `numpy.random`, but `PythonStreams` lets a
+forward that runs again draw from them what it drew first.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,6 +44,32 @@ def seed_action(seed: int, *place: int | str) -> None:
     for the code behind it; step and micro-batch for the code with which a micro-batch begins."""
     digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
     seed_generators(int.from_bytes(digest, "little") >> 1)
+
+
+class PythonStreams:
+    """The places of `random` and `numpy.random` before a forward. Inside, it runs again.
+
+    With other draws than in the first run, gradients would be those of another forward.
+    """
+
+    def __init__(self) -> None:
+        self._before = _python_state()
+
+    def __enter__(self) -> None:
+        self._after = _python_state()
+        _set_python_state(self._before)
+
+    def __exit__(self, *_error: object) -> None:
+        _set_python_state(self._after)
+
+
+def _python_state() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _set_python_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
 
 
 class _Input(NamedTuple):

@@ -29,7 +29,7 @@ from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
 from .boundary import Activation, Collected, Gradients, Surroundings, leaf_of
-from .random_numbers import seed_action
+from .random_numbers import PythonStreams, seed_action
 from .rule import Key
 
 Call = Callable[..., Any]
@@ -369,6 +369,8 @@ class _Saved:
     output: Activation | None
     surroundings: Surroundings
     trained: Sequence[nn.Parameter]
+    # For a forward that runs again.
+    streams: PythonStreams | None
 
 
 @dataclass
@@ -421,6 +423,7 @@ class Stage:
         entered = (leaf, *carried.values())
         before = versions(entered)
         keep_graph = surroundings.grad_enabled and not self.recompute
+        streams = PythonStreams() if surroundings.grad_enabled and self.recompute else None
         with self._watching(key, surroundings):
             output = self._run_layers(key, leaf, carried, surroundings, keep_graph)
         check_entered(before, entered)
@@ -436,7 +439,7 @@ class Stage:
         if outgoing.requires_grad:
             graph, trained = (output, []) if keep_graph else (None, self._trained())
             kinds = [kind for kind, _ in incoming.collected]
-            self._saved[key] = _Saved(leaf, carried, kinds, graph, surroundings, trained)
+            self._saved[key] = _Saved(leaf, carried, kinds, graph, surroundings, trained, streams)
         return outgoing
 
     def backward(self, key: Key, gradients: Gradients) -> Gradients:
@@ -484,7 +487,10 @@ class Stage:
         trained_now = self._trained()
         self._train_only(saved.trained)
         try:
-            with self._watching(key, saved.surroundings, is_again=True):
+            with (
+                self._watching(key, saved.surroundings, is_again=True),
+                saved.streams or nullcontext(),
+            ):
                 return self._run_layers(
                     key, saved.leaf, saved.carried, saved.surroundings, keep_graph=True
                 )

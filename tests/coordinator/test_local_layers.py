@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,25 @@ def test_a_training_step_is_compiled_without_its_cache(
     assert "forward" not in vars(layer)
     layer(hidden)
     assert len(calls) == times
+
+
+class Scaling(nn.Linear):
+    """A layer that scales by a number that torch does not draw."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        # A tensor, since autograd keeps a number of the first forward.
+        return super().forward(hidden) * torch.tensor(random.random() * np.random.rand()).float()
+
+
+def test_a_forward_that_runs_again_draws_the_same_from_random_and_numpy() -> None:
+    layer = Scaling(2, 2, bias=False)
+    stage = StagePlan(["coordinator"], (0, 1), recompute=True)
+    adjust_own([DecoderLayer("layers.0", layer)], [stage])
+    outputs = [layer(torch.ones(1, 2, requires_grad=True)).sum() for _ in range(2)]
+    (outputs[0] + outputs[1]).backward()
+    # Each output is linear in the weight, so the weight times its gradient is their sum.
+    assert layer.weight.grad is not None
+    torch.testing.assert_close((layer.weight * layer.weight.grad).sum(), outputs[0] + outputs[1])
 
 
 def test_a_cache_that_is_read_is_not_compiled(calls: list[str]) -> None:

@@ -153,7 +153,7 @@ def sorted_by_prompt(batches: list[Tensor]) -> list[Tensor]:
 def test_own_decoding_loops_may_take_turns(workers: list[str]) -> None:
     def loops(model: PreTrainedModel) -> Tensor:
         """Decode two batches in turns, one token of each."""
-        inputs = [tokens.clone() for tokens in prompts()["input_ids"].split([1, 3])]
+        inputs = list(prompts()["input_ids"].to(model.device).split([1, 3]))
         caches: list[Any] = [None, None]
         found = []
         for turn in range(8):
@@ -195,7 +195,7 @@ def test_unsupported_generation_is_refused_with_a_remedy_and_the_run_goes_on(
             self.model = tiny_llama(5)
 
         def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-            tokens = prompts()["input_ids"][:1]
+            tokens = prompts()["input_ids"][:1].to(self.device)
             for options, text in REFUSED.values():
                 with pytest.raises(ModelError, match=text):
                     self.model.generate(tokens, max_new_tokens=4, pad_token_id=0, **options)

@@ -55,7 +55,7 @@ class Killing(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == 2:
             named = module.named_parameters()
-            self.kept = {name: p.detach().clone() for name, p in named if not p.is_meta}
+            self.kept = {name: p.detach().clone().cpu() for name, p in named if not p.is_meta}
             self._victim.session.kill()
 
 

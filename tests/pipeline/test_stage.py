@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -215,6 +217,37 @@ def test_a_forward_that_runs_again_draws_the_same_dropout_mask() -> None:
     )
     assert torch.equal(found.output, expected.output)
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=0, atol=0)
+
+
+def draw_one(source: str) -> float:
+    return random.random() if source == "random" else float(np.random.rand())
+
+
+class Scaling(nn.Linear):
+    """A layer that scales by a number that torch does not draw."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(4, 4, bias=False)
+        self.source = source
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * draw_one(self.source)
+
+
+@pytest.mark.parametrize("source", ["random", "numpy.random"])
+def test_a_forward_that_runs_again_draws_the_same_elsewhere_too(source: str) -> None:
+    layer = Scaling(source)
+    stage = stage_of(layer, recompute=True)
+    outputs = [stage.forward(Key(n), wanting(), surroundings(*plain_calls(1))) for n in (0, 1)]
+    drawn = draw_one(source)
+    for n in (0, 1):
+        stage.backward(Key(n), Gradients((torch.ones(1, 4),)))
+    assert drawn != draw_one(source)
+    # Each output is linear in the weight, so the weight times its gradient is the output's sum.
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(
+        (layer.weight * layer.weight.grad).sum(), sum(each.hidden.sum() for each in outputs)
+    )
 
 
 class Returning(nn.Module):
