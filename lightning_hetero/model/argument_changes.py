@@ -12,7 +12,7 @@ What a layer on a worker changes in its arguments nobody else would see, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .attributes import Snapshot
+from .attributes import ATOMS, Snapshot, version_of
 from .layer_call import LayerCall
 from .layers import describe_layer
 from .placeholders import HiddenStatesAway, training_flags
@@ -158,8 +158,16 @@ class GivenArguments:
 
     def __init__(self, call: LayerCall) -> None:
         self._layer_index = call.layer_index
-        named = (*enumerate(call.args), *call.kwargs.items())
-        self._before = [(place, Snapshot(value)) for place, value in named]
+        self._tensors: list[tuple[str, Tensor, tuple[type, int]]] = []
+        self._others: list[tuple[str, Snapshot]] = []
+        for place, value in (*enumerate(call.args), *call.kwargs.items()):
+            # Most are tensors or cannot change, and a snapshot of such takes many times as long.
+            items = value if type(value) is tuple else (value,)
+            tensors = [item for item in items if isinstance(item, Tensor)]
+            if len(tensors) + sum(type(item) in ATOMS for item in items) == len(items):
+                self._tensors += [(str(place), tensor, _state_of(tensor)) for tensor in tensors]
+            else:
+                self._others.append((str(place), Snapshot(value)))
 
     def check(self, layer: nn.Module) -> None:
         """Refuse a layer that has changed an argument.
@@ -167,7 +175,7 @@ class GivenArguments:
         Raises:
             ModelError: With the argument.
         """
-        place = next((str(place) for place, given in self._before if not given.is_same()), None)
+        place = next(self._changed(), None)
         if place is not None:
             number = self._layer_index
             raise ModelError(
@@ -175,6 +183,15 @@ class GivenArguments:
                 f"argument {place!r} on a worker. Neither the model nor a layer of another worker "
                 "would see the change. Return what is new, or keep the layer with the coordinator."
             )
+
+    def _changed(self) -> Iterator[str]:
+        """The places of arguments that have changed."""
+        yield from (place for place, tensor, state in self._tensors if _state_of(tensor) != state)
+        yield from (place for place, given in self._others if not given.is_same())
+
+
+def _state_of(tensor: Tensor) -> tuple[type, int]:
+    return type(tensor), version_of(tensor)
 
 
 def check_entered(before: Sequence[int], tensors: Sequence[Tensor]) -> None:

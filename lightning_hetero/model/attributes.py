@@ -46,7 +46,9 @@ from .attribute_values import (
 
 # Under manual optimization the strategy overrides a layer's `zero_grad`; no forward calls it.
 _NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+"""The types whose values cannot change inside."""
+
 _FIXED = (type, Enum, nn.Module)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
@@ -92,11 +94,11 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
     kind = type(value)
     if kind is float:
         return kind, value.hex()  # so that NaN equals itself, and -0.0 differs from 0.0
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return kind, value
     if isinstance(value, Tensor):
         looked_into.append(value)
-        return _Same(value), kind, _version(value)
+        return _Same(value), kind, version_of(value)
     if is_loose(value):
         looked_into.append(value)
         own = sorted(vars(value).items(), key=itemgetter(0))
@@ -104,7 +106,7 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
         return (
             _Same(value),
             kind,
-            tuple((n, frozen(v)) for n, v in own if type(v) in _ATOMS and n != "training"),
+            tuple((n, frozen(v)) for n, v in own if type(v) in ATOMS and n != "training"),
         )
     if isinstance(value, _FIXED) or inspect.isroutine(value):
         return _Same(value)
@@ -136,7 +138,7 @@ def _is_ours(kind: type) -> bool:
 
 def _frozen_items(items: Any, around: tuple[int, ...], looked_into: list[Any]) -> Any:
     kinds = tuple(map(type, items))
-    if _ATOMS.issuperset(kinds):
+    if ATOMS.issuperset(kinds):
         return kinds, tuple(items)
     return tuple(frozen(item, around, looked_into) for item in items)
 
@@ -263,7 +265,7 @@ def _reader_for(thing: Any) -> _Reader:
     """
     kind = type(thing)
     if isinstance(thing, Tensor):
-        return lambda tensor: (type(tensor), _version(tensor))
+        return lambda tensor: (type(tensor), version_of(tensor))
     if kind in _CONTAINERS:
         return _items_of_container
     of_object = partial(_items_of_object, _slot_names(kind))
@@ -411,7 +413,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if inspect.isbuiltin(value):
         # A built-in method differs from object to object.
         return isinstance(value.__self__, (ModuleType, type, type(None)))
-    return type(value) in _ATOMS or isinstance(value, Enum) or inspect.isfunction(value)
+    return type(value) in ATOMS or isinstance(value, Enum) or inspect.isfunction(value)
 
 
 def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
@@ -513,7 +515,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def contents_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore the content of tensors that the block changes in place."""
-    copies = [(tensor, tensor.detach().clone(), _version(tensor)) for tensor in tensors]
+    copies = [(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in tensors]
     try:
         yield
     finally:
@@ -521,11 +523,11 @@ def contents_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
             for tensor, content, version in copies:
                 # A graph may have saved a tensor that did not change, so it must not be written.
                 # Versions are not enough: torch does not count its updates of a norm's statistics.
-                if _version(tensor) != version or not torch.equal(tensor, content):
+                if version_of(tensor) != version or not torch.equal(tensor, content):
                     tensor.copy_(content)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """The number of in-place changes; inference mode does not count them."""
     return 0 if tensor.is_inference() else tensor._version
 

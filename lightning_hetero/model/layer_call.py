@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ class LayerCall:
         for place, value in _by_place(self.args, self.kwargs):
             yield from ((str(place), tensor) for tensor in tensors_in(value))
 
-    @property
+    # These two are asked for several times in a step, and a walk through the arguments takes long.
+    @cached_property
     def carried(self) -> list[str]:
         """The names of the tensors that go along and that the layer gets, each once."""
         return _names_in((self.args, self.kwargs))
@@ -116,7 +118,7 @@ class LayerCall:
         """The names of what the arithmetic behind the layer is done with, each once."""
         return _names_in(self.arithmetic) if self.arithmetic else []
 
-    @property
+    @cached_property
     def wanted(self) -> list[str]:
         """The names of what must have come along for this call, each once."""
         made = self.made
