@@ -60,6 +60,10 @@ _LEAST_ROUNDINGS = 10
 # The operations of a forward take more memory, and free it, than their results take.
 _MARGIN = 1.5
 _FEWEST_COMPARED = 2
+# The numbers within a gradient cancel each other more than those of hidden states do: a difference
+# below this multiple of their rounding error, and below this least one, is rounding.
+_CANCELLING = 4.0
+_LEAST_OF_GRADIENTS = 1e-4
 # Another loss of one batch may differ by this multiple of the spread of three losses, or of six if
 # these are near each other by chance.
 _SPREADS = 8
@@ -412,9 +416,10 @@ class FirstBatchCheck:
             )
             return None
         dtype, widest = self._coarsest()
-        tolerance = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
-        tolerance = max(tolerance, STOPPING_DIFFERENCE)
-        found = whole.differing(cut, tolerance, self.checks.which)
+        rounding = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
+        tolerance = max(rounding, STOPPING_DIFFERENCE)
+        rounding = max(_CANCELLING * rounding, _LEAST_OF_GRADIENTS)
+        found = whole.differing(cut, tolerance, self.checks.which, min(rounding, tolerance))
         if found is not None:
             self.checks.said.add(("gradients",))
             return _Problem(*found)

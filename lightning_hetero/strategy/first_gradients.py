@@ -218,17 +218,18 @@ class Gradients:
         )
 
     def differing(
-        self, cut: Sequence[Gradients], tolerance: float, which: str
+        self, cut: Sequence[Gradients], tolerance: float, which: str, rounding: float | None = None
     ) -> tuple[str, bool] | None:
         """What differs from the gradients of micro-batches together, in words, and whether it ends
         a run; None if nothing does.
 
         Args:
             cut: Those of the micro-batches, which have as many hand-overs.
-            tolerance: The relative difference that rounding explains.
+            tolerance: The relative difference up to which a run goes on.
             which: The batch, as a word.
+            rounding: The difference that rounding explains, if it is smaller.
         """
-        difference = self.difference_for_loss(cut)
+        for_loss = difference = self.difference_for_loss(cut)
         if difference > tolerance:
             return (
                 f"The loss of the {which} batch is that of its micro-batches, but its gradients "
@@ -253,6 +254,15 @@ class Gradients:
                 f"its gradients for {kind!r} are not: they differ by {100 * difference:.3g} %. It "
                 "seems that a small part of the loss, such as one that balances experts, couples "
                 "the samples of a batch; `micro_batching='boundary'` repairs it.",
+                False,
+            )
+        if for_loss > (tolerance if rounding is None else rounding):
+            return (
+                f"The loss of the {which} batch is that of its micro-batches up to rounding, but "
+                f"its gradients are not: they differ by {100 * for_loss:.2g} %. It seems that a "
+                "small part of the loss is a mean over something else than the rest of it, as over "
+                "all positions beside labels, or couples the samples of a batch; "
+                "`micro_batching='boundary'` repairs it.",
                 False,
             )
         return None

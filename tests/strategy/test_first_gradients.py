@@ -42,6 +42,18 @@ def test_a_loss_that_hides_how_its_gradients_are_scaled_is_found() -> None:
     assert difference(lambda hidden: mean(hidden) / mean(hidden).detach()) > 0.01
 
 
+@pytest.mark.parametrize(("part", "ends"), [(1e-5, None), (1e-2, False), (1.0, True)])
+def test_a_part_of_a_loss_that_weighs_otherwise_is_said_or_ends_the_run(
+    part: float, ends: bool | None
+) -> None:
+    def loss(hidden: Tensor) -> Tensor:
+        return mean(hidden) * (1 + part * len(hidden) / len(HIDDEN))
+
+    cut = [gradients(loss, each, len(each) / len(HIDDEN)) for each in HIDDEN.split([2, 3])]
+    found = gradients(loss, HIDDEN).differing(cut, 1e-2, "first", 1e-4)
+    assert found == ends if found is None else found[1] is ends
+
+
 def test_all_gradients_have_the_scale_of_a_loss_scaler() -> None:
     assert difference(mean, scale=2.0**16) < 1e-6
 
