@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -70,6 +72,7 @@ def no_trace(
         trainer, draws = module.trainer, _collect_rng_states()
         undo.callback(_set_rng_states, draws)
         undo.callback(setattr, trainer, "loggers", trainer.loggers)
+        undo.enter_context(_other_data(trainer))
         before = Attributes(modules)
         undo.callback(before.restore)
         for parameter in module.parameters():
@@ -344,6 +347,15 @@ def _size(batch: Any, several: bool) -> int | None:
 
 
 def _first_batch(loaders: Any) -> Any:
+    with _apart(loaders) as combined:
+        for batch, _, _ in combined:
+            return batch
+    raise NoSample("The train_dataloader has no batch.")
+
+
+@contextmanager
+def _apart(loaders: Any) -> Iterator[CombinedLoader]:
+    """Loaders of the same batches; what they take inside, the run gets again."""
     combined = CombinedLoader(
         loaders.iterables if isinstance(loaders, CombinedLoader) else loaders,
         loaders._mode if isinstance(loaders, CombinedLoader) else "max_size_cycle",
@@ -354,9 +366,49 @@ def _first_batch(loaders: Any) -> Any:
                 if (restore := restoring_generator(attribute)) is not None:
                     undo.callback(restore)
         combined.flattened = [_in_this_process(loader) for loader in combined.flattened]
-        for batch, _, _ in combined:
-            return batch
-    raise NoSample("The train_dataloader has no batch.")
+        yield combined
+
+
+# What the Trainer sets when it sets up the training data, besides the attributes of its loop.
+_SET_WITH_DATA = ("val_check_batch", "_train_start_time", "_last_val_time")
+
+
+@contextmanager
+def _other_data(trainer: pl.Trainer) -> Iterator[None]:
+    """Inside, code that makes the Trainer set up its training data gets data apart from the run's.
+
+    `trainer.estimated_stepping_batches` does that, mostly in ``configure_optimizers``, and it draws
+    random numbers. The run has to do it again, or it would lack these draws.
+    """
+    loop = trainer.fit_loop
+    if loop._combined_loader is not None:
+        yield
+        return
+    before, known = {**vars(loop)}, {n: v for n, v in vars(trainer).items() if n in _SET_WITH_DATA}
+    with ExitStack() as undo:
+
+        def set_up() -> None:
+            if loop._combined_loader is not None:
+                return
+            source = loop._data_source
+            apart = undo.enter_context(_apart(source.dataloader()))
+            loop._data_source = _DataLoaderSource(apart, source.name)
+            loop._combined_loader_states_to_load = []
+            with warnings.catch_warnings():
+                # What is to be said of the run's data is said when the run sets it up.
+                warnings.simplefilter("ignore")
+                type(loop).setup_data(loop)
+            loop._data_source = source
+
+        vars(loop)["setup_data"] = set_up
+        try:
+            yield
+        finally:
+            vars(loop).clear()
+            vars(loop).update(before)
+            for name in _SET_WITH_DATA:
+                vars(trainer).pop(name, None)
+            vars(trainer).update(known)
 
 
 def _in_this_process(loader: Any) -> Any:

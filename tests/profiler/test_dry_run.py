@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -33,15 +34,19 @@ from lightning_hetero.profiler.dry_run import (
 from ..models import TinyModule, loader, sequences, trainer
 
 
-def sample(data: Any, module: TinyModule | None = None, **options: Any) -> SampleBatch:
-    """The sample of a run that is about to train."""
+def about_to_train(data: Any, module: TinyModule | None = None, **options: Any) -> pl.Trainer:
+    """A Trainer that is about to train."""
     run = trainer(**options)
     module = module or TinyModule(1)
     run.strategy._lightning_module = module
     module.trainer = run
     run.state.fn = TrainerFn.FITTING
     run._data_connector.attach_data(module, train_dataloaders=data)
-    return sample_batch(run)
+    return run
+
+
+def sample(data: Any, module: TinyModule | None = None, **options: Any) -> SampleBatch:
+    return sample_batch(about_to_train(data, module, **options))
 
 
 def test_the_sample_is_the_first_batch_and_can_be_cut() -> None:
@@ -63,6 +68,30 @@ def test_shuffled_data_comes_in_the_same_order_afterwards() -> None:
     sample(looked_at)
     for found, expected in zip(looked_at, untouched, strict=True):
         assert torch.equal(found["input_ids"], expected["input_ids"])
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["torch's", "its own"])
+def test_who_asks_for_the_number_of_steps_changes_no_order(
+    generator: torch.Generator | None,
+) -> None:
+    def order(looks_before: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        if generator is not None:
+            generator.manual_seed(2)
+        rows: Any = sequences(16)
+        run = about_to_train(DataLoader(rows, 4, shuffle=True, generator=generator), max_epochs=3)
+        before = {**vars(run.fit_loop)}
+        if looks_before:
+            with no_trace(run.lightning_module, []):
+                assert run.estimated_stepping_batches == 12
+            assert run.train_dataloader is None
+            assert vars(run.fit_loop) == before
+        assert run.estimated_stepping_batches == 12
+        fetcher: Any = run.fit_loop._data_fetcher
+        return [batch["input_ids"] for batch, *_ in fetcher]
+
+    for found, expected in zip(order(True), order(False), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_no_process_is_started_for_the_sample() -> None:
