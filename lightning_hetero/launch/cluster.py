@@ -207,9 +207,11 @@ def _check(cluster: Cluster) -> None:
             raise ClusterError(
                 f"Two machines are called {machine.name!r}; give each a name of its own."
             )
-        cluster.where(machine)
-        if machine.listen is not None:
-            Address.parse(machine.listen)
+        for key, text in (("address", machine.address), ("listen", machine.listen)):
+            try:
+                Address.parse(text or str(cluster.where(machine)))
+            except PlanError as error:
+                raise ClusterError(f"`{key}` of {machine.name}: {error}") from error
         _check_words(f"`command` of {machine.name}", machine.command)
         if machine.ssh is not None:
             _check_words(f"`ssh` of {machine.name}", machine.ssh)

@@ -146,6 +146,7 @@ class Shortage:
         short_bytes: Bytes that the device lacks; infinite if it was not measured for these layers.
         fits_with_recompute: Whether recomputation alone would help.
         excess_layers: Number of layers without which the others would fit.
+        measured: What the plan wants and what was measured instead, in words; empty if it was.
     """
 
     name: str
@@ -153,6 +154,7 @@ class Shortage:
     short_bytes: float
     fits_with_recompute: bool
     excess_layers: int
+    measured: str = ""
 
     @property
     def text(self) -> str:
@@ -160,7 +162,7 @@ class Shortage:
         if math.isinf(self.short_bytes):
             return (
                 f"`{self.name}` was not measured with these layers, this dtype and this "
-                "micro-batch size; move its layers, or measure again."
+                f"micro-batch size{self.measured}; move its layers, or measure again."
             )
         remedies = ["recompute there"] if self.fits_with_recompute else []
         if self.excess_layers > 0:
@@ -182,7 +184,7 @@ def _shortage(candidate: Candidate, name: str) -> Shortage | None:
     num_layers = sum(seat.num_layers for seat in seats)
     pairs = list(zip(holders, seats, strict=True))
     if any(math.isinf(float(h.seconds(seat.option, *seat.layers))) for h, seat in pairs):
-        return Shortage(name, num_layers, math.inf, False, 0)
+        return Shortage(name, num_layers, math.inf, False, 0, _what_was_measured(candidate, seats))
 
     def short_bytes(tried: Sequence[Seat]) -> float:
         return float(candidate.need_of(tried).total) - holders[0].usable_bytes
@@ -197,6 +199,17 @@ def _shortage(candidate: Candidate, name: str) -> Shortage | None:
             excess = number
             break
     return Shortage(name, num_layers, short, short_bytes(again) <= 0, excess)
+
+
+def _what_was_measured(candidate: Candidate, seats: Sequence[Seat]) -> str:
+    """What the plan wants of a device, and the dtypes in which it was measured instead."""
+    wanted = sorted({seat.option.dtype for seat in seats})
+    timings = candidate.costs.profile.device(seats[0].name).timings
+    known = sorted({timing.dtype for timing in timings})
+    said = f"{', '.join(wanted)}, micro-batches of {candidate.size}"
+    if not {*wanted} <= {*known}:
+        said += f"; it was in {', '.join(known)}" if known else "; it was not at all"
+    return f" ({said})"
 
 
 def _without_layers(seats: Sequence[Seat], count: int) -> list[Seat]:

@@ -99,6 +99,7 @@ class Search:
 
     Attributes:
         line: The best plan without replicas, once `best` has run; None if none fits.
+        knows_line: Whether `best` has run.
         teams: The search among plans with replicas.
     """
 
@@ -113,12 +114,13 @@ class Search:
         self._orders = Orders(costs, costs.size(max(micro_batches)))
         self.teams = TeamSearch(costs, micro_batches, self._classes, self._orders.by_speed)
         self.line: Candidate | None = None
+        self.knows_line = False
 
     def best(self) -> Candidate | None:
         """The best candidate without devices that gain too little; None if nothing fits."""
         best = self._best_devices()
         found = None if best is None else self._with_enough_in_flight(best)
-        self.line = found
+        self.line, self.knows_line = found, True
         if self._may_replicate:
             found = self.teams.best(found) or found
         limit = math.inf if found is None else found.step_seconds * (1 - LEAST_GAIN)

@@ -232,7 +232,7 @@ def _about_replicas(candidate: Candidate, search: Search) -> str:
         )
         line = search.line
         if line is None:
-            return f"{exchanged}; no plan without replicas fits"
+            return f"{exchanged}; no plan without replicas fits" if search.knows_line else exchanged
         times = line.step_seconds / candidate.step_seconds
         return f"{exchanged}; without replicas a step would take {times:.2f} times as long"
     if not candidate.workers:

@@ -118,10 +118,11 @@ def test_the_route() -> None:
 
 
 def test_a_closed_port() -> None:
-    found = failure(seen(closed_address()))
+    address = closed_address()
+    found = failure(seen(address))
     assert found.check == "port"
     assert "nothing listens at port" in found.text
-    assert "lightning-hetero worker --listen" in found.remedy
+    assert f"`lightning-hetero worker --listen {address}` there" in found.remedy
 
 
 def test_the_port_of_a_coordinator() -> None:

@@ -111,7 +111,8 @@ def test_the_stages_of_a_worker_have_to_fit_together() -> None:
         ),
         (
             Plan([StagePlan(["tower"], (0, 6), dtype="float16")]),
-            "`tower` was not measured with these layers, this dtype",
+            "`tower` was not measured with these layers, this dtype and this micro-batch size "
+            "(float16, micro-batches of 1; it was in float32); move its layers, or measure",
         ),
     ],
 )
