@@ -40,8 +40,8 @@ def main() -> None:
 def _package_for(options: argparse.Namespace) -> str:
     """The package with the command's module: a config may be one for `pytorch_lightning`."""
     other = f"{__name__.partition('.')[0]}.pytorch_lightning"
-    config = Path(getattr(options, "config", None) or ".")
-    if config.is_file() and other.encode() in config.read_bytes():
+    configs = [Path(name) for name in getattr(options, "config", [])]
+    if any(each.is_file() and other.encode() in each.read_bytes() for each in configs):
         import_module(other)
         return f"{other}.{__name__.rpartition('.')[2]}"
     return __name__

@@ -447,7 +447,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 
 def _add_project_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "config", metavar="CONFIG", help="a config of LightningCLI, with the strategy in it"
+        "config",
+        metavar="CONFIG",
+        nargs="+",
+        help="a config of LightningCLI, with the strategy in it; of several the last one wins",
     )
     command.add_argument(
         "--model",

@@ -75,18 +75,19 @@ def project_of(options: argparse.Namespace) -> Project:
     """The project that the options name.
 
     Raises:
-        ProfileError: If the file is not a config of LightningCLI, if a value in it cannot be used,
+        ProfileError: If a file is not a config of LightningCLI, if a value in it cannot be used,
             or if a class that the options name does not exist or has another base.
     """
-    content = read_yaml(options.config, ProfileError)
-    try:
-        check_kind(content, "a config of LightningCLI", ProfileError)
-    except ProfileError as error:
-        raise ProfileError(f"The file {options.config!r} is not a config. {error}") from error
+    for path in options.config:
+        content = read_yaml(path, ProfileError)
+        try:
+            check_kind(content, "a config of LightningCLI", ProfileError)
+        except ProfileError as error:
+            raise ProfileError(f"The file {path!r} is not a config. {error}") from error
     # Projects import their own modules by plain names, like scripts in the working folder.
     sys.path.insert(0, os.getcwd())
     # LightningCLI reads the command line, and warns where it is given another.
-    sys.argv = [sys.argv[0], "fit", "--config", options.config]
+    sys.argv = [sys.argv[0], "fit", *(f"--config={path}" for path in options.config)]
     model = None if options.model is None else _class_named(options.model, pl.LightningModule)
     data = None if options.data is None else _class_named(options.data, pl.LightningDataModule)
     raising = {"exit_on_error": False}
@@ -98,7 +99,8 @@ def project_of(options: argparse.Namespace) -> Project:
         fault = _fault(error)
         if fault is None:
             raise
-        raise ProfileError(f"The config {options.config!r} cannot be used. {fault}") from error
+        names = " with ".join(map(repr, options.config))
+        raise ProfileError(f"The config {names} cannot be used. {fault}") from error
 
 
 def _class_named(name: str, base: type) -> Any:
@@ -140,9 +142,21 @@ def _fault(error: Exception) -> str | None:
     text = re.sub(r'Parser key "([^"]*)"', r"\1", text)
     text = text.replace("Subcommand 'fit' does not accept option", "There is no option")
     if missing := re.search(r"arguments are required: .*fit\.(model|data)\b", text):
-        return (
-            f"It names no class for the {missing[1]}. If your script gives it to LightningCLI, "
-            f"name it here too, such as `--{missing[1]} my_module.MyClass`."
+        return f"It names no class for the {missing[1]}. {_to_name(missing[1])}"
+    hint = ""
+    if "does not correspond to a subclass" in text:
+        hint = f" {_two_names()}"
+    elif base := re.search(r"^(model|data)\b.* class_path '[\w.]*\.Lightning(Data)?Module'", text):
+        hint = f" {_to_name(base[1])}"
+    elif "There is no option" in text:
+        hint = (
+            " The command takes a config of LightningCLI, which is for `Trainer`, model and data."
         )
-    hint = f" {_two_names()}" if "does not correspond to a subclass" in text else ""
     return f"{text.rstrip('.')}.{hint}"
+
+
+def _to_name(part: str) -> str:
+    return (
+        "If your script gives it to LightningCLI, name it here too, such as "
+        f"`--{part} my_module.MyClass`."
+    )

@@ -32,14 +32,14 @@ class ServedRun:
     Args:
         peer: The coordinator's address.
         what: The stage's number, its layers and their class; empty if nothing was deployed.
-        num_steps: Steps that the coordinator began.
+        num_batches: Batches whose step the coordinator began, those of evaluation and checks too.
         seconds: How long the conversation lasted.
         reason: Why it ended.
     """
 
     peer: str
     what: str
-    num_steps: int
+    num_batches: int
     seconds: float
     reason: str
 

@@ -535,7 +535,21 @@ def test_a_config_without_a_model_asks_for_its_class(
     write_config(project, "{workers: 1}")
     config = project / "config.yaml"
     config.write_text(re.sub(r"(?m)^model:.*\n", "", config.read_text()))
-    assert "such as `--model my_module.MyClass`" in str(run(monkeypatch, command, "config.yaml"))
+    asked = "such as `--model my_module.MyClass`"
+    assert asked in str(run(monkeypatch, command, "config.yaml"))
+    config.write_text(config.read_text() + "model: {hidden_size: 64}\n")
+    assert asked in str(run(monkeypatch, command, "config.yaml"))
+
+
+@pytest.mark.parametrize("command", ["profile", "verify"])
+def test_of_several_configs_the_last_one_wins(
+    project: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    write_config(project, "{workers: 1}")
+    (project / "later.yaml").write_text("trainer: {strategy: {init_args: {workers: -7}}}")
+    said = str(run(monkeypatch, command, "config.yaml", "later.yaml"))
+    assert "The config 'config.yaml' with 'later.yaml' cannot be used." in said
+    assert "`workers` is -7; it must be a number of local workers" in said
 
 
 @pytest.mark.parametrize("command", ["profile", "verify"])
