@@ -370,6 +370,12 @@ class Replacements:
             return "It was lost before all layers were sent."
         if self._connections.has_torn_step:
             return "An optimizer's step has failed."
+        if not self._files.are_there:
+            return (
+                f"The folder {str(self._files.folder)!r}, from which it would come back, was "
+                "removed during the run. Let nothing clean it up, or name another one "
+                "(`recovery=Recovery(folder=...)`)."
+            )
         if worker.cannot_reach:
             names = " and ".join(other.name for other in worker.cannot_reach)
             return f"The coordinator forwards what passes between it and {names}, and keeps none."

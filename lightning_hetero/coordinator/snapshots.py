@@ -105,6 +105,11 @@ class SnapshotFiles:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._claim.close()
 
+    @property
+    def are_there(self) -> bool:
+        """Whether nobody else has removed the files."""
+        return (self.folder / _CLAIM).exists()
+
     def base(self, worker: int) -> Path:
         """The file of the tensors that a worker got when it was deployed."""
         return self.folder / f"{worker}-base"

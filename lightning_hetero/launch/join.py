@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import secrets
 import select
 import selectors
 import socket
@@ -35,7 +36,7 @@ from ..errors import (
 )
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
-from ..protocol.session import answering_session
+from ..protocol.session import Session, answering_session
 from ..transport.address import Address, checked_name
 from ..transport.channel import Channel
 from ..transport.compatibility import Identity
@@ -70,6 +71,7 @@ _MOST_GUESTS = 512
 _MOST_GREETINGS = 128
 # Sentences on refused workers that are kept for the error of a run that gets too few.
 _MOST_REFUSED = 8
+_RUN_BYTES = 8
 # Between two looks at workers that may have left, and between two lines on how many are missing.
 _LOOK_SECONDS = 1.0
 _LINE_SECONDS = 30.0
@@ -175,6 +177,8 @@ class Door:
         self._listener = listener
         self._identity = identity
         self._deadlines = deadlines
+        # Tells a worker whose coordinator is away whether another run is here by now.
+        self._run = secrets.token_hex(_RUN_BYTES)
         self._wishes = _Wishes(least, named)
         self.address = address_of(listener)
         self._changed = threading.Condition()
@@ -398,8 +402,12 @@ class Door:
         name = message.name if isinstance(message, m.Hello) else ""
         who = f"worker {name}" if name else f"peer at {host}"
         try:
-            guest = self._guest_of(connection, plain, message, host)
-            self._let_in(guest, message)
+            hello = self._checked(message)
+            if hello.run:
+                self._tell_run(connection, hello)
+                plain.close_after_last_word(_WORD_SECONDS)
+                return
+            self._let_in(_guest_of(connection, plain, hello, host), hello)
         except (RemoteProtocolError, JoinError, PlanError) as error:
             self._refuse(connection, who, str(error))
             plain.close_after_last_word(_WORD_SECONDS)
@@ -407,21 +415,22 @@ class Door:
             self._say(f"the {who} left while it joined: {error}")
             plain.close()
 
-    def _guest_of(
-        self, connection: Connection, plain: SocketConnection, message: m.Message, host: str
-    ) -> Guest:
+    def _checked(self, message: m.Message) -> m.Hello:
         if isinstance(message, m.Hello) and message.role in WORKER_ROLES:
             raise RemoteProtocolError(
                 f"{self.address} is no worker's address: a coordinator waits here for workers that "
                 "join it; name the address of a worker, or start workers with `lightning-hetero "
                 f"worker --join {reachable(self.address)}`."
             )
-        hello = check_hello(message, self._identity, "the coordinator", ("joiner",))
-        where = Address.parse(hello.address)
-        name, session = checked_name(hello.name), hello.session
-        return Guest(name, where, hello.equipment, host, connection, plain, session)
+        return check_hello(message, self._identity, "the coordinator", ("joiner",))
 
-    def _let_in(self, guest: Guest, hello: m.Message) -> None:
+    def _tell_run(self, connection: Connection, hello: m.Hello) -> None:
+        """Answer a worker that asks which run is here; it may be a member of this one."""
+        rules = answering_session("joiner")
+        rules.received(hello)
+        self._say_welcome(connection, rules, "", is_spare=False)
+
+    def _let_in(self, guest: Guest, hello: m.Hello) -> None:
         """Add a worker to those that wait, and tell it so.
 
         Raises:
@@ -439,20 +448,26 @@ class Door:
             if not guest.session:
                 self._say(self._line(guest))
                 note = self._note(guest.name)
-            welcome = m.Welcome(
-                m.PROTOCOL_VERSION,
-                self._identity.equipment,
-                time.time(),
-                note=note,
-                is_spare=bool(self._wishes.members),
-            )
-            rules.sent(welcome)
             try:
-                send_buffers(guest.connection, encode_frame(Frame(welcome)), _WORD_SECONDS)
+                self._say_welcome(guest.connection, rules, note, bool(self._wishes.members))
             except BaseException:
                 del waiting[key]
                 raise
             self._changed.notify_all()
+
+    def _say_welcome(
+        self, connection: Connection, rules: Session, note: str, is_spare: bool
+    ) -> None:
+        welcome = m.Welcome(
+            m.PROTOCOL_VERSION,
+            self._identity.equipment,
+            time.time(),
+            note=note,
+            is_spare=is_spare,
+            run=self._run,
+        )
+        rules.sent(welcome)
+        send_buffers(connection, encode_frame(Frame(welcome)), _WORD_SECONDS)
 
     def _place_of(self, guest: Guest) -> tuple[dict[str, Guest], str]:
         """Where a guest waits, and under which key."""
@@ -535,7 +550,8 @@ class Door:
             *faults,
             f"Start `lightning-hetero worker --join {where}` on each machine, with the same token "
             "file; or take fewer workers with `least`, or wait longer with `wait_seconds`. A "
-            "worker whose coordinator was killed waits for it, for that run's `linger_seconds`.",
+            "worker whose coordinator was killed at another address waits for it, for that run's "
+            "`linger_seconds`.",
         ]
         return " ".join(words)
 
@@ -557,6 +573,11 @@ def open_door(
     door = Door(listener, identity, deadlines, least, named, say)
     door.open()
     return door
+
+
+def _guest_of(connection: Connection, plain: SocketConnection, hello: m.Hello, host: str) -> Guest:
+    where, name = Address.parse(hello.address), checked_name(hello.name)
+    return Guest(name, where, hello.equipment, host, connection, plain, hello.session)
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:

@@ -13,7 +13,8 @@ single default dtype for all threads, so each turn sets its own.
 
 A thread whose function has ended runs the next one, also in the next step. To start a thread takes
 up to a millisecond, and cuDNN's attention makes its plans anew for each thread, which takes tens of
-milliseconds, and never frees them.
+milliseconds, and never frees them. A thread in which a function leaves another state of torch than
+it found, such as autocast that it does not leave, runs no other one.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class TurnThreads:
     def run(self, turn: Turn) -> None:
         """Run a turn's function on an idle thread, or on a new one."""
         if not self._idle:
+            self._all = [(thread, own) for thread, own in self._all if thread.is_alive()]
             turns: SimpleQueue[Turn | None] = SimpleQueue()
             thread = threading.Thread(target=self._serve, args=[turns], daemon=True)
             self._all.append((thread, turns))
@@ -86,6 +88,9 @@ class TurnThreads:
     def _serve(self, turns: SimpleQueue[Turn | None]) -> None:
         while (turn := turns.get()) is not None:
             report = turn.run()
+            if turn.has_left_state:
+                turn.report_end(report)
+                return
             # Idle before the report: the driver may have the next turn ready at once.
             self._idle.append(turns)
             turn.report_end(report)
@@ -102,6 +107,8 @@ class Turn:
         self._is_abandoned = False
         self._is_started = False
         self._has_ended = threading.Event()
+        # Whether the function has left another state of torch in its thread than it found.
+        self.has_left_state = False
         self._default_dtype = torch.get_default_dtype()
         self._device = ThreadDevice.present()
         self._to_thread: SimpleQueue[Any] = SimpleQueue()
@@ -168,9 +175,29 @@ class Turn:
             if self._is_abandoned:
                 raise _Abandoned
             self._device.take_over()
-            return Finished(self._function())
+            state = _state_of_torch()
+            try:
+                return Finished(self._function())
+            finally:
+                self.has_left_state = _state_of_torch() != state
         except BaseException as error:
             return _Raised(error)
+
+
+def _state_of_torch() -> tuple[Any, ...]:
+    """What torch keeps per thread, and a function may change without changing it back."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return (
+        casts,
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+    )
 
 
 def current_turn() -> Turn | None:

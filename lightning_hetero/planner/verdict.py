@@ -433,11 +433,11 @@ def _slowest_medium(candidate: Candidate) -> tuple[str, float]:
 _LEAST_WIDTH_OF_FILES = 120
 
 
-def show(answer: RenderableType) -> None:
+def show(answer: RenderableType, console_class: type[Console] = Console) -> None:
     """Print tables and sentences; a file or a pipe takes words that a terminal would fold."""
-    console = Console()
+    console = console_class()
     if not console.is_terminal:
-        console = Console(width=max(console.width, _LEAST_WIDTH_OF_FILES))
+        console = console_class(width=max(console.width, _LEAST_WIDTH_OF_FILES))
     console.print(answer)
 
 

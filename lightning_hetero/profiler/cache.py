@@ -108,7 +108,8 @@ def cache_file(identity: ModelIdentity) -> Path:
 
 def read_known(path: Path, identity: ModelIdentity) -> Profile | None:
     """The cached profile of this model; None, with a log line, if it cannot be used."""
-    if not path.exists():
+    # False also where this user may not look.
+    if not os.path.exists(path):
         return None
     try:
         profile = Profile.from_yaml(path)

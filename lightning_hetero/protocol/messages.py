@@ -90,7 +90,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -103,8 +103,9 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     what is wrong: new fields need a default, no field is ever removed, and unknown ones are
     ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`. A worker
     that joins says its ``name`` in plans, and the ``address`` at which it listens; its second
-    process says the only ``session`` that it takes. A coordinator that watches a spare says the
-    name of its run as ``session``.
+    process says the only ``session`` that it takes. One whose coordinator is away asks by the name
+    of its ``run`` which run is at the door, and does not come in. A coordinator that watches a
+    spare says the name of its run as ``session``.
 
     Both ends shall keep a broken conversation for ``linger_seconds``. With the ``secret`` of its
     Welcome the conversation goes on: this is the ``attempt`` of that number, and the sender has
@@ -128,13 +129,14 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     received: Count = 0
     name: Name = ""
     address: Name = ""
+    run: Name = ""
 
 
 class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
     """The worker accepts the conversation. ``utc_seconds`` is the time on its clock.
 
-    A coordinator says it to a worker that joins, and again with each ``note`` on how long to wait,
-    and whether it ``is_spare``: the run has begun without it.
+    A coordinator says it to a worker that joins, with the name of its ``run``, and again with each
+    ``note`` on how long to wait, and whether it ``is_spare``: the run has begun without it.
 
     Both ends keep a broken conversation for ``linger_seconds``; the peer can go on with it by the
     ``secret``. The sender has ``received`` so many frames behind the Hello.
@@ -154,6 +156,7 @@ class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
     received: Count = 0
     note: Name = ""
     is_spare: bool = False
+    run: Name = ""
 
 
 class Ping(InstantMessage, frozen=True):

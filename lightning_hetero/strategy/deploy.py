@@ -8,8 +8,10 @@ given, "even", read from a file ────────────────
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from rich.console import Console
+from typing_extensions import override
 
 from ..callbacks.lost_worker import RecoveryCallback
 from ..callbacks.profiler import PipelineProfiler
@@ -472,9 +476,21 @@ def _warn_of_faults(plan: Plan, profile: Profile) -> None:
         rank_zero_warn(f"By what was measured, the plan cannot run. {fault}")
 
 
+class _RunsConsole(Console):
+    """Prints during a run, which a closed pipe must not end as it ends a command."""
+
+    @override
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 @rank_zero_only
 def _print_verdict(solution: Solution) -> None:
-    show(render(judge(solution)))
+    verdict = render(judge(solution))
+    try:
+        show(verdict, _RunsConsole)
+    except (OSError, ValueError) as error:  # standard output is full or closed
+        logger.warning("The plan cannot be printed: %s", error)
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -50,10 +51,13 @@ from .arguments import (
 )
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanChoice, Site
+from .interruption import guard_hooks
 from .membership import Membership, Terms
 from .optimizers import clip_by_global_norm, norms_by_name
 from .replan import check_move, moves_layers, moving_averages
 from .training_run import Run, RunNotes, TrainingRun, leave_pictures
+
+logger = logging.getLogger(__name__)
 
 
 class HeteroPipelineStrategy(SingleDeviceStrategy):
@@ -161,6 +165,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._run: Run | None = None
         self._membership: Membership | None = None
         self._notes: RunNotes | None = None
+        self._guards = ExitStack()
         # Why the weights of the latest run have not come home; None if they have.
         self._lost: WeightsLost | None = None
         self._instead: Callable[[Site, list[DecoderLayer]], None] | None = None
@@ -219,6 +224,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         check_num_nodes(self.num_nodes)
         warn_of_idle_devices(self.parallel_devices)
         self._checkpoints.begin_run()
+        self._guards = guard_hooks(self._module().trainer, self.on_exception)
         self._lost = None
         check_is_whole(self._module())
         if self._is_fitting:
@@ -435,11 +441,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         # Lightning ends the loggers next. One that cannot be written raises, and no teardown comes.
         try:
             self._end_run()
+        except Exception:  # the run's own error is raised, which tells more
+            logger.exception("The run did not end in good order after its error.")
         finally:
             self._fleet.end(self.deadlines)
 
     def _end_run(self) -> None:
         """Bring everything home and disconnect. May be called twice."""
+        self._guards.close()
         run, self._run = self._run, None
         self._membership = self.plan_choice.trials = None
         if run is None:

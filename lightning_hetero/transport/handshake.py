@@ -319,12 +319,14 @@ class Joined:
         plain: The connection below.
         note: The coordinator's words on how long to wait.
         is_spare: Whether the run has begun without the worker.
+        run: The name of the run.
     """
 
     connection: Connection
     plain: SocketConnection
     note: str
     is_spare: bool
+    run: str
 
 
 def join(
@@ -370,7 +372,6 @@ def _join(
     identity: Identity,
     session_name: str,
 ) -> Joined:
-    far = _Far(f"the coordinator at {address}", "a coordinator that waits for workers")
     plain = _connect(address, deadlines, for_workers=True)
     with ExitStack() as on_failure:
         on_failure.callback(plain.close)
@@ -384,13 +385,45 @@ def _join(
             name=name,
             address=str(offered),
         )
-        with _explained(far):
-            seconds = deadlines.connect_seconds
-            connection = secured(plain, identity.credentials, False, seconds)
-            session = opening_session("joiner")
-            welcome = _ask_to_talk(connection, session, hello, far.name, seconds)
+        connection, welcome = _greet_door(plain, address, hello, deadlines, identity)
         on_failure.pop_all()
-    return Joined(connection, plain, welcome.note, welcome.is_spare)
+    return Joined(connection, plain, welcome.note, welcome.is_spare, welcome.run)
+
+
+def run_at(address: Address, own: str, deadlines: Deadlines, identity: Identity) -> str:
+    """The name of the run that takes workers in at an address.
+
+    Args:
+        address: Where the coordinator listens.
+        own: The name of the run that this worker is in, which may be the same one.
+        deadlines: How long each kind of waiting may take.
+        identity: What this process shows.
+
+    Raises:
+        WorkerUnreachable: If no coordinator answers there, or one end refuses the other.
+    """
+    hello = m.Hello(m.PROTOCOL_VERSION, "joiner", equipment=identity.equipment, run=own)
+    plain = _connect(address, deadlines, for_workers=True)
+    with ExitStack() as at_end:
+        at_end.callback(plain.close)
+        connection, welcome = _greet_door(plain, address, hello, deadlines, identity)
+        at_end.callback(connection.close)
+    return welcome.run
+
+
+def _greet_door(
+    plain: SocketConnection,
+    address: Address,
+    hello: m.Hello,
+    deadlines: Deadlines,
+    identity: Identity,
+) -> tuple[Connection, m.Welcome]:
+    far = _Far(f"the coordinator at {address}", "a coordinator that waits for workers")
+    with _explained(far):
+        seconds = deadlines.connect_seconds
+        connection = secured(plain, identity.credentials, False, seconds)
+        session = opening_session("joiner")
+        return connection, _ask_to_talk(connection, session, hello, far.name, seconds)
 
 
 def _reachable(listener: Address, own_host: str) -> Address:

@@ -155,6 +155,14 @@ class Line:
             self._is_final = True
             self._changed.notify_all()
 
+    def give_up(self, reason: str) -> None:
+        """Wait no longer for another connection if this one is away, as the peer has ended."""
+        with self._changed:
+            if self.is_away:
+                self._reason = f"{self._reason} {reason}"
+                self._is_final = True
+                self._changed.notify_all()
+
     def send(self, name: str, buffers: list[memoryview]) -> None:
         """Send a frame; while the connection is away, wait until another one is there.
 

@@ -3,6 +3,9 @@
     dial ──▶ Welcome ──▶ wait for the coordinator's Hello ──▶ session ──▶ dial
      ▲─ a pause that grows ─┘ (nobody answers, or the door closes)
 
+While the coordinator of a session is away, the worker asks at the door which run is there: another
+one tells that the coordinator has ended and does not come back.
+
 So a worker may start before its coordinator, at an address that nobody knows beforehand. The
 coordinator's end is in `launch.join`. A second process of a worker that has joined comes the same
 way, once, for the one session that it takes.
@@ -12,15 +15,17 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import HeteroError, JoinError
 from ..protocol import messages as m
 from ..transport.address import Address
-from ..transport.handshake import Joined, await_opening, join
+from ..transport.handshake import Joined, await_opening, join, run_at
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -30,7 +35,8 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.2
 # Not longer: a coordinator that starts must not wait for its workers.
 _MOST_PAUSE_SECONDS = 5.0
-# How often a worker that waits at the door looks whether it is stopped.
+# How often a worker that waits at the door looks whether it is stopped, and one whose coordinator
+# is away, which run is at the door.
 _LOOK_SECONDS = 1.0
 
 
@@ -126,7 +132,8 @@ class Joiner:
         try:
             message = self._next_word(joined, worker)
             if message is not None:
-                worker.serve_joined(joined.connection, message, str(self.address))
+                with self._asking(worker, joined.run):
+                    worker.serve_joined(joined.connection, message, str(self.address))
         except (OSError, HeteroError) as error:
             logger.warning("the coordinator at %s took no worker: %s", self.address, error)
         finally:
@@ -142,6 +149,30 @@ class Joiner:
             logger.info("the coordinator at %s says: %s", self.address, message.note)
             if message.is_spare:
                 worker.note_spare("", str(self.address))
+
+    @contextmanager
+    def _asking(self, worker: Worker, run: str) -> Iterator[None]:
+        """Inside, a session whose coordinator is away ends when another run is at the door."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._ask, args=(worker, run, is_over), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _ask(self, worker: Worker, run: str, is_over: threading.Event) -> None:
+        while not is_over.wait(_LOOK_SECONDS):
+            if not worker.waits_for_coordinator:
+                continue
+            try:
+                other = run_at(self.address, run, worker.deadlines, worker.identity)
+            except (OSError, HeteroError) as error:
+                logger.debug("asking at %s which run is there: %s", self.address, error)
+                continue
+            if other != run:
+                worker.give_up_coordinator(f"Another run takes workers in at {self.address}.")
 
     def _reason_of_end(self, error: JoinError) -> str:
         return (

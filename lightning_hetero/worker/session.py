@@ -260,6 +260,11 @@ class StageSession:
         lingering = self._coordinator.line.lingering
         return lingering.seconds if lingering is not None and self._coordinator.is_away else 0.0
 
+    def give_up_coordinator(self, reason: str) -> None:
+        """End the session if it waits for a coordinator whose connection broke; any thread may
+        call it."""
+        self._coordinator.line.give_up(reason)
+
     def _let_neighbors_go(self, frame: Frame) -> bool:
         """Wait for no broken connection when the coordinator says goodbye.
 

@@ -258,6 +258,18 @@ class Worker:
         with self._session_changed:
             return self._session is not None
 
+    @property
+    def waits_for_coordinator(self) -> bool:
+        """Whether the connection to the coordinator broke, and the session waits for another."""
+        session = self._session
+        return session is not None and session.waits_seconds > 0
+
+    def give_up_coordinator(self, reason: str) -> None:
+        """End the session if it waits for a coordinator, which has ended for this reason."""
+        session = self._session
+        if session is not None:
+            session.give_up_coordinator(reason)
+
     def drain(self) -> None:
         """Finish the present run, take no other one, and `stop`.
 

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.coordinator import optimizers
+from lightning_hetero.coordinator.deployment import Deployment
 from lightning_hetero.coordinator.optimizers import OptimizerParts
 from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
@@ -266,6 +268,59 @@ def test_a_logger_that_cannot_end_keeps_no_worker_and_no_weights(
         found.append(module.state_dict())
     assert threading.active_count() == threads
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert_serves(workers[:2])
+
+
+class HookFails(Callback):
+    def on_exception(self, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class DataHookFails(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader(60, 12)
+
+    def on_exception(self, exception: BaseException) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Breaking(TinyModule):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise RuntimeError("the second batch has passed")
+
+
+@pytest.mark.parametrize("is_callback", [True, False])
+def test_a_hook_that_fails_after_an_error_keeps_no_worker_and_no_weights(
+    is_callback: bool, workers: list[str]
+) -> None:
+    """Lightning comes to no hook of the strategy then."""
+    threads, found = threading.active_count(), []
+    for strategy in ("auto", even(workers[:2])):
+        callback, data, module = HookFails(), DataHookFails(), Breaking()
+        run = trainer(strategy, max_epochs=1, callbacks=[callback] if is_callback else [])
+        with pytest.raises(OSError, match="No space left") as raised:
+            run.fit(module, loader(60, 12) if is_callback else data)
+        assert "the second batch has passed" in str(raised.value.__context__)
+        assert "on_exception" not in {**vars(callback), **vars(data)}
+        found.append(module.state_dict())
+    assert threading.active_count() == threads
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert_serves(workers[:2])
+
+
+def test_an_error_at_the_end_of_a_failed_run_does_not_hide_its_own(
+    workers: list[str], monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("nothing came home")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Deployment, "bring_back", fail)
+        with pytest.raises(RuntimeError, match="the second batch has passed"):
+            trainer(even(workers[:2]), max_epochs=1).fit(Breaking(), loader(60, 12))
+    assert "did not end in good order" in caplog.text
+    assert "nothing came home" in caplog.text
     assert_serves(workers[:2])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -147,6 +148,23 @@ def test_a_worker_whose_place_nobody_can_take_in_time_ends_the_run(tmp_path: Pat
         with pytest.raises(WorkerLost, match=expected):
             fit(TinyModule(), strategy, loader(36, 12), callbacks=callbacks)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_whose_files_were_removed_ends_the_run(tmp_path: Path) -> None:
+    """Neither by the name of a file, nor by its weights, which are not in this process either."""
+
+    def remove_and_kill() -> None:
+        shutil.rmtree(tmp_path / "recovery")
+        kill_session(second)
+
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        settings = Recovery(folder=tmp_path / "recovery", every_seconds=NEVER)
+        strategy = HeteroPipelineStrategy(names, turn_by_turn(names), recovery=settings)
+        callbacks = [Observing({1: remove_and_kill})]
+        expected = r"cannot be replaced: The folder '.*recovery.run-.*'.* was removed during"
+        with pytest.raises(WorkerLost, match=expected):
+            fit(TinyModule(), strategy, loader(36, 12), callbacks=callbacks)
 
 
 def moved_plan_over(names: Sequence[str]) -> Plan:

@@ -152,7 +152,8 @@ def test_a_plan_s_workers_are_waited_for_and_come_before_others() -> None:
         others = [knock(opened, name) for name in ("x", "fast")]
         assert others[1].note == "it waits for slow"
         with pytest.raises(
-            JoinError, match=r"x and fast joined. Missing: slow\..* killed waits .*`linger_seconds`"
+            JoinError,
+            match=r"x and fast joined. Missing: slow\..* killed at another .*`linger_seconds`",
         ):
             opened.wait(0.01)
         knock(opened, "slow")

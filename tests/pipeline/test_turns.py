@@ -6,6 +6,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -174,6 +175,39 @@ def test_a_thread_runs_one_turn_after_the_other_and_keeps_nothing_of_them() -> N
     assert len(set(map(str, found))) == 1
     assert "unset" in str(found[0])
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
+        lambda: torch.set_grad_enabled(False),
+        lambda: torch.set_default_device("meta"),
+        lambda: torch.autograd.graph.save_on_cpu().__enter__(),
+    ],
+    ids=["autocast", "grad mode", "default device", "saved tensors"],
+)
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_thread_with_another_state_of_torch_runs_no_other_turn(
+    leave: Callable[[], Any], raises: bool
+) -> None:
+    def change() -> threading.Thread:
+        found.append(threading.current_thread())
+        leave()
+        if raises:
+            raise KeyError("too early")
+        return found[0]
+
+    found: list[threading.Thread] = []
+    with suppress(KeyError):
+        made(change, "changing").start()
+    assert made(threading.current_thread, "next").start() != Finished(found[0])
+    found[0].join()
+    ask_once = made(lambda: ask(1), "waiting")
+    ask_once.start()
+    made(lambda: None, "beside").start()
+    ask_once.resume(0)
+    assert found[0] not in [thread for thread, _ in threads._all]
 
 
 def test_a_turn_makes_its_tensors_on_its_driver_s_default_device() -> None:

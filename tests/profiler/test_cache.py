@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -68,6 +71,17 @@ def test_a_folder_that_cannot_be_written_to_is_logged(
     with caplog.at_level(logging.INFO):
         write_known(tmp_path / "file" / "profile.yaml", profile(1, []))
     assert "cannot be written to" in caplog.text
+
+
+def test_a_folder_that_may_not_be_looked_into_has_no_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        assert read_known(tmp_path / "profile.yaml", IDENTITY) is None
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
 
-from lightning_hetero.launch.join import Door
+from lightning_hetero.launch.join import Door, open_door
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.channel import Inbox
 from lightning_hetero.transport.compatibility import Identity
+from lightning_hetero.transport.handshake import run_at
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.worker.join import Joiner, pauses
 from lightning_hetero.worker.worker import Worker
@@ -71,6 +73,35 @@ def test_a_session_goes_on_after_its_connection_broke() -> None:
             if is_cut:
                 channel.line.connection.shut_down()
         channel.close(m.Goodbye())
+        worker.stop()
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_other_run", [True, False])
+def test_the_door_tells_whether_a_coordinator_that_is_away_comes_back(is_other_run: bool) -> None:
+    """The session of a killed run ends when another run is at its door, and lingers before."""
+    lingering = replace(CALM, linger_seconds=20 * PATIENCE_SECONDS)
+    with serving_worker(Credentials(TOKEN), CALM) as (worker, _), ExitStack() as doors:
+        first = doors.enter_context(door(deadlines=lingering))
+        thread = joining(worker, first)
+        first.wait(PATIENCE_SECONDS)
+        first.begin(None)
+        channel, *_ = first.admit("a", "session")
+        channel.start(SimpleQueue())
+        channel.line.make_final()  # as a killed process, which dials no more
+        channel.line.connection.shut_down()
+        if is_other_run:
+            first.close()
+            second = open_door(first.address, WITH_TOKEN, CALM, least=1)
+            doors.callback(second.close)
+            second.wait(PATIENCE_SECONDS)
+        else:
+            asked = [run_at(first.address, first._run, CALM, WITH_TOKEN) for _ in range(2)]
+            assert asked == [first._run] * 2
+            assert first.names() == []
+        assert worker.has_run is not is_other_run
+        worker.give_up_coordinator("The test is over.")
         worker.stop()
         thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
