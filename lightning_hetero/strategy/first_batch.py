@@ -412,9 +412,8 @@ class FirstBatchCheck:
             )
             return None
         dtype, widest = self._coarsest()
-        tolerance = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
-        tolerance = max(tolerance, STOPPING_DIFFERENCE)
-        found = whole.differing(cut, tolerance, self.checks.which)
+        rounding = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
+        found = whole.differing(cut, rounding, self.checks.which)
         if found is not None:
             self.checks.said.add(("gradients",))
             return _Problem(*found)

@@ -326,6 +326,57 @@ class _OverNorm(torch.autograd.Function):
         return _over_norm(gradients[0])
 
 
+class HookedBlock(Block):
+    """Scales gradients in its forward."""
+
+    def update(self, hidden: Tensor) -> Tensor:
+        found = super().update(hidden)
+        if found.requires_grad:
+            found.register_hook(_over_norm)
+        return found
+
+
+class FunctionBlock(Block):
+    """Does so by a function of its own."""
+
+    def update(self, hidden: Tensor) -> Tensor:
+        found: Tensor = _OverNorm.apply(super().update(hidden))
+        return found
+
+
+class SteppedBlock(Block):
+    """Rounds what it adds to steps that it learns, as quantization in training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.tensor(0.1))
+
+    def update(self, hidden: Tensor) -> Tensor:
+        found = super().update(hidden)
+        factor = found.numel() ** -0.5
+        step = (self.step - self.step * factor).detach() + self.step * factor
+        steps = found / step
+        return ((steps.round() - steps).detach() + steps) * step
+
+
+class HookInLayers(Learner):
+    """Has such layers."""
+
+    layer = HookedBlock
+
+
+class FunctionInLayers(Learner):
+    """Has such layers."""
+
+    layer = FunctionBlock
+
+
+class LearnedSteps(Learner):
+    """Has such layers."""
+
+    layer = SteppedBlock
+
+
 class FunctionBeforeLayers(Learner):
     """Does so by a function of its own."""
 
@@ -566,6 +617,28 @@ PATTERNS = [
             ("function before layers", FunctionBeforeLayers, "The code before the layers"),
             ("hook of the head", HookOfHead, "but its gradients are not"),
         )
+    ),
+    *(
+        Pattern(
+            f"gradients over their norm, {name}",
+            "Layers on workers do so.",
+            module,
+            settings=settings,
+            refused=r"The layers on workers make other gradients.*`micro_batches=1`",
+            remedy={"micro_batches": 1},
+        )
+        for name, module, settings in (
+            ("hook in layers", HookInLayers, {}),
+            ("hook in layers, boundary", HookInLayers, BOUNDARY),
+            ("function in layers", FunctionInLayers, {}),
+        )
+    ),
+    Pattern(
+        "learned steps of quantization",
+        "Layers scale the gradient of a parameter by how many numbers a batch has.",
+        LearnedSteps,
+        refused=r"The layers on workers make other gradients.*`micro_batches=1`",
+        remedy={"micro_batches": 1},
     ),
     Pattern("hook of a step", "`training_step` puts a hook on a hidden state.", HookOfStep),
     Pattern(
