@@ -58,30 +58,29 @@ def tried_backward(
     Returns:
         What is sent; nothing if the layer cannot run backwards in a trial.
     """
+    if not hidden.is_floating_point():
+        return []  # token ids
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    sent: list[Tensor] = []
     with torch.enable_grad():
         leaf = hidden.detach().requires_grad_()
         try:
             out = run(leaf)
-            wanted = [leaf, *trained]
-            found = [
-                torch.autograd.grad(
-                    out, wanted, made_up(out) * size, retain_graph=True, allow_unused=True
+            least = _NOISE * float(out.detach().float().norm()) ** 2
+            for size in _SIZES:
+                of_input, *others = torch.autograd.grad(
+                    out,
+                    [leaf, *trained],
+                    made_up(out) * size,
+                    retain_graph=size != _SIZES[-1],
+                    allow_unused=True,
                 )
-                for size in _SIZES
-            ]
+                sent.append(_rows(torch.zeros_like(leaf) if of_input is None else of_input))
+                sent.append(_numbers(trained, others, least * size, leaf.device))
         except Exception:
             # The step itself fails in the same way, unless the layer must be in training mode.
             return []
-    loss = float(out.detach().float().norm()) ** 2
-    return [
-        tensor
-        for size, (of_input, *others) in zip(_SIZES, found, strict=True)
-        for tensor in (
-            _rows(leaf if of_input is None else of_input),
-            _numbers(trained, others, _NOISE * size * loss, leaf.device),
-        )
-    ]
+    return sent
 
 
 def _rows(gradient: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.layer_call import LayerCall
+from lightning_hetero.model.layers import EMBEDDING_LAYER
 from lightning_hetero.pipeline.boundary import Activation, Surroundings
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage, on_trial
@@ -178,6 +179,17 @@ def test_a_trial_compares_the_backward_of_layers(sizes: Sequence[int], num_bytes
 
 def test_layers_of_libraries_do_not_run_backwards_in_a_trial() -> None:
     assert backwards_of(stage_of(nn.Linear(WIDTH, WIDTH)), torch.ones(2, 3, WIDTH)) == []
+
+
+def test_an_embedding_does_not_run_backwards_in_a_trial() -> None:
+    class Embedding(nn.Embedding):
+        pass
+
+    surroundings = replace(TRIAL, calls=[LayerCall(EMBEDDING_LAYER, True, (), {})], collect=[TRIED])
+    stage = Stage(
+        nn.ModuleDict({str(EMBEDDING_LAYER): Embedding(5, WIDTH)}), torch.device("cpu"), 1
+    )
+    assert not stage.forward(Key(0), Activation(torch.tensor([[1, 2]])), surroundings).collected
 
 
 def test_what_cannot_run_backwards_in_a_trial_sends_nothing() -> None:
