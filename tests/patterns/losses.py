@@ -436,6 +436,14 @@ class Cancelling(Learner):
         return -(rewards * ratio).mean()
 
 
+class DrawingGradients(Learner):
+    """Draws how much the gradient of each sample counts."""
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        scale = torch.rand(len(hidden), 1, 1)
+        return super().leave(hidden * scale + (hidden * (1 - scale)).detach())
+
+
 class Drawing(Learner):
     """Adds random numbers to the logits before the loss."""
 
@@ -681,6 +689,14 @@ PATTERNS = [
         "The loss draws random numbers.",
         Drawing,
         said=DRAWS,
+        differs=True,
+        remedy=BOUNDARY,
+    ),
+    Pattern(
+        "random gradients",
+        "The gradients of hidden states are scaled at random.",
+        DrawingGradients,
+        said=r"Whether the gradients .* random numbers",
         differs=True,
         remedy=BOUNDARY,
     ),
