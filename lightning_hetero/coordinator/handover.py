@@ -37,6 +37,14 @@ from ..pipeline.handover import (
 from ..pipeline.microbatch import GO_ON, STOPPING_DIFFERENCE, BatchOptions
 from ..pipeline.recorder import Recorder
 from ..pipeline.tolerance import coarsest, norm_error, rounding_of_hidden
+from ..pipeline.trial_backward import (
+    TRIED,
+    TriedBackward,
+    backwards_in,
+    difference_of_backwards,
+    has_own_code,
+    other_gradients,
+)
 from ..pipeline.turns import current_turn
 from ..plan import Plan
 from ..protocol.tensor_bytes import DTYPES
@@ -70,6 +78,7 @@ class WholeBatches:
         is_sequence_first = any(map(takes_sequence_first, layers.values()))
         self._dimension = SampleDimension(options.dim, is_sequence_first)
         self._check = options.check
+        self._has_own_code = any(map(has_own_code, layers.values()))
         self._trial = trial
         # What was compared: with gradients, in training mode, and how arguments are cut.
         self._checked: set[tuple[bool, bool, tuple[int | None, ...]]] = set()
@@ -136,6 +145,8 @@ class WholeBatches:
         difference = _difference(self._run(pieces, dim), expected)
         tolerance = self._tolerance(request)
         if difference <= tolerance:
+            if around.grad_enabled and is_training and self._has_own_code:
+                self._check_backwards(pieces, whole, tolerance)
             return
         if difference <= 2 * _difference(self._run([whole], dim), expected):
             rank_zero_info(
@@ -153,6 +164,36 @@ class WholeBatches:
             remedies = self._remedies(request, dim)
             raise BatchError(f"{text} This repairs it: {remedies}. {GO_ON}")
         rank_zero_warn(f"{text} With `micro_batches=1` the batch stays whole.")
+
+    def _check_backwards(self, pieces: Sequence[Request], whole: Request, rounding: float) -> None:
+        """Compare what layers make of made-up gradients.
+
+        Raises:
+            BatchError: If they differ, and the check is to stop the run.
+        """
+        expected, *cut = (self.with_backwards([each], 0)[0] for each in (whole, *pieces))
+        difference = difference_of_backwards(expected, cut, rounding)
+        if difference <= max(rounding, STOPPING_DIFFERENCE):
+            return
+        text = other_gradients("first", difference)
+        if self._check == "stop":
+            raise BatchError(f"{text} {GO_ON}")
+        rank_zero_warn(text)
+
+    def with_backwards(
+        self, pieces: Sequence[Request], dim: int
+    ) -> tuple[list[TriedBackward], Activation]:
+        """Run pieces without gradients, and layers with code of the user's own backwards too."""
+        if not self._has_own_code or len(pieces) > 1:
+            return [], self._trial(pieces, dim)
+        [one] = pieces
+        collect = [*one.surroundings.collect, TRIED]
+        around = replace(one.surroundings, collect=collect, grad_enabled=False)
+        asking = Request(one.hidden.detach(), around)
+        found = self._trial([asking], dim)
+        tried = [tensor for kind, tensor in found.collected if kind == TRIED]
+        others = tuple(each for each in found.collected if each.kind != TRIED)
+        return backwards_in(tried), replace(found, collected=others)
 
     def _compared(self, request: Request, dim: int) -> tuple[list[Request], Request]:
         """The first pieces of a request, and all of them as one."""
@@ -209,11 +250,13 @@ class TriedHandOver:
         sent: The hidden states that were sent, and the tensors that went along.
         back: The hidden states that came back, a leaf of a graph that wants gradients.
         outputs: The collected outputs that came back, such as router logits, leaves like those.
+        backwards: What layers make of made-up gradients.
     """
 
     sent: Sequence[Tensor]
     back: Tensor
     outputs: Sequence[Collected] = ()
+    backwards: Sequence[TriedBackward] = ()
 
 
 def _as_leaf(each: Collected) -> Collected:
@@ -333,14 +376,14 @@ class HandOvers:
         if self._trial_is_cut is not None:
             self._follow(False)
             cut = self._whole_batches.cut(request) if self._trial_is_cut else ([request], 0)
-            found = self._try(*cut)
             if not torch.is_grad_enabled():
-                return found
+                return self._try(*cut)
+            backwards, found = self._whole_batches.with_backwards(*cut)
             sent = (request.hidden, *request.surroundings.carried.values())
             back = found.hidden.detach().requires_grad_()
             collected = tuple(map(_as_leaf, found.collected))
             found = replace(found, hidden=back, collected=collected)
-            self._tried.append(TriedHandOver(sent, back, found.outputs))
+            self._tried.append(TriedHandOver(sent, back, found.outputs, backwards))
             return found
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)

@@ -54,7 +54,7 @@ from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_h
 from .carried_tensors import Carried, is_carried, returned
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
-from .hollow_checks import HeldParts, check_hooks_of_all_modules, hook_away, observes
+from .hollow_checks import HeldParts, check_hooks_of_all_modules, hook_away, observes, warn_of_modes
 from .hollow_forward import HollowSpan, Records, list_begins
 from .hollow_state_dicts import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches
@@ -283,6 +283,7 @@ class HollowLayers:
 
         After an exception the caller must call `forget_calls`.
         """
+        warn_of_modes()
         records, layer = self._records, self._modules[number]
         args, kwargs = come_back((args, kwargs))
         is_first = number in self._span.firsts

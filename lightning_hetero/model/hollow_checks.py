@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.modules.module as torch_modules
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
@@ -24,6 +27,9 @@ from .tensors import locate, named_tensors
 
 # Hooks of Lightning, such as those of its profiler and its summary, observe and change nothing.
 _OBSERVERS = ("lightning.", "pytorch_lightning.")
+
+# Their modes observe, or make tensors on a device.
+_LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_hetero"})
 
 # What torch calls for every module of this process.
 _HOOKS_OF_ALL_MODULES = (
@@ -146,6 +152,19 @@ def check_hooks_of_all_modules(is_excused: Callable[[Callable[..., Any]], bool])
             "forward_hook` or one of its kind), which would not fire on a worker. Remove it, or "
             "register it on the modules that stay with the coordinator."
         )
+
+
+def warn_of_modes() -> None:
+    """Warn of modes of the user's own around a call of a layer: they see each operation of this
+    thread, and may change it or only count it."""
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        kind = type(mode)
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:
+            rank_zero_warn(
+                f"A layer that lives on a worker was called inside of a {kind.__name__}, which "
+                "sees and changes nothing of what the worker computes. If it changes numbers, "
+                "leave it before the layers, or let the coordinator alone have them."
+            )
 
 
 def hook_away(name: str) -> ModelError:

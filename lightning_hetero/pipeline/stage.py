@@ -31,6 +31,7 @@ from ..model.layers import EMBEDDING_LAYER, describe_layer
 from .boundary import Activation, Collected, Gradients, Surroundings, leaf_of
 from .random_numbers import PythonStreams, seed_action
 from .rule import Key
+from .trial_backward import TRIED, has_own_code, tried_backward
 
 Call = Callable[..., Any]
 
@@ -528,6 +529,8 @@ class Stage:
         # trial would have them compiled again and again.
         is_plain = surroundings.collect or surroundings.is_trial
         compiled = None if is_plain else self.compiled
+        tries_backward = surroundings.is_trial and TRIED in surroundings.collect
+        backwards: list[Tensor] = []
         with (
             torch.set_grad_enabled(keep_graph),
             self._autocast(self.dtype or surroundings.autocast_dtype),
@@ -546,11 +549,13 @@ class Stage:
                 seed_action(self.seed, self.dropout_step, call.layer_index, *key)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 with on_trial(layer) if surroundings.is_trial else nullcontext():
+                    if tries_backward and has_own_code(layer):
+                        backwards += _tried_backward(layer, call, hidden)
                     hidden = along.take(tensors_of(run(*args, **kwargs), layer, call), call)
                 arguments.check(layer)
                 if call.layer_index == EMBEDDING_LAYER:
                     collect_embedded(hidden)
-            found = [*collected(), *along.leaving()]
+            found = [*collected(), *((TRIED, each) for each in backwards), *along.leaving()]
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in found))
             # Outside the stage all tensors have the dtypes that they would have without its dtype.
@@ -562,6 +567,17 @@ class Stage:
             return nullcontext()
         # Without a cache, as in Lightning: a cached cast of a weight would outlive its next step.
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+
+
+def _tried_backward(layer: nn.Module, call: LayerCall, hidden: Tensor) -> list[Tensor]:
+    """What a call sends of its backward, if it uses no cache."""
+
+    def run(given: Tensor) -> Tensor:
+        args, kwargs = put_hidden(given, call.args, call.kwargs, call.place)
+        with collecting(()):
+            return tensors_of(layer(*args, **kwargs), layer, call)[call.hidden_at]
+
+    return [] if call.cache is not None else tried_backward(layer, run, hidden)
 
 
 class Along:

@@ -60,10 +60,6 @@ _LEAST_ROUNDINGS = 10
 # The operations of a forward take more memory, and free it, than their results take.
 _MARGIN = 1.5
 _FEWEST_COMPARED = 2
-# The numbers within a gradient cancel each other more than those of hidden states do: a difference
-# below this multiple of their rounding error, and below this least one, is rounding.
-_CANCELLING = 4.0
-_LEAST_OF_GRADIENTS = 1e-4
 # Another loss of one batch may differ by this multiple of the spread of three losses, or of six if
 # these are near each other by chance.
 _SPREADS = 8
@@ -417,12 +413,10 @@ class FirstBatchCheck:
             return None
         dtype, widest = self._coarsest()
         rounding = rounding_of_hidden(dtype, len(self.deployment.layers), widest)
-        tolerance = max(rounding, STOPPING_DIFFERENCE)
-        rounding = max(_CANCELLING * rounding, _LEAST_OF_GRADIENTS)
-        found = whole.differing(cut, tolerance, self.checks.which, min(rounding, tolerance))
+        found = whole.differing(cut, rounding, self.checks.which)
         if found is not None:
             self.checks.said.add(("gradients",))
-            return _Problem(*found)
+            return None if self._draws_gradients(batch, whole, rounding) else _Problem(*found)
         if not whole.is_cut_into(cut) and self.checks.is_new("lengths"):
             rank_zero_info(
                 "Whether the code before the layers on workers makes the gradients of the "
@@ -431,9 +425,26 @@ class FirstBatchCheck:
             )
         return None
 
-    def _gradients(self, batch: Any, weight: float, whole: Gradients | None = None) -> Gradients:
+    def _draws_gradients(self, batch: CutBatch, whole: Gradients, rounding: float) -> bool:
+        """Whether the gradients vary between forwards; this is said."""
+        self._gradients(batch.whole, 1.0, puts_draws_back=False)  # it draws what `whole` has drawn
+        again = self._gradients(batch.whole, 1.0, puts_draws_back=False)
+        if whole.differing([again], rounding, self.checks.which) is None:
+            return False
+        self._say_random("gradients")
+        return True
+
+    def _gradients(
+        self,
+        batch: Any,
+        weight: float,
+        whole: Gradients | None = None,
+        *,
+        puts_draws_back: bool = True,
+    ) -> Gradients:
         """The gradients of a loss for the hidden states that come back from the layers, and for
         the coordinator's parameters."""
+        from_the_start = self._from_the_start(puts_draws_back=puts_draws_back)
         plugin = self.module.trainer.precision_plugin
         scaler = scaler_of(plugin)
         scale = 1.0 if scaler is None else scaler.get_scale()
@@ -444,7 +455,7 @@ class FirstBatchCheck:
         hooks = ParameterHooks()
         hooks.take_off(own)
         try:
-            with self._from_the_start(), torch.enable_grad(), trying as tried:
+            with from_the_start, torch.enable_grad(), trying as tried:
                 with plugin.train_step_context(), WatchesBackwards(tried):
                     loss = loss_of(self.module.training_step(batch, *self.rest))
                 self.deployment.check_forward_finished()
@@ -510,14 +521,18 @@ class FirstBatchCheck:
                 break
         else:
             return False
-        if self.checks.is_new("random"):
-            rank_zero_warn(
-                f"Whether the loss of the {self.checks.which} batch is that of its micro-batches "
-                "was not checked: `training_step` draws random numbers, so that every forward "
-                "gives another loss. With `micro_batching='boundary'` it draws once for each "
-                "batch, as on one device, and now for each micro-batch."
-            )
+        self._say_random("loss")
         return True
+
+    def _say_random(self, what: str) -> None:
+        if self.checks.is_new("random"):
+            verb, others = ("is that", "another") if what == "loss" else ("are those", "other")
+            rank_zero_warn(
+                f"Whether the {what} of the {self.checks.which} batch {verb} of its "
+                "micro-batches was not checked: `training_step` draws random numbers, so that "
+                f"every forward gives {others} {what}. With `micro_batching='boundary'` it draws "
+                "once for each batch, as on one device, and now for each micro-batch."
+            )
 
     def _redrawn(self, batch: Any, observer: _Observer = _NOBODY) -> float | None:
         """The loss with the next random numbers, and with nothing else of the run before."""

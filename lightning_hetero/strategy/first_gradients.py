@@ -4,9 +4,10 @@
                                                collected outputs, such as router logits
     hidden states that were sent ──▶ the rest  the same, for made-up gradients of what was sent
 
-The layers between do not run backwards: workers compute with their own code, which is checked
-elsewhere. The made-up gradient of a hidden state is a simple function of it, so that a sample has
-the same one in the batch and in its micro-batch.
+The layers between do not run backwards from there. Those with code of the user's own do so each by
+itself, from other made-up gradients (`pipeline/trial_backward.py`). The made-up gradient of a
+hidden state is a simple function of it, so that a sample has the same one in the batch and in its
+micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,20 @@ from typing_extensions import override
 
 from ..coordinator.handover import TriedHandOver
 from ..errors import ModelError
+from ..pipeline.microbatch import STOPPING_DIFFERENCE
+from ..pipeline.trial_backward import (
+    TriedBackward,
+    difference_of_backwards,
+    dim_of_cut,
+    joined,
+    made_up,
+    other_gradients,
+)
 
+# The numbers within a gradient cancel each other more than those of hidden states do: a difference
+# below this multiple of their rounding error, and below this least one, is rounding.
+_CANCELLING = 4.0
+_LEAST_OF_GRADIENTS = 1e-4
 # A gradient that changes the loss by less than this part of it, when the hidden states change by
 # as much as they are, may be what is left of gradients that cancel each other.
 _NOISE = 1e-4
@@ -146,6 +160,7 @@ class Gradients:
         of_loss: Those of the loss.
         of_outputs: Those of the loss for collected outputs that came back, by the kind.
         of_sent: Those of what was sent to the layers.
+        of_layers: What layers with code of the user's own make of made-up gradients.
         sent: The shapes of what was sent.
         factor: The gradient of a number that was sent, relative to another such number.
     """
@@ -153,6 +168,7 @@ class Gradients:
     of_loss: Backward
     of_outputs: Mapping[str, Backward]
     of_sent: Backward
+    of_layers: Sequence[TriedBackward]
     sent: Sequence[torch.Size]
     factor: float
 
@@ -198,10 +214,11 @@ class Gradients:
             shapes = [each.shape for each in sent]
             is_shared = [shape in whole.sent[n : n + 1] for n, shape in enumerate(shapes)]
             factors = [factor / 2 if each else factor for each in is_shared]
-        made_up = [_mixed(each) * size for each, size in zip(sent, factors, strict=True)]
+        sent_back = [made_up(each) * size for each, size in zip(sent, factors, strict=True)]
         least = _NOISE * factor * sum(_norm(each) ** 2 for each in sent)
-        of_sent = Backward.of(sent, made_up, hidden, parameters, least)
-        return cls(of_loss, of_outputs, of_sent, [each.shape for each in sent], factor)
+        of_sent = Backward.of(sent, sent_back, hidden, parameters, least)
+        of_layers = [each for one in tried for each in one.backwards]
+        return cls(of_loss, of_outputs, of_sent, of_layers, [each.shape for each in sent], factor)
 
     def has_hand_overs_of(self, cut: Sequence[Gradients]) -> bool:
         """Whether the layers were called as often for each micro-batch."""
@@ -213,22 +230,22 @@ class Gradients:
         samples. Otherwise they may be padded to other lengths."""
         columns = [each.sent for each in cut]
         return all(len(column) == len(self.sent) for column in columns) and all(
-            set(row) == {shape} or _dim_of_cut(shape, row) is not None
+            set(row) == {shape} or dim_of_cut(shape, row) is not None
             for shape, row in zip(self.sent, zip(*columns, strict=True), strict=True)
         )
 
     def differing(
-        self, cut: Sequence[Gradients], tolerance: float, which: str, rounding: float | None = None
+        self, cut: Sequence[Gradients], rounding: float, which: str
     ) -> tuple[str, bool] | None:
         """What differs from the gradients of micro-batches together, in words, and whether it ends
         a run; None if nothing does.
 
         Args:
             cut: Those of the micro-batches, which have as many hand-overs.
-            tolerance: The relative difference up to which a run goes on.
+            rounding: The relative difference that rounding explains.
             which: The batch, as a word.
-            rounding: The difference that rounding explains, if it is smaller.
         """
+        tolerance = max(rounding, STOPPING_DIFFERENCE)
         for_loss = difference = self.difference_for_loss(cut)
         if difference > tolerance:
             return (
@@ -247,6 +264,10 @@ class Gradients:
                 "the norm of a gradient; `micro_batching='boundary'` repairs it.",
                 True,
             )
+        backwards = [each.of_layers for each in cut]
+        difference = difference_of_backwards(self.of_layers, backwards, rounding)
+        if difference > tolerance:
+            return other_gradients(which, difference), True
         difference, kind = self.difference_for_outputs(cut)
         if difference > tolerance:
             return (
@@ -256,7 +277,7 @@ class Gradients:
                 "the samples of a batch; `micro_batching='boundary'` repairs it.",
                 False,
             )
-        if for_loss > (tolerance if rounding is None else rounding):
+        if for_loss > max(_CANCELLING * rounding, _LEAST_OF_GRADIENTS):
             return (
                 f"The loss of the {which} batch is that of its micro-batches up to rounding, but "
                 f"its gradients are not: they differ by {100 * for_loss:.2g} %. It seems that a "
@@ -381,11 +402,6 @@ def _of_outputs(
     }
 
 
-def _mixed(sent: Tensor) -> Tensor:
-    """Other numbers of the same sample; a tensor of one dimension has one number for each."""
-    return sent.detach().roll(1, -1) if sent.ndim > 1 else sent.detach()
-
-
 def _norm(tensor: Tensor) -> float:
     return float(tensor.detach().float().norm())
 
@@ -411,29 +427,10 @@ def _relative(found: Tensor, expected: Tensor, noise: float) -> float:
 def _alike(whole: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Iterator[Tensor]]:
     """The whole, and what it may be of the pieces: these joined along their samples; or sums over
     all samples and positions if pieces are padded to other lengths than the whole."""
-    dim = _dim_of_cut(whole.shape, [piece.shape for piece in pieces])
+    dim = dim_of_cut(whole.shape, [piece.shape for piece in pieces])
     if dim is not None:
-        return whole, _joined(pieces, dim)
+        return whole, joined(pieces, dim)
     if {piece.shape[-1] for piece in pieces} != {whole.shape[-1]}:
         return whole, iter(())
     sums = [each.reshape(-1, each.shape[-1]).sum(0) for each in (whole, *pieces)]
     return sums[0], iter([torch.stack(sums[1:]).sum(0)])
-
-
-def _joined(pieces: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
-    """Join pieces in each order that they may have in a batch: its samples may be there several
-    times, one time behind the other, as chosen and rejected answers in one forward are."""
-    most = math.gcd(*(piece.shape[dim] for piece in pieces))
-    for num_times in (n for n in range(1, most + 1) if most % n == 0):
-        parts = zip(*(piece.chunk(num_times, dim) for piece in pieces), strict=True)
-        yield torch.cat([part for row in parts for part in row], dim)
-
-
-def _dim_of_cut(whole: torch.Size, pieces: Sequence[torch.Size]) -> int | None:
-    """The dimension along which tensors of these shapes are one of the whole's shape."""
-    for dim in range(min(len(whole), 2)):
-        others = [[*shape[:dim], *shape[dim + 1 :]] for shape in (whole, *pieces)]
-        num_samples = sum(shape[dim] for shape in pieces if len(shape) == len(whole))
-        if others == others[:1] * len(others) and num_samples == whole[dim]:
-            return dim
-    return None

@@ -16,7 +16,9 @@ import torch
 from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache
 
 from lightning_hetero.errors import ModelError, RemoteProtocolError
@@ -316,6 +318,31 @@ def test_a_hook_of_all_modules_is_refused(register: Any) -> None:
     finally:
         handle.remove()
     Hollowed(tiny_llama(5))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [FunctionMode, DispatchMode])
+def test_a_mode_that_sees_nothing_of_a_layer_is_named(
+    hollowed: Hollowed, mode: type[FunctionMode | DispatchMode]
+) -> None:
+    with mode(), pytest.warns(UserWarning, match=f"inside of a {mode.__name__}"):
+        hollowed.model(tokens())
+    with torch.device("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hollowed.model(tokens())
 
 
 @pytest.mark.parametrize("hook", ["forward", "forward pre", "backward", "backward pre"])

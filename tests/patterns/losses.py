@@ -326,6 +326,57 @@ class _OverNorm(torch.autograd.Function):
         return _over_norm(gradients[0])
 
 
+class HookedBlock(Block):
+    """Scales gradients in its forward."""
+
+    def update(self, hidden: Tensor) -> Tensor:
+        found = super().update(hidden)
+        if found.requires_grad:
+            found.register_hook(_over_norm)
+        return found
+
+
+class FunctionBlock(Block):
+    """Does so by a function of its own."""
+
+    def update(self, hidden: Tensor) -> Tensor:
+        found: Tensor = _OverNorm.apply(super().update(hidden))
+        return found
+
+
+class SteppedBlock(Block):
+    """Rounds what it adds to steps that it learns, as quantization in training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.tensor(0.1))
+
+    def update(self, hidden: Tensor) -> Tensor:
+        found = super().update(hidden)
+        factor = found.numel() ** -0.5
+        step = (self.step - self.step * factor).detach() + self.step * factor
+        steps = found / step
+        return ((steps.round() - steps).detach() + steps) * step
+
+
+class HookInLayers(Learner):
+    """Has such layers."""
+
+    layer = HookedBlock
+
+
+class FunctionInLayers(Learner):
+    """Has such layers."""
+
+    layer = FunctionBlock
+
+
+class LearnedSteps(Learner):
+    """Has such layers."""
+
+    layer = SteppedBlock
+
+
 class FunctionBeforeLayers(Learner):
     """Does so by a function of its own."""
 
@@ -383,6 +434,14 @@ class Cancelling(Learner):
         scores = self(inputs).log_softmax(-1)[..., 0].mean(1)
         ratio = (scores - scores.detach()).exp()
         return -(rewards * ratio).mean()
+
+
+class DrawingGradients(Learner):
+    """Draws how much the gradient of each sample counts."""
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        scale = torch.rand(len(hidden), 1, 1)
+        return super().leave(hidden * scale + (hidden * (1 - scale)).detach())
 
 
 class Drawing(Learner):
@@ -567,6 +626,28 @@ PATTERNS = [
             ("hook of the head", HookOfHead, "but its gradients are not"),
         )
     ),
+    *(
+        Pattern(
+            f"gradients over their norm, {name}",
+            "Layers on workers do so.",
+            module,
+            settings=settings,
+            refused=r"The layers on workers make other gradients.*`micro_batches=1`",
+            remedy={"micro_batches": 1},
+        )
+        for name, module, settings in (
+            ("hook in layers", HookInLayers, {}),
+            ("hook in layers, boundary", HookInLayers, BOUNDARY),
+            ("function in layers", FunctionInLayers, {}),
+        )
+    ),
+    Pattern(
+        "learned steps of quantization",
+        "Layers scale the gradient of a parameter by how many numbers a batch has.",
+        LearnedSteps,
+        refused=r"The layers on workers make other gradients.*`micro_batches=1`",
+        remedy={"micro_batches": 1},
+    ),
     Pattern("hook of a step", "`training_step` puts a hook on a hidden state.", HookOfStep),
     Pattern(
         "perturbed hidden states",
@@ -608,6 +689,14 @@ PATTERNS = [
         "The loss draws random numbers.",
         Drawing,
         said=DRAWS,
+        differs=True,
+        remedy=BOUNDARY,
+    ),
+    Pattern(
+        "random gradients",
+        "The gradients of hidden states are scaled at random.",
+        DrawingGradients,
+        said=r"Whether the gradients .* random numbers",
         differs=True,
         remedy=BOUNDARY,
     ),

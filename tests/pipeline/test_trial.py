@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.layer_call import LayerCall
+from lightning_hetero.model.layers import EMBEDDING_LAYER
 from lightning_hetero.pipeline.boundary import Activation, Surroundings
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage, on_trial
+from lightning_hetero.pipeline.trial_backward import (
+    TRIED,
+    TriedBackward,
+    backwards_in,
+    difference_of_backwards,
+)
 
 from ..own_layers import WIDTH
 from ..stateful_layers import Running
@@ -119,3 +127,74 @@ def test_an_error_in_a_trial_leaves_nothing_behind() -> None:
         failing()
     assert layer.dropout.training
     assert float(layer.seen) == 0
+
+
+class Scaled(nn.Module):
+    """Scales a gradient or leaves it as it is, and has a parameter whose gradient is rounding."""
+
+    def __init__(self, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix, self.key = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.scale = scale
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores = (hidden @ (hidden + self.key).transpose(-1, -2)).softmax(-1)
+        found = self.mix(scores @ hidden).tanh()
+        if found.requires_grad:
+            found.register_hook(self.scale)
+        return hidden + found
+
+
+def backwards_of(stage: Stage, hidden: Tensor) -> list[TriedBackward]:
+    surroundings = replace(TRIAL, collect=[TRIED])
+    found = stage.forward(Key(0), Activation(hidden), surroundings)
+    assert not found.requires_grad
+    return backwards_in([tensor for kind, tensor in found.collected if kind == TRIED])
+
+
+def difference_of(scale: Callable[[Tensor], Tensor], sizes: Sequence[int], num_bytes: int) -> float:
+    torch.manual_seed(0)
+    stage = stage_of(Scaled(scale))
+    hidden = torch.randn(4, 3, WIDTH)
+    pieces = [backwards_of(stage, piece) for piece in hidden.split(sizes)]
+    assert all(parameter.grad is None for parameter in stage.layers.parameters())
+    rounding = torch.finfo(torch.float32 if num_bytes == 4 else torch.bfloat16).eps
+    return difference_of_backwards(backwards_of(stage, hidden), pieces, rounding)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3)])
+@pytest.mark.parametrize("num_bytes", [4, 2])
+def test_a_trial_compares_the_backward_of_layers(sizes: Sequence[int], num_bytes: int) -> None:
+    def compare(scale: Callable[[Tensor], Tensor]) -> float:
+        return difference_of(scale, sizes, num_bytes)
+
+    assert compare(lambda gradient: gradient) < 1e-5
+    assert compare(lambda gradient: -0.3 * gradient) < 1e-5
+    assert compare(lambda gradient: gradient.clamp(-1e-3, 1e-3)) < 1e-5
+    assert compare(lambda gradient: gradient / gradient.norm()) > 0.02
+    assert compare(lambda gradient: gradient / len(gradient)) > 0.02
+    if num_bytes == 4:  # otherwise rows alone are compared, which the residual connection hides
+        assert compare(lambda gradient: gradient * (0.1 / gradient.norm()).clamp(max=1)) > 0.02
+
+
+def test_layers_of_libraries_do_not_run_backwards_in_a_trial() -> None:
+    assert backwards_of(stage_of(nn.Linear(WIDTH, WIDTH)), torch.ones(2, 3, WIDTH)) == []
+
+
+def test_an_embedding_does_not_run_backwards_in_a_trial() -> None:
+    class Embedding(nn.Embedding):
+        pass
+
+    surroundings = replace(TRIAL, calls=[LayerCall(EMBEDDING_LAYER, True, (), {})], collect=[TRIED])
+    stage = Stage(
+        nn.ModuleDict({str(EMBEDDING_LAYER): Embedding(5, WIDTH)}), torch.device("cpu"), 1
+    )
+    assert not stage.forward(Key(0), Activation(torch.tensor([[1, 2]])), surroundings).collected
+
+
+def test_what_cannot_run_backwards_in_a_trial_sends_nothing() -> None:
+    class Detached(Running):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden.detach()).detach()
+
+    assert backwards_of(stage_of(Detached()), torch.ones(2, 3, WIDTH)) == []

@@ -50,7 +50,7 @@ def test_a_part_of_a_loss_that_weighs_otherwise_is_said_or_ends_the_run(
         return mean(hidden) * (1 + part * len(hidden) / len(HIDDEN))
 
     cut = [gradients(loss, each, len(each) / len(HIDDEN)) for each in HIDDEN.split([2, 3])]
-    found = gradients(loss, HIDDEN).differing(cut, 1e-2, "first", 1e-4)
+    found = gradients(loss, HIDDEN).differing(cut, 1e-5, "first")
     assert found == ends if found is None else found[1] is ends
 
 

@@ -1,0 +1,219 @@
+"""The backward of layers in a trial: do the samples of a batch have the gradients that they have in
+their micro-batches?
+
+A hook, an ``autograd.Function`` or a scale in a layer's forward may use a number of the batch, such
+as the norm of a gradient. The forwards are the same then, and the gradients are not. So each layer
+with code of the user's own runs backwards in a trial, by itself, from a made-up gradient that is a
+simple function of what it returns. Of the gradients a stage sends one number for each row of its
+input, and one for each parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+TRIED = "gradients of layers"
+"""The kind of the collected outputs that a trial with backwards sends."""
+
+# Layers of these libraries alone run no code of the user's own.
+_LIBRARIES = frozenset({"torch", "transformers", "peft", "bitsandbytes"})
+# Gradients are clipped, or divided by their norms, at sizes that nobody knows here: these are about
+# the largest and the smallest of a training.
+_SIZES = (1.0, 1e-3)
+# A gradient that changes the made-up loss by less than this part of it, when the parameter changes
+# by as much as it is, may be what is left of gradients that cancel each other.
+_NOISE = 1e-5
+# Single precision rounds less than this, and half precision more.
+_FINE = 1e-3
+
+
+def has_own_code(layer: nn.Module) -> bool:
+    """Whether a layer has modules of the user's own."""
+    return any(
+        type(module).__module__.partition(".")[0] not in _LIBRARIES for module in layer.modules()
+    )
+
+
+def made_up(tensor: Tensor) -> Tensor:
+    """Other numbers of the same sample, as a gradient; a tensor of one dimension has one number for
+    each sample."""
+    return tensor.detach().roll(1, -1) if tensor.ndim > 1 else tensor.detach()
+
+
+def tried_backward(
+    layer: nn.Module, run: Callable[[Tensor], Tensor], hidden: Tensor
+) -> list[Tensor]:
+    """Run a layer backwards, and leave nothing behind.
+
+    Args:
+        layer: The layer.
+        run: Its forward from hidden states to hidden states.
+        hidden: The hidden states that it is given.
+
+    Returns:
+        What is sent; nothing if the layer cannot run backwards in a trial.
+    """
+    if not hidden.is_floating_point():
+        return []  # token ids
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    sent: list[Tensor] = []
+    with torch.enable_grad():
+        leaf = hidden.detach().requires_grad_()
+        try:
+            out = run(leaf)
+            least = _NOISE * float(out.detach().float().norm()) ** 2
+            for size in _SIZES:
+                of_input, *others = torch.autograd.grad(
+                    out,
+                    [leaf, *trained],
+                    made_up(out) * size,
+                    retain_graph=size != _SIZES[-1],
+                    allow_unused=True,
+                )
+                sent.append(_rows(torch.zeros_like(leaf) if of_input is None else of_input))
+                sent.append(_numbers(trained, others, least * size, leaf.device))
+        except Exception:
+            # The step itself fails in the same way, unless the layer must be in training mode.
+            return []
+    return sent
+
+
+def _rows(gradient: Tensor) -> Tensor:
+    """One number for each row."""
+    detached = gradient.detach().float()
+    if detached.ndim < 2:
+        return detached
+    return detached @ _weights(detached.shape[-1]).to(detached.device)
+
+
+def _numbers(
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
+    least: float,
+    device: torch.device,
+) -> Tensor:
+    """For each gradient of a parameter one number, its norm, and the norm below which it may be
+    noise."""
+    numbers = [
+        [0.0, 0.0, math.inf] if gradient is None else _three(gradient, parameter, least)
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+    return torch.tensor(numbers, device=device).reshape(-1, 3)
+
+
+def _three(gradient: Tensor, parameter: nn.Parameter, least: float) -> list[float]:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    table = dense.detach().float().reshape(-1, dense.shape[-1] if dense.ndim else 1)
+    left, right = (_weights(size).to(table.device) for size in table.shape)
+    size = max(float(parameter.detach().float().norm()), 1e-6)
+    return [float(left @ table @ right), float(table.norm()), least / size]
+
+
+def _weights(size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class TriedBackward:
+    """What one backward of one layer has sent.
+
+    Args:
+        rows: A number for each row of the gradient of the layer's input.
+        parameters: Three numbers for each parameter's gradient.
+    """
+
+    rows: Tensor
+    parameters: Tensor
+
+
+def backwards_in(tensors: Sequence[Tensor]) -> list[TriedBackward]:
+    """What layers have sent, one behind the other."""
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    return [TriedBackward(rows, parameters) for rows, parameters in pairs]
+
+
+def difference_of_backwards(
+    whole: Sequence[TriedBackward], cut: Sequence[Sequence[TriedBackward]], rounding: float
+) -> float:
+    """The largest relative difference of the backwards of a batch to those of its micro-batches
+    together; 0 where they cannot be compared.
+
+    Args:
+        whole: Those of the batch.
+        cut: Those of each micro-batch.
+        rounding: The relative difference that rounding explains. Where it is large, the gradients
+            of parameters are not compared: that of a key's bias is rounding and nothing else, and
+            a token may take another expert by rounding.
+    """
+    has_exact_sums = rounding < _FINE and torch.get_float32_matmul_precision() == "highest"
+    if any(len(piece) != len(whole) for piece in cut):
+        return 0.0
+    found = [0.0]
+    for one, pieces in zip(whole, zip(*cut, strict=True), strict=True):
+        rows = [piece.rows for piece in pieces]
+        dim = dim_of_cut(one.rows.shape, [each.shape for each in rows])
+        if dim is None:
+            return 0.0  # padded to other lengths, for example
+        found.append(_difference_of_rows(one.rows, rows, dim))
+        if has_exact_sums:
+            found.append(_difference_of_sums(one, pieces))
+    return max(found)
+
+
+def _difference_of_rows(whole: Tensor, pieces: Sequence[Tensor], dim: int) -> float:
+    """The difference that half of the rows have at least: a single one may differ by rounding, as
+    that of a token that takes another expert."""
+    differences = []
+    for together in joined(pieces, dim):
+        scale = torch.maximum(whole.abs(), together.abs())
+        relative = ((whole - together).abs() / scale).nan_to_num(0.0, 0.0)
+        differences.append(float(relative.median()) if relative.numel() else 0.0)
+    return min(differences, default=0.0)
+
+
+def _difference_of_sums(whole: TriedBackward, pieces: Sequence[TriedBackward]) -> float:
+    numbers = torch.stack([whole.parameters, *(piece.parameters for piece in pieces)])
+    norms = numbers[:, :, 1].amax(0)
+    apart = (numbers[1:, :, 0].sum(0) - numbers[0, :, 0]).abs()
+    counts = (norms > numbers[0, :, 2]) & norms.isfinite() & apart.isfinite()
+    return float((apart / norms)[counts].max()) if bool(counts.any()) else 0.0
+
+
+def other_gradients(which: str, difference: float) -> str:
+    """Says that they differ, with the remedies.
+
+    Args:
+        which: The batch, as a word.
+        difference: The relative difference.
+    """
+    return (
+        f"The layers on workers make other gradients of the {which} batch than of its "
+        f"micro-batches: they differ by {100 * difference:.3g} %. It seems that a hook, an "
+        "`autograd.Function` or a scale in their forward uses a number of the batch, such as the "
+        "norm of a gradient or how many numbers there are. `micro_batches=1` keeps the batch whole,"
+        " or keep these layers with the coordinator and use `micro_batching='boundary'`."
+    )
+
+
+def joined(pieces: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
+    """Join pieces in each order that they may have in a batch: its samples may be there several
+    times, one time behind the other, as chosen and rejected answers in one forward are."""
+    most = math.gcd(*(piece.shape[dim] for piece in pieces))
+    for num_times in (n for n in range(1, most + 1) if most % n == 0):
+        parts = zip(*(piece.chunk(num_times, dim) for piece in pieces), strict=True)
+        yield torch.cat([part for row in parts for part in row], dim)
+
+
+def dim_of_cut(whole: torch.Size, pieces: Sequence[torch.Size]) -> int | None:
+    """The dimension along which tensors of these shapes are one of the whole's shape."""
+    for dim in range(min(len(whole), 2)):
+        others = [[*shape[:dim], *shape[dim + 1 :]] for shape in (whole, *pieces)]
+        num_samples = sum(shape[dim] for shape in pieces if len(shape) == len(whole))
+        if others == others[:1] * len(others) and num_samples == whole[dim]:
+            return dim
+    return None
