@@ -211,7 +211,7 @@ def _check(cluster: Cluster) -> None:
             try:
                 Address.parse(text or str(cluster.where(machine)))
             except PlanError as error:
-                raise ClusterError(f"`{key}` of {machine.name}: {error}") from error
+                raise ClusterError(f"The key `{key}` of {machine.name}: {error}") from error
         _check_words(f"`command` of {machine.name}", machine.command)
         if machine.ssh is not None:
             _check_words(f"`ssh` of {machine.name}", machine.ssh)
