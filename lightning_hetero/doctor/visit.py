@@ -333,11 +333,12 @@ def _connect(target: _Target, seconds: float) -> tuple[float, socket.socket]:
 def _why_closed(address: Address, errors: Mapping[_Target, OSError]) -> tuple[str, str]:
     """The fault, from the error at each address of the name, and the remedy."""
     error = next(iter(errors.values()))
-    # A worker without a token, as on one's own machine, listens on loopback only.
-    listen = str(address) if address.is_loopback else f"0.0.0.0:{address.port}"
-    remote = "; a worker that listens on 127.0.0.1 cannot be reached from other machines"
-    why = "" if address.is_loopback else remote
     if isinstance(error, ConnectionRefusedError):
+        # A worker without a token, as on one's own machine, listens on loopback only.
+        listen, why = str(address), ""
+        if not address.is_loopback:
+            listen = f"0.0.0.0:{address.port}"
+            why = "; a worker that listens on 127.0.0.1 cannot be reached from other machines"
         return (
             f"the machine answers, but nothing listens at port {address.port}",
             f"start `lightning-hetero worker --listen {listen}` there{why}",

@@ -31,7 +31,7 @@ from ..model.layers import EMBEDDING_LAYER, describe_layer
 from .boundary import Activation, Collected, Gradients, Surroundings, leaf_of
 from .random_numbers import PythonStreams, seed_action
 from .rule import Key
-from .trial_backward import TRIED, has_own_code, tried_backward
+from .trial_backward import TRIED, tried_backward
 
 Call = Callable[..., Any]
 
@@ -549,8 +549,8 @@ class Stage:
                 seed_action(self.seed, self.dropout_step, call.layer_index, *key)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 with on_trial(layer) if surroundings.is_trial else nullcontext():
-                    if tries_backward and has_own_code(layer):
-                        backwards += _tried_backward(layer, call, hidden)
+                    if tries_backward:
+                        backwards += tried_backward(layer, call, hidden)
                     hidden = along.take(tensors_of(run(*args, **kwargs), layer, call), call)
                 arguments.check(layer)
                 if call.layer_index == EMBEDDING_LAYER:
@@ -567,17 +567,6 @@ class Stage:
             return nullcontext()
         # Without a cache, as in Lightning: a cached cast of a weight would outlive its next step.
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
-
-
-def _tried_backward(layer: nn.Module, call: LayerCall, hidden: Tensor) -> list[Tensor]:
-    """What a call sends of its backward, if it uses no cache."""
-
-    def run(given: Tensor) -> Tensor:
-        args, kwargs = put_hidden(given, call.args, call.kwargs, call.place)
-        with collecting(()):
-            return tensors_of(layer(*args, **kwargs), layer, call)[call.hidden_at]
-
-    return [] if call.cache is not None else tried_backward(layer, run, hidden)
 
 
 class Along:

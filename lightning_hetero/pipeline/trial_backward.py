@@ -10,12 +10,19 @@ input, and one for each parameter.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from ..model.captured_outputs import collecting
+from ..model.layer_call import LayerCall, put_hidden, tensors_of
+from ..model.layers import describe_layer
+
+logger = logging.getLogger(__name__)
 
 TRIED = "gradients of layers"
 """The kind of the collected outputs that a trial with backwards sends."""
@@ -45,27 +52,28 @@ def made_up(tensor: Tensor) -> Tensor:
     return tensor.detach().roll(1, -1) if tensor.ndim > 1 else tensor.detach()
 
 
-def tried_backward(
-    layer: nn.Module, run: Callable[[Tensor], Tensor], hidden: Tensor
-) -> list[Tensor]:
-    """Run a layer backwards, and leave nothing behind.
+def tried_backward(layer: nn.Module, call: LayerCall, hidden: Tensor) -> list[Tensor]:
+    """Run a layer with code of the user's own backwards, and leave nothing behind.
 
     Args:
         layer: The layer.
-        run: Its forward from hidden states to hidden states.
+        call: Its call, with its tensors.
         hidden: The hidden states that it is given.
 
     Returns:
-        What is sent; nothing if the layer cannot run backwards in a trial.
+        What is sent; nothing if the layer has no such code, or cannot run backwards in a trial.
     """
-    if not hidden.is_floating_point():
-        return []  # token ids
+    # Token ids have no gradient, and a forward would fill the cache.
+    if not has_own_code(layer) or not hidden.is_floating_point() or call.cache is not None:
+        return []
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     sent: list[Tensor] = []
     with torch.enable_grad():
         leaf = hidden.detach().requires_grad_()
+        args, kwargs = put_hidden(leaf, call.args, call.kwargs, call.place)
         try:
-            out = run(leaf)
+            with collecting(()):
+                out = tensors_of(layer(*args, **kwargs), layer, call)[call.hidden_at]
             least = _NOISE * float(out.detach().float().norm()) ** 2
             for size in _SIZES:
                 of_input, *others = torch.autograd.grad(
@@ -77,8 +85,14 @@ def tried_backward(
                 )
                 sent.append(_rows(torch.zeros_like(leaf) if of_input is None else of_input))
                 sent.append(_numbers(trained, others, least * size, leaf.device))
-        except Exception:
+        except Exception as error:
             # The step itself fails in the same way, unless the layer must be in training mode.
+            logger.info(
+                "%s cannot run backwards in the check of the first batch, so whether its gradients "
+                "depend on how a batch is cut is not known: %s",
+                describe_layer(call.layer_index),
+                error,
+            )
             return []
     return sent
 
