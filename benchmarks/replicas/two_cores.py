@@ -79,6 +79,9 @@ FEW = (2, 4, 8)
 SLOW_PEERS = (DDP, UNEQUAL_DDP, SERVER, PLANNED)
 SLOW_IN_FLIGHT = 8
 """While a slow worker runs one micro-batch, the coordinator runs up to five."""
+MOST_CORRECTIONS = 5
+SPEED_TOLERANCE = 0.05
+"""Relative to the case's speed."""
 
 CASES = [
     Case("adapters", 16, 7, 1.85, (DDP,), has_adapters=True),
@@ -137,19 +140,29 @@ class Contest:
 
     def set_speed(self) -> None:
         """Let the second core have so much time that it has the case's speed: at each stop it loses
-        more than the time that it stands still."""
-        case, setting = self.case, self._arena.setting
-        if case.speed == 1:
+        more than the time that it stands still, and not the same at every share."""
+        if self.case.speed == 1:
             return
+        for _ in range(MOST_CORRECTIONS):
+            speed = self._second_speed()
+            share = self._arena.setting.share
+            if abs(speed / self.case.speed - 1) <= SPEED_TOLERANCE:
+                break
+            self._set_share(min(1, share * self.case.speed / speed))
+        self._console.print(
+            f"{self.case.name}: with {share:.2f} of its time the second core has {speed:.2f} × the "
+            f"first one's speed"
+        )
+
+    def _second_speed(self) -> float:
+        """Of the second core, in speeds of the first one."""
         first, second = (self._arena.alone(ONE_CORE, core).tokens_per_second for core in (0, 1))
-        share = min(1, case.speed * setting.share * first / second)
-        setting = replace(setting, share=share)
+        return second / first
+
+    def _set_share(self, share: float) -> None:
+        setting = replace(self._arena.setting, share=share)
         self._arena = replace(self._arena, setting=setting)
         self._measured = replace(self._measured, setting=setting)
-        self._console.print(
-            f"{case.name}: the second core has {second / first:.2f} × the first one's speed with "
-            f"{case.speed:g} of its time; it gets {share:.2f} of it"
-        )
 
     def run_round(self) -> None:
         """Everything once."""
