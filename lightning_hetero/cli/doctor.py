@@ -10,7 +10,6 @@ from dataclasses import asdict
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from ..doctor.visit import Options, credentials_or_error, visit
 from ..errors import PlanError
 from ..plan import Plan
 from ..planner.profile import Profile
+from ..planner.verdict import show
 from ..transport.token import find_token_file
 
 _MARKS: dict[Outcome, tuple[str, str]] = {
@@ -38,18 +38,17 @@ def run(options: argparse.Namespace) -> None:
         measure_seconds=options.seconds,
         wanted=_wanted(options.profile, options.plan),
     )
-    console = Console()
     reports = []
     for address in options.addresses:
         report = visit(address, shared)
         reports.append(report)
         if not options.json:
-            console.print(_rendered(report))
+            show(_rendered(report))
     if options.json:
         print(json.dumps(_as_data(reports), indent=2))
     else:
         for line in advice(reports):
-            console.print(Text(line))
+            show(Text(line))
     sys.exit(0 if all(report.is_usable for report in reports) else 1)
 
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -15,6 +15,7 @@ from ..model.layers import DecoderLayer
 from ..pipeline.tolerance import Comparison, RehearsalVerdict
 from ..plan import Plan
 from ..planner.solver import even_plan
+from ..planner.verdict import show
 from ..strategy.deploy import PlanChoice, Site
 from ..strategy.strategy import HeteroPipelineStrategy
 from ..verify.rehearsal import Rehearsal
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     verdict = project.instead_of_training(
         strategy.instead_of_training, rehearse, "there is nothing to verify"
     )
-    Console().print(_rendered(verdict))
+    show(_rendered(verdict))
     sys.exit(0 if verdict.is_right else 1)
 
 

@@ -66,6 +66,12 @@ def run(options: argparse.Namespace) -> None:
         make_for = partial(_maker, options, token_file)
         joiner = _joiner(options, address_of(place.listener))
         serve_one_session_anew(make_for, _say_when_it_ends, joiner, place)
+    for name in Allowed(tuple(options.allow)).absent():
+        logger.warning(
+            "no package %r is installed here or on PYTHONPATH, which --allow names; layers of it "
+            "will be refused",
+            name,
+        )
     secret = _read_secret() if options.stop_with_stdin else ""
     credentials = _credentials(token_file, secret)
     make_worker = partial(_worker, options, credentials)

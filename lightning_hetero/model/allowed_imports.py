@@ -84,6 +84,11 @@ class Allowed:
             (os.path.abspath(script), *sys.argv[1:]) if script else (),
         )
 
+    def absent(self) -> list[str]:
+        """The allowed packages that are not installed here; nothing is imported to see that."""
+        found = [name for name in self.packages if name != MAIN]
+        return [name for name in found if importlib.util.find_spec(name.partition(".")[0]) is None]
+
     def find(self, path: ImportPath, what: str = "layer class") -> Any:
         """Import the class or function of that name.
 

@@ -44,7 +44,7 @@ from .trials import (
     affordable,
     again,
     change_of_speed,
-    corrections,
+    correction,
     doubtful,
     dtypes_to_measure,
     failure,
@@ -487,7 +487,7 @@ def _with_ends(layers: DeviceResult, ends: DeviceResult) -> DeviceResult:
 
 def _keep_shorter(name: str, result: DeviceResult, again: Sequence[Timing]) -> None:
     """Replace the timings of a device that a second measurement has shortened."""
-    for told in corrections(name, result.timings, again):
+    if told := correction(name, result.timings, again):
         rank_zero_info(told)
     result.timings = with_shorter(result.timings, again)
 

@@ -231,15 +231,23 @@ def with_shorter(first: Sequence[Timing], again: Sequence[Timing]) -> list[Timin
     return [min(timing, second.get(job_of(timing), timing), key=seconds_of) for timing in first]
 
 
-def corrections(name: str, first: Sequence[Timing], again: Sequence[Timing]) -> Iterator[str]:
-    """A sentence on each timing that a second measurement has shortened by more than a quarter."""
-    for before, after in zip(first, with_shorter(first, again), strict=True):
-        if not _agree(seconds_of(before), seconds_of(after)):
-            yield (
-                f"{name} took {1000 * seconds_of(before):.3g} ms for {_job_text(before)}, which "
-                f"was doubtful, and {1000 * seconds_of(after):.3g} ms when it was measured again; "
-                "the shorter time is kept"
-            )
+def correction(name: str, first: Sequence[Timing], again: Sequence[Timing]) -> str | None:
+    """A sentence on the timings that a second measurement shortened by more than a quarter, with
+    the figures of the largest change; None if there is none."""
+    pairs = [
+        (seconds_of(before), seconds_of(after), before)
+        for before, after in zip(first, with_shorter(first, again), strict=True)
+    ]
+    shortened = [pair for pair in pairs if not _agree(*pair[:2])]
+    if not shortened:
+        return None
+    before, after, most = max(shortened, key=lambda pair: pair[0] / pair[1])
+    others = len(shortened) - 1
+    return (
+        f"{name} took {1000 * before:.3g} ms for {_job_text(most)}, which was doubtful, and "
+        f"{1000 * after:.3g} ms when it was measured again; the shorter time is kept"
+        + (f", as are those of {others} more of its {len(first)} timings" if others else "")
+    )
 
 
 def still_varying(name: str, timings: Sequence[Timing]) -> str | None:

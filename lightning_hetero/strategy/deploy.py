@@ -108,16 +108,21 @@ class PlanChoice:
         Raises:
             PlanError: If the plan does not fit.
         """
-        plan = self.plan
+        plan, path = self.plan, None
         if plan == "auto":
             return None
         if plan in ("even", "replicated"):
             make = even_plan if plan == "even" else replicated_plan
             plan = make(num_layers, workers)
         elif not isinstance(plan, Plan):
-            plan = Plan.from_yaml(plan)
+            plan, path = Plan.from_yaml(plan), plan
         plan = self._with_micro_batches(plan)
-        plan.check(num_layers, workers)
+        try:
+            plan.check(num_layers, workers)
+        except PlanError as error:
+            if path is None:
+                raise
+            raise PlanError(f"The plan of the file {str(path)!r} does not fit. {error}") from error
         return plan
 
     def named_workers(self) -> Sequence[str]:

@@ -240,3 +240,9 @@ def test_just_names_exactly_the_modules(monkeypatch: pytest.MonkeyPatch) -> None
     assert allowed.packages == ("a", "b.c")
     assert allowed.script == (os.path.abspath("train.py"), "--epochs", "3")
     assert Allowed.just(["a"]) == Allowed(("a",))
+
+
+def test_packages_that_are_not_installed_are_named_and_none_is_imported() -> None:
+    allowed = Allowed(("tests.own_layers", "no_such_package.layers", "this"))
+    assert allowed.absent() == ["no_such_package.layers"]
+    assert "this" not in sys.modules

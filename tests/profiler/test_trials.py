@@ -27,7 +27,7 @@ from lightning_hetero.profiler.trials import (
     affordable,
     again,
     change_of_speed,
-    corrections,
+    correction,
     doubtful,
     dtypes_to_measure,
     is_calmer,
@@ -245,7 +245,8 @@ def test_doubtful_timings_take_at_most_half_of_a_devices_time() -> None:
 
 
 def test_a_part_has_its_article() -> None:
-    [told] = corrections("here", [timed("embedding", 0.4)], [timed("embedding", 0.02)])
+    told = correction("here", [timed("embedding", 0.4)], [timed("embedding", 0.02)])
+    assert told is not None
     assert "for an embedding on 1 sample" in told
 
 
@@ -254,10 +255,20 @@ def test_the_shorter_time_is_kept_and_a_correction_says_so() -> None:
     second = [timed("head", 0.019), timed("full", 0.011)]
     kept = with_shorter(first, second)
     assert kept == [second[0], first[1], first[2]]
-    assert list(corrections("here", first, second)) == [
+    assert correction("here", first, second) == (
         "here took 417 ms for a head on 1 sample, which was doubtful, and 19 ms when it was "
         "measured again; the shorter time is kept"
-    ]
+    )
+    assert correction("here", first, [second[1]]) is None
+
+
+def test_one_sentence_tells_of_all_corrections() -> None:
+    first = [timed("head", 0.4), timed("full", 0.5), timed("full", 0.020, 2)]
+    told = correction("here", first, [timed("head", 0.2), timed("full", 0.1)])
+    assert told == (
+        "here took 500 ms for a full on 1 sample, which was doubtful, and 100 ms when it was "
+        "measured again; the shorter time is kept, as are those of 1 more of its 3 timings"
+    )
 
 
 def test_a_device_that_is_faster_at_the_end_was_busy_before() -> None:

@@ -1,4 +1,4 @@
-"""What a run prints of its plan, and where it cannot."""
+"""Which plan a run gets, what it prints of it, and where it cannot."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
 
+from lightning_hetero.errors import PlanError
+from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.solver import solve
-from lightning_hetero.strategy.deploy import _print_verdict
+from lightning_hetero.strategy.deploy import PlanChoice, _print_verdict
 
 from ..planner.profiles import device, profile
+
+HERE = Plan([StagePlan([COORDINATOR], (0, 5))])
 
 
 def full() -> TextIO:
@@ -42,3 +47,17 @@ def test_a_plan_that_cannot_be_printed_ends_no_run(
     with suppress(OSError):
         file.close()
     assert "The plan cannot be printed" in caplog.text
+
+
+def test_a_file_is_named_whose_plan_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "five.yaml"
+    HERE.to_yaml(path)
+    choice = PlanChoice(path, None)
+    assert choice.given(5, []) == HERE
+    with pytest.raises(PlanError, match=r"five\.yaml' does not fit\. The plan covers 5 layers and"):
+        choice.given(6, [])
+
+
+def test_a_plan_without_a_file_names_none() -> None:
+    with pytest.raises(PlanError, match="^The plan covers 5 layers and the model has 6"):
+        PlanChoice(HERE, None).given(6, [])
