@@ -8,11 +8,11 @@ import shlex
 import sys
 
 from ..errors import TokenError
-from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, Token, write_token_file
+from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, Token, expanded, write_token_file
 
 
 def run(options: argparse.Namespace) -> None:
-    path = options.file.expanduser().absolute()
+    path = expanded(options.file).absolute()
     if options.paste:
         write_token_file(path, _pasted_token())
         print(f"Wrote the token to {path}.")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ..launch.cluster import Cluster, Machine, Told, carry_out, read_cluster, token_file_of
-from ..transport.token import DEFAULT_FILE, Token, read_token_file, write_token_file
+from ..transport.token import DEFAULT_FILE, Token, expanded, read_token_file, write_token_file
 from .status import at_the_same_time, line_of, visited
 
 
@@ -35,7 +35,7 @@ def _token(cluster: Cluster) -> Token:
     Raises:
         TokenError: If its file cannot be read or written.
     """
-    path = token_file_of(cluster) or DEFAULT_FILE.expanduser()
+    path = token_file_of(cluster) or expanded(DEFAULT_FILE)
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_token_file(path, Token.new())

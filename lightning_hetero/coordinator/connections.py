@@ -252,8 +252,12 @@ class Connections:
         """End all conversations in good order. May be called twice."""
         self._end = self.lost or WorkerLost("The coordinator has ended the session.")
         members, self.members, self.workers = self.members, [], []
-        for worker in members:
-            worker.channel.close(m.Goodbye())
+        try:
+            _say_goodbye(members)
+        except KeyboardInterrupt:
+            # The process may live on, as that of a notebook does, and would keep the workers.
+            _say_goodbye(members)
+            raise
 
     def named(self, name: str) -> Member:
         """The worker of that name."""
@@ -692,3 +696,8 @@ def _copy_of(error: WorkerError) -> WorkerError:
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
     return copy
+
+
+def _say_goodbye(members: Sequence[Member]) -> None:
+    for worker in members:
+        worker.channel.close(m.Goodbye())

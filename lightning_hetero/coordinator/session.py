@@ -141,7 +141,9 @@ class Coordinator:
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
-        self.connections.close()
-        if self.replacements is not None:
-            self.replacements.close()
-        self.stages.copies.close()
+        try:
+            self.connections.close()
+        finally:
+            if self.replacements is not None:
+                self.replacements.close()
+            self.stages.copies.close()

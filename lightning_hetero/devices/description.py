@@ -89,7 +89,7 @@ def _capabilities(device: Device, versions: dict[str, str]) -> list[str]:
 
 def _compiles(device: Device) -> bool:
     """Whether `torch.compile` finds Python's headers, a C++ compiler, and triton if it needs it."""
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    if not os.path.exists(Path(sysconfig.get_path("include"), "Python.h")):
         return False
     compilers = (os.environ.get("CXX"), "c++", "g++", "clang++")
     has_compiler = any(shutil.which(name) for name in compilers if name)

@@ -91,25 +91,31 @@ def _write(path: Path, profile: Profile) -> bool:
     return True
 
 
-def cache_folder() -> Path:
-    """The folder of this user's cached profiles."""
+def cache_folder() -> Path | None:
+    """The folder of this user's cached profiles; None for a user without a home folder."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
-    # As its specification says, a relative one is invalid and ignored.
-    base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
+    try:
+        # As its specification says, a relative one is invalid and ignored.
+        base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return base / "lightning-hetero" / "profiles"
 
 
-def cache_file(identity: ModelIdentity) -> Path:
-    """The cache file of a model and its settings."""
+def cache_file(identity: ModelIdentity) -> Path | None:
+    """The cache file of a model and its settings; None for a user without a home folder."""
+    folder = cache_folder()
+    if folder is None:
+        return None
     text = repr((identity.fingerprint, sorted(identity.settings.items())))
     digest = hashlib.sha256(text.encode()).hexdigest()[:_NUM_DIGITS]
-    return cache_folder() / f"{identity.model_name}-{digest}.yaml"
+    return folder / f"{identity.model_name}-{digest}.yaml"
 
 
-def read_known(path: Path, identity: ModelIdentity) -> Profile | None:
+def read_known(path: Path | None, identity: ModelIdentity) -> Profile | None:
     """The cached profile of this model; None, with a log line, if it cannot be used."""
     # False also where this user may not look.
-    if not os.path.exists(path):
+    if path is None or not os.path.exists(path):
         return None
     try:
         profile = Profile.from_yaml(path)
@@ -131,12 +137,16 @@ def read_known(path: Path, identity: ModelIdentity) -> Profile | None:
     return profile
 
 
-def write_known(path: Path, profile: Profile) -> None:
+def write_known(path: Path | None, profile: Profile) -> None:
     """Write the cache file; a reader sees the old one or the new one.
 
     The profile is valid without its file, so a file that cannot be written is only logged.
     """
-    if _write(path, profile):
+    if path is None:
+        rank_zero_info(
+            "The profile is not kept, as this user has no home folder: set XDG_CACHE_HOME or HOME."
+        )
+    elif _write(path, profile):
         rank_zero_info(f"what was measured is kept in {path}; {TO_MEASURE_AGAIN}")
 
 

@@ -90,7 +90,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -106,6 +106,9 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     process says the only ``session`` that it takes. One whose coordinator is away asks by the name
     of its ``run`` which run is at the door, and does not come in. A coordinator that watches a
     spare says the name of its run as ``session``.
+
+    A coordinator says the name of its ``process``, and of one that has ``ended``: a worker that
+    waits for that one waits no longer.
 
     Both ends shall keep a broken conversation for ``linger_seconds``. With the ``secret`` of its
     Welcome the conversation goes on: this is the ``attempt`` of that number, and the sender has
@@ -130,6 +133,8 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     name: Name = ""
     address: Name = ""
     run: Name = ""
+    process: Name = ""
+    ended: Name = ""
 
 
 class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
@@ -186,7 +191,9 @@ class Failure(Message, Words, frozen=True, forbid_unknown_fields=False):
     """Something went wrong on the sender's side, or the receiver broke a rule.
 
     It ends the conversation, except while a stage is loaded or served. With ``is_replaced`` the
-    process that answers ends with its session, and another process takes its place: dial again.
+    process that answers ends with its session, and another process takes its place: dial again. A
+    worker that is busy as it waits for a coordinator tells the name of that one's process as
+    ``away``.
     """
 
     said = by_anyone(then=State.CLOSED) | by_anyone(State.LOADING, State.SERVING)
@@ -194,6 +201,7 @@ class Failure(Message, Words, frozen=True, forbid_unknown_fields=False):
     traceback: Text = ""
     in_optimizer_step: bool = False
     is_replaced: bool = False
+    away: Name = ""
 
 
 class NeighborLost(StageReport, Words, frozen=True):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import lightning.pytorch as pl
 import torch
@@ -58,7 +58,26 @@ class FileCheckpointIO(TorchCheckpointIO):
         with _saying_why(local_path):
             file_path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file_path) as file:
-                torch.save(checkpoint, file)
+                torch.save(checkpoint, _OpenUntilClosed(file))  # type: ignore[arg-type]
+
+
+class _OpenUntilClosed:
+    """A file that drops what comes after it is closed.
+
+    Torch's writer puts the end of the file behind the rest, also when it is destroyed without: a
+    Ctrl-C may keep it from that. An exception there would abort this process.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, content: Any) -> int:
+        """Write to the file while it is open."""
+        return len(content) if self._file.closed else self._file.write(content)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._file.flush()
 
 
 class Checkpoints:

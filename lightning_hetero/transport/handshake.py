@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import time
@@ -35,8 +36,11 @@ from .connection import (
     send_buffers,
 )
 from .deadlines import Deadlines
+from .process_names import has_ended, own_name
 from .reconnection import Lingering, PeerGone, receive_some
 from .tls import Credentials, secured
+
+logger = logging.getLogger(__name__)
 
 # Connections that wait to be accepted. The system drops those beyond, and a peer tries again after
 # a second: strangers that come in a burst must not slow a coordinator like that.
@@ -134,7 +138,13 @@ def dial(
     """
     asked_seconds = deadlines.linger_seconds
     hello = m.Hello(
-        m.PROTOCOL_VERSION, role, session_name, identity.equipment, member, asked_seconds
+        m.PROTOCOL_VERSION,
+        role,
+        session_name,
+        identity.equipment,
+        member,
+        asked_seconds,
+        process=own_name() if role == "coordinator" else "",
     )
     call = _Call(address, hello, deadlines, identity.credentials)
     try:
@@ -145,7 +155,13 @@ def dial(
 
 
 class _Refused(WorkerUnreachable):
-    """The worker has answered that it does not want the conversation."""
+    """The worker has answered that it does not want the conversation.
+
+    Attributes:
+        away: The name of the process for which the worker waits; empty if it waits for none.
+    """
+
+    away = ""
 
 
 class _Replaced(_Refused):
@@ -189,7 +205,8 @@ class _Call:
     has_joined_again: Callable[[], bool] = lambda: False
 
     def open(self) -> _Opened:
-        """Open a conversation; dial once more while a process takes the place of another.
+        """Open a conversation; dial once more while a process takes the place of another, or if the
+        worker waits for a coordinator that has ended.
 
         Raises:
             WorkerUnreachable: If no worker answers there, or one end refuses the other.
@@ -200,14 +217,24 @@ class _Call:
                 "one with `lightning-hetero token`, and copy it to all machines as that command "
                 "says."
             )
-        end = time.monotonic() + self.deadlines.connect_seconds
+        end, hello = time.monotonic() + self.deadlines.connect_seconds, self.hello
         while True:
             try:
-                return self._open(self.hello, self.deadlines)
+                return self._open(hello, self.deadlines)
             except _Replaced:
                 # The next process listens at the same address already, or will in a moment.
                 if time.monotonic() > end:
                     raise
+            except _Refused as error:
+                if error.away == hello.ended or not has_ended(error.away):
+                    raise
+                logger.info(
+                    "the worker at %s has waited for the coordinator of another run, which was "
+                    "killed on this machine; it takes this run instead",
+                    self.address,
+                )
+                end = time.monotonic() + self.deadlines.connect_seconds
+                hello = msgspec.structs.replace(hello, ended=error.away)
 
     def channel(self, opened: _Opened) -> Channel:
         """The channel over a connection; it lingers if both ends want that."""
@@ -301,6 +328,7 @@ def open_over(
         session_name,
         identity.equipment,
         linger_seconds=deadlines.linger_seconds,
+        process=own_name(),
     )
     began_seconds, session = time.monotonic(), opening_session(hello.role)
     there = f"the worker at {address}"
@@ -555,7 +583,9 @@ def _ask_to_talk(
         reason = answer.reason if isinstance(answer, m.Failure) else str(answer)
         is_replaced = isinstance(answer, m.Failure) and answer.is_replaced
         refusal = _Replaced if is_replaced else _Refused
-        raise refusal(f"{there_name[0].upper()}{there_name[1:]} refused: {reason}")
+        error = refusal(f"{there_name[0].upper()}{there_name[1:]} refused: {reason}")
+        error.away = answer.away if isinstance(answer, m.Failure) else ""
+        raise error
     here = Party(ROLES[hello.role], hello.protocol, hello.equipment)
     there = Party(there_name, answer.protocol, answer.equipment)
     if found := obstacles(here, there):

@@ -11,6 +11,7 @@ import hashlib
 import os
 import secrets
 import stat
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -77,14 +78,36 @@ def _check_of(secret: bytes) -> bytes:
 
 def find_token_file(named: str | os.PathLike[str] | None) -> Path | None:
     """The token file to use: the named one, the one that the environment variable names, or the
-    default one if it exists. An empty variable means no file."""
+    default one if it exists. An empty variable means no file.
+
+    Raises:
+        TokenError: If the name begins with a home folder that this user does not have.
+    """
     if named is not None:
-        return Path(named).expanduser()
+        return expanded(Path(named))
     if FILE_VARIABLE in os.environ:
         text = os.environ[FILE_VARIABLE]
-        return Path(text).expanduser() if text else None
-    default = DEFAULT_FILE.expanduser()
-    return default if default.exists() else None
+        return expanded(Path(text)) if text else None
+    with suppress(TokenError):
+        default = expanded(DEFAULT_FILE)
+        # False also where this user may not look.
+        return default if os.path.exists(default) else None
+    return None
+
+
+def expanded(path: Path) -> Path:
+    """The path of a token file with the user's home folder in place of ``~``.
+
+    Raises:
+        TokenError: If the user has none.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise TokenError(
+            f"The token file {str(path)!r} cannot be found, as this user has no home folder: name "
+            "the file by its whole path, or set HOME."
+        ) from error
 
 
 def write_token_file(path: Path, token: Token) -> None:

@@ -31,7 +31,7 @@ from queue import SimpleQueue
 
 from torch import Tensor, nn
 
-from ..devices.device import device_for
+from ..devices.device import device_for, is_out_of_memory
 from ..devices.thread_device import heed_num_threads
 from ..errors import (
     ChannelError,
@@ -78,6 +78,10 @@ logger = logging.getLogger(__name__)
 
 # The most of an error's text, and of its traceback, that is sent.
 _MOST_TEXT = 2**16
+_IF_MEMORY_IS_SHORT = (
+    " (to need less memory: use more `micro_batches`, as each is smaller; a smaller `in_flight`; "
+    "`recompute: true` for this stage; or fewer layers on this worker)"
+)
 # The names of a run's sessions begin alike. A process that knows a whole name could join.
 _MOST_OF_NAME = 8
 
@@ -135,7 +139,8 @@ class SessionOver(Exception):
 
 def _failure(error: BaseException, in_optimizer_step: bool = False, where: str = "") -> m.Failure:
     """What the coordinator is told of an error."""
-    reason = f"{type(error).__name__}: {error}"[: _MOST_TEXT - len(where)] + where
+    after = where + (_IF_MEMORY_IS_SHORT if is_out_of_memory(error) else "")
+    reason = f"{type(error).__name__}: {error}"[: _MOST_TEXT - len(after)] + after
     trace = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
     return m.Failure(reason, trace, in_optimizer_step)
 

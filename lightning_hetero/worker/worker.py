@@ -64,6 +64,18 @@ class _Replaced(WorkerError):
     """This process takes no session any more; the next one does."""
 
 
+class _Waiting(WorkerError):
+    """The worker waits for a coordinator whose connection broke.
+
+    Args:
+        process: The name of that one's process.
+    """
+
+    def __init__(self, reason: str, process: str) -> None:
+        super().__init__(reason)
+        self.process = process
+
+
 class _Elsewhere(_Replaced):
     """Another process of this worker serves the session."""
 
@@ -127,6 +139,8 @@ class Worker:
         self._lobby = Lobby(MOST_GREETINGS)
         self._refusals = RefusalLog()
         self._session: StageSession | None = None
+        # The name of its coordinator's process.
+        self._process = ""
         # The run for which a free worker waits, and until when.
         self._spare: tuple[m.SpareStatus, float] | None = None
         self._began_seconds = time.monotonic()
@@ -379,8 +393,9 @@ class Worker:
                 self._say_welcome(connection, rules, lingering, before_sending=attach)
                 session.start_upstream(channel)
                 return None
-            self._check_free(hello.session)
+            self._check_free(hello)
             self._say_welcome(connection, rules, lingering)
+            self._process = hello.process
             self._session = StageSession(hello.session, channel, self._host)
             self._forgetting.cancel()
             if self._is_paused:
@@ -440,11 +455,11 @@ class Worker:
         stages = [] if session is None else session.status().stages
         return SecondStatus(stages, device_for(self._host.device).used_bytes())
 
-    def _check_free(self, wanted: str) -> None:
+    def _check_free(self, hello: m.Hello) -> None:
         """Wait for the end of a run that is about to end; refuse a coordinator if none ends.
 
         Args:
-            wanted: The name of the session that the coordinator wants to open.
+            hello: Names the session that the coordinator wants to open.
 
         Raises:
             WorkerError: With the reason.
@@ -454,25 +469,30 @@ class Worker:
                 "this worker ends with its present run, as its owner wants; use another worker."
             )
         busy_seconds = self._host.deadlines.busy_seconds
+        if hello.ended and hello.ended == self._process:
+            self.give_up_coordinator("Its process has ended.")
+        elif self.waits_for_coordinator:
+            busy_seconds = 0.0  # the session will not end so soon
         if not self._session_changed.wait_for(lambda: self._session is None, busy_seconds):
-            raise WorkerError(self._busy_reason(wanted))
+            raise self._busy(hello.session)
         if self._is_replaced:
             raise _Replaced("the process that answered ends with its session; dial again.")
 
-    def _busy_reason(self, wanted: str) -> str:
+    def _busy(self, wanted: str) -> WorkerError:
         seconds = 0.0 if self._session is None else self._session.waits_seconds
         if seconds > 0:
-            return (
+            return _Waiting(
                 "this worker is busy: the connection to its coordinator broke, and it waits up to "
                 f"{seconds:g} s for it to come back; try again later, use another worker, or "
-                "restart this one if that run is over."
+                "restart this one if that run is over.",
+                self._process,
             )
         if self._session is not None and are_of_one_run(wanted, self._session.name):
-            return (
+            return WorkerError(
                 "this worker serves this run already; if two of the run's addresses lead to it, "
                 "name one of them only."
             )
-        return (
+        return WorkerError(
             "this worker is busy with another coordinator; wait for its run to end, or use "
             "another worker."
         )
@@ -532,5 +552,6 @@ class Worker:
 def _tell_reason(connection: Connection, error: Exception) -> None:
     """Tell a refused peer why."""
     with contextlib.suppress(OSError, ChannelError):
-        failure = m.Failure(str(error), is_replaced=isinstance(error, _Replaced))
+        away = error.process if isinstance(error, _Waiting) else ""
+        failure = m.Failure(str(error), is_replaced=isinstance(error, _Replaced), away=away)
         send_buffers(connection, encode_frame(Frame(failure)), _LAST_WORD_SECONDS)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_hetero import __version__
-from lightning_hetero.devices.description import equipment_here
+from lightning_hetero.devices.description import _compiles, equipment_here
+from lightning_hetero.devices.device import device_for
 
 CPU = torch.device("cpu")
 
@@ -26,6 +29,17 @@ def test_a_cpu_tells_versions_memory_and_abilities() -> None:
     assert {"float32", "float64"} <= set(found.dtypes)
     assert {"sdpa", "nf4"} <= set(found.capabilities)
     assert "flash_attention_2" not in found.capabilities
+
+
+def test_headers_that_this_user_may_not_see_compile_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbid(path: Path) -> bool:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "exists", forbid)
+    monkeypatch.setattr(os.path, "exists", lambda path: not str(path).endswith("Python.h"))
+    assert not _compiles(device_for(CPU))
 
 
 def test_a_library_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

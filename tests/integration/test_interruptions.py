@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero import HeteroPipelineStrategy, Recovery
 from lightning_hetero.coordinator import optimizers
 from lightning_hetero.coordinator.deployment import Deployment
 from lightning_hetero.coordinator.optimizers import OptimizerParts
@@ -241,6 +241,31 @@ def test_an_optimizer_step_that_only_some_layers_have_made_is_never_saved(
         with pytest.raises(WeightsLost, match="of two different steps"):
             run.save_checkpoint(tmp_path / "later.ckpt", weights_only)
     assert threading.active_count() == threads
+    assert_serves(workers[:2])
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_ctrl_c_as_a_run_takes_leave_frees_its_workers(
+    recovers: bool, workers: list[str], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """The process lives on in a notebook."""
+    send, threads, interrupted = Channel.send, threading.active_count(), []
+
+    def interrupt_once(self: Channel, message: m.Message, *tensors: Tensor) -> None:
+        if isinstance(message, m.Goodbye) and not interrupted:
+            interrupted.append(message)
+            raise KeyboardInterrupt
+        send(self, message, *tensors)
+
+    recovery = Recovery(folder=tmp_path) if recovers else False
+    strategy = HeteroPipelineStrategy(workers[:2], "even", recovery=recovery)
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "send", interrupt_once)
+        with pytest.raises(SystemExit):
+            trainer(strategy, max_steps=1).fit(TinyModule(), loader(12, 12))
+    assert interrupted
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
     assert_serves(workers[:2])
 
 

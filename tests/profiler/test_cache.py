@@ -45,6 +45,22 @@ def test_the_cache_is_where_the_user_keeps_caches(
         assert cache_folder() == Path.home() / ".cache" / "lightning-hetero" / "profiles"
 
 
+def test_without_a_home_folder_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    path = cache_file(IDENTITY)
+    assert path is None
+    assert read_known(path, IDENTITY) is None
+    with caplog.at_level(logging.INFO):
+        write_known(path, profile(1, []))
+    assert "this user has no home folder: set XDG_CACHE_HOME or HOME" in caplog.text
+
+
 def test_another_model_or_setting_has_another_file() -> None:
     others = [
         IDENTITY,
@@ -53,7 +69,7 @@ def test_another_model_or_setting_has_another_file() -> None:
     ]
     assert len({cache_file(identity) for identity in others}) == 3
     assert cache_file(IDENTITY) == cache_file(replace(IDENTITY))
-    assert cache_file(IDENTITY).name.startswith("Module-")
+    assert str(cache_file(IDENTITY)).startswith(f"{cache_folder()}/Module-")
 
 
 def test_a_written_profile_can_be_read(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from lightning_hetero.errors import SaveError
 from lightning_hetero.strategy import checkpoints
 from lightning_hetero.strategy.checkpoints import FileCheckpointIO, checkpoint_io_or_ours
 
+from ..forked import running_script
+from ..transport.pairs import PATIENCE_SECONDS
+
 MIB = 2**20
 
 
@@ -51,6 +54,31 @@ def test_a_checkpoint_takes_the_place_of_the_one_before(path: Path) -> None:
     assert value_in(path) == 2.0
     assert os.listdir(path.parent) == [path.name]
     assert FileCheckpointIO().load_checkpoint(path, weights_only=True)["epoch"] == 1
+
+
+# Torch's writer puts the end of the file behind the rest when it is destroyed.
+INTERRUPTED = """
+import sys, torch
+from lightning_hetero.strategy.checkpoints import FileCheckpointIO
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+torch.serialization._open_zipfile_writer_buffer.__exit__ = interrupt
+try:
+    FileCheckpointIO().save_checkpoint({"epoch": 2}, sys.argv[1])
+except KeyboardInterrupt:
+    print("interrupted")
+print("lives on")
+"""
+
+
+def test_ctrl_c_before_the_end_of_a_file_does_not_abort_the_process(path: Path) -> None:
+    with running_script(INTERRUPTED, str(path)) as process:
+        said, errors = process.communicate(PATIENCE_SECONDS)
+    assert said.split("\n")[:2] == ["interrupted", "lives on"], errors
+    assert process.returncode == 0
+    assert_untouched(path)
 
 
 def test_it_has_the_permissions_of_an_ordinary_file(path: Path) -> None:

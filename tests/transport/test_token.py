@@ -189,6 +189,32 @@ def test_a_token_does_not_print_and_is_not_pickled() -> None:
             leak(token)
 
 
+def test_a_user_without_a_home_folder_has_no_default_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_home(_path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.delenv(t.FILE_VARIABLE)
+    assert find_token_file(None) is None
+    with pytest.raises(TokenError, match="'~/named' cannot be found.*by its whole path, or set"):
+        find_token_file("~/named")
+
+
+def test_a_default_file_that_this_user_may_not_see_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def forbid(_path: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(t.FILE_VARIABLE)
+    monkeypatch.setattr(Path, "stat", forbid)
+    monkeypatch.setattr(Path, "exists", forbid)
+    assert find_token_file(None) is None
+
+
 def test_the_named_file_comes_first_then_the_variable_then_the_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

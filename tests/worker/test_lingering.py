@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,15 +13,18 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.errors import ChannelError, HeteroError
+from lightning_hetero.errors import ChannelError, HeteroError, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.protocol.session import opening_session
+from lightning_hetero.transport import handshake
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.connection import SocketConnection
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import dial, greet
+from lightning_hetero.transport.process_names import own_name
 from lightning_hetero.transport.tls import Credentials, secured
 from lightning_hetero.transport.token import Token
 from lightning_hetero.worker.owner import Owner
@@ -50,6 +55,10 @@ class Talk:
         )
         self.end = End(self.channel, SimpleQueue())
         self.channel.start(self.end.inbox)
+
+    def dialled(self) -> Channel:
+        """The channel of another run, which dials the worker itself."""
+        return dial(self.address, "coordinator", "another run", DEADLINES, self.identity)[0]
 
     def is_answered(self) -> bool:
         """Whether the worker answers a question."""
@@ -166,6 +175,32 @@ def test_another_coordinator_is_told_why_the_worker_is_busy() -> None:
         assert "restart this one if that run is over" in answer.reason
         found.relay.plug()
         assert found.is_answered()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes have no names")
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_the_run_behind_a_killed_one_gets_the_worker(
+    is_killed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the same machine, where it is seen that the coordinator for which it waits has ended."""
+    place, number, began = own_name().split()
+    name = f"{place} {number} {'0' if is_killed else began}"
+    with monkeypatch.context() as patch, ExitStack() as talks:
+        patch.setattr(handshake, "own_name", lambda: name)
+        found = talks.enter_context(talk())
+        found.channel.line.make_final()  # as a killed process, which dials no more
+        patch.undo()
+        found.relay.pull()
+        if not is_killed:
+            with pytest.raises(WorkerUnreachable, match="it waits up to 60 s for it to come back"):
+                found.dialled()
+            found.worker.give_up_coordinator("The test is over.")
+            return
+        with caplog.at_level(logging.INFO):
+            channel = found.dialled()
+        channel.start(SimpleQueue())
+        channel.close()
+        assert f"the worker at {found.address} has waited for the coordinator of an" in caplog.text
 
 
 def test_a_worker_is_free_when_the_time_is_over() -> None:
