@@ -24,6 +24,7 @@ from lightning.fabric.utilities import registry
 from lightning_hetero.transport.token import FILE_VARIABLE
 
 from .forked import CAN_FORK, Process, forked_worker
+from .tiers import is_of_second_tier
 from .transport.pairs import PATIENCE_SECONDS
 
 # The user's own token must not change the tests; workers inherit this variable.
@@ -129,8 +130,12 @@ def _commanded(
 _FOLDERS_WITH_LONG_FILES = ("integration", "profiler", "verify", "worker")
 
 
+# Before pytest leaves out what `-m` does not name.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the folders by how long their files take."""
+    """Order the folders by how long their files take, and mark what is of the second tier."""
+    for item in filter(is_of_second_tier, items):
+        item.add_marker(pytest.mark.exhaustive)
     items.sort(key=lambda item: item.path.parent.name not in _FOLDERS_WITH_LONG_FILES)
 
 

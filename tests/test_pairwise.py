@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from .pairwise import all_pairs, covering, each_value, keeping
+from .tiers import SECOND_TIER
 
 AXES = ["abc", "de", "fgh", "ij"]
 
@@ -85,3 +86,10 @@ def test_what_a_test_repeats_is_a_test_that_is_not_left_out() -> None:
                 assert files[other or path].get(name) == [], f"{path}::{test} names {each}"
                 named += 1
     assert named > 0
+
+
+@pytest.mark.parametrize("path", sorted(SECOND_TIER))
+def test_what_is_of_the_second_tier_is_there(path: str) -> None:
+    file, _, test = path.partition("::")
+    source = (Path(__file__).parent / file).read_text("utf-8")
+    assert not test or f"def {test}(" in source
