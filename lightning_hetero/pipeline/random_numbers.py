@@ -14,8 +14,9 @@ and in a replay. No state of a generator is saved for that, which would take lon
 The code of a whole batch draws from torch's own stream, as on one device. There the generators are
 saved around each layer of this process.
 
-All this is about torch. Nobody seeds `random` and `numpy.random`, but `PythonStreams` lets a
-forward that runs again draw from them what it drew first.
+All this is about torch. On workers, layers with code of the user's own draw from `random` and
+`numpy.random` by their place too (`seed_elsewhere`). Here, nobody seeds these, which the user's
+other code draws from, but `PythonStreams` lets a forward that runs again draw what it drew first.
 """
 
 from __future__ import annotations
@@ -42,8 +43,23 @@ from ..model.placeholders import tensors_in
 def seed_action(seed: int, *place: int | str) -> None:
     """Seed torch by a place: step, layer, micro-batch and visit for a layer, and with ``"behind"``
     for the code behind it; step and micro-batch for the code with which a micro-batch begins."""
+    seed_generators(_number_of(seed, place))
+
+
+def seed_elsewhere(seed: int, *place: int) -> None:
+    """Seed `random` and `numpy.random` by the place of a layer's call, on a worker.
+
+    A process in the place of a lost worker must draw what that one drew: replicas that have
+    exchanged sums of other gradients have other weights from then on.
+    """
+    number = _number_of(seed, place)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+def _number_of(seed: int, place: tuple[int | str, ...]) -> int:
     digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
-    seed_generators(int.from_bytes(digest, "little") >> 1)
+    return int.from_bytes(digest, "little") >> 1
 
 
 class PythonStreams:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -29,9 +29,9 @@ from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
 from .boundary import Activation, Collected, Gradients, Surroundings, leaf_of
-from .random_numbers import PythonStreams, seed_action
+from .random_numbers import PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
-from .trial_backward import TRIED, tried_backward
+from .trial_backward import TRIED, has_own_code, tried_backward
 
 Call = Callable[..., Any]
 
@@ -547,6 +547,8 @@ class Stage:
                 args, kwargs = put_hidden(hidden, args, kwargs, call.place)
                 arguments = GivenArguments(call)
                 seed_action(self.seed, self.dropout_step, call.layer_index, *key)
+                if self._has_own_code:  # torch and transformers draw from torch alone
+                    seed_elsewhere(self.seed, self.dropout_step, call.layer_index, *key)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 with on_trial(layer) if surroundings.is_trial else nullcontext():
                     if tries_backward:
@@ -561,6 +563,10 @@ class Stage:
             # Outside the stage all tensors have the dtypes that they would have without its dtype.
             others = (Collected(k, t.to(given) if t.dtype == inside else t) for k, t in found)
             return Activation(hidden.to(given), tuple(others))
+
+    @cached_property
+    def _has_own_code(self) -> bool:
+        return any(map(has_own_code, self.layers.values()))
 
     def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         if dtype is None or dtype == torch.float32:

@@ -250,6 +250,19 @@ def test_a_forward_that_runs_again_draws_the_same_elsewhere_too(source: str) -> 
     )
 
 
+@pytest.mark.parametrize("source", ["random", "numpy.random"])
+def test_a_process_in_the_place_of_a_lost_one_draws_the_same_elsewhere_too(source: str) -> None:
+    modules = Scaling(source), Scaling(source)
+    found = [
+        stage_of(*modules, seed=seed)
+        .forward(Key(microbatch), wanting(), surroundings(*plain_calls(2)))
+        .hidden
+        for seed, microbatch in ((5, 1), (5, 1), (5, 2), (6, 1))
+    ]
+    assert torch.equal(found[0], found[1])
+    assert not any(torch.equal(found[0], other) for other in found[2:])
+
+
 class Returning(nn.Module):
     """A layer that returns its hidden states in the form that it is told."""
 
