@@ -44,9 +44,9 @@ def has_ended(name: str) -> bool:
 
 def _place() -> str:
     """What has numbers of processes of its own: the present run of this machine's system, and the
-    container."""
+    container. Virtual machines that were started from one snapshot differ in their names alone."""
     boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{(_PROCESSES / 'self/ns/pid').stat().st_ino}"
+    return f"{boot}/{(_PROCESSES / 'self/ns/pid').stat().st_ino}/{os.uname().nodename}"
 
 
 def _stat(number: int) -> list[str]:
