@@ -4,7 +4,8 @@ A fault of several options is nearly always one of two of them together, so rows
 find what the product would find, with a fraction of the runs.
 
 Where even these take long, `make test` runs a part of them: the marker ``exhaustive`` is on the
-others, and only on what goes through code that `make test` also goes through elsewhere.
+others, and only on what goes through code that other tests go through. `tests/tiers.py` lists what
+else `make test` leaves out.
 """
 
 from __future__ import annotations
