@@ -1,5 +1,5 @@
-"""Rows of parameters have all pairs of values, or all values, and are few. A whole test is left out
-of `make test` only for tests that are there and that it runs."""
+"""Rows of parameters have all pairs of values, or all values, and are few. A whole test repeats
+only tests that are there and repeat none, and what is listed for the second tier is there."""
 
 from __future__ import annotations
 

@@ -143,15 +143,15 @@ class Contest:
         more than the time that it stands still, and not the same at every share."""
         if self.case.speed == 1:
             return
+        speed = self._second_speed()
         for _ in range(MOST_CORRECTIONS):
-            speed = self._second_speed()
-            share = self._arena.setting.share
             if abs(speed / self.case.speed - 1) <= SPEED_TOLERANCE:
                 break
-            self._set_share(min(1, share * self.case.speed / speed))
+            self._set_share(min(1, self._arena.setting.share * self.case.speed / speed))
+            speed = self._second_speed()
         self._console.print(
-            f"{self.case.name}: with {share:.2f} of its time the second core has {speed:.2f} × the "
-            f"first one's speed"
+            f"{self.case.name}: with {self._arena.setting.share:.2f} of its time the second core "
+            f"has {speed:.2f} × the first one's speed"
         )
 
     def _second_speed(self) -> float:

@@ -38,7 +38,7 @@ from ..transport.address import Address
 from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
 from ..transport.compatibility import differences
 from ..transport.deadlines import Deadlines
-from .member import Member, Source
+from .member import Member, Source, say_goodbye
 
 Wanted = TypeVar("Wanted", bound=m.Message)
 
@@ -253,10 +253,10 @@ class Connections:
         self._end = self.lost or WorkerLost("The coordinator has ended the session.")
         members, self.members, self.workers = self.members, [], []
         try:
-            _say_goodbye(members)
+            say_goodbye(members)
         except KeyboardInterrupt:
             # The process may live on, as that of a notebook does, and would keep the workers.
-            _say_goodbye(members)
+            say_goodbye(members)
             raise
 
     def named(self, name: str) -> Member:
@@ -266,9 +266,7 @@ class Connections:
     def keep(self, names: Sequence[str]) -> None:
         """Let these workers serve stages, with numbers in this order, and free the others."""
         kept = [self.named(name) for name in names]
-        for worker in self.members:
-            if worker not in kept:
-                worker.channel.close(m.Goodbye())
+        say_goodbye(worker for worker in self.members if worker not in kept)
         for number, worker in enumerate(kept, start=1):
             worker.number = number
         self.members, self.workers = kept, list(kept)
@@ -696,8 +694,3 @@ def _copy_of(error: WorkerError) -> WorkerError:
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
     return copy
-
-
-def _say_goodbye(members: Sequence[Member]) -> None:
-    for worker in members:
-        worker.channel.close(m.Goodbye())

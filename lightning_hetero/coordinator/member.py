@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,6 +89,12 @@ class Member:
     def __str__(self) -> str:
         what = f"stage {' and '.join(map(str, self.stages))}" if self.stages else "the worker"
         return f"{what} on {self.where}"
+
+
+def say_goodbye(members: Iterable[Member]) -> None:
+    """End the conversations with some workers in good order; those that have ended stay so."""
+    for worker in members:
+        worker.channel.close(m.Goodbye())
 
 
 class Source(Protocol):
