@@ -23,6 +23,7 @@ HeteroError
    ├─ JoinError              a worker cannot join a run, or too few workers have joined it
    ├─ WorkerLost             a worker of the run is gone
    │  └─ WeightsLost         weights or optimizer state were lost with workers
+   ├─ MoveUndone             a worker was lost while layers moved; all are where they were
    ├─ LinkLost               two workers are alive and cannot reach each other
    └─ StageFailed            a worker's own code raised; carries the worker's traceback
 """
@@ -135,6 +136,10 @@ class WeightsLost(WorkerLost):
     def __init__(self, text: str, are_weights_whole: bool = False) -> None:
         super().__init__(text)
         self.are_weights_whole = are_weights_whole
+
+
+class MoveUndone(WorkerError):
+    """A worker was lost while layers moved. They are where they were before, and steps go on."""
 
 
 class LinkLost(WorkerError):

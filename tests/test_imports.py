@@ -28,6 +28,8 @@ KINDS_OF_DEVICES = ("cuda", "mps", "xpu", "hpu", "mtia")
 def kinds_named_in(file: Path) -> Iterator[str]:
     """The places of a file that use a module of torch for one kind, or compare a device's kind."""
     for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, (ast.Attribute, ast.Compare)):
+            continue
         text = ast.unparse(node)
         if isinstance(node, ast.Attribute) and text in {f"torch.{k}" for k in KINDS_OF_DEVICES}:
             yield f"{file.name}:{node.lineno}: {text}"

@@ -21,6 +21,7 @@ from ..errors import (
     ChannelError,
     HeteroError,
     LinkLost,
+    MoveUndone,
     ProtocolError,
     RemoteProtocolError,
     StageFailed,
@@ -454,6 +455,8 @@ class Connections:
             return ""
         try:
             return self.replace(worker, cause)
+        except MoveUndone:
+            raise
         except BaseException:
             self.lose(worker, cause)
             raise

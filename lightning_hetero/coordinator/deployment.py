@@ -46,7 +46,7 @@ from .attributes import PlainAttributes, changed_since_recipe
 from .handover import HandOvers
 from .layers import TensorsAway
 from .local_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
-from .moves import LayerMove
+from .moves import move
 from .optimizers import TrainedParameters
 from .replicas import HostedReplicas
 from .worker_stages import RemoteStage, remote_stages
@@ -231,10 +231,7 @@ class Deployment:
             tensor = tensors.get(name)
             return tensor is not None and self.tensors.is_unchanged(tensor)
 
-        move = LayerMove(remote, stages, Placement.of(self.plan), seed, is_on_disk)
-        with closing(remote.progress("Moving layers", move.num_bytes)) as progress:
-            for name in move.run():
-                progress.advance(move.bytes_of(name))
+        move(remote, stages, Placement.of(self.plan), seed, is_on_disk)
 
     def share(self, plan: Plan) -> None:
         """Let replicas take other shares from the next step on. The plan differs in nothing else.

@@ -7,16 +7,21 @@
 Nothing that changes hands passes through this process, and what stays is not even read. A worker
 keeps a tensor until its next workers have confirmed it. So after an error each tensor is with a
 worker, and the holdings say with which. A replica that steps a parameter and did not before gets it
-anew, from the worker that has its optimizer's state.
+anew, from the worker that has its optimizer's state. With recovery, the loss of a worker ends the
+move, and all workers get back what they had before it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import chain
 
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from ..errors import MoveUndone
 from ..model.tensors import stored_in_four_bits
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
@@ -28,6 +33,40 @@ from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
 # A parameter that trains travels with the state of its optimizer: most have two such tensors.
 _TIMES_WITH_STATE = 3
+
+
+# So often the same move is tried, as workers are lost in it.
+_MOST_TRIES = 3
+
+
+def move(
+    remote: RemoteLayers,
+    stages: Sequence[RemoteStage],
+    placement: Placement,
+    seed: int,
+    is_on_disk: Callable[[str], bool],
+) -> None:
+    """Move layers, and once more if a worker is lost meanwhile; see `LayerMove`.
+
+    Raises:
+        MoveUndone: If workers are lost again and again, or one that the placement needs is lost
+            and nobody takes its place. All is as it was before the move.
+        WorkerError: If a worker fails.
+    """
+    for num_left in reversed(range(_MOST_TRIES)):
+        try:
+            each = LayerMove(remote, stages, placement, seed, is_on_disk)
+            with closing(remote.progress("Moving layers", each.num_bytes)) as progress:
+                for name in each.run():
+                    progress.advance(each.bytes_of(name))
+            return
+        except MoveUndone as error:
+            there = {member.name for member in remote.connections.members}
+            if gone := [name for name in placement.workers if name not in there]:
+                raise MoveUndone(f"Layers do not move without {gone[0]}. {error}") from error
+            if num_left == 0:
+                raise
+            rank_zero_info(f"{error} They move again.")
 
 
 class LayerMove:
@@ -84,15 +123,29 @@ class LayerMove:
         """Move; yields the name of each tensor that travels. You must iterate to the end.
 
         Raises:
+            MoveUndone: If a worker is lost, and all is as it was before the move.
             WorkerError: If a worker fails. The tensors are where the holdings of the remote layers
                 have them then, and no step can run any more.
         """
+        self._remote.before_move()
+        self._remote.is_between_plans = True
+        try:
+            yield from self._moves()
+            # Behind this line, all tensors are where the new plan has them.
+            self._remote.after_move(*self._kept_and_got())
+        except MoveUndone:
+            raise
+        except BaseException:
+            self._remote.on_failed_move()
+            raise
+        self._remote.is_between_plans = False
+
+    def _moves(self) -> Iterator[str]:
+        """Have the new stages built and bring their tensors to them; yields the name of each."""
         remote, connections, before = self._remote, self._remote.connections, self._before
         workers = {*before.workers, *self._after.workers}
         involved = [worker for worker in connections.members if worker in workers]
         tensors, owner_of = self._meanwhile
-        remote.before_move()
-        remote.is_between_plans = True
         remote.holdings = Holdings(
             before.stages, before.members, tensors, owner_of, before.placement
         )
@@ -108,10 +161,9 @@ class LayerMove:
             connections.request(worker, m.Launch())
         connections.finish(involved)
         connections.assign(self._after.placement)
-        remote.holdings, remote.is_between_plans = self._after, False
+        remote.holdings = self._after
         for worker in self._after.workers:
             remote.deployed[worker] = self._after.deploy_message(worker, self._seed)
-        remote.after_move(*self._kept_and_got())
 
     def _kept_and_got(self) -> tuple[Names, Names]:
         """The tensors that are with their workers as before, and those that are in no file."""

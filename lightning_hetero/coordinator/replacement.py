@@ -7,29 +7,32 @@
     linked     its neighbors talk to it, and send again what they kept for the lost one
     repeated   it gets again what the lost one was told since the snapshot, in the same order
 
-All others just wait. What the new worker tells again is dropped, so each step is seen once. All of
-this happens in the thread that waits for the workers, inside its wait.
+All others just wait. Only while layers move, they begin anew too: each worker gets the layers and
+the state that it had before the move. What a new process tells again is dropped, so each step is
+seen once. All of this happens in the thread that waits for the workers, inside its wait.
 """
 
 from __future__ import annotations
 
-import math
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from lightning_utilities.core.rank_zero import rank_zero_info
 
-from ..errors import ChannelError, HeteroError, RemoteProtocolError, WorkerError, WorkerUnreachable
-from ..model.tensors import named_tensors
+from ..errors import (
+    ChannelError,
+    HeteroError,
+    MoveUndone,
+    StageFailed,
+    WorkerError,
+    WorkerUnreachable,
+)
 from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
 from ..protocol import messages as m
 from ..protocol.frames import Frame
@@ -38,9 +41,9 @@ from .connections import Connections
 from .layers import Names, RemoteLayers
 from .lost_workers import Loss
 from .member import Member
-from .snapshots import SnapshotFiles, check_snapshot
+from .snapshots import Snapshots, check_snapshot
 from .takeover import Takeovers, needed_bytes
-from .worker_stages import kind_of
+from .worker_stages import Holdings, kind_of
 
 if TYPE_CHECKING:
     from .steps import RemoteStages
@@ -50,33 +53,25 @@ _BETWEEN_DIALS_SECONDS = 0.1
 _MOST_UNDER_WAY = 2
 # Where nobody comes back in time, so many attempts may end since a process that came is lost too.
 _MOST_TRIES_ELSEWHERE = 3
-# A worker's part of a snapshot is at most so many times its tensors, and some more.
-_MOST_TIMES = 8
-_MOST_BESIDE_BYTES = 2**24
-_MOVED = "Layers have moved, and no snapshot has come to its end since."
+# So long steps wait for the snapshot behind a move.
+_MOST_HELD_SECONDS = 30.0
 
 
-@dataclass
-class _Snapshot:
-    """A snapshot on its way to its files.
+@dataclass(frozen=True)
+class _Before:
+    """What was before a move, so that it can be again.
 
-    Attributes:
-        number: From 1 on.
-        step: The step behind which it is.
-        exchange: The latest exchange of replicas before it.
-        missing: The workers whose parts are not whole yet.
-        written: The pieces that are being written.
-        num_bytes: The bytes that have come, by worker.
-        told: The tensors that workers tell though they have not changed.
+    Args:
+        holdings: What each worker held.
+        deployed: What each worker was asked to build.
+        journals: What was said to each worker since the latest snapshot.
+        store: Keeps the frames of these journals.
     """
 
-    number: int
-    step: int
-    exchange: int
-    missing: set[Member]
-    told: Mapping[Member, Collection[str]]
-    written: list[Future[None]] = field(default_factory=list)
-    num_bytes: dict[Member, int] = field(default_factory=dict)
+    holdings: Holdings
+    deployed: dict[Member, m.Deploy]
+    journals: Mapping[Member, Journal | None]
+    store: FrameStore
 
 
 class Replacements:
@@ -113,32 +108,30 @@ class Replacements:
         self.on_change: Callable[[], None] = lambda: None
         self.losses: list[Loss] = []
         self._settings = settings
-        self._files = SnapshotFiles(folder / f"run-{secrets.token_hex(4)}")
         self._connections = connections
         self._layers = layers
         self._stages = stages
+        self._snapshots = Snapshots(settings, folder, connections, layers, stages)
+        self._snapshots.on_whole = self._drop_before
+        self._files = self._snapshots.files
         self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
-        self._latest = self._num_snapshots = 0
-        self._latest_seconds = time.monotonic()
-        self._coming: _Snapshot | None = None
         self._open: dict[Member, Loss] = {}
-        # Whether layers have moved behind the latest whole snapshot.
-        self._has_moved = False
+        # What was before the move that is under way.
+        self._before: _Before | None = None
+        # What has ended the run when that would have left layers between two plans.
+        self._postponed: BaseException | None = None
         # What the last bits depended on when the layers were sent.
         self._kinds: dict[Member, tuple[str, ...]] = {}
-        # Whether the latest snapshot was not written.
-        self._is_unwritten = False
         # What each worker keeps of its messages to others.
         self._sent_bytes: dict[Member, int] = {}
         connections.replace = self.replace
-        connections.asides[m.SnapshotBegun] = self._on_snapshot_begun
         connections.asides[m.CaughtUp] = self._on_caught_up
         connections.asides[m.SentKept] = self._on_sent_kept
-        connections.take_piece = self._take_piece
         layers.spool = self._files.spooled
         layers.before_move = self._before_move
         layers.after_move = self._after_move
+        layers.on_failed_move = self._drop_before
         stages.before_step = self._before_step
 
     def close(self) -> None:
@@ -157,29 +150,48 @@ class Replacements:
     # moves
 
     def _before_move(self) -> None:
-        """Forget what was kept: it is of layers that are about to move.
+        """Put aside what was kept: it is of layers that are about to move.
 
         A worker that still repeats what a lost one has done would do so in the middle of the move.
         """
         while self._open:
             self._connections.hear()
-        if self._coming is not None:
-            self._forget(self._coming)
-            self._coming = None
-        for worker in self._connections.workers:
+        self._snapshots.forget_coming()
+        workers, layers = self._connections.workers, self._layers
+        journals = {worker: worker.journal for worker in workers}
+        self._before = _Before(layers.holdings, {**layers.deployed}, journals, self._store)
+        for worker in workers:
             worker.journal = worker.channel.keep = None
-        self._store.close()
         self._sent_bytes.clear()
 
     def _after_move(self, kept: Names, got: Names) -> None:
-        """Begin anew behind a move; nobody can be replaced before the next snapshot is whole."""
-        self._has_moved, self._latest_seconds = True, -math.inf  # the next one is due at once
-        self._store = FrameStore()
+        """Begin anew behind a move, and let the next step wait for a snapshot: nobody can be
+        replaced before it is whole.
+
+        Raises:
+            MoveUndone: If a worker is lost meanwhile.
+        """
+        before, self._store = self._before, FrameStore()
         self.begin()
-        for worker in self._connections.workers:
-            self._files.note_move(worker.number, kept.get(worker, ()), got.get(worker, ()))
-            if worker.journal is not None:
-                worker.journal.give_up(_MOVED)
+        self._snapshots.take_behind_move(kept, got)
+        end_seconds = time.monotonic() + _MOST_HELD_SECONDS
+        try:
+            while self._snapshots.is_held and time.monotonic() < end_seconds:
+                if self._connections.is_ending():
+                    break
+                self._snapshots.wait()
+        except (KeyboardInterrupt, StageFailed) as error:
+            if before is None or self._layers.holdings is before.holdings:
+                raise
+            # The workers have moved, and this process has not followed yet.
+            self._postponed = error
+        self._snapshots.hold_no_more()
+
+    def _drop_before(self) -> None:
+        """There is no way back any more to what was before the move."""
+        before, self._before = self._before, None
+        if before is not None:
+            before.store.close()
 
     @property
     def kept_bytes(self) -> int:
@@ -187,126 +199,15 @@ class Replacements:
         snapshot."""
         return self._store.num_bytes + sum(self._sent_bytes.values())
 
-    # snapshots
-
-    def _before_step(self, with_gradients: bool) -> None:
-        """Take a snapshot before a step, if it is time."""
-        self._use_if_whole()
-        journals = [w.journal for w in self._connections.workers if w.journal is not None]
-        is_full = self.kept_bytes > self._settings.log_gib * 2**30
-        seconds = time.monotonic() - self._latest_seconds
-        is_due = is_full or seconds >= self._settings.every_seconds
-        if not journals or self._coming is not None or not is_due:
-            return
-        has_caches = any(journal.has_caches for journal in journals)
-        if is_full and has_caches:
-            self._give_up(journals, "a key-value cache was in use, which no snapshot holds")
-        elif is_full and self._is_unwritten:
-            self._give_up(journals, f"no snapshot could be written to {self._files.folder.parent}")
-        if not has_caches:
-            self._take(with_gradients)
-
-    def _give_up(self, journals: Collection[Journal], cause: str) -> None:
-        """Keep nothing, here and on the workers, until a snapshot is whole."""
-        for journal in journals:
-            journal.give_up(
-                f"More than {self._settings.log_gib:g} GiB were sent while {cause} (`log_gib` of "
-                "`Recovery`)."
-            )
-        connections = self._connections
-        connections.broadcast(m.ForgetSent(connections.step, connections.num_exchanges))
-
-    def _take(self, with_gradients: bool) -> None:
-        connections = self._connections
-        self._num_snapshots += 1
-        number, workers = self._num_snapshots, list(connections.workers)
-        told = {worker: {*self._files.bases_of(worker.number).missing} for worker in workers}
-        for worker in workers:
-            stamp = self._stages.stamp(worker)
-            also = sorted(told[worker])
-            connections.send(worker, m.TakeSnapshot(number, with_gradients, also, **stamp))
-            # What the worker keeps is in no snapshot.
-            worker.forget_constants()
-            if worker.journal is not None:
-                worker.journal.mark()
-        self._coming = _Snapshot(
-            number, connections.step, connections.num_exchanges, set(workers), told
-        )
-
     def _on_sent_kept(self, worker: Member, message: m.SentKept) -> None:
         self._sent_bytes[worker] = message.num_bytes
 
-    def _on_snapshot_begun(self, worker: Member, message: m.SnapshotBegun) -> None:
-        if self._is_coming(message.number) and worker.journal is not None:
-            worker.journal.note_begun()
-
-    def _is_coming(self, number: int) -> bool:
-        return self._coming is not None and self._coming.number == number
-
-    def _take_piece(self, worker: Member, message: m.SnapshotPart, piece: Tensor) -> None:
-        """Write a piece of a worker's part.
-
-        Raises:
-            RemoteProtocolError: If the worker tells more than its layers can have.
-        """
-        coming = self._coming
-        if coming is None or coming.number != message.number or worker not in coming.missing:
-            return  # that snapshot is not used any more
-        num_bytes = coming.num_bytes.get(worker, 0) + piece.nbytes
-        most = _MOST_TIMES * self._bytes_of(worker) + _MOST_BESIDE_BYTES
-        if num_bytes > most:
-            raise RemoteProtocolError(
-                f"Its part of a snapshot has more than {num_bytes} bytes, and at most {most} fit "
-                "its layers."
-            )
-        coming.num_bytes[worker] = num_bytes
-        coming.written.append(self._files.add(worker.number, message.number, piece))
-        if message.is_last:
-            coming.missing.discard(worker)
-            self._use_if_whole()
-
-    def _note_unwritten(self, error: BaseException) -> None:
-        """Say that a snapshot was not written; the next ones are likely not to be either."""
-        if not self._is_unwritten:
-            rank_zero_warn(
-                f"A snapshot was not written to {self._files.folder.parent}, and the one before it "
-                f"stays ({error}). Until the next one is written, workers in the place of lost "
-                "ones have more to repeat. Free space there, or start the next run with "
-                "Recovery(folder=...) elsewhere."
-            )
-        self._is_unwritten = True
-
-    def _bytes_of(self, worker: Member) -> int:
-        stages = self._layers.holdings.stages_of(worker)
-        return sum(t.nbytes for stage in stages for _, t in named_tensors(stage.layers))
-
-    def _use_if_whole(self) -> None:
-        """Go on from the snapshot on its way if all of it is in its files."""
-        coming = self._coming
-        if coming is None or coming.missing or not all(f.done() for f in coming.written):
-            return
-        self._coming, self._latest_seconds = None, time.monotonic()
-        errors = (each.exception() for each in coming.written)
-        if (error := next((e for e in errors if e is not None), None)) is not None:
-            self._note_unwritten(error)
-            self._forget(coming)
-            return
-        self._is_unwritten = False
-        self._latest = coming.step
-        for worker in self._connections.workers:
-            self._files.note_whole(worker.number, coming.number, coming.told.get(worker, ()))
-            if worker.journal is not None:
-                worker.journal.cut()
-        self._connections.broadcast(m.ForgetSent(coming.step, coming.exchange))
-        if self._has_moved:
-            self._has_moved = False
-            rank_zero_info("the state behind the move is safe, so lost workers are replaced again")
-
-    def _forget(self, coming: _Snapshot) -> None:
-        for worker in self._connections.workers:
-            self._files.drop(worker.number, coming.number)
-            if worker.journal is not None:
-                worker.journal.unmark()
+    def _before_step(self, with_gradients: bool) -> None:
+        """Take a snapshot before a step, if it is time."""
+        error, self._postponed = self._postponed, None
+        if error is not None:
+            raise error
+        self._snapshots.take_if_due(self.kept_bytes, with_gradients)
 
     # replacement
 
@@ -315,24 +216,109 @@ class Replacements:
 
         Returns:
             Why that is not possible, as a sentence; None if the run can go on.
+
+        Raises:
+            MoveUndone: If layers were moving. All are where they were before.
         """
         lost: dict[Member, Loss] = {}
+        idle: list[Member] = []
+        before, self._before = self._before, None
         try:
-            self._note_lost(worker, cause, lost)
-            if self._coming is not None:
-                self._forget(self._coming)
-                self._coming = None
-            num_tries = 0
-            while True:
-                is_late = self._is_late(lost)
-                num_tries += is_late
-                if self._is_restored(lost, is_late, num_tries >= _MOST_TRIES_ELSEWHERE):
-                    break
-                time.sleep(_BETWEEN_DIALS_SECONDS)
+            if before is None:
+                self._note_lost(worker, cause, lost)
+            else:
+                idle = self._go_back(before, worker, cause, lost)
+            self._snapshots.forget_coming()
+            self._restore_all(lost)
+            for each in idle:
+                self._begin_idle(each)
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
         self._open |= lost
+        if before is not None:
+            self._layers.is_between_plans = False
+            raise MoveUndone(
+                f"While layers moved, {worker} was lost {self._connections.when}. {cause} All "
+                "layers are where they were before."
+            )
         return None
+
+    def _go_back(
+        self, before: _Before, worker: Member, cause: HeteroError, lost: dict[Member, Loss]
+    ) -> list[Member]:
+        """Note that all workers are to get what they had before a move, in which one was lost.
+
+        Args:
+            before: What was before the move.
+            worker: The lost one.
+            cause: What ended its conversation.
+            lost: Gets all that had layers, the lost one first.
+
+        Returns:
+            The others that had no layers, and were about to get some.
+
+        Raises:
+            WorkerError: If that is not possible.
+        """
+        connections = self._connections
+        involved = {*connections.workers}
+        self._snapshots.forget_coming()
+        if self._store is not before.store:
+            self._store.close()
+        self._store = before.store
+        self._layers.holdings, self._layers.deployed = before.holdings, before.deployed
+        connections.assign(before.holdings.placement)
+        for each in involved | {*before.journals}:
+            each.journal, each.num_unanswered = before.journals.get(each), 0
+        for each in before.journals:
+            if each not in connections.members:
+                raise WorkerError(f"The worker {each.name}, which had layers before, is lost too.")
+            if obstacle := self._obstacle(each):
+                raise WorkerError(obstacle)
+        if worker in before.journals:
+            self._note_lost(worker, cause, lost)
+        else:
+            connections.lose(worker, cause)
+        for each in before.journals:
+            lost.setdefault(each, self._loss_of(each, cause))
+        return [each for each in connections.members if each in involved - {*before.journals}]
+
+    def _restore_all(self, lost: dict[Member, Loss]) -> None:
+        """Restore lost workers, as soon as processes are there for them.
+
+        Raises:
+            HeteroError: If nobody comes in time, or a worker cannot be restored.
+        """
+        num_tries = 0
+        while True:
+            is_late = self._is_late(lost)
+            num_tries += is_late
+            if self._is_restored(lost, is_late, num_tries >= _MOST_TRIES_ELSEWHERE):
+                return
+            time.sleep(_BETWEEN_DIALS_SECONDS)
+
+    def _begin_idle(self, worker: Member) -> None:
+        """Begin a session anew with a worker that had no layers before a move; without it, if that
+        is not possible."""
+        connections, layers = self._connections, self._layers
+        end_seconds = time.perf_counter() + self._settings.wait_seconds
+        seed = next(deployed.seed for deployed in layers.deployed.values())
+        while True:
+            try:
+                connections.dial_again(worker, worker.own_name)
+                layers.deployed[worker] = layers.holdings.deploy_message(worker, seed)
+                worker.channel.send(layers.deployed[worker])
+                connections.await_from(worker, m.Built)
+                worker.channel.send(m.Launch())
+                connections.await_from(worker, m.Done)
+                if connections.step:
+                    worker.channel.send(m.Replay(connections.step, has_more=False))
+                return
+            except (WorkerUnreachable, ChannelError) as error:
+                if time.perf_counter() >= end_seconds or connections.is_ending():
+                    connections.lose(worker, error)
+                    return
+            time.sleep(_BETWEEN_DIALS_SECONDS)
 
     def _is_late(self, lost: Mapping[Member, Loss]) -> bool:
         """Whether the time is over in which the latest of these workers may come back."""
@@ -358,13 +344,17 @@ class Replacements:
         now = time.perf_counter()
         if (former := self._open.pop(worker, None)) is not None:
             former.note_end(now, has_caught_up=False)
-        lost[worker] = Loss(worker, self._connections.step, str(cause), now, worker.where)
+        lost[worker] = self._loss_of(worker, cause)
         self.losses.append(lost[worker])
         self.on_change()
 
+    def _loss_of(self, worker: Member, cause: HeteroError) -> Loss:
+        now = time.perf_counter()
+        return Loss(worker, self._connections.step, str(cause), now, worker.where)
+
     def _obstacle(self, worker: Member) -> str | None:
         """Why a worker cannot be replaced at present, as a sentence; None if it can."""
-        if self._layers.is_between_plans:
+        if self._layers.is_between_plans and worker.journal is None:
             return "Layers were moving."
         if worker.journal is None:
             return "It was lost before all layers were sent."
@@ -416,12 +406,14 @@ class Replacements:
             return False
         now_seconds = time.perf_counter()
         for worker, loss in lost.items():
-            loss.note_restored(began_seconds, now_seconds, self._latest, num_bytes)
+            loss.note_restored(began_seconds, now_seconds, self._snapshots.step, num_bytes)
+            if loss not in self.losses:
+                continue  # it goes back to where it was before a move, in which another was lost
             rank_zero_info(
                 f"{worker} has its layers again {now_seconds - loss.began_seconds:.2f} s after the "
                 f"loss: {began_seconds - loss.began_seconds:.2f} s until a process served, and "
                 f"{now_seconds - began_seconds:.2f} s for {num_bytes / 2**20:.1f} MiB; it repeats "
-                f"steps {self._latest + 1} to {loss.step}"
+                f"steps {self._snapshots.step + 1} to {loss.step}"
             )
         self.on_change()
         return True
@@ -568,7 +560,7 @@ class Replacements:
             self._load(worker)
             worker.channel.send(m.KeepSent(MOST_IN_MEMORY_BYTES))
             self._sent_bytes.pop(worker, None)
-            worker.channel.send(m.Replay(self._latest))
+            worker.channel.send(m.Replay(self._snapshots.step))
         for worker in lost:
             # It dials the workers behind it, and a new one has its layers by now.
             worker.channel.send(m.Launch())
@@ -641,7 +633,7 @@ class Replacements:
 
     def _on_caught_up(self, worker: Member, _message: m.CaughtUp) -> None:
         loss = self._open.pop(worker, None)
-        if loss is not None:
+        if loss is not None and loss in self.losses:
             now = time.perf_counter()
             loss.note_end(now, has_caught_up=True)
             self.on_change()

@@ -1,4 +1,5 @@
-"""The coordinator's side of snapshots: the files from which a lost worker's state comes back.
+"""The coordinator's side of snapshots: it takes them, and a lost worker's state comes back from
+their files.
 
     <folder>/3-base    every tensor of worker 3 as it was sent, but for those in a checkpoint
     <folder>/3-7       its part of snapshot 7: what has changed since, with optimizer state
@@ -13,27 +14,47 @@ is kept beside the base, as long as it has a tensor that the worker still holds.
 from __future__ import annotations
 
 import fcntl
+import math
+import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from ..errors import RemoteProtocolError, SaveError
 from ..model.four_bit import State
+from ..model.tensors import named_tensors
+from ..pipeline.journal import Journal
 from ..protocol import messages as m
 from ..protocol.frames import Frame, FrameReader, encode_frame
 from ..protocol.tensor_bytes import tensor_bytes
 from ..protocol.values import unpack
+from ..recovery import Recovery
+from ..transport.channel import LOOK_SECONDS
+from .connections import Connections
+from .layers import Names, RemoteLayers
+from .member import Member
+
+if TYPE_CHECKING:
+    from .steps import RemoteStages
 
 # Locked by the process whose folder it is in; the lock goes with the process.
 _CLAIM = "claim"
 
 Contents = Iterator[tuple[str, Tensor, State]]
+
+# A worker's part of a snapshot is at most so many times its tensors, and some more.
+_MOST_TIMES = 8
+_MOST_BESIDE_BYTES = 2**24
+_MOVED = "Layers have moved, and no snapshot has come to its end since."
 
 # The number of the file of what a worker got when it was deployed; snapshots are numbered from 1.
 _BASE = 0
@@ -54,13 +75,18 @@ class Bases:
     def __contains__(self, number: int) -> bool:
         return number in self._names
 
+    def missing_behind(self, kept: Collection[str], got: Collection[str]) -> set[str]:
+        """The tensors that no file would have behind a move in which the worker has kept some, and
+        has got others."""
+        return (self.missing & {*kept}) | {*got}
+
     def note_move(self, kept: Collection[str], got: Collection[str]) -> list[int]:
         """Note which tensors the worker has kept as layers moved, and which it has got.
 
         Returns:
             The numbers of the files that have nothing of use any more.
         """
-        self.missing = (self.missing & {*kept}) | {*got}
+        self.missing = self.missing_behind(kept, got)
         names = {
             number: {*kept} if own is None else own & {*kept} for number, own in self._names.items()
         }
@@ -193,6 +219,260 @@ class SnapshotFiles:
                 loaded = frame if number == _BASE else _as_load(frame)
                 if names is None or getattr(loaded.message, "name", "") in names:
                     yield loaded
+
+
+@dataclass
+class _Snapshot:
+    """A snapshot on its way to its files.
+
+    Attributes:
+        number: From 1 on.
+        step: The step behind which it is.
+        exchange: The latest exchange of replicas before it.
+        missing: The workers whose parts are not whole yet.
+        told: The tensors that workers tell though they have not changed.
+        written: The pieces that are being written.
+        num_bytes: The bytes that have come, by worker.
+    """
+
+    number: int
+    step: int
+    exchange: int
+    missing: set[Member]
+    told: Mapping[Member, Collection[str]]
+    written: list[Future[None]] = field(default_factory=list)
+    num_bytes: dict[Member, int] = field(default_factory=dict)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all of it is in its files, or could not be written."""
+        return not self.missing and all(piece.done() for piece in self.written)
+
+
+class Snapshots:
+    """Takes snapshots of the workers' state between two steps.
+
+    Args:
+        settings: What the user wants.
+        folder: Where files may lie; a folder for this run is made in it.
+        connections: The workers.
+        layers: The layers that they hold.
+        stages: Runs the steps.
+
+    Attributes:
+        files: The files of the run.
+        step: The step behind which the latest whole snapshot is; 0 before the first one.
+        has_moved: Whether layers have moved behind it.
+        on_whole: Called before the files of a move's former plan are dropped.
+
+    Raises:
+        SaveError: If the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        settings: Recovery,
+        folder: Path,
+        connections: Connections,
+        layers: RemoteLayers,
+        stages: RemoteStages,
+    ) -> None:
+        self.files = SnapshotFiles(folder / f"run-{secrets.token_hex(4)}")
+        self.step = 0
+        self.has_moved = False
+        self.on_whole: Callable[[], None] = lambda: None
+        self._settings = settings
+        self._connections = connections
+        self._layers = layers
+        self._stages = stages
+        self._number = 0
+        self._latest_seconds = time.monotonic()
+        self._coming: _Snapshot | None = None
+        # What each worker has kept and got in a move that the files do not follow yet.
+        self._held_move: tuple[Names, Names] | None = None
+        # Whether the latest snapshot was not written.
+        self._is_unwritten = False
+        connections.asides[m.SnapshotBegun] = self._on_begun
+        connections.take_piece = self._take_piece
+
+    def take_if_due(self, kept_bytes: int, with_gradients: bool) -> None:
+        """Take a snapshot before a step, if it is time.
+
+        Args:
+            kept_bytes: What was said since the latest one.
+            with_gradients: Whether the step adds to gradients that are there.
+        """
+        self._use_if_whole()
+        workers = self._connections.workers
+        journals = [worker.journal for worker in workers if worker.journal is not None]
+        is_full = kept_bytes > self._settings.log_gib * 2**30
+        seconds = time.monotonic() - self._latest_seconds
+        is_due = is_full or seconds >= self._settings.every_seconds
+        if not journals or self._coming is not None or not is_due:
+            return
+        has_caches = any(journal.has_caches for journal in journals)
+        if is_full and has_caches:
+            self._give_up(journals, "a key-value cache was in use, which no snapshot holds")
+        elif is_full and self._is_unwritten:
+            self._give_up(journals, f"no snapshot could be written to {self.files.folder.parent}")
+        if not has_caches:
+            missing = {worker: self.files.bases_of(worker.number).missing for worker in workers}
+            self._take(with_gradients, missing)
+
+    def _give_up(self, journals: Collection[Journal], cause: str) -> None:
+        """Keep nothing, here and on the workers, until a snapshot is whole."""
+        for journal in journals:
+            journal.give_up(
+                f"More than {self._settings.log_gib:g} GiB were sent while {cause} (`log_gib` of "
+                "`Recovery`)."
+            )
+        connections = self._connections
+        connections.broadcast(m.ForgetSent(connections.step, connections.num_exchanges))
+
+    def _take(self, with_gradients: bool, missing: Mapping[Member, Collection[str]]) -> None:
+        """Ask for a snapshot, with the tensors that no file has."""
+        connections = self._connections
+        self._number += 1
+        told = {worker: {*own} for worker, own in missing.items()}
+        for worker in connections.workers:
+            stamp = self._stages.stamp(worker)
+            also = sorted(told[worker])
+            connections.send(worker, m.TakeSnapshot(self._number, with_gradients, also, **stamp))
+            # What the worker keeps is in no snapshot.
+            worker.forget_constants()
+            if worker.journal is not None:
+                worker.journal.mark()
+        self._coming = _Snapshot(
+            self._number, connections.step, connections.num_exchanges, {*connections.workers}, told
+        )
+
+    # behind a move
+
+    def take_behind_move(self, kept: Names, got: Names) -> None:
+        """Take a snapshot of layers that have moved.
+
+        The files have the plan before until it is whole, or until `hold_no_more`.
+        """
+        self.has_moved, self._held_move = True, (kept, got)
+        missing = {}
+        for worker in self._connections.workers:
+            bases = self.files.bases_of(worker.number)
+            missing[worker] = bases.missing_behind(kept.get(worker, ()), got.get(worker, ()))
+            if worker.journal is not None:
+                worker.journal.give_up(_MOVED)
+        self._take(False, missing)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the files have the plan before a move, and the snapshot behind it is coming."""
+        return self._held_move is not None and self._coming is not None
+
+    def wait(self) -> None:
+        """Wait for a part of the snapshot on its way."""
+        coming = self._coming
+        if coming is None:
+            return
+        if coming.missing:
+            self._connections.hear()
+        else:
+            wait(coming.written, timeout=LOOK_SECONDS)
+            self._use_if_whole()
+
+    def hold_no_more(self) -> None:
+        """Let the files follow a move whose snapshot is not whole yet; another one is due."""
+        if self._held_move is not None:
+            self._follow_move()
+            self._latest_seconds = -math.inf
+
+    def _follow_move(self) -> None:
+        """Keep no file any more of what has moved."""
+        if self._held_move is None:
+            return
+        (kept, got), self._held_move = self._held_move, None
+        self.on_whole()
+        for worker in self._connections.workers:
+            self.files.note_move(worker.number, kept.get(worker, ()), got.get(worker, ()))
+
+    # on its way
+
+    def _on_begun(self, worker: Member, message: m.SnapshotBegun) -> None:
+        is_coming = self._coming is not None and self._coming.number == message.number
+        if is_coming and worker.journal is not None:
+            worker.journal.note_begun()
+
+    def _take_piece(self, worker: Member, message: m.SnapshotPart, piece: Tensor) -> None:
+        """Write a piece of a worker's part.
+
+        Raises:
+            RemoteProtocolError: If the worker tells more than its layers can have.
+        """
+        coming = self._coming
+        if coming is None or coming.number != message.number or worker not in coming.missing:
+            return  # that snapshot is not used any more
+        num_bytes = coming.num_bytes.get(worker, 0) + piece.nbytes
+        most = _MOST_TIMES * self._bytes_of(worker) + _MOST_BESIDE_BYTES
+        if num_bytes > most:
+            raise RemoteProtocolError(
+                f"Its part of a snapshot has more than {num_bytes} bytes, and at most {most} fit "
+                "its layers."
+            )
+        coming.num_bytes[worker] = num_bytes
+        coming.written.append(self.files.add(worker.number, message.number, piece))
+        if message.is_last:
+            coming.missing.discard(worker)
+            self._use_if_whole()
+
+    def _bytes_of(self, worker: Member) -> int:
+        stages = self._layers.holdings.stages_of(worker)
+        return sum(t.nbytes for stage in stages for _, t in named_tensors(stage.layers))
+
+    def _use_if_whole(self) -> None:
+        """Go on from the snapshot on its way if all of it is in its files."""
+        coming = self._coming
+        if coming is None or not coming.is_written:
+            return
+        self._coming, self._latest_seconds = None, time.monotonic()
+        errors = (each.exception() for each in coming.written)
+        if (error := next((e for e in errors if e is not None), None)) is not None:
+            self._note_unwritten(error)
+            self._forget(coming)
+            return
+        self._is_unwritten = False
+        self.step = coming.step
+        self._follow_move()
+        for worker in self._connections.workers:
+            self.files.note_whole(worker.number, coming.number, coming.told.get(worker, ()))
+            if worker.journal is not None:
+                worker.journal.cut()
+        self._connections.broadcast(m.ForgetSent(coming.step, coming.exchange))
+        if self.has_moved:
+            self.has_moved = False
+            rank_zero_info("the state behind the move is safe, so lost workers are replaced again")
+
+    def _note_unwritten(self, error: BaseException) -> None:
+        """Say that a snapshot was not written; the next ones are likely not to be either."""
+        if not self._is_unwritten:
+            rank_zero_warn(
+                f"A snapshot was not written to {self.files.folder.parent}, and the one before it "
+                f"stays ({error}). Until the next one is written, workers in the place of lost "
+                "ones have more to repeat. Free space there, or start the next run with "
+                "Recovery(folder=...) elsewhere."
+            )
+        self._is_unwritten = True
+
+    def forget_coming(self) -> None:
+        """Use the snapshot on its way no more, nor the move that it is behind."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            self._forget(coming)
+        if self._held_move is not None:
+            self._held_move, self.has_moved = None, False
+
+    def _forget(self, coming: _Snapshot) -> None:
+        for worker in self._connections.workers:
+            self.files.drop(worker.number, coming.number)
+            if worker.journal is not None:
+                worker.journal.unmark()
 
 
 def _as_load(frame: Frame) -> Frame:

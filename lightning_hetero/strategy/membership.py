@@ -47,6 +47,7 @@ from ..profiler.profiling_run import (
 from ..protocol import messages as m
 from ..recovery import Recovery, too_few
 from ..units import in_bytes
+from .replan import staying_if_undone
 
 if TYPE_CHECKING:
     from .training_run import TrainingRun
@@ -112,8 +113,10 @@ class Membership:
         if self.run.deployment.coordinator.connections.is_ending():
             return
         for worker in self._leaving:
-            self._let_go(worker)
-        self._gather()
+            with staying_if_undone():
+                self._let_go(worker)
+        with staying_if_undone():
+            self._gather()
         if not self.terms.joins:
             if self.terms.recovery is not None:
                 self._waiting()  # a spare is told that it is one

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
-from ..errors import ModelError, PlanError
+from ..errors import ModelError, MoveUndone, PlanError
 from ..model.tensors import is_frozen
 from ..pipeline.optimizer import state_beside
 from ..pipeline.placement import Placement
@@ -92,6 +92,15 @@ def settle(optimizer: Optimizer) -> None:
             if parameter in optimizer.state:
                 state = optimizer.state[parameter]
                 optimizer.state[parameter] = state_beside(parameter, state, group)
+
+
+@contextmanager
+def staying_if_undone() -> Iterator[None]:
+    """Inside, layers move because that saves time; if a worker is lost meanwhile, they may stay."""
+    try:
+        yield
+    except MoveUndone as error:
+        rank_zero_warn(str(error))
 
 
 @contextmanager

@@ -54,7 +54,7 @@ from .deploy import PlanChoice, Site
 from .interruption import guard_hooks
 from .membership import Membership, Terms
 from .optimizers import clip_by_global_norm, norms_by_name
-from .replan import check_move, moves_layers, moving_averages
+from .replan import check_move, moves_layers, moving_averages, staying_if_undone
 from .training_run import Run, RunNotes, TrainingRun, leave_pictures
 
 logger = logging.getLogger(__name__)
@@ -342,7 +342,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             return
         plan = run.next_plan()
         if plan is not None:
-            self.move_layers(plan)
+            with staying_if_undone():
+                self.move_layers(plan)
         if self._membership is not None:
             self._membership.act()
 
@@ -393,6 +394,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             MisconfigurationException: Under manual optimization.
             PlanError: If the plan does not fit, or has no worker or others.
             ModelError: If layers cannot move now.
+            MoveUndone: With `recovery`, if workers are lost meanwhile, and nobody takes the place
+                of one that the plan needs. The layers are where they were, and training goes on.
             WorkerError: If a worker fails. No step can run any more then. The end of the run brings
                 the weights home, except those that a lost worker had.
         """

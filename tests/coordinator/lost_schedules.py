@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from lightning_hetero import (
     StagePlan,
 )
 from lightning_hetero.callbacks import StageWeightAveraging
-from lightning_hetero.errors import HeteroError, WorkerLost
+from lightning_hetero.errors import HeteroError
 from lightning_hetero.planner.membership import PlanChange, in_place, left_by_bytes
 from lightning_hetero.strategy.membership import Membership
 
@@ -191,9 +190,13 @@ _MORE_EVENTS = 40
 # The cases of the product above that are tried.
 CASES = [case for case in product(PLANS, OPTIONS) if case not in REFUSED]
 MOVING = ("moving", "moving frozen", "moving loaded", "moving averaged")
-MOVING_CASES = [*product(("a line", "turn by turn", "replicas in a line"), MOVING)]
-# Until the snapshot behind a move is whole, the state is in no file.
-_NOT_YET_SAFE = r"Layers were moving|Layers have moved, and no snapshot"
+MOVING_PLANS = (
+    "a line",
+    "turn by turn",
+    "replicas in a line",
+    "with the coordinator as a replica",
+)
+MOVING_CASES = [*product(MOVING_PLANS, MOVING)]
 
 
 @dataclass(frozen=True)
@@ -366,20 +369,15 @@ def tried(plan: str, options: str, seed: int, folder: Path) -> Counter[str]:
     """Train with the faults of a seed, and find every bit as it is without them.
 
     Returns:
-        How often each thing has happened. A run that ended since the state behind a move was not
-        in a file yet counts as "refused behind a move", and nothing else of it.
+        How often each thing has happened.
 
     Raises:
-        AssertionError: If a bit is another one, or the run has ended for another reason.
+        AssertionError: If a bit is another one, or the run has ended.
     """
     expected = undisturbed(plan, options)
     faults, net = Faults.drawn(plan, options, seed, expected), Net(f"{plan}, {options}, {seed}")
     try:
         assert_same(run(net, plan, options, folder, faults), expected)
     except (AssertionError, HeteroError) as error:
-        has_moved = options in MOVING or faults.shares
-        is_refused = isinstance(error, WorkerLost) and re.search(_NOT_YET_SAFE, str(error))
-        if has_moved and is_refused:
-            return Counter({"refused behind a move": 1})
         raise AssertionError(f"{plan}, {options}, seed {seed}: {error}") from error
     return net.counts

@@ -14,6 +14,7 @@ breaks a connection that comes back: what was on its way is lost, and sent again
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -472,6 +473,9 @@ class Net:
             patch.setattr(worker_snapshots, "threading", thread)
             patch.setattr(snapshots, "ThreadPoolExecutor", lambda *_: _AtOnce())
             patch.setattr(replacement, "time", clock)
+            patch.setattr(snapshots, "time", clock)
+            # A look at the clock takes a second here.
+            patch.setattr(replacement, "_MOST_HELD_SECONDS", math.inf)
             patch.setattr(find.Lookout, "free", lambda _self, _used: [])
             patch.setattr(stage_layers, "build_layers", _built)
             patch.setattr(coordinator_attributes, "build_layers", _built)

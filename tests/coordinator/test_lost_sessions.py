@@ -132,7 +132,7 @@ def test_what_workers_keep_brings_a_snapshot_earlier(
 ) -> None:
     """Two replicas exchange more than the coordinator says to them."""
     told: list[int] = []
-    on_sent_kept, take = Replacements._on_sent_kept, Replacements._take
+    on_sent_kept, before_step = Replacements._on_sent_kept, Replacements._before_step
 
     def noting(self: Replacements, worker: Any, message: m.SentKept) -> None:
         told.append(message.num_bytes)
@@ -140,13 +140,15 @@ def test_what_workers_keep_brings_a_snapshot_earlier(
             on_sent_kept(self, worker, message)
 
     def taking(self: Replacements, with_gradients: bool) -> None:
-        taken.append(self._store.num_bytes)
-        take(self, with_gradients)
+        kept_bytes, number = self._store.num_bytes, self._snapshots._number
+        before_step(self, with_gradients)
+        if self._snapshots._number > number:
+            taken.append(kept_bytes)
 
     taken: list[int] = []
     monkeypatch.setattr(neighbors, "_TOLD_BYTES", 2**12)
     monkeypatch.setattr(Replacements, "_on_sent_kept", noting)
-    monkeypatch.setattr(Replacements, "_take", taking)
+    monkeypatch.setattr(Replacements, "_before_step", taking)
     # More than the coordinator keeps in the whole run, and less than the workers do.
     faults = Faults(3600.0, log_gib=2**18 / 2**30)
     run(Net(0), "replicas", "plain", tmp_path, faults)

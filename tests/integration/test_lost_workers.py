@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, RecoveryCallback, StagePlan
+from lightning_hetero.coordinator import replacement
+from lightning_hetero.coordinator.moves import LayerMove
+from lightning_hetero.coordinator.snapshots import SnapshotFiles, Snapshots
 from lightning_hetero.errors import WorkerLost
 
 from ..conftest import WorkerProcess, worker_process
@@ -211,10 +215,59 @@ class MovingAndKilling(RecoveryCallback):
 
 def is_safe(trainer: Any) -> bool:
     """Whether the snapshot behind the latest move is whole."""
-    return not trainer.strategy.deployment.coordinator.replacements._has_moved
+    return not trainer.strategy.deployment.coordinator.replacements._snapshots.has_moved
 
 
-def test_a_worker_that_is_killed_right_behind_a_move_ends_the_run(tmp_path: Path) -> None:
+class Moving(RecoveryCallback):
+    """Moves layers to a plan before the third batch."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == 2:
+            trainer.strategy.move_layers(self.plan)
+
+
+@pytest.mark.parametrize("place", ["among the tensors", "before the snapshot"])
+def test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again(
+    place: str, undisturbed: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other worker, which lives, gets back what it had before the move too."""
+    begun: list[int] = []
+    move, take = LayerMove._moves, Snapshots.take_behind_move
+
+    def moving(self: LayerMove) -> Iterator[str]:
+        begun.append(0)
+        for name in move(self):
+            begun[-1] += 1
+            if begun == [3] and place == "among the tensors":
+                kill_session(second)
+            yield name
+
+    def taking(self: Snapshots, kept: Any, got: Any) -> None:
+        if len(begun) == 1:
+            kill_session(second)
+        take(self, kept, got)
+
+    monkeypatch.setattr(LayerMove, "_moves", moving)
+    if place == "before the snapshot":
+        monkeypatch.setattr(Snapshots, "take_behind_move", taking)
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        observing = Observing({})
+        callbacks = [Moving(moved_plan_over(names)), observing]
+        found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
+    assert len(begun) == 2
+    assert observing.told == [("lost", second.address), ("restored", second.address)]
+    assert_same_run(found, undisturbed)
+
+
+def test_a_worker_that_dies_behind_a_move_whose_snapshot_takes_too_long_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacement, "_MOST_HELD_SECONDS", 0.0)
+    monkeypatch.setattr(SnapshotFiles, "add", lambda *_: Future[None]())
     with worker_process() as first, worker_process() as second:
         names = [first.address, second.address]
         settings = Recovery(folder=tmp_path, every_seconds=ALWAYS)
