@@ -23,7 +23,7 @@ HeteroError
    ├─ JoinError              a worker cannot join a run, or too few workers have joined it
    ├─ WorkerLost             a worker of the run is gone
    │  └─ WeightsLost         weights or optimizer state were lost with workers
-   ├─ MoveUndone             a worker was lost while layers moved; all are where they were
+   ├─ MoveUndone             a worker was lost or failed while layers moved, which are back
    ├─ LinkLost               two workers are alive and cannot reach each other
    └─ StageFailed            a worker's own code raised; carries the worker's traceback
 """
@@ -139,7 +139,8 @@ class WeightsLost(WorkerLost):
 
 
 class MoveUndone(WorkerError):
-    """A worker was lost while layers moved. They are where they were before, and steps go on."""
+    """A worker was lost or failed while layers moved. They are where they were before, and steps go
+    on."""
 
 
 class LinkLost(WorkerError):

@@ -85,7 +85,7 @@ class RemoteLayers:
         before_move: Called before layers move.
         after_move: Called when layers have moved, with the tensors that each worker has kept, and
             those that it has got and that are in no checkpoint.
-        on_failed_move: Called when a move has failed and cannot be undone.
+        on_failed_move: Called with the error of a move that has failed.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -97,7 +97,7 @@ class RemoteLayers:
         self.spool: Spool | None = None
         self.before_move: Callable[[], None] = lambda: None
         self.after_move: Callable[[Names, Names], None] = lambda _kept, _got: None
-        self.on_failed_move: Callable[[], None] = lambda: None
+        self.on_failed_move: Callable[[BaseException], None] = lambda _error: None
         self._buffer_updates: list[m.BuffersUpdated] = []
         connections.asides[m.BuffersUpdated] = self._on_buffers_updated
 

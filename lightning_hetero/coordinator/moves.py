@@ -21,7 +21,7 @@ from itertools import chain
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from ..errors import MoveUndone
+from ..errors import MoveUndone, StageFailed
 from ..model.tensors import stored_in_four_bits
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
@@ -50,7 +50,7 @@ def move(
 
     Raises:
         MoveUndone: If workers are lost again and again, or one that the placement needs is lost
-            and nobody takes its place. All is as it was before the move.
+            and nobody takes its place, or a worker's code raises. All is as it was before the move.
         WorkerError: If a worker fails.
     """
     for num_left in reversed(range(_MOST_TRIES)):
@@ -64,7 +64,7 @@ def move(
             there = {member.name for member in remote.connections.members}
             if gone := [name for name in placement.workers if name not in there]:
                 raise MoveUndone(f"Layers do not move without {gone[0]}. {error}") from error
-            if num_left == 0:
+            if num_left == 0 or isinstance(error.__cause__, StageFailed):
                 raise
             rank_zero_info(f"{error} They move again.")
 
@@ -123,7 +123,7 @@ class LayerMove:
         """Move; yields the name of each tensor that travels. You must iterate to the end.
 
         Raises:
-            MoveUndone: If a worker is lost, and all is as it was before the move.
+            MoveUndone: If a worker is lost or its code raises; all is as it was before the move.
             WorkerError: If a worker fails. The tensors are where the holdings of the remote layers
                 have them then, and no step can run any more.
         """
@@ -135,8 +135,8 @@ class LayerMove:
             self._remote.after_move(*self._kept_and_got())
         except MoveUndone:
             raise
-        except BaseException:
-            self._remote.on_failed_move()
+        except BaseException as error:
+            self._remote.on_failed_move(error)
             raise
         self._remote.is_between_plans = False
 

@@ -112,7 +112,7 @@ class Replacements:
         self._layers = layers
         self._stages = stages
         self._snapshots = Snapshots(settings, folder, connections, layers, stages)
-        self._snapshots.on_whole = self._drop_before
+        self._snapshots.before_drop = self._drop_before
         self._files = self._snapshots.files
         self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
@@ -131,7 +131,7 @@ class Replacements:
         layers.spool = self._files.spooled
         layers.before_move = self._before_move
         layers.after_move = self._after_move
-        layers.on_failed_move = self._drop_before
+        layers.on_failed_move = self._on_failed_move
         stages.before_step = self._before_step
 
     def close(self) -> None:
@@ -220,45 +220,87 @@ class Replacements:
         Raises:
             MoveUndone: If layers were moving. All are where they were before.
         """
-        lost: dict[Member, Loss] = {}
-        idle: list[Member] = []
         before, self._before = self._before, None
+        if before is not None:
+            return self._no_way_back(before) or self._undo(before, worker, cause)
+        lost: dict[Member, Loss] = {}
         try:
-            if before is None:
-                self._note_lost(worker, cause, lost)
-            else:
-                idle = self._go_back(before, worker, cause, lost)
+            self._note_lost(worker, cause, lost)
             self._snapshots.forget_coming()
+            self._restore_all(lost)
+        except (HeteroError, OSError) as error:
+            return f"It cannot be replaced: {error}"
+        self._open |= lost
+        return None
+
+    # back to what was before a move
+
+    def _on_failed_move(self, error: BaseException) -> None:
+        """Let all be as before a move if a worker's code raised in it, for want of memory for
+        example.
+
+        Raises:
+            MoveUndone: If all layers are where they were before.
+        """
+        before, self._before = self._before, None
+        if before is None:
+            return
+        if isinstance(error, StageFailed) and not self._no_way_back(before):
+            reason = self._undo(before, None, error)
+            # None of them may be asked for weights that it does not have.
+            raise self._connections.lose(next(iter(before.journals)), WorkerError(reason))
+        before.store.close()
+
+    def _undo(self, before: _Before, worker: Member | None, cause: HeteroError) -> str:
+        """Let all workers have what they had before a move.
+
+        Args:
+            before: What was before the move.
+            worker: The one that was lost; None if all are there.
+            cause: Why the move has ended.
+
+        Returns:
+            Why that is not possible, as a sentence.
+
+        Raises:
+            MoveUndone: If all layers are where they were before.
+        """
+        lost: dict[Member, Loss] = {}
+        try:
+            idle = self._go_back(before)
+            if worker is not None and worker not in before.journals:
+                self._connections.lose(worker, cause)
+            elif worker is not None:
+                self._note_lost(worker, cause, lost)
+            for each in before.journals:  # the lost one is the first
+                lost.setdefault(each, self._loss_of(each, cause))
             self._restore_all(lost)
             for each in idle:
                 self._begin_idle(each)
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
         self._open |= lost
-        if before is not None:
-            self._layers.is_between_plans = False
-            raise MoveUndone(
-                f"While layers moved, {worker} was lost {self._connections.when}. {cause} All "
-                "layers are where they were before."
-            )
-        return None
+        self._layers.is_between_plans = False
+        who = "a worker failed." if worker is None else f"{worker} was lost."
+        raise MoveUndone(
+            f"All layers are where they were before the move, in which {who} {cause}"
+        ) from cause
 
-    def _go_back(
-        self, before: _Before, worker: Member, cause: HeteroError, lost: dict[Member, Loss]
-    ) -> list[Member]:
-        """Note that all workers are to get what they had before a move, in which one was lost.
+    def _no_way_back(self, before: _Before) -> str:
+        """Why the workers cannot get back what they had before a move, as a sentence; empty if they
+        can."""
+        for worker, journal in before.journals.items():
+            if worker not in self._connections.members:
+                return f"It cannot be replaced: {worker.name}, which had layers, is lost too."
+            if obstacle := self._obstacle(worker, journal):
+                return f"It cannot be replaced: {obstacle}"
+        return ""
 
-        Args:
-            before: What was before the move.
-            worker: The lost one.
-            cause: What ended its conversation.
-            lost: Gets all that had layers, the lost one first.
+    def _go_back(self, before: _Before) -> list[Member]:
+        """Note that all workers are to get what they had before a move.
 
         Returns:
-            The others that had no layers, and were about to get some.
-
-        Raises:
-            WorkerError: If that is not possible.
+            Those that had no layers, and were about to get some.
         """
         connections = self._connections
         involved = {*connections.workers}
@@ -270,17 +312,6 @@ class Replacements:
         connections.assign(before.holdings.placement)
         for each in involved | {*before.journals}:
             each.journal, each.num_unanswered = before.journals.get(each), 0
-        for each in before.journals:
-            if each not in connections.members:
-                raise WorkerError(f"The worker {each.name}, which had layers before, is lost too.")
-            if obstacle := self._obstacle(each):
-                raise WorkerError(obstacle)
-        if worker in before.journals:
-            self._note_lost(worker, cause, lost)
-        else:
-            connections.lose(worker, cause)
-        for each in before.journals:
-            lost.setdefault(each, self._loss_of(each, cause))
         return [each for each in connections.members if each in involved - {*before.journals}]
 
     def _restore_all(self, lost: dict[Member, Loss]) -> None:
@@ -331,7 +362,7 @@ class Replacements:
         Raises:
             WorkerError: If that is not possible.
         """
-        if (obstacle := self._obstacle(worker)) is not None:
+        if (obstacle := self._obstacle(worker, worker.journal)) is not None:
             raise WorkerError(obstacle)
         self._begin_loss(worker, cause, lost)
         rank_zero_info(
@@ -352,11 +383,11 @@ class Replacements:
         now = time.perf_counter()
         return Loss(worker, self._connections.step, str(cause), now, worker.where)
 
-    def _obstacle(self, worker: Member) -> str | None:
+    def _obstacle(self, worker: Member, journal: Journal | None) -> str | None:
         """Why a worker cannot be replaced at present, as a sentence; None if it can."""
-        if self._layers.is_between_plans and worker.journal is None:
+        if self._layers.is_between_plans and journal is None:
             return "Layers were moving."
-        if worker.journal is None:
+        if journal is None:
             return "It was lost before all layers were sent."
         if self._connections.has_torn_step:
             return "An optimizer's step has failed."
@@ -369,7 +400,7 @@ class Replacements:
         if worker.cannot_reach:
             names = " and ".join(other.name for other in worker.cannot_reach)
             return f"The coordinator forwards what passes between it and {names}, and keeps none."
-        return worker.journal.fault
+        return journal.fault
 
     def _is_restored(self, lost: dict[Member, Loss], is_late: bool, is_last_try: bool) -> bool:
         """Try to restore all lost workers; others that are lost meanwhile join them.

@@ -39,11 +39,11 @@ from ..protocol.tensor_bytes import tensor_bytes
 from ..protocol.values import unpack
 from ..recovery import Recovery
 from ..transport.channel import LOOK_SECONDS
-from .connections import Connections
-from .layers import Names, RemoteLayers
-from .member import Member
 
 if TYPE_CHECKING:
+    from .connections import Connections
+    from .layers import Names, RemoteLayers
+    from .member import Member
     from .steps import RemoteStages
 
 # Locked by the process whose folder it is in; the lock goes with the process.
@@ -263,7 +263,7 @@ class Snapshots:
         files: The files of the run.
         step: The step behind which the latest whole snapshot is; 0 before the first one.
         has_moved: Whether layers have moved behind it.
-        on_whole: Called before the files of a move's former plan are dropped.
+        before_drop: Called before the files of the plan before a move are dropped.
 
     Raises:
         SaveError: If the folder cannot be written.
@@ -280,7 +280,7 @@ class Snapshots:
         self.files = SnapshotFiles(folder / f"run-{secrets.token_hex(4)}")
         self.step = 0
         self.has_moved = False
-        self.on_whole: Callable[[], None] = lambda: None
+        self.before_drop: Callable[[], None] = lambda: None
         self._settings = settings
         self._connections = connections
         self._layers = layers
@@ -389,7 +389,7 @@ class Snapshots:
         if self._held_move is None:
             return
         (kept, got), self._held_move = self._held_move, None
-        self.on_whole()
+        self.before_drop()
         for worker in self._connections.workers:
             self.files.note_move(worker.number, kept.get(worker, ()), got.get(worker, ()))
 

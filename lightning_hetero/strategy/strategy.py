@@ -394,8 +394,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             MisconfigurationException: Under manual optimization.
             PlanError: If the plan does not fit, or has no worker or others.
             ModelError: If layers cannot move now.
-            MoveUndone: With `recovery`, if workers are lost meanwhile, and nobody takes the place
-                of one that the plan needs. The layers are where they were, and training goes on.
+            MoveUndone: With `recovery`, if a worker fails, or is lost and nobody takes its place.
+                The layers are where they were, and training may go on.
             WorkerError: If a worker fails. No step can run any more then. The end of the run brings
                 the weights home, except those that a lost worker had.
         """

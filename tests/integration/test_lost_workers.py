@@ -16,7 +16,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, RecoveryCal
 from lightning_hetero.coordinator import replacement
 from lightning_hetero.coordinator.moves import LayerMove
 from lightning_hetero.coordinator.snapshots import SnapshotFiles, Snapshots
-from lightning_hetero.errors import WorkerLost
+from lightning_hetero.errors import MoveUndone, WorkerLost
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit, loader
@@ -260,6 +260,40 @@ def test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again(
         found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
     assert len(begun) == 2
     assert observing.told == [("lost", second.address), ("restored", second.address)]
+    assert_same_run(found, undisturbed)
+
+
+# Code for a worker that gets no tensor of another one.
+NO_ROOM = """
+from lightning_hetero.worker.moves import MovedSide
+def _fail(*_):
+    raise MemoryError("no room for it")
+MovedSide._on_moved_tensor = _fail
+"""
+
+
+def test_layers_stay_where_they_are_if_a_worker_has_no_memory_for_them(
+    undisturbed: Left, tmp_path: Path
+) -> None:
+    undone: list[str] = []
+
+    class Trying(Moving):
+        def on_train_batch_start(self, *args: Any) -> None:
+            try:
+                super().on_train_batch_start(*args)
+            except MoveUndone as error:
+                undone.append(str(error))
+
+    with worker_process(before=NO_ROOM) as first, worker_process() as second:
+        names = [first.address, second.address]
+        observing = Observing({})
+        callbacks = [Trying(moved_plan_over(names)), observing]
+        found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
+    [text] = undone
+    assert text.startswith("All layers are where they were before the move, in which a worker")
+    assert f"on {first.address} failed" in text
+    assert "no room for it" in text
+    assert observing.told == []
     assert_same_run(found, undisturbed)
 
 
