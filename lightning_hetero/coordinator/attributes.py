@@ -49,6 +49,15 @@ class PlainAttributes:
         # The layers that the present forward has called.
         self._called: set[int] = set()
 
+    def note_changes(self) -> None:
+        """Note what has changed; call it before the layers are ordinary for a while."""
+        self._unsent += self._state.take_changes()
+
+    def begin_again(self) -> None:
+        """The layers are hollow again, which is no change of their attributes."""
+        modules = {number: layer.module for number, layer in self._layers.items()}
+        self._state = AttributeState(modules, _is_followed)
+
     def note_call(self, number: int) -> None:
         """Note that a forward calls a layer, which a worker computes later, as it is now.
 

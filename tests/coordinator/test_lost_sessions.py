@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from lightning_hetero.coordinator import moves
 from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles
-from lightning_hetero.errors import WorkerLost
+from lightning_hetero.errors import MoveUndone, WorkerLost
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode
 from lightning_hetero.worker import neighbors
@@ -23,11 +24,14 @@ from lightning_hetero.worker import neighbors
 from ..pairwise import covering, keeping
 from .lost_schedules import (
     CASES,
+    MODULES,
+    MOVES,
     MOVING_CASES,
     A,
     B,
     C,
     Faults,
+    Moving,
     assert_same,
     run,
     tried,
@@ -74,6 +78,40 @@ def test_random_losses_change_no_bit_where_layers_move(
             counts += tried(plan, options, seed, tmp_path)
             has_replaced = counts["respawn"] + counts["spare"] + counts["takeover"] > 0
     assert has_replaced
+
+
+def test_a_worker_that_is_killed_as_its_neighbor_dials_it_in_a_move_is_lost(tmp_path: Path) -> None:
+    """The neighbor says that it is out of reach, which is no reason to forward from now on."""
+    counts = tried("a line", "moving frozen", 115, tmp_path)
+    assert counts["kill in a move or a new process"] == counts["respawn"] == 1
+
+
+def test_a_move_that_was_undone_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has become of a layer's attributes before the move reaches the workers all the same."""
+    undone: list[int] = []
+
+    class Trying(Moving):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.model.model.layers[2].self_attn.scaling = 0.2 + batch_idx / 10
+            if net.counts["kill"] == 0 and batch_idx in MOVES and kills:
+                net.kills = {net.num_events + 20: B}
+            try:
+                super().on_train_batch_start(batch, batch_idx)
+            except MoveUndone:
+                undone.append(batch_idx)
+                if batch_idx == max(MOVES):
+                    super().on_train_batch_start(batch, batch_idx)
+
+    monkeypatch.setitem(MODULES, "moving", Trying)
+    monkeypatch.setattr(moves, "_MOST_TRIES", 1)
+    results = []
+    for kills in (False, True):
+        net = Net(0)
+        results.append(run(net, "turn by turn", "moving", tmp_path, Faults(3.0), recovery=kills))
+    assert undone == [min(MOVES)]
+    assert_same(*results)
 
 
 def test_machines_take_over_until_one_is_left(tmp_path: Path) -> None:
