@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -75,11 +74,11 @@ class _Before:
 
 
 class Replacements:
-    """Takes snapshots, and puts other workers in the place of lost ones.
+    """Puts other workers in the place of lost ones.
 
     Args:
         settings: What the user wants.
-        folder: Where files may lie; a folder for this run is made in it.
+        snapshots: Takes their snapshots.
         connections: The workers.
         layers: The layers that they hold.
         stages: Runs the steps.
@@ -90,15 +89,12 @@ class Replacements:
             and the seconds since, when it has repeated all of that.
         on_change: Called when a loss is noted, or a process in a lost one's place has come further.
         losses: All of the run, in their order.
-
-    Raises:
-        SaveError: If the folder cannot be written.
     """
 
     def __init__(
         self,
         settings: Recovery,
-        folder: Path,
+        snapshots: Snapshots,
         connections: Connections,
         layers: RemoteLayers,
         stages: RemoteStages,
@@ -111,9 +107,7 @@ class Replacements:
         self._connections = connections
         self._layers = layers
         self._stages = stages
-        self._snapshots = Snapshots(settings, folder, connections, layers, stages)
-        self._snapshots.before_drop = self._drop_before
-        self._files = self._snapshots.files
+        self._snapshots, self._files = snapshots, snapshots.files
         self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
         self._open: dict[Member, Loss] = {}
@@ -125,6 +119,7 @@ class Replacements:
         self._kinds: dict[Member, tuple[str, ...]] = {}
         # What each worker keeps of its messages to others.
         self._sent_bytes: dict[Member, int] = {}
+        snapshots.before_drop = self._drop_before
         connections.replace = self.replace
         connections.asides[m.CaughtUp] = self._on_caught_up
         connections.asides[m.SentKept] = self._on_sent_kept

@@ -34,6 +34,7 @@ from .member import Source
 from .neighbors import Neighbors
 from .optimizers import OptimizerParts
 from .replacement import Replacements
+from .snapshots import Snapshots
 from .steps import RemoteStages
 from .telemetry import Telemetry
 
@@ -134,9 +135,9 @@ class Coordinator:
         Raises:
             SaveError: If the folder cannot be written.
         """
-        self.replacements = Replacements(
-            settings, folder, self.connections, self.layers, self.stages
-        )
+        parts = self.connections, self.layers, self.stages
+        snapshots = Snapshots(settings, folder, *parts)
+        self.replacements = Replacements(settings, snapshots, *parts)
         return self.replacements
 
     def close(self) -> None:
