@@ -46,6 +46,9 @@ class Neighbors:
             raise self._connections.lose(worker, RemoteProtocolError(wrong))
         if other in worker.cannot_reach:
             return  # the other one has told it
+        if not other.channel.peer_answers(self._connections.leaving()):
+            self._connections.take_end_of(other)  # no way leads to a process that has ended
+            return
         for source, target in ((worker, other), (other, worker)):
             source.cannot_reach.add(target)
             source.channel.forward = partial(self._forward, source)
