@@ -15,7 +15,7 @@ seen once. All of this happens in the thread that waits for the workers, inside 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -66,12 +66,14 @@ class _Before:
         deployed: What each worker was asked to build.
         journals: What was said to each worker since the latest snapshot.
         store: Keeps the frames of these journals.
+        cannot_reach: The workers that each one did not reach.
     """
 
     holdings: Holdings
     deployed: dict[Member, m.Deploy]
     journals: Mapping[Member, Journal | None]
     store: FrameStore
+    cannot_reach: Mapping[Member, Set[Member]]
 
 
 class Replacements:
@@ -159,7 +161,13 @@ class Replacements:
         self._snapshots.forget_coming()
         workers, layers = self._connections.workers, self._layers
         journals = {worker: worker.journal for worker in workers}
-        self._before = _Before(layers.holdings, {**layers.deployed}, journals, self._store)
+        self._before = _Before(
+            layers.holdings,
+            {**layers.deployed},
+            journals,
+            self._store,
+            {worker: {*worker.cannot_reach} for worker in self._connections.members},
+        )
         for worker in workers:
             worker.journal = worker.channel.keep = None
         self._sent_bytes.clear()
@@ -223,6 +231,7 @@ class Replacements:
         lost: dict[Member, Loss] = {}
         idle: list[Member] = []
         before, self._before = self._before, None
+        are_restored = False
         try:
             if before is None:
                 self._note_lost(worker, cause, lost)
@@ -230,10 +239,15 @@ class Replacements:
                 idle = self._go_back(before, worker, cause, lost)
             self._snapshots.forget_coming()
             self._restore_all(lost)
-            for each in idle:
-                self._begin_idle(each)
+            are_restored = True
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
+        finally:
+            if not are_restored and worker not in self._connections.workers:
+                # It had no layers before the move. Others may lack theirs, so the run needs it.
+                self._connections.workers.append(worker)
+        for each in idle:
+            self._begin_idle(each, 0.0 if each is worker else self._settings.wait_seconds)
         self._open |= lost
         if before is not None:
             self._layers.is_between_plans = False
@@ -255,7 +269,7 @@ class Replacements:
             lost: Gets all that had layers, the lost one first.
 
         Returns:
-            The others that had no layers, and were about to get some.
+            Those that had no layers, and were about to get some.
 
         Raises:
             WorkerError: If that is not possible.
@@ -270,6 +284,7 @@ class Replacements:
         connections.assign(before.holdings.placement)
         for each in involved | {*before.journals}:
             each.journal, each.num_unanswered = before.journals.get(each), 0
+            each.cannot_reach = {*before.cannot_reach.get(each, ())}
         for each in before.journals:
             if each not in connections.members:
                 raise WorkerError(f"The worker {each.name}, which had layers before, is lost too.")
@@ -277,8 +292,6 @@ class Replacements:
                 raise WorkerError(obstacle)
         if worker in before.journals:
             self._note_lost(worker, cause, lost)
-        else:
-            connections.lose(worker, cause)
         for each in before.journals:
             lost.setdefault(each, self._loss_of(each, cause))
         return [each for each in connections.members if each in involved - {*before.journals}]
@@ -297,11 +310,11 @@ class Replacements:
                 return
             time.sleep(_BETWEEN_DIALS_SECONDS)
 
-    def _begin_idle(self, worker: Member) -> None:
-        """Begin a session anew with a worker that had no layers before a move; without it, if that
-        is not possible."""
+    def _begin_idle(self, worker: Member, wait_seconds: float) -> None:
+        """Begin a session anew with a worker that had no layers before a move; go on without it if
+        that is not possible in time."""
         connections, layers = self._connections, self._layers
-        end_seconds = time.perf_counter() + self._settings.wait_seconds
+        end_seconds = time.perf_counter() + wait_seconds
         seed = next(deployed.seed for deployed in layers.deployed.values())
         while True:
             try:
@@ -314,8 +327,10 @@ class Replacements:
                 if connections.step:
                     worker.channel.send(m.Replay(connections.step, has_more=False))
                 return
-            except (WorkerUnreachable, ChannelError) as error:
-                if time.perf_counter() >= end_seconds or connections.is_ending():
+            except HeteroError as error:
+                may_come_back = isinstance(error, WorkerUnreachable | ChannelError)
+                is_late = time.perf_counter() >= end_seconds or connections.is_ending()
+                if is_late or not may_come_back:
                     connections.lose(worker, error)
                     return
             time.sleep(_BETWEEN_DIALS_SECONDS)
