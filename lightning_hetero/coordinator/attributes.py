@@ -61,6 +61,14 @@ class PlainAttributes:
             self._unsent += self._take_changes()
         self._called.add(number)
 
+    def keep_changes(self) -> None:
+        """Note what has changed before the layers become ordinary, to send it at the next step."""
+        self._unsent += self._take_changes()
+
+    def begin_again(self) -> None:
+        """The layers are hollow again: the overrides on them are others, and no change."""
+        self._state.note()
+
     def _take_changes(self) -> list[Change]:
         changes = self._state.take_changes()
         late = next((each for each in changes if each.layer_index in self._called), None)

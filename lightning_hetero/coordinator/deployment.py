@@ -290,6 +290,7 @@ class Deployment:
     @contextmanager
     def _giving_way(self) -> Iterator[None]:
         """Inside, the layers are ordinary, and empty; after an error they are hollow again."""
+        self._attributes.keep_changes()
         self._release_local_layers()
         self._hollow.release()
         self._hooks.close()
@@ -297,6 +298,7 @@ class Deployment:
             yield
         except BaseException as error:
             self._hooks = self._hollow_out()
+            self._attributes.begin_again()
             if self.coordinator.layers.holdings.placement != Placement.of(self.plan):
                 # The workers have moved, and this process has not followed.
                 self.tensors.lose(error, "continue from the last checkpoint")

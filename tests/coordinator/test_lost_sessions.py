@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from lightning_hetero.coordinator import deployment
 from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles
-from lightning_hetero.errors import WorkerLost
+from lightning_hetero.errors import MoveUndone, WorkerLost
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode
 from lightning_hetero.worker import neighbors
@@ -23,6 +24,7 @@ from lightning_hetero.worker import neighbors
 from ..pairwise import covering, keeping
 from .lost_schedules import (
     CASES,
+    MOVES,
     MOVING_CASES,
     A,
     B,
@@ -74,6 +76,22 @@ def test_random_losses_change_no_bit_where_layers_move(
             counts += tried(plan, options, seed, tmp_path)
             has_replaced = counts["respawn"] + counts["spare"] + counts["takeover"] > 0
     assert has_replaced
+
+
+@pytest.mark.parametrize("plan", ["turn by turn", "with the coordinator as a replica"])
+def test_training_goes_on_where_a_move_was_undone(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def undone(*arguments: Any) -> None:
+        tried.append(arguments)
+        raise MoveUndone("A worker was lost.")
+
+    monkeypatch.setattr(deployment, "move", undone)
+    found = run(Net(0), plan, "staying", tmp_path, Faults(), recovery=False)
+    assert len(tried) == len(MOVES)
+    assert_same(found, undisturbed(plan, "plain"))
 
 
 def test_machines_take_over_until_one_is_left(tmp_path: Path) -> None:
