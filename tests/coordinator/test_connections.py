@@ -117,6 +117,16 @@ def test_a_worker_that_has_ended_is_lost_and_nothing_is_forwarded_to_it() -> Non
         assert not first.cannot_reach
 
 
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_link_over_which_nothing_passes_may_break(idle: int) -> None:
+    with connected() as (connections, _):
+        first, second = connections.members
+        connections.workers.remove(connections.members[idle])
+        report = m.NeighborLost(second.number, "Its process was killed.")
+        connections.asides[m.NeighborLost](first, report)
+        connections.check_linked()
+
+
 @pytest.mark.filterwarnings("ignore:.*It had no layers, so the run goes on without it")
 def test_a_report_may_be_of_a_worker_without_layers_that_does_not_come_back() -> None:
     with connected(deadlines=Deadlines(busy_seconds=0.1)) as (connections, relay):
