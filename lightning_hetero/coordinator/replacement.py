@@ -281,17 +281,22 @@ class Replacements:
             self._store.close()
         self._store = before.store
         self._layers.holdings, self._layers.deployed = before.holdings, before.deployed
+        gone = [each for each in before.journals if each not in connections.members]
+        for each in gone:  # they had no layers any more
+            each.loss = None
+            del connections.departed[each.name]
+        connections.members = sorted((*connections.members, *gone), key=lambda each: each.number)
         connections.assign(before.holdings.placement)
         for each in involved | {*before.journals}:
             each.journal, each.num_unanswered = before.journals.get(each), 0
             each.cannot_reach = {*before.cannot_reach.get(each, ())}
         for each in before.journals:
-            if each not in connections.members:
-                raise WorkerError(f"The worker {each.name}, which had layers before, is lost too.")
             if obstacle := self._obstacle(each):
                 raise WorkerError(obstacle)
         if worker in before.journals:
             self._note_lost(worker, cause, lost)
+        for each in gone:
+            self._note_lost(each, ChannelError("It had given its layers away."), lost)
         for each in before.journals:
             lost.setdefault(each, self._loss_of(each, cause))
         return [each for each in connections.members if each in involved - {*before.journals}]

@@ -273,6 +273,33 @@ def test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again(
     assert_same_run(found, undisturbed)
 
 
+def test_a_worker_that_is_lost_when_it_has_given_its_layers_away_gets_them_back(
+    undisturbed: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that has got them is lost too, before a snapshot holds them."""
+    killed: list[str] = []
+    take = Snapshots.take_behind_move
+
+    def taking(self: Snapshots, kept: Any, got: Any) -> None:
+        if not killed:
+            kill_session(first)
+            while len(self._connections.members) == 2:
+                self._connections.hear()
+            kill_session(second)
+            killed.extend((second.address, first.address))
+        take(self, kept, got)
+
+    monkeypatch.setattr(Snapshots, "take_behind_move", taking)
+    with worker_process() as first, worker_process() as second:
+        observing = Observing({})
+        callbacks = [Moving({2: all_on(second.address)}), observing]
+        names = [first.address, second.address]
+        with pytest.warns(UserWarning, match="It had no layers, so the run goes on without it"):
+            found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
+    assert [name for what, name in observing.told if what == "lost"] == killed
+    assert_same_run(found, undisturbed)
+
+
 @pytest.mark.parametrize(
     ("error", "raised"), [(WorkerError("No."), WorkerLost), (KeyboardInterrupt(), SystemExit)]
 )
