@@ -54,9 +54,8 @@ class PlainAttributes:
         self._unsent += self._state.take_changes()
 
     def begin_again(self) -> None:
-        """The layers are hollow again, which is no change of their attributes."""
-        modules = {number: layer.module for number, layer in self._layers.items()}
-        self._state = AttributeState(modules, _is_followed)
+        """The layers are hollow again: the overrides on them are others, and no change."""
+        self._state.note()
 
     def note_call(self, number: int) -> None:
         """Note that a forward calls a layer, which a worker computes later, as it is now.

@@ -335,6 +335,7 @@ class Connections:
         worker.loss = loss
         if worker in self.members and worker not in self.workers:
             self.members.remove(worker)
+            self._by_channel[worker.channel] = worker  # reports of others may name it still
             self.departed[worker.name] = f"was lost {self.when}"
             rank_zero_warn(f"{text} It had no layers, so the run goes on without it.")
         # The strategy adds to the error that is raised how to go on.

@@ -47,7 +47,7 @@ class Neighbors:
         if other in worker.cannot_reach:
             return  # the other one has told it
         if not other.channel.peer_answers(self._connections.leaving()):
-            self._connections.take_end_of(other)
+            self._connections.take_end_of(other)  # no way leads to a process that has ended
             return
         for source, target in ((worker, other), (other, worker)):
             source.cannot_reach.add(target)
@@ -95,14 +95,14 @@ class Neighbors:
     def _loss_of_link(self, reporter: Member, report: m.NeighborLost) -> WorkerError | None:
         """The error to raise for a link that was lost; asks the other end whether it lives.
 
-        There is none if the other end had no layers and is lost.
+        There is none if one of the two has no layers: nothing passes between them any more.
         """
         connections = self._connections
         lost = connections.numbered(report.member)
         if lost is None:
             wrong = f"It lost worker {report.member}, which does not exist."
             return connections.lose(reporter, RemoteProtocolError(wrong))
-        if lost not in connections.members:
+        if not {reporter, lost} <= {*connections.workers}:
             return None
         if not lost.channel.peer_answers(connections.leaving()):
             connections.take_end_of(lost)

@@ -15,7 +15,7 @@ seen once. All of this happens in the thread that waits for the workers, inside 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -65,12 +65,14 @@ class _Before:
         deployed: What each worker was asked to build.
         journals: What was said to each worker since the latest snapshot.
         store: Keeps the frames of these journals.
+        cannot_reach: The workers that each one did not reach.
     """
 
     holdings: Holdings
     deployed: dict[Member, m.Deploy]
     journals: Mapping[Member, Journal | None]
     store: FrameStore
+    cannot_reach: Mapping[Member, Set[Member]]
 
 
 class Replacements:
@@ -154,7 +156,10 @@ class Replacements:
         self._snapshots.forget_coming()
         workers, layers = self._connections.workers, self._layers
         journals = {worker: worker.journal for worker in workers}
-        self._before = _Before(layers.holdings, {**layers.deployed}, journals, self._store)
+        cannot_reach = {each: {*each.cannot_reach} for each in self._connections.members}
+        self._before = _Before(
+            layers.holdings, {**layers.deployed}, journals, self._store, cannot_reach
+        )
         for worker in workers:
             worker.journal = worker.channel.keep = None
         self._sent_bytes.clear()
@@ -241,9 +246,8 @@ class Replacements:
         if before is None:
             return
         if isinstance(error, StageFailed) and not self._no_way_back(before):
-            reason = self._undo(before, None, error)
-            # None of them may be asked for weights that it does not have.
-            raise self._connections.lose(next(iter(before.journals)), WorkerError(reason))
+            self._undo(before, None, error)
+            self._connections.check_usable()
         before.store.close()
 
     def _undo(self, before: _Before, worker: Member | None, cause: HeteroError) -> str:
@@ -255,25 +259,29 @@ class Replacements:
             cause: Why the move has ended.
 
         Returns:
-            Why that is not possible, as a sentence.
+            Why that is not possible, as a sentence. No weights come home then.
 
         Raises:
             MoveUndone: If all layers are where they were before.
         """
+        connections = self._connections
         lost: dict[Member, Loss] = {}
+        are_restored = False
         try:
-            idle = self._go_back(before)
-            if worker is not None and worker not in before.journals:
-                self._connections.lose(worker, cause)
-            elif worker is not None:
-                self._note_lost(worker, cause, lost)
-            for each in before.journals:  # the lost one is the first
-                lost.setdefault(each, self._loss_of(each, cause))
+            idle = self._go_back(before, worker, cause, lost)
             self._restore_all(lost)
-            for each in idle:
-                self._begin_idle(each)
+            are_restored = True
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
+        finally:
+            if not are_restored:
+                # Others may lack what they had, so the run needs it even if it had no layers.
+                needed = worker or next(iter(before.journals))
+                if needed not in connections.workers:
+                    connections.workers.append(needed)
+                connections.lose(needed, cause)
+        for each in idle:
+            self._begin_idle(each, 0.0 if each is worker else self._settings.wait_seconds)
         self._open |= lost
         self._layers.is_between_plans = False
         who = "a worker failed." if worker is None else f"{worker} was lost."
@@ -285,14 +293,20 @@ class Replacements:
         """Why the workers cannot get back what they had before a move, as a sentence; empty if they
         can."""
         for worker, journal in before.journals.items():
-            if worker not in self._connections.members:
-                return f"It cannot be replaced: {worker.name}, which had layers, is lost too."
-            if obstacle := self._obstacle(worker, journal):
+            if obstacle := self._obstacle(journal, before.cannot_reach[worker]):
                 return f"It cannot be replaced: {obstacle}"
         return ""
 
-    def _go_back(self, before: _Before) -> list[Member]:
+    def _go_back(
+        self, before: _Before, worker: Member | None, cause: HeteroError, lost: dict[Member, Loss]
+    ) -> list[Member]:
         """Note that all workers are to get what they had before a move.
+
+        Args:
+            before: What was before the move.
+            worker: The one that was lost; None if all are there.
+            cause: Why the move has ended.
+            lost: Gets all that had layers, the lost ones first.
 
         Returns:
             Those that had no layers, and were about to get some.
@@ -304,9 +318,21 @@ class Replacements:
             self._store.close()
         self._store = before.store
         self._layers.holdings, self._layers.deployed = before.holdings, before.deployed
+        gone = [each for each in before.journals if each not in connections.members]
+        for each in gone:  # they had no layers any more
+            each.loss = None
+            del connections.departed[each.name]
+        connections.members = sorted((*connections.members, *gone), key=lambda each: each.number)
         connections.assign(before.holdings.placement)
         for each in involved | {*before.journals}:
             each.journal, each.num_unanswered = before.journals.get(each), 0
+            each.cannot_reach = {*before.cannot_reach.get(each, ())}
+        if worker is not None and worker in before.journals:
+            self._note_lost(worker, cause, lost)
+        for each in gone:
+            self._note_lost(each, ChannelError("It had given its layers away."), lost)
+        for each in before.journals:
+            lost.setdefault(each, self._loss_of(each, cause))
         return [each for each in connections.members if each in involved - {*before.journals}]
 
     def _restore_all(self, lost: dict[Member, Loss]) -> None:
@@ -323,11 +349,11 @@ class Replacements:
                 return
             time.sleep(_BETWEEN_DIALS_SECONDS)
 
-    def _begin_idle(self, worker: Member) -> None:
-        """Begin a session anew with a worker that had no layers before a move; without it, if that
-        is not possible."""
+    def _begin_idle(self, worker: Member, wait_seconds: float) -> None:
+        """Begin a session anew with a worker that had no layers before a move; go on without it if
+        that is not possible in time."""
         connections, layers = self._connections, self._layers
-        end_seconds = time.perf_counter() + self._settings.wait_seconds
+        end_seconds = time.perf_counter() + wait_seconds
         seed = next(deployed.seed for deployed in layers.deployed.values())
         while True:
             try:
@@ -340,8 +366,10 @@ class Replacements:
                 if connections.step:
                     worker.channel.send(m.Replay(connections.step, has_more=False))
                 return
-            except (WorkerUnreachable, ChannelError) as error:
-                if time.perf_counter() >= end_seconds or connections.is_ending():
+            except HeteroError as error:
+                may_come_back = isinstance(error, WorkerUnreachable | ChannelError)
+                is_late = time.perf_counter() >= end_seconds or connections.is_ending()
+                if is_late or not may_come_back:
                     connections.lose(worker, error)
                     return
             time.sleep(_BETWEEN_DIALS_SECONDS)
@@ -357,7 +385,7 @@ class Replacements:
         Raises:
             WorkerError: If that is not possible.
         """
-        if (obstacle := self._obstacle(worker, worker.journal)) is not None:
+        if (obstacle := self._obstacle(worker.journal, worker.cannot_reach)) is not None:
             raise WorkerError(obstacle)
         self._begin_loss(worker, cause, lost)
         rank_zero_info(
@@ -378,8 +406,9 @@ class Replacements:
         now = time.perf_counter()
         return Loss(worker, self._connections.step, str(cause), now, worker.where)
 
-    def _obstacle(self, worker: Member, journal: Journal | None) -> str | None:
-        """Why a worker cannot be replaced at present, as a sentence; None if it can."""
+    def _obstacle(self, journal: Journal | None, cannot_reach: Set[Member]) -> str | None:
+        """Why a worker with this journal cannot be replaced at present, as a sentence; None if it
+        can."""
         if self._layers.is_between_plans and journal is None:
             return "Layers were moving."
         if journal is None:
@@ -392,8 +421,8 @@ class Replacements:
                 "removed during the run. Let nothing clean it up, or name another one "
                 "(`recovery=Recovery(folder=...)`)."
             )
-        if worker.cannot_reach:
-            names = " and ".join(other.name for other in worker.cannot_reach)
+        if cannot_reach:
+            names = " and ".join(other.name for other in cannot_reach)
             return f"The coordinator forwards what passes between it and {names}, and keeps none."
         return journal.fault
 

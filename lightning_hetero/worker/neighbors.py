@@ -45,6 +45,8 @@ class Neighbors:
         self._peers: dict[int, m.PeerSpec] = {}
         # The workers that this one dials, and those that have dialled it.
         self._downstream: dict[int, Channel] = {}
+        # The session of each one that this one has dialled: a later process has another one.
+        self._dialled: dict[int, str] = {}
         self._upstream: dict[Channel, int] = {}
         # By step, stage and key: the way of a forward, and the channel that its activation came by.
         self._ways: dict[Place, m.Arguments] = {}
@@ -111,9 +113,7 @@ class Neighbors:
         peer = m.PeerSpec(number, message.address, message.session)
         if number in self._downstream:
             self._peers[number] = peer
-            if (before := self._downstream[number]) is not self._coordinator:
-                self._former.add(before)
-                before.close()
+            self._leave(number)
             # If it does not answer, the coordinator asks again with a later one.
             self._open(number, start)
         # Another thread may attach a channel meanwhile.
@@ -155,7 +155,8 @@ class Neighbors:
     def connect(
         self, numbers: Iterable[int], start: Callable[[Channel], None]
     ) -> dict[int, WorkerUnreachable]:
-        """Open the channels to some peers that are not open yet, and start them.
+        """Open the channels to some peers that are not open yet, and start them. One whose process
+        was lost while nothing passed to it is dialled again.
 
         Returns:
             The errors of workers that do not answer or refuse, by their numbers. From then on the
@@ -163,14 +164,24 @@ class Neighbors:
         """
         errors = {}
         for number in numbers:
-            if number in self._downstream:
+            session = self._peers[number].session
+            if self._dialled.get(number) == session:
                 continue
+            self._dialled[number] = session
+            self._leave(number)
             try:
                 self._open(number, start)
             except WorkerUnreachable as error:
                 errors[number] = error
                 self._downstream[number] = self._coordinator
         return errors
+
+    def _leave(self, number: int) -> None:
+        """Take nothing more from the process that was lost in a peer's place."""
+        before = self._downstream.get(number, self._coordinator)
+        if before is not self._coordinator:
+            self._former.add(before)
+            before.close()
 
     def _open(self, number: int, start: Callable[[Channel], None]) -> None:
         """Open the channel to a peer; the coordinator is told when it breaks and comes back."""
@@ -179,7 +190,7 @@ class Neighbors:
         channel.line.on_away = partial(self._tell_away, number)
         channel.line.on_back = partial(self._tell, m.NeighborBack(number))
         start(channel)
-        self._downstream[number] = channel
+        self._downstream[number], self._dialled[number] = channel, peer.session
         self._keep_over(channel, number)
 
     def _tell_away(self, number: int, reason: str) -> None:

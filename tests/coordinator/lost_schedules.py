@@ -14,6 +14,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -33,7 +34,7 @@ from lightning_hetero import (
     StagePlan,
 )
 from lightning_hetero.callbacks import StageWeightAveraging
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import HeteroError, MoveUndone
 from lightning_hetero.planner.membership import PlanChange, in_place, left_by_bytes
 from lightning_hetero.strategy.membership import Membership
 
@@ -86,6 +87,14 @@ class Moving(TinyModule):
         if batch_idx in MOVES:
             strategy: Any = self.trainer.strategy
             strategy.move_layers(plan_of(MOVES[batch_idx]))
+
+
+class Staying(Moving):
+    """Trains on where the layers are if they do not move."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with suppress(MoveUndone):
+            super().on_train_batch_start(batch, batch_idx)
 
 
 class MovingFrozen(Moving):
@@ -176,6 +185,7 @@ MODULES: dict[str, type[TinyModule]] = {
     "by hand": ByHand,
     "by hand, twice": Twice,
     "moving": Moving,
+    "staying": Staying,
     "moving frozen": MovingFrozen,
     "moving loaded": MovingLoaded,
     "moving averaged": Moving,

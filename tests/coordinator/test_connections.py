@@ -13,7 +13,7 @@ from lightning_hetero.coordinator.connections import Connections
 from lightning_hetero.coordinator.member import Member
 from lightning_hetero.coordinator.neighbors import Neighbors
 from lightning_hetero.coordinator.session import Listening
-from lightning_hetero.errors import WorkerLost
+from lightning_hetero.errors import WorkerLost, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.tensor_bytes import BufferPool
 from lightning_hetero.transport.address import Address
@@ -36,7 +36,9 @@ def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def connected(allowed_seconds: float = 120.0) -> Iterator[tuple[Connections, Relay]]:
+def connected(
+    allowed_seconds: float = 120.0, deadlines: Deadlines = DEADLINES
+) -> Iterator[tuple[Connections, Relay]]:
     """The connections to two workers, and the relay to the second one."""
     owner = Owner(linger_seconds=allowed_seconds)
     with (
@@ -45,8 +47,8 @@ def connected(allowed_seconds: float = 120.0) -> Iterator[tuple[Connections, Rel
         relay_to(str(second)) as relay,
     ):
         addresses = {str(each): each for each in (first, Address.parse(relay.address))}
-        source = Listening(addresses, DEADLINES, Identity())
-        connections = Connections([*addresses], source, DEADLINES, m.Equipment(), BufferPool)
+        source = Listening(addresses, deadlines, Identity())
+        connections = Connections([*addresses], source, deadlines, m.Equipment(), BufferPool)
         Neighbors(connections)
         try:
             yield connections, relay
@@ -101,6 +103,41 @@ def test_a_worker_that_tells_of_a_worker_that_is_none_of_its_neighbors_is_lost(n
         reporter = connections.workers[0]
         with pytest.raises(WorkerLost, match=f"told of worker {number}, which is none"):
             connections.asides[m.NeighborAway](reporter, m.NeighborAway(number, "It was cut."))
+
+
+def test_a_worker_that_has_ended_is_lost_and_nothing_is_forwarded_to_it() -> None:
+    """Another one that dials it may tell that earlier than its own connection."""
+    with connected(deadlines=Deadlines()) as (connections, relay):
+        first, second = connections.workers
+        relay.pull()
+        with pytest.raises(WorkerLost, match=f"the worker on {second.name} was lost"):
+            connections.asides[m.NeighborUnreachable](
+                first, m.NeighborUnreachable(second.number, "No way leads there.")
+            )
+        assert not first.cannot_reach
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_link_over_which_nothing_passes_may_break(idle: int) -> None:
+    with connected() as (connections, _):
+        first, second = connections.members
+        connections.workers.remove(connections.members[idle])
+        report = m.NeighborLost(second.number, "Its process was killed.")
+        connections.asides[m.NeighborLost](first, report)
+        connections.check_linked()
+
+
+@pytest.mark.filterwarnings("ignore:.*It had no layers, so the run goes on without it")
+def test_a_report_may_be_of_a_worker_without_layers_that_does_not_come_back() -> None:
+    with connected(deadlines=Deadlines(busy_seconds=0.1)) as (connections, relay):
+        first, second = connections.workers
+        connections.workers.remove(second)
+        relay.pull()
+        with pytest.raises(WorkerUnreachable) as caught:
+            connections.dial_again(second, second.own_name)
+        connections.lose(second, caught.value)
+        connections.asides[m.NeighborLost](first, m.NeighborLost(second.number, "It has ended."))
+        assert connections.members == [first]
 
 
 def test_a_run_that_was_interrupted_does_not_wait_for_a_connection() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_hetero.coordinator import moves
+from lightning_hetero.coordinator import deployment, moves
 from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles
 from lightning_hetero.errors import MoveUndone, WorkerLost
@@ -80,12 +80,6 @@ def test_random_losses_change_no_bit_where_layers_move(
     assert has_replaced
 
 
-def test_a_worker_that_is_killed_as_its_neighbor_dials_it_in_a_move_is_lost(tmp_path: Path) -> None:
-    """The neighbor says that it is out of reach, which is no reason to forward from now on."""
-    counts = tried("a line", "moving frozen", 115, tmp_path)
-    assert counts["kill in a move or a new process"] == counts["respawn"] == 1
-
-
 def test_a_move_that_was_undone_may_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +106,22 @@ def test_a_move_that_was_undone_may_be_tried_again(
         results.append(run(net, "turn by turn", "moving", tmp_path, Faults(3.0), recovery=kills))
     assert undone == [min(MOVES)]
     assert_same(*results)
+
+
+@pytest.mark.parametrize("plan", ["turn by turn", "with the coordinator as a replica"])
+def test_training_goes_on_where_a_move_was_undone(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def undone(*arguments: Any) -> None:
+        tried.append(arguments)
+        raise MoveUndone("A worker was lost.")
+
+    monkeypatch.setattr(deployment, "move", undone)
+    found = run(Net(0), plan, "staying", tmp_path, Faults(), recovery=False)
+    assert len(tried) == len(MOVES)
+    assert_same(found, undisturbed(plan, "plain"))
 
 
 def test_machines_take_over_until_one_is_left(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -15,8 +15,10 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, RecoveryCallback, StagePlan
 from lightning_hetero.coordinator import replacement
 from lightning_hetero.coordinator.moves import LayerMove
+from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles, Snapshots
-from lightning_hetero.errors import MoveUndone, WorkerLost
+from lightning_hetero.errors import MoveUndone, WeightsLost, WorkerError, WorkerLost
+from lightning_hetero.transport.deadlines import Deadlines
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit, loader
@@ -219,17 +221,21 @@ def is_safe(trainer: Any) -> bool:
 
 
 class Moving(RecoveryCallback):
-    """Moves layers to a plan before the third batch."""
+    """Moves layers to a plan before some batches of the first epoch."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plans: Mapping[int, Plan]) -> None:
+        self.plans = plans
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 0 and batch_idx == 2:
-            trainer.strategy.move_layers(self.plan)
+        if trainer.current_epoch == 0 and batch_idx in self.plans:
+            trainer.strategy.move_layers(self.plans[batch_idx])
 
 
-@pytest.mark.parametrize("place", ["among the tensors", "before the snapshot"])
+def all_on(name: str) -> Plan:
+    return Plan([StagePlan([name], (0, 5))], micro_batches=3)
+
+
+@pytest.mark.parametrize("place", ["among the tensors", "before the snapshot", "without layers"])
 def test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again(
     place: str, undisturbed: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +247,7 @@ def test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again(
         begun.append(0)
         for name in move(self):
             begun[-1] += 1
-            if begun == [3] and place == "among the tensors":
+            if len(begun) == len(plans) and begun[-1] == 3 and place != "before the snapshot":
                 kill_session(second)
             yield name
 
@@ -255,11 +261,15 @@ def test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again(
         monkeypatch.setattr(Snapshots, "take_behind_move", taking)
     with worker_process() as first, worker_process() as second:
         names = [first.address, second.address]
+        plans = {2: moved_plan_over(names)}
+        if place == "without layers":
+            plans[0] = all_on(first.address)
         observing = Observing({})
-        callbacks = [Moving(moved_plan_over(names)), observing]
-        found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
-    assert len(begun) == 2
-    assert observing.told == [("lost", second.address), ("restored", second.address)]
+        found = run(names, tmp_path / "run", NEVER, callbacks=[Moving(plans), observing])
+    assert len(begun) == len(plans) + 1
+    # Nobody waits for one that had no layers before.
+    told = [] if place == "without layers" else ["lost", "restored"]
+    assert observing.told == [(what, second.address) for what in told]
     assert_same_run(found, undisturbed)
 
 
@@ -287,7 +297,7 @@ def test_layers_stay_where_they_are_if_a_worker_has_no_memory_for_them(
     with worker_process(before=NO_ROOM) as first, worker_process() as second:
         names = [first.address, second.address]
         observing = Observing({})
-        callbacks = [Trying(moved_plan_over(names)), observing]
+        callbacks = [Trying({2: moved_plan_over(names)}), observing]
         found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
     [text] = undone
     assert text.startswith("All layers are where they were before the move, in which a worker")
@@ -295,6 +305,71 @@ def test_layers_stay_where_they_are_if_a_worker_has_no_memory_for_them(
     assert "no room for it" in text
     assert observing.told == []
     assert_same_run(found, undisturbed)
+
+
+def test_a_worker_that_is_lost_when_it_has_given_its_layers_away_gets_them_back(
+    undisturbed: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that has got them is lost too, before a snapshot holds them."""
+    killed: list[str] = []
+    take = Snapshots.take_behind_move
+
+    def taking(self: Snapshots, kept: Any, got: Any) -> None:
+        if not killed:
+            kill_session(first)
+            while len(self._connections.members) == 2:
+                self._connections.hear()
+            kill_session(second)
+            killed.extend((second.address, first.address))
+        take(self, kept, got)
+
+    monkeypatch.setattr(Snapshots, "take_behind_move", taking)
+    with worker_process() as first, worker_process() as second:
+        observing = Observing({})
+        callbacks = [Moving({2: all_on(second.address)}), observing]
+        names = [first.address, second.address]
+        with pytest.warns(UserWarning, match="It had no layers, so the run goes on without it"):
+            found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
+    assert [name for what, name in observing.told if what == "lost"] == killed
+    assert_same_run(found, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(WorkerError("No."), WorkerLost), (KeyboardInterrupt(), SystemExit)]
+)
+def test_weights_that_workers_have_not_back_yet_do_not_come_home(
+    error: BaseException,
+    raised: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that is about to get its first layers is lost. The one that had them has those of
+    the snapshot again as what gives them back ends, and not what was trained since.
+    """
+
+    def moving(self: LayerMove) -> Iterator[str]:
+        for number, name in enumerate(move(self)):
+            if len(self._before.stages) == 1 and number == 3:
+                kill_session(second)
+            yield name
+
+    def repeating(*_: Any) -> None:
+        raise error
+
+    move = LayerMove._moves
+    monkeypatch.setattr(LayerMove, "_moves", moving)
+    monkeypatch.setattr(Replacements, "_repeat", repeating)
+    with worker_process() as first, worker_process() as second:
+        names = [first.address, second.address]
+        settings = Recovery(folder=tmp_path, every_seconds=NEVER)
+        strategy = HeteroPipelineStrategy(names, turn_by_turn(names), recovery=settings)
+        strategy.deadlines = Deadlines(request_seconds=5.0)
+        callbacks = [Moving({0: all_on(first.address), 2: moved_plan_over(names)})]
+        module = TinyModule()
+        with pytest.raises(raised):
+            fit(module, strategy, loader(48, 12), callbacks=callbacks)
+    with pytest.raises(WeightsLost, match=f"the worker on {second.address} was lost in step 2"):
+        module.state_dict()
 
 
 def test_a_worker_that_dies_behind_a_move_whose_snapshot_takes_too_long_ends_the_run(

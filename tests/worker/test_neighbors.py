@@ -99,6 +99,20 @@ def test_each_worker_downstream_is_dialled_once_and_stays() -> None:
         assert list(neighbors.traffic) == ["coordinator", "worker 2", "worker 6"]
 
 
+def test_a_worker_is_dialled_again_where_another_process_is_in_its_place() -> None:
+    """It was lost while this one sent nothing to it, so nobody has told this one."""
+    with channel_pair() as (_, coordinator), channel_pair() as (two, _), channel_pair() as (new, _):
+        channels = {"session 2": two.channel, "another": new.channel}
+        neighbors = Neighbors(coordinator.channel, lambda _where, name, _number: channels[name])
+        for session in channels:
+            neighbors.expect(m.Deploy(1, [], [m.PeerSpec(2, "2:1", session)], seed=0))
+            assert neighbors.connect(neighbors.peers, lambda _channel: None) == {}
+        neighbors.note_way(way(1, 0, 2))
+        assert neighbors.way_down(1, 1, Key(0)) is new.channel
+        assert neighbors.is_former(two.channel)
+        assert two.channel.is_over
+
+
 def test_what_stays_in_a_process_goes_over_no_channel() -> None:
     with channel_pair() as (_, coordinator):
         neighbors = Neighbors(coordinator.channel, nobody)
