@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -14,6 +15,8 @@ import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, RecoveryCallback, StagePlan
 from lightning_hetero.coordinator import replacement
+from lightning_hetero.coordinator.connections import Connections
+from lightning_hetero.coordinator.member import Member
 from lightning_hetero.coordinator.moves import LayerMove
 from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles, Snapshots
@@ -21,6 +24,7 @@ from lightning_hetero.errors import WeightsLost, WorkerError, WorkerLost
 from lightning_hetero.transport.deadlines import Deadlines
 
 from ..conftest import WorkerProcess, worker_process
+from ..faults.relay import relay_to
 from ..models import TinyModule, fit, loader
 from ..pairwise import keeping, repeats
 from .dying_worker import dying
@@ -270,6 +274,38 @@ def test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again(
     # Nobody waits for one that had no layers before.
     told = [] if place == "without layers" else ["lost", "restored"]
     assert observing.told == [(what, second.address) for what in told]
+    assert_same_run(found, undisturbed)
+
+
+def test_a_worker_that_is_cut_off_as_another_is_lost_in_a_move_keeps_its_layers(
+    undisturbed: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes another session only when it has heard that the present one is over."""
+    begun: list[int] = []
+    move, dial, opened = LayerMove._moves, Connections.dial_again, list[Any]()
+
+    def moving(self: LayerMove) -> Iterator[str]:
+        begun.append(0)
+        for name in move(self):
+            begun[-1] += 1
+            if begun == [3]:
+                relay.pull()
+                kill_session(second)
+                threading.Timer(0.5, relay.plug).start()
+            yield name
+
+    def dialling(self: Connections, worker: Member, own_name: str) -> None:
+        opened.append(worker.channel.is_away)
+        dial(self, worker, own_name)
+
+    monkeypatch.setattr(LayerMove, "_moves", moving)
+    monkeypatch.setattr(Connections, "dial_again", dialling)
+    with worker_process() as first, worker_process() as second, relay_to(first.address) as relay:
+        names = [relay.address, second.address]
+        callbacks = [Moving({2: moved_plan_over(names)})]
+        found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
+    assert len(begun) == 2
+    assert not any(opened)
     assert_same_run(found, undisturbed)
 
 
