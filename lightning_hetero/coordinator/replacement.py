@@ -331,6 +331,11 @@ class Replacements:
             self._note_lost(worker, cause, lost)
         for each in gone:
             self._note_lost(each, ChannelError("It had given its layers away."), lost)
+        for each in connections.members:
+            # One that is cut off takes no other session before it has heard a Goodbye.
+            is_there = each in lost or each is worker or self._are_there([each])
+            if not is_there and each in before.journals:
+                self._note_lost(each, ChannelError("It was lost at the same time."), lost)
         for each in before.journals:
             lost.setdefault(each, self._loss_of(each, cause))
         return [each for each in connections.members if each in involved - {*before.journals}]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -14,6 +15,8 @@ import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, RecoveryCallback, StagePlan
 from lightning_hetero.coordinator import replacement
+from lightning_hetero.coordinator.connections import Connections
+from lightning_hetero.coordinator.member import Member
 from lightning_hetero.coordinator.moves import LayerMove
 from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles, Snapshots
@@ -21,6 +24,7 @@ from lightning_hetero.errors import MoveUndone, WeightsLost, WorkerError, Worker
 from lightning_hetero.transport.deadlines import Deadlines
 
 from ..conftest import WorkerProcess, worker_process
+from ..faults.relay import relay_to
 from ..models import TinyModule, fit, loader
 from ..pairwise import keeping, repeats
 from .dying_worker import dying
@@ -182,13 +186,22 @@ def moved_plan_over(names: Sequence[str]) -> Plan:
     return Plan(stages, micro_batches=3)
 
 
+def plan_with_one_idle(names: Sequence[str]) -> Plan:
+    stages = [StagePlan([names[1]], (0, 3)), StagePlan(["coordinator"], (3, 5))]
+    return Plan(stages, micro_batches=3)
+
+
+@pytest.mark.parametrize("moved", [moved_plan_over, plan_with_one_idle])
 def test_a_worker_that_is_killed_behind_a_move_comes_back(
-    undisturbed: Left, tmp_path: Path
+    moved: Callable[[Sequence[str]], Plan], undisturbed: Left, tmp_path: Path
 ) -> None:
-    """The layers move twice, and the state behind each move is safe before the worker dies."""
+    """The layers move twice, and the state behind each move is safe before the worker dies.
+
+    An idle worker is not told of the loss, and talks to the new process when it has layers again.
+    """
     with worker_process() as first, worker_process() as second:
         names = [first.address, second.address]
-        plans = [moved_plan_over(names), turn_by_turn(names)]
+        plans = [moved(names), turn_by_turn(names)]
         moving = MovingAndKilling(plans, [second, first])
         found = run(names, tmp_path / "run", NEVER, callbacks=[moving])
     assert moving.killed == [second.address, first.address]
@@ -304,6 +317,38 @@ def test_layers_stay_where_they_are_if_a_worker_has_no_memory_for_them(
     assert f"on {first.address} failed" in text
     assert "no room for it" in text
     assert observing.told == []
+    assert_same_run(found, undisturbed)
+
+
+def test_a_worker_that_is_cut_off_as_another_is_lost_in_a_move_keeps_its_layers(
+    undisturbed: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes another session only when it has heard that the present one is over."""
+    begun: list[int] = []
+    move, dial, opened = LayerMove._moves, Connections.dial_again, list[Any]()
+
+    def moving(self: LayerMove) -> Iterator[str]:
+        begun.append(0)
+        for name in move(self):
+            begun[-1] += 1
+            if begun == [3]:
+                relay.pull()
+                kill_session(second)
+                threading.Timer(0.5, relay.plug).start()
+            yield name
+
+    def dialling(self: Connections, worker: Member, own_name: str) -> None:
+        opened.append(worker.channel.is_away)
+        dial(self, worker, own_name)
+
+    monkeypatch.setattr(LayerMove, "_moves", moving)
+    monkeypatch.setattr(Connections, "dial_again", dialling)
+    with worker_process() as first, worker_process() as second, relay_to(first.address) as relay:
+        names = [relay.address, second.address]
+        callbacks = [Moving({2: moved_plan_over(names)})]
+        found = run(names, tmp_path / "run", NEVER, callbacks=callbacks)
+    assert len(begun) == 2
+    assert not any(opened)
     assert_same_run(found, undisturbed)
 
 
