@@ -88,7 +88,7 @@ def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters
         content = _without_patterns(_plain_config(config), own)
         _check_config(content)
         # An adapter without modules in these layers would be an error of PEFT on the worker.
-        if content.get("target_modules") != []:
+        if own or content.get("target_modules") != []:
             plain[name] = content
     if any(module.merged for module in tuned.values()):
         raise ModelError(

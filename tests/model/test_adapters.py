@@ -71,6 +71,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "saved": lambda: lora(modules_to_save=["input_layernorm", "lm_head"]),
     "biases": lambda: lora(lora_bias=True, bias="lora_only"),
     "pissa": lambda: lora(init_lora_weights="pissa"),
+    "parameters": lambda: lora(target_modules=[], target_parameters=["mlp.up_proj.weight"]),
     "ia3": lambda: IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
 }
 
