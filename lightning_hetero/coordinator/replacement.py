@@ -302,11 +302,8 @@ class Replacements:
     ) -> list[Member]:
         """Note that all workers are to get what they had before a move.
 
-        Args:
-            before: What was before the move.
-            worker: The one that was lost; None if all are there.
-            cause: Why the move has ended.
-            lost: Gets all that had layers, the lost ones first.
+        The dict gets all that had layers, the lost ones first. The other arguments are those of
+        `_undo`.
 
         Returns:
             Those that had no layers, and were about to get some.
