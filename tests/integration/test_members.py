@@ -196,7 +196,11 @@ def test_a_worker_that_dies_behind_a_move_of_replan_comes_back(
             def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
                 deployment = trainer.strategy.deployment
                 has_moved = deployment.plan.stages[-1].layers != (2, 5)
-                if has_moved and not killed and not deployment.coordinator.replacements._has_moved:
+                if (
+                    has_moved
+                    and not killed
+                    and not deployment.coordinator.replacements._snapshots.has_moved
+                ):
                     killed.append(deployment.plan)
                     slow.session.kill()
 
@@ -470,7 +474,7 @@ def test_one_that_has_joined_is_recovered_and_leaves_and_comes_back(
             until(lambda: strategy._fleet.waiting(["left"], 1))
 
         def kill(strategy: Any) -> None:
-            assert not strategy.deployment.coordinator.replacements._has_moved
+            assert not strategy.deployment.coordinator.replacements._snapshots.has_moved
             # It repeats nothing yet.
             state, _ = state_of(found_at["right"].address, credentials_of(token_file))
             assert state == "training"
