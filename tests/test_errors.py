@@ -17,7 +17,9 @@ def drawn_parents() -> dict[str, str | None]:
     branch: list[str] = []
     for line in (errors.__doc__ or "").splitlines():
         bare = line.lstrip("│├└─ ")
-        if not bare or not bare.split()[0].endswith(("Error", "Failed", "Lost", "Unreachable")):
+        if not bare or not bare.split()[0].endswith(
+            ("Error", "Failed", "Lost", "Undone", "Unreachable")
+        ):
             continue
         depth = (len(line) - len(bare)) // INDENT
         name = bare.split()[0]
