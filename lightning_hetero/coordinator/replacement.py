@@ -242,13 +242,12 @@ class Replacements:
         Raises:
             MoveUndone: If all layers are where they were before.
         """
-        before, self._before = self._before, None
-        if before is None:
-            return
-        if isinstance(error, StageFailed) and not self._no_way_back(before):
+        before = self._before
+        if isinstance(error, StageFailed) and before is not None and not self._no_way_back(before):
+            self._before = None
             self._undo(before, None, error)
             self._connections.check_usable()
-        before.store.close()
+        self._drop_before()
 
     def _undo(self, before: _Before, worker: Member | None, cause: HeteroError) -> str:
         """Let all workers have what they had before a move.

@@ -156,7 +156,7 @@ class Neighbors:
         self, numbers: Iterable[int], start: Callable[[Channel], None]
     ) -> dict[int, WorkerUnreachable]:
         """Open the channels to some peers that are not open yet, and start them. One whose process
-        was lost while nothing passed to it is dialled again.
+        was lost, or whose link broke, while nothing passed to it is dialled again.
 
         Returns:
             The errors of workers that do not answer or refuse, by their numbers. From then on the
@@ -164,8 +164,9 @@ class Neighbors:
         """
         errors = {}
         for number in numbers:
-            session = self._peers[number].session
-            if self._dialled.get(number) == session:
+            channel, session = self._downstream.get(number), self._peers[number].session
+            is_open = channel is not None and not channel.is_over
+            if is_open and self._dialled.get(number) == session:
                 continue
             self._dialled[number] = session
             self._leave(number)

@@ -113,6 +113,21 @@ def test_a_worker_is_dialled_again_where_another_process_is_in_its_place() -> No
         assert two.channel.is_over
 
 
+def test_a_worker_is_dialled_again_where_the_link_broke_while_no_plan_had_it() -> None:
+    """Both live, and the coordinator ends no run for a link over which nothing passes."""
+    with channel_pair() as (_, coordinator), channel_pair() as (two, _), channel_pair() as (new, _):
+        channels = iter([two.channel, new.channel])
+        neighbors = Neighbors(coordinator.channel, lambda *_: next(channels))
+        for is_over in (False, True):
+            if is_over:
+                two.channel.close()
+            neighbors.expect(deploy(2))
+            assert neighbors.connect(neighbors.peers, lambda _channel: None) == {}
+        neighbors.note_way(way(1, 0, 2))
+        assert neighbors.way_down(1, 1, Key(0)) is new.channel
+        assert neighbors.is_former(two.channel)
+
+
 def test_what_stays_in_a_process_goes_over_no_channel() -> None:
     with channel_pair() as (_, coordinator):
         neighbors = Neighbors(coordinator.channel, nobody)
