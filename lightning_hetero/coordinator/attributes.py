@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -15,6 +16,7 @@ from ..model.recipe import Recipe, build_layers, joined
 from ..protocol import messages as m
 from .connections import Connections
 from .layers import RemoteLayers
+from .member import Member
 from .worker_stages import RemoteStage
 
 # Adapters and tensors in 4 bits have switches of their own, which `AdapterSwitches` watches.
@@ -28,6 +30,7 @@ class PlainAttributes:
         layers: The layers on workers by their numbers.
         connections: The workers.
         remote: Has deployed the layers.
+        stamp: What a worker's stages do before the forwards that are sent next.
         changed: Attributes that already differ from those that the workers have built.
     """
 
@@ -36,16 +39,19 @@ class PlainAttributes:
         layers: Mapping[int, DecoderLayer],
         connections: Connections,
         remote: RemoteLayers,
+        stamp: Callable[[Member], Mapping[str, int]],
         changed: Sequence[Change],
     ) -> None:
         modules = {number: layer.module for number, layer in layers.items()}
         self._layers = layers
         self._connections = connections
         self._remote = remote
+        self._stamp = stamp
         self._state = AttributeState(modules, _is_followed)
         self._outside = outer_values_of(modules.values())
         self._unsent = list(changed)
-        self._latest_step = -1
+        # The step and the first micro-batch of the batch of the latest hand-over.
+        self._latest = -1, 0
         # The layers that the present forward has called.
         self._called: set[int] = set()
 
@@ -89,6 +95,9 @@ class PlainAttributes:
     def follow(self) -> None:
         """Send the changes. You must call this at every hand-over of the present step.
 
+        A forward that runs again in its backward needs the attributes of its batch, so workers run
+        the backwards of the batches before first.
+
         Raises:
             ModelError: If a worker must not have an attribute, if an earlier micro-batch of the
                 step went without it, or if a value outside of the layers has changed.
@@ -101,7 +110,8 @@ class PlainAttributes:
                 "coordinator."
             )
         step = self._connections.step
-        is_first, self._latest_step = step != self._latest_step, step
+        present = step, self._connections.first_microbatch
+        is_first, self._latest = present != self._latest, present
         self._unsent += self._take_changes()
         self._called = set()
         if not self._unsent:
@@ -121,9 +131,9 @@ class PlainAttributes:
                 if change.layer_index in stage.layers:
                     layer = self._layers[change.layer_index]
                     text, gone = write_change(change, layer.name)
-                    message = m.SetAttributes(change.layer_index, change.path, text, gone)
+                    said = partial(m.SetAttributes, change.layer_index, change.path, text, gone)
                     for worker in holdings.holders(number):
-                        self._connections.send(worker, message)
+                        self._connections.send(worker, said(**self._stamp(worker)))
         self._unsent = []
 
 

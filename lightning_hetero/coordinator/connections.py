@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -51,6 +51,17 @@ _REPORTS_OF_NEIGHBORS = (m.NeighborLost, m.NeighborAway, m.NeighborBack)
 TakeSums = Callable[[Member, m.ReplicaTensors, Sequence[Tensor]], None]
 TakePiece = Callable[[Member, m.SnapshotPart, Tensor], None]
 
+
+class Unfinished(Protocol):
+    """A step of which backwards are on their way while other code runs."""
+
+    def finish(self) -> None:
+        """Wait until all backwards have run."""
+
+    def drop(self) -> None:
+        """Forget the step, after an error."""
+
+
 # Puts another worker in the place of a lost one. Returns why that is not possible; None if the run
 # can go on.
 Replace = Callable[[Member, HeteroError], str | None]
@@ -75,6 +86,7 @@ class Connections:
         run: The name of the run, which only distinguishes runs.
         equipment: As given.
         step: The number of the present step; 0 before the first one.
+        first_microbatch: The number of the first micro-batch of the present batch in the step.
         in_flight: The most micro-batches in flight in the present step.
         asides: Takes messages that answer no request, by their kind.
         num_exchanges: The exchanges of replicas that were asked for.
@@ -105,6 +117,7 @@ class Connections:
         self.workers: list[Member] = []
         self.ways: dict[Key, dict[int, Member]] = {}
         self.step = 0
+        self.first_microbatch = 0
         self.in_flight = 1
         self.asides: dict[type, Aside] = {
             m.Paused: self._on_paused,
@@ -125,6 +138,8 @@ class Connections:
         self._receive_pool = receive_pool
         self._source = source
         self.run = secrets.token_hex(RUN_LETTERS // 2)
+        # The step of which backwards are on their way while other code runs.
+        self._unfinished: Unfinished | None = None
         # Why the run is over.
         self._end: WorkerError | None = None
         self._by_channel: dict[Channel, Member] = {}
@@ -248,6 +263,32 @@ class Connections:
                 f"back, and the run asks for {asked_seconds:g} s; start the worker with "
                 f"`--linger-seconds {asked_seconds:g}`."
             )
+
+    def leave(self, unfinished: Unfinished) -> None:
+        """Let other code run while backwards of the present step are on their way."""
+        self._unfinished = unfinished
+
+    def take_up(self) -> None:
+        """The step that `leave` has left goes on; whoever goes on waits for its backwards."""
+        self._unfinished = None
+
+    def settle(self) -> None:
+        """Wait for the backwards that are on their way while other code runs, if there are any.
+
+        Call it before anything that is no part of the present step is said to the workers.
+
+        Raises:
+            WorkerError: If a worker fails.
+        """
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is not None:
+            unfinished.finish()
+
+    def give_up_step(self) -> None:
+        """Forget the backwards that are on their way while other code runs."""
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is not None:
+            unfinished.drop()
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
@@ -375,6 +416,7 @@ class Connections:
         self, message: m.Message | Callable[[Member], m.Message], *tensors: Tensor
     ) -> None:
         """Queue a message, or one made for each of them, for all workers that serve stages."""
+        self.settle()
         for worker in self.workers:
             each = message if isinstance(message, m.Message) else message(worker)
             self.send(worker, each, *tensors)
@@ -525,6 +567,7 @@ class Connections:
 
     def request(self, worker: Member, message: m.Message, *tensors: Tensor) -> None:
         """Queue a request that the worker answers with ``Done`` in the end; see `finish`."""
+        self.settle()
         self.send(worker, message, *tensors)
         worker.num_unanswered += 1
 

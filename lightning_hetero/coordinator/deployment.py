@@ -173,7 +173,8 @@ class Deployment:
             self.hosted = self._replicas_of(hosted)
         self.coordinator.training.hosted = self.hosted
         self._hooks = self._hollow_out()
-        self._attributes = PlainAttributes(away, connections, coordinator.layers, differing)
+        stamp = coordinator.stages.stamp_of_earlier
+        self._attributes = PlainAttributes(away, connections, coordinator.layers, stamp, differing)
 
     def _hosted_layers(self, away: Mapping[int, DecoderLayer]) -> dict[int, nn.Module]:
         """The layers of which this process is to be a replica, of those on workers.

@@ -297,9 +297,13 @@ class OptimizerParts:
         self._connections.broadcast(lambda worker: make(**self._stages.stamp(worker)), *tensors)
 
     def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
-        """Freeze remote parameters, or train them, from the next forward on."""
+        """Freeze remote parameters, or train them, from the next forward on.
+
+        Backwards of an earlier batch may be on their way, and a parameter that is frozen gets no
+        gradient: the workers run them first.
+        """
         for worker, own in self.layers.holdings.names_by_holder(names):
-            message = m.SetTrained(own, requires_grad, **self._stages.stamp_of_sent(worker))
+            message = m.SetTrained(own, requires_grad, **self._stages.stamp_of_earlier(worker))
             self._connections.send(worker, message)
 
     def zero_gradients(self, names: Sequence[str], set_to_none: bool) -> None:

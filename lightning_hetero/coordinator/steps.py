@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..devices.copies import Copies
 from ..errors import HeteroError, ModelError, RemoteProtocolError
-from ..pipeline.boundary import Gradients, Surroundings
+from ..pipeline.boundary import BatchNumbers, Gradients, Surroundings
 from ..pipeline.codec import (
     Leg,
     decode_activation,
@@ -111,7 +111,7 @@ class RemoteStages:
         narrowings: The rounding at each boundary: from this process to the first stage, to the
             last one, and back to this process; none without any.
         num_tokens: Positions of hidden states that went into the stages for training.
-        dropout_step: The number of the present step for dropout masks, which trials do not count.
+        dropout_step: The number of the present batch for dropout masks, which trials do not count.
         norms_due: For each worker that has got gradients from here, in this step or in those
             accumulated before, the parameters of its stage that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
@@ -153,20 +153,34 @@ class RemoteStages:
         self._counts = _Counts()
         connections.asides[m.Timings] = self._on_timings
 
-    def begin_step(self, max_in_flight: int, accumulate: bool, is_trial: bool = False) -> None:
+    def begin_step(
+        self,
+        max_in_flight: int,
+        accumulate: bool,
+        is_trial: bool = False,
+        first_microbatch: int = 0,
+    ) -> None:
         """Start a step on every stage; a trial leaves gradients and dropout masks as they are.
+
+        Args:
+            max_in_flight: The most micro-batches in flight on a stage.
+            accumulate: Whether the step adds to the present gradients.
+            is_trial: Whether it leaves nothing behind.
+            first_microbatch: The number of its first micro-batch.
 
         Raises:
             ModelError: If workers wait for gradients from here, so that they would not begin.
             WorkerError: If a worker, or a link between two, was lost before.
         """
         connections = self._connections
+        connections.settle()
         connections.check_linked()
         self._check_nobody_waits()
         keeps_gradients = accumulate or is_trial
         self.before_step(keeps_gradients)
         self.copies.keep_for(max_in_flight)
         connections.step += 1
+        connections.first_microbatch = first_microbatch
         connections.in_flight = max_in_flight
         self.dropout_step += not is_trial
         self._recorder.begin_step()
@@ -174,14 +188,23 @@ class RemoteStages:
         if not keeps_gradients:
             self.norms_due.clear()
             self.has_new_gradients, self.sums_due = False, None
-        begin = partial(
-            m.BeginStep, connections.step, max_in_flight, keeps_gradients, self.dropout_step
-        )
+        begin = partial(m.BeginStep, connections.step, max_in_flight, keeps_gradients)
         stamps = [(worker, self.stamp(worker)) for worker in connections.members]
         self._counts, connections.ways = _Counts(), {}
         # An idle worker counts the steps too, since it may get layers before a later one.
         for worker, stamp in stamps:
             connections.send(worker, begin(**stamp))
+
+    def next_batch(self, first_microbatch: int) -> None:
+        """Let the micro-batches of another batch, from this number on, go on with the step.
+
+        Raises:
+            WorkerError: If a worker, or a link between two, was lost before.
+        """
+        self._connections.check_linked()
+        self._counts.end_batch()
+        self._connections.first_microbatch = first_microbatch
+        self.dropout_step += 1
 
     def _check_nobody_waits(self) -> None:
         hosted = self._layers.holdings.placement.hosted
@@ -204,10 +227,12 @@ class RemoteStages:
         counts = self._counts
         return {"forwards": counts.sent[worker], "backwards": counts.sent_back[worker]}
 
-    def stamp_of_sent(self, worker: Member) -> dict[str, int]:
-        """The forwards of the present step that were sent through a worker's stages, for requests
-        that belong between these and the next ones."""
-        return {"forwards": self._counts.sent[worker]}
+    def stamp_of_earlier(self, worker: Member) -> dict[str, int]:
+        """The forwards that were sent through a worker's stages in the present step, and all
+        backwards of the batches before the present one, for requests that belong between these and
+        the forwards that are sent next."""
+        counts = self._counts
+        return {"forwards": counts.sent[worker], "backwards": counts.due_earlier[worker]}
 
     def present_step(self) -> int:
         """The step that gradients belong to; begins one if no forward has run yet."""
@@ -222,6 +247,7 @@ class RemoteStages:
         self.awaits_backward = False
         # What was under way may still come back, so its ways stay known.
         self._counts = _Counts()
+        self._connections.give_up_step()
         if self._connections.step > 0:
             with contextlib.suppress(HeteroError):
                 step, exchanges = self._connections.step, self._connections.num_exchanges
@@ -253,6 +279,8 @@ class RemoteStages:
         self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool
     ) -> None:
         holdings, step = self._layers.holdings, self._connections.step
+        first = self._connections.first_microbatch
+        surroundings = replace(surroundings, batch=BatchNumbers(self.dropout_step, first))
         # Where the module has several lists of layers, a visit passes the stages of one.
         called = {call.layer_index for call in surroundings.calls}
         way = {
@@ -266,11 +294,11 @@ class RemoteStages:
         arguments = OutgoingArguments(step, key, surroundings, self.copies)
         for leg, worker in self._counts.legs(key, way):
             arguments.send(worker, leg, holdings.stages[leg.stage].layers)
-        first = min(way)
+        stage = min(way)
         with torch.set_grad_enabled(surroundings.grad_enabled):
-            dtype = self._narrowing_at(first - 1).activation_dtype
-            content = encode_activation(step, key, entering, dtype, stage=first)
-        send_copied(way[first].channel, content, self.copies)
+            dtype = self._narrowing_at(stage - 1).activation_dtype
+            content = encode_activation(step, key, entering, dtype, stage=stage)
+        send_copied(way[stage].channel, content, self.copies)
 
     def send_backward(
         self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
@@ -345,6 +373,8 @@ class RemoteStages:
                 activation = self.copies.to_device(frame.tensors, decode)
                 self._due.take_activation(message.key, activation, holdings.layers, holdings.dtypes)
                 self._counts.returned.update(way.values())
+                if activation.requires_grad:
+                    self._counts.due_back.update(way.values())
                 return Returned(message.key, activation)
             if isinstance(message, m.Gradient):
                 way = self._way_from(message, worker, min)
@@ -397,15 +427,23 @@ class _Counts:
         sent_back: The backwards that were sent through them.
         returned: Those that have returned to this process.
         gone_back: The backwards that have returned.
+        due_back: The backwards that belong to the forwards that have returned.
+        due_earlier: Those of the batches before the present one.
     """
 
     sent: Counter[Member] = field(default_factory=Counter)
     sent_back: Counter[Member] = field(default_factory=Counter)
     returned: Counter[Member] = field(default_factory=Counter)
     gone_back: Counter[Member] = field(default_factory=Counter)
+    due_back: Counter[Member] = field(default_factory=Counter)
+    due_earlier: Counter[Member] = field(default_factory=Counter)
     # By worker, stage and visit; by worker and stage.
     _forwards: Counter[tuple[Member, int, int]] = field(default_factory=Counter)
     _backwards: Counter[tuple[Member, int]] = field(default_factory=Counter)
+
+    def end_batch(self) -> None:
+        """All forwards of the batch have returned, and another batch comes into the step."""
+        self.due_earlier = Counter(self.due_back)
 
     def legs(self, key: Key, way: Mapping[int, Member]) -> Iterator[tuple[Leg, Member]]:
         """Count a forward; yields its way through each stage, with the stage's worker."""

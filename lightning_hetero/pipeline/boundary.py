@@ -124,6 +124,18 @@ def leaf_of(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
+class BatchNumbers(NamedTuple):
+    """The numbers by which the calls of a batch's layers draw random numbers.
+
+    Args:
+        dropout_step: The number of the batch in the training, for dropout masks.
+        first_microbatch: The number of its first micro-batch in the step.
+    """
+
+    dropout_step: int = 0
+    first_microbatch: int = 0
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """The settings and arguments of a forward.
@@ -144,6 +156,7 @@ class Surroundings:
             coordinator has it here.
         passes: The names of what leaves the stage along with the hidden states.
         entering: The name of the hidden states that enter the stage.
+        batch: The numbers of the batch; None for those of the present whole batch.
     """
 
     grad_enabled: bool
@@ -158,6 +171,7 @@ class Surroundings:
     carried: Mapping[str, Tensor] = field(default_factory=dict)
     passes: Sequence[str] = ()
     entering: str = ENTERED
+    batch: BatchNumbers | None = None
 
     @property
     def tensors(self) -> Sequence[Tensor]:

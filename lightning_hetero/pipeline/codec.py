@@ -24,7 +24,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, dtype_name
 from ..protocol.values import CarriedNode, KeptConstants, Packer, unpack
-from .boundary import Activation, Collected, Gradients, Surroundings
+from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings
 from .rule import Key
 
 _STEPS = 127
@@ -128,7 +128,7 @@ def encode_arguments(
         for call in surroundings.calls
         if call.layer_index in layers
     ]
-    autocast = surroundings.autocast_dtype
+    autocast, batch = surroundings.autocast_dtype, surroundings.batch or BatchNumbers()
     message = m.Arguments(
         step,
         *key,
@@ -142,6 +142,8 @@ def encode_arguments(
         default_dtype=dtype_name(surroundings.default_dtype),
         passes=surroundings.passes_behind(layers),
         entering=surroundings.name_before(layers),
+        dropout_step=batch.dropout_step,
+        first_microbatch=batch.first_microbatch,
         **vars(leg),
     )
     return message, packer.tensors
@@ -195,7 +197,13 @@ def decode_arguments(
         default_dtype=default_dtype,
         passes=message.passes,
         entering=message.entering,
+        batch=BatchNumbers(message.dropout_step, message.first_microbatch),
     )
+    if message.first_microbatch > message.microbatch:
+        raise RemoteProtocolError(
+            f"Micro-batch {message.microbatch} cannot be of a batch whose first micro-batch is "
+            f"{message.first_microbatch}."
+        )
     if surroundings.has_cache and message.grad_enabled:
         raise RemoteProtocolError("A key-value cache carries no gradients.")
     if message.is_trial and message.grad_enabled:

@@ -13,6 +13,10 @@ so `StepGradients` hides their gradients from `zero_grad` until Lightning's own 
 The user's code runs in the order of the micro-batches, whichever comes back first: what it counts,
 collects in a list or adds up in a metric has one order under every timing.
 
+Inside an accumulation window a batch may be left as soon as its results are there: its backwards go
+on, and the micro-batches of the next batch come into the same step. They are numbered through the
+window. `finish` waits for what is left.
+
 Where the coordinator is a replica of the only stage, some micro-batches never leave it. Such a
 micro-batch stops before the stage's layers and behind them all the same, so that the layers run
 when no stage waits for anything else, and the user's code keeps its order. Its graph is cut before
@@ -24,7 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -42,7 +46,7 @@ from .placement import COORDINATOR_STAGE
 from .random_numbers import Draws, MicrobatchDraws
 from .recorder import ActionKind, Recorder
 from .rule import Action, GradientOrder, Key, choose
-from .turns import Finished, HandedOver, Turn, TurnThreads
+from .turns import Finished, HandedOver, Turn, TurnThreads, current_turn
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,43 @@ class MicrobatchStep:
 
     run: Callable[[], Any]
     loss_factor: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class BatchWork:
+    """What the driver runs for one batch.
+
+    Args:
+        microbatches: One entry per micro-batch.
+        dropout_step: The number of the batch for dropout masks.
+        accumulates: Whether the batch adds to the present gradients.
+        first: The number of its first micro-batch in the accumulation window.
+        name: Names the batch in an error of a backward that runs later.
+    """
+
+    microbatches: Sequence[MicrobatchStep]
+    dropout_step: int
+    accumulates: bool
+    first: int = 0
+    name: str = "an earlier batch"
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of its micro-batches."""
+        return range(self.first, self.first + len(self.microbatches))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many micro-batches may be under way.
+
+    Args:
+        in_flight: The most micro-batches in flight on a remote stage.
+        started: The most micro-batches in flight here; None for ``in_flight``.
+    """
+
+    in_flight: int
+    started: int | None = None
 
 
 class HostedLayers(Protocol):
@@ -105,6 +146,10 @@ class Driver:
             refuse what that has done.
         part: Gives a context in which such a piece runs, from a micro-batch's number.
         hosted: The layers that run here for some micro-batches; None if there are none.
+        as_left: Gives a context for a backward that runs after its batch was left, from the number
+            of the batch's first micro-batch. Inside, the module is as the batch has left it.
+        starts_next_first: Whether the last loss of a batch that is left waits with its backward
+            until the first micro-batch of the next batch has started.
     """
 
     stages: Stages
@@ -117,42 +162,91 @@ class Driver:
     check_piece: Callable[[int], None] = lambda _microbatch: None
     part: Callable[[int], AbstractContextManager[None]] = lambda _microbatch: nullcontext()
     hosted: HostedLayers | None = None
+    as_left: Callable[[int], AbstractContextManager[None]] = lambda _first: nullcontext()
+    starts_next_first: bool = False
+    # The step of which backwards are left, and whether it runs at present.
+    _left: _RunningStep | None = field(default=None, init=False)
+    _is_running: bool = field(default=False, init=False)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether backwards of batches that were left have still to run."""
+        return self._left is not None
 
     def run(
-        self,
-        dropout_step: int,
-        work: Sequence[MicrobatchStep],
-        max_in_flight: int,
-        accumulate: bool,
-        max_started: int | None = None,
-        has_begun: bool = False,
+        self, batch: BatchWork, limits: Limits, has_begun: bool = False, leaves: bool = False
     ) -> list[Any]:
-        """Run one step and return the results of its micro-batches; ``gradients`` holds gradients.
+        """Run a batch and return the results of its micro-batches; ``gradients`` holds gradients.
 
-        An error in a ``training_step`` is raised here, after all other micro-batches have unwound.
+        If backwards of the batch before are left, the batch goes on with their step. An error in a
+        ``training_step`` is raised here, after all other micro-batches have unwound.
 
         Args:
-            dropout_step: The step's number for dropout masks.
-            work: One entry per micro-batch.
-            max_in_flight: The most micro-batches in flight on a remote stage.
-            accumulate: Whether the step adds to the present gradients.
-            max_started: The most micro-batches in flight here; None for ``max_in_flight``.
+            batch: The batch.
+            limits: How many micro-batches may be under way.
             has_begun: Whether the stages have begun the step already.
+            leaves: Whether to return when all results are there, though backwards may be left.
         """
-        running = _RunningStep(self, dropout_step, work, max_started or max_in_flight)
-        if not has_begun:
-            self.stages.begin_step(max_in_flight, accumulate)
-        self.gradients.begin(accumulate)
+        running = self._left
+        if running is None:
+            running = _RunningStep(self, limits.started or limits.in_flight, batch.first)
+            if not has_begun:
+                self.stages.begin_step(
+                    limits.in_flight, batch.accumulates, first_microbatch=batch.first
+                )
+            self.gradients.begin(batch.accumulates, batch.first)
+        else:
+            self.stages.next_batch(batch.first)
+            self.gradients.go_on()
+        running.add(batch)
+        with self._inside(running):
+            return running.run(leaves)
+
+    def finish(self) -> None:
+        """Wait for the backwards that are left, if there are any."""
+        if (running := self._left) is not None:
+            self.gradients.go_on()
+            # Other code may look at a gradient in any mode.
+            modes = torch.inference_mode(False), torch.enable_grad()
+            with modes[0], modes[1], self._inside(running):
+                running.finish()
+
+    def drop(self) -> None:
+        """Forget the backwards that are left, after an error."""
+        if not self._is_running and self._left is not None:
+            self._left = None
+            self.gradients.finish()
+
+    def wait_for_earlier(self) -> None:
+        """Wait until the backwards of the batches before have run. Code of a `training_step` that
+        looks at gradients calls it, in the turn of its micro-batch."""
+        turn = current_turn()
+        if turn is not None and self._left is not None:
+            # Others draw meanwhile.
+            with forked_generators():
+                turn.hand_over(_WaitForEarlier())
+
+    @contextmanager
+    def _inside(self, running: _RunningStep) -> Iterator[None]:
+        """Inside, micro-batches run."""
+        self._is_running = True
         # Micro-batches are seeded; the user's own random numbers go on undisturbed.
         with forked_generators():
             try:
-                return running.run()
+                yield
             except BaseException:
+                self._left = None
                 self.stages.abort_step()
-                raise
-            finally:
                 running.end()
                 self.gradients.finish()
+                raise
+            finally:
+                self._is_running = False
+        self._left = running if running.is_left else None
+        if running.is_left:
+            self.gradients.leave()
+        else:
+            self.gradients.finish()
 
 
 @dataclass(frozen=True)
@@ -160,6 +254,11 @@ class _Stop:
     """The request of a micro-batch that stops here, before layers that run here or behind them."""
 
     is_behind: bool
+
+
+@dataclass(frozen=True)
+class _WaitForEarlier:
+    """The request of a micro-batch that waits for the backwards of the batches before."""
 
 
 @dataclass
@@ -180,15 +279,18 @@ class _Visit:
 class _Microbatch:
     """A micro-batch in flight.
 
-    With ``stop`` it waits here. ``num_behind`` counts how often its code went on behind layers.
+    It belongs to ``batch``; ``has_result`` tells that its code has ended. With ``stop`` it waits
+    here. ``num_behind`` counts how often its code went on behind layers.
     ``is_summed_apart`` tells that several of its backwards add to the same gradients.
     """
 
     turn: Turn
+    batch: BatchWork
     loss_factor: Callable[[], float]
     draws: MicrobatchDraws
     visits: list[_Visit] = field(default_factory=list)
     stop: _Stop | None = None
+    has_result: bool = False
     num_behind: int = 0
     is_summed_apart: bool = False
     is_counted: bool = False
@@ -196,57 +298,116 @@ class _Microbatch:
 
 @dataclass
 class _RunningStep:
-    """One step: the coordinator's ready actions, and its micro-batches in flight."""
+    """One step: the coordinator's ready actions, and its micro-batches in flight.
+
+    Args:
+        driver: Runs the step.
+        max_started: The most micro-batches in flight here.
+        first: The number of the first micro-batch.
+    """
 
     driver: Driver
-    dropout_step: int
-    work: Sequence[MicrobatchStep]
     max_started: int
+    first: int
 
     def __post_init__(self) -> None:
+        self._batch = BatchWork([], 0, accumulates=True, first=self.first)
+        self._leaves = False
         self._in_flight: dict[int, _Microbatch] = {}
         self._results: dict[int, Any] = {}
         self._activations: dict[Key, Activation] = {}
         self._gradients: dict[Key, Gradients] = {}
         # The visits whose gradients are away, in the order in which they were sent.
         self._sent_back: deque[Key] = deque()
-        self._num_started = 0
+        # The number of the next micro-batch to start.
+        self._next = self.first
         self._losses_have_graphs: list[bool] = []
         # The losses of micro-batches whose forward has ended, until their backward runs.
         self._losses: dict[int, Tensor | None] = {}
-        self._order = GradientOrder(len(self.work), max(1, self.max_started // 2))
+        self._order = GradientOrder(self.first, max(1, self.max_started // 2), self.first)
         # The micro-batches whose last gradients have not been sent, and those that never leave and
         # have had no backward.
-        self._unsent = set(range(len(self.work)))
-        self._not_back = {index for index in self._unsent if self._stays(index)}
+        self._unsent: set[int] = set()
+        self._not_back: set[int] = set()
 
-    def run(self) -> list[Any]:
-        while self._num_started < len(self.work) or self._in_flight:
-            # The rule prefers a returned micro-batch to a new one, so look for returned ones first.
-            for returned in self.driver.stages.take_arrived():
-                self._take(returned)
-            ready = self._ready()
-            action = choose(
-                ready,
-                self._in_flight,
-                self.max_started,
-                self.driver.starts_first,
-                [action for action in ready if self._runs_layers(action)],
-            )
-            if action is None:
-                self._take(self.driver.stages.receive())
-                continue
-            num_ready = len(ready) + max(0, len(self.work) - self._num_started - 1)
-            run = self._forward if action.kind == "F" else self._backward
-            self._land(action)
-            with self.driver.recorder.action(self._kind_of(action), action.key, num_ready):
-                run(action.key)
-        if self._losses_have_graphs and not any(self._losses_have_graphs):
+    def add(self, batch: BatchWork) -> None:
+        """Let the micro-batches of a batch come into the step."""
+        self._batch = batch
+        self._order.extend(len(batch.microbatches))
+        self._results.clear()
+        self._unsent.update(batch.numbers)
+        self._not_back.update(index for index in batch.numbers if self._stays(index))
+
+    @property
+    def is_left(self) -> bool:
+        """Whether backwards have still to run."""
+        return bool(self._in_flight)
+
+    def run(self, leaves: bool) -> list[Any]:
+        """Run the present batch, to its results or to the end of its backwards."""
+        self._leaves = leaves
+        self._run_while(lambda: self._awaits_results or (not leaves and self.is_left))
+        return [self._results[index] for index in self._batch.numbers]
+
+    def finish(self) -> None:
+        """Run the backwards that are left."""
+        self._leaves = False
+        self._batch = replace(self._batch, microbatches=[], first=self._next)
+        self._run_while(lambda: self.is_left)
+
+    @property
+    def _awaits_results(self) -> bool:
+        return len(self._results) < len(self._batch.microbatches)
+
+    def _run_while(self, goes_on: Callable[[], bool]) -> None:
+        while goes_on():
+            self._act(self._look())
+        if self._order.has_begun_all:
+            self._check_graphs()
+
+    def _look(self) -> list[Action]:
+        """Take what has come back; returns the ready actions."""
+        # The rule prefers a returned micro-batch to a new one, so look for returned ones first.
+        for returned in self.driver.stages.take_arrived():
+            self._take(returned)
+        return self._ready()
+
+    def _act(self, ready: Sequence[Action]) -> None:
+        """Carry out the most urgent of these actions, or wait until something comes back."""
+        action = choose(
+            ready,
+            self._in_flight,
+            self.max_started,
+            self.driver.starts_first,
+            [action for action in ready if self._runs_layers(action)],
+        )
+        if action is None:
+            self._take(self.driver.stages.receive())
+            return
+        num_ready = len(ready) + max(0, self._batch.numbers.stop - self._next - 1)
+        run = self._forward if action.kind == "F" else self._backward
+        self._land(action)
+        with self.driver.recorder.action(self._kind_of(action), action.key, num_ready):
+            run(action.key)
+
+    def _check_graphs(self) -> None:
+        have_graphs, self._losses_have_graphs = self._losses_have_graphs, []
+        if have_graphs and not any(have_graphs):
             raise BatchError(
                 "The loss that training_step returned has no gradient: it depends on no parameter "
                 "that trains. Unfreeze a parameter, or look for a detach() on the way to the loss."
             )
-        return [self._results[index] for index in range(len(self.work))]
+
+    def _end_earlier(self) -> None:
+        """Run the backwards of the batches before the present one."""
+        while any(self._is_earlier(index) for index in self._in_flight):
+            ready = self._look()
+            self._act([a for a in ready if a.kind == "B" and self._is_earlier(a.key.microbatch)])
+        self.driver.gradients.join_earlier()
+
+    def _is_earlier(self, index: int) -> bool:
+        """Whether a micro-batch is of a batch that was left."""
+        return index < self._batch.first
 
     def end(self) -> None:
         """Unwind the micro-batches that an error has left in flight."""
@@ -259,14 +420,20 @@ class _RunningStep:
         if self._sent_back and self._sent_back[0] in self._gradients:
             ready.append(Action(COORDINATOR_STAGE, "B", self._sent_back[0]))
         index = self._order.next_loss
-        if index is not None and index in self._losses:
+        if index is not None and index in self._losses and not self._waits_for_start(index):
             key = Key(index, len(self._in_flight[index].visits))
             ready.append(Action(COORDINATOR_STAGE, "B", key))
         return ready
 
+    def _waits_for_start(self, index: int) -> bool:
+        """Whether the loss of a micro-batch waits until the next batch has started."""
+        may_start = self._next in self._batch.numbers and len(self._in_flight) < self.max_started
+        is_first = self._next == self._batch.first
+        return self.driver.starts_next_first and self._is_earlier(index) and is_first and may_start
+
     def _ready_forwards(self) -> Iterator[Key]:
-        if self._num_started < len(self.work):
-            yield Key(self._num_started)
+        if self._next in self._batch.numbers:
+            yield Key(self._next)
         for key in self._activations:
             if self._may_go_on(key.microbatch):
                 yield key
@@ -281,7 +448,7 @@ class _RunningStep:
         return all(
             earlier.num_behind > num_behind
             for i, earlier in self._in_flight.items()
-            if i < index and i not in self._results
+            if i < index and not earlier.has_result
         )
 
     def _stays(self, index: int) -> bool:
@@ -327,7 +494,7 @@ class _RunningStep:
     def _forward(self, key: Key) -> None:
         """Run a micro-batch's `training_step` up to its next hand-over or stop, or its end."""
         index = key.microbatch
-        if index == self._num_started:
+        if index == self._next:
             self._start(index)
             return
         microbatch = self._in_flight[index]
@@ -346,20 +513,21 @@ class _RunningStep:
         self._go_on(index, partial(microbatch.turn.resume, activation))
 
     def _start(self, index: int) -> None:
-        self._num_started += 1
-        work = self.work[index]
-        turn = Turn(work.run, f"micro-batch {index}", self.driver.threads)
-        draws = self.driver.draws.microbatch(self.dropout_step, index)
-        self._in_flight[index] = _Microbatch(turn, work.loss_factor, draws)
+        self._next += 1
+        batch, place = self._batch, index - self._batch.first
+        work = batch.microbatches[place]
+        turn = Turn(work.run, f"micro-batch {place}", self.driver.threads)
+        draws = self.driver.draws.microbatch(batch.dropout_step, place)
+        self._in_flight[index] = _Microbatch(turn, batch, work.loss_factor, draws)
         self._go_on(index, turn.start)
 
     def _go_on(self, index: int, run: Callable[[], HandedOver | Finished]) -> None:
         microbatch = self._in_flight[index]
-        where = self._where(index, partial(self._enter, index), partial(self._stop, index, True))
-        with where, self.driver.draws.of(microbatch.draws), self.driver.part(index):
-            microbatch.draws.go_on()
-            report = run()
-        self.driver.check_piece(index)
+        report = self._run_piece(index, run)
+        while isinstance(report, HandedOver) and isinstance(report.request, _WaitForEarlier):
+            self._end_earlier()
+            report = self._run_piece(index, partial(microbatch.turn.resume, None))
+        self.driver.check_piece(index - microbatch.batch.first)
         if isinstance(report, Finished):
             self._finish_forward(index, report.result)
             return
@@ -372,6 +540,19 @@ class _RunningStep:
         microbatch.visits.append(_Visit(key, outs))
         microbatch.draws.note_hand_over(request.surroundings.calls[-1].layer_index)
         self.driver.stages.send_forward(key, request.hidden, request.surroundings)
+
+    def _run_piece(
+        self, index: int, run: Callable[[], HandedOver | Finished]
+    ) -> HandedOver | Finished:
+        microbatch = self._in_flight[index]
+        where = self._where(index, partial(self._enter, index), partial(self._stop, index, True))
+        with (
+            where,
+            self.driver.draws.of(microbatch.draws),
+            self.driver.part(index - microbatch.batch.first),
+        ):
+            microbatch.draws.go_on()
+            return run()
 
     def _where(
         self,
@@ -412,12 +593,15 @@ class _RunningStep:
         # Detached, so that the head's saved tensors are freed when this backward ends.
         self._results[index] = apply_to_collection(result, Tensor, Tensor.detach)
         microbatch = self._in_flight[index]
+        microbatch.has_result = True
         microbatch.visits = [
             v for v in microbatch.visits if any(leaf.requires_grad for leaf in v.leaves)
         ]
         microbatch.is_summed_apart |= len(microbatch.visits) > 1
         self._losses[index] = self.driver.loss_of(result)
-        self._go_back()
+        is_last = index == self._batch.numbers.stop - 1
+        if not (is_last and self._leaves and self.driver.starts_next_first):
+            self._go_back()
 
     def _go_back(self, chosen: int | None = None) -> None:
         """Run the backwards of losses and send gradients, as far as their order allows.
@@ -493,8 +677,23 @@ class _RunningStep:
         microbatch = self._in_flight[index]
         has_more = bool(microbatch.visits)
         apart = self.driver.gradients.of_microbatch(index, microbatch.is_summed_apart)
-        with apart, self._where(index), self.driver.draws.of(microbatch.draws):
+        draws = self.driver.draws.of(microbatch.draws)
+        with apart, self._where(index), draws, self._late(microbatch.batch):
             torch.autograd.backward(starts, gradients, retain_graph=has_more)
+
+    @contextmanager
+    def _late(self, batch: BatchWork) -> Iterator[None]:
+        """Inside, a backward runs, perhaps of a batch that was left."""
+        if batch.first >= self._batch.first:
+            yield
+            return
+        with self.driver.as_left(batch.first):
+            try:
+                yield
+            except Exception as error:
+                said = str(error.args[0]) if error.args else type(error).__name__
+                error.args = (f"{said} (in a backward of {batch.name})", *error.args[1:])
+                raise
 
     def _send_gradients(self, index: int) -> None:
         """Send the gradients of the latest remaining visit, or end the micro-batch."""
@@ -530,6 +729,13 @@ class StepGradients:
     How many losses have had their backward when the gradients of a micro-batch come back depends on
     the timing. So losses and what comes back have sums of their own, which are added at the end.
 
+        begin ─▶ backwards ─▶ finish           a step whose backwards have all run
+        begin ─▶ backwards ─▶ leave ─▶ go_on ─▶ backwards ─▶ finish
+
+    Between `leave` and `go_on` other code runs while backwards are left: Lightning's `zero_grad`,
+    the backward that publishes, and hooks. The gradients from before `begin` are in `.grad` then,
+    until the batch's own are published.
+
     Args:
         parameters: The coordinator's parameters.
         tied: Parameters that several parts of the model use, such as an embedding that is also
@@ -550,17 +756,38 @@ class StepGradients:
         self._hooks = ParameterHooks()
         self._before: list[Tensor | None] | None = None
         self._pending: list[Tensor | None] | None = None
+        # Whether a step has ended, and whether a loss and what comes back add to one gradient.
+        self._has_ended = self._has_mixed = False
+        self._kept_hooks: Sequence[nn.Parameter] = ()
         self._begin_sums()
 
     def _begin_sums(self) -> None:
         # The sums of each micro-batch, and of those that have ended, until all before them have.
         self._partial: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._ended: dict[int, dict[nn.Parameter, Tensor | None]] = {}
-        self._num_added = 0
+        self._first = self._num_added = 0
         self._first_apart: int | None = None
         # What has come back has added up to these, and what was there before the step.
         self._back: dict[nn.Parameter, Tensor] = {}
         self._former: dict[nn.Parameter, NotedGradient] = {}
+
+    @property
+    def can_be_left(self) -> bool:
+        """Whether backwards of a batch can be left for the time of the next one with equal sums.
+
+        They cannot if a loss and what comes back add to the same gradient, which a first step
+        shows: all of a batch would no longer be added before the next batch. Hooks on parameters
+        want the batch's whole gradient.
+        """
+        is_apart_throughout = self._first_apart in (None, self._first)
+        is_known = self._has_ended and not self._has_mixed
+        return is_known and not self._kept_hooks and is_apart_throughout
+
+    @property
+    def adds_to_former(self) -> bool:
+        """Whether the gradients that are about to be published add to others."""
+        pending = zip(self._kept_apart, self._pending or (), strict=False)
+        return any(parameter.grad is not None for parameter, _ in pending)
 
     @property
     def is_all_apart(self) -> bool:
@@ -570,27 +797,57 @@ class StepGradients:
     def _is_apart(self, microbatch: int) -> bool:
         return self._first_apart is not None and microbatch >= self._first_apart
 
-    def begin(self, accumulate: bool) -> None:
-        """Start a step; with ``accumulate`` it adds to the present gradients."""
+    def begin(self, accumulate: bool, first: int = 0) -> None:
+        """Start a step.
+
+        Args:
+            accumulate: Whether it adds to the present gradients.
+            first: The number of its first micro-batch.
+        """
         self._begin_sums()
+        self._first = self._num_added = first
         self._pending = None
         self._hooks.forget()
-        hooked = self._hooks.take_off(self._parameters)
+        hooked = self._kept_hooks = self._hooks.take_off(self._parameters)
         self._kept_apart = hooked if accumulate else self._parameters
         self._before = self._take(self._kept_apart)
         self._others = [parameter for parameter in self._untied if parameter.requires_grad]
         former = ((parameter, parameter.grad) for parameter in self._others)
         self._former = {p: NotedGradient.of(grad) for p, grad in former if grad is not None}
 
-    def finish(self) -> None:
-        """Set the step's gradients aside until `publish`, and restore the former ones."""
-        self._join()
-        self._former.clear()
+    def go_on(self) -> None:
+        """Let backwards run again that `leave` has left."""
+        known = {*self._others}
+        for parameter in self._untied:
+            if parameter.requires_grad and parameter not in known:  # it was frozen before
+                self._others.append(parameter)
+                if parameter.grad is not None:
+                    self._former[parameter] = NotedGradient.of(parameter.grad)
+        if self._pending is not None:
+            self._before = self._take(self._kept_apart)
+            self._put(self._kept_apart, self._pending)
+            self._pending = None
+
+    def leave(self) -> None:
+        """Set the step's gradients so far aside until `publish`, and restore the former ones."""
         if self._before is not None:
             self._pending = self._take(self._kept_apart)
             self._put(self._kept_apart, self._before)
             self._before = None
             self._hooks.put_back()
+
+    def finish(self) -> None:
+        """End the step: set its gradients aside until `publish`, and restore the former ones."""
+        self._join()
+        self._former.clear()
+        self.leave()
+        self._has_ended = True
+
+    def join_earlier(self) -> None:
+        """All that has come back is of batches before: let it be in the gradients of now."""
+        self._join()
+        former = ((parameter, parameter.grad) for parameter in self._others)
+        self._former = {p: NotedGradient.of(grad) for p, grad in former if grad is not None}
 
     @property
     def found(self) -> list[int]:
@@ -606,6 +863,7 @@ class StepGradients:
                 if gradient is not None:
                     self._hooks.add(parameter, gradient)
             self._pending = None
+            self._kept_apart = ()
 
     @contextmanager
     def of_microbatch(self, microbatch: int, is_summed_apart: bool = False) -> Iterator[None]:
@@ -641,7 +899,9 @@ class StepGradients:
                 if found is None:
                     continue
                 former = self._former.pop(parameter, None)
-                if former is not None and former.is_still(of_loss):
+                is_former = former is not None and former.is_still(of_loss)
+                self._has_mixed |= of_loss is not None and not is_former
+                if former is not None and is_former:
                     # No loss adds to it, so what comes back adds to what was there, as on one
                     # device.
                     parameter.grad, found = None, former.gradient.add_(found)

@@ -48,8 +48,13 @@ class Returned:
 class Stages(Protocol):
     """The remote stages, seen from the coordinator's part of the pipeline."""
 
-    def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
-        """Start a step on every stage."""
+    def begin_step(
+        self, max_in_flight: int, accumulate: bool, *, first_microbatch: int = 0
+    ) -> None:
+        """Start a step, whose micro-batches are numbered from the first one on, on every stage."""
+
+    def next_batch(self, first_microbatch: int) -> None:
+        """Let the micro-batches of another batch, from this number on, go on with the step."""
 
     def abort_step(self) -> None:
         """Make every stage forget the present step; this must not raise."""

@@ -110,23 +110,43 @@ class GradientOrder:
     more, the last visits of later micro-batches fill the time in which the gradients of an earlier
     one are away: at most ``window`` micro-batches wait with some of their visits.
 
+    Several batches may add micro-batches to a step. Each batch sends everything before the next one
+    sends anything, so that sums have the order of batches that run one after the other.
+
     Args:
-        num_microbatches: The micro-batches of the step.
+        num_microbatches: The number after that of the step's last micro-batch.
         window: At most half of those that may have started, so that the next one always has.
+        first: The number of the step's first micro-batch.
     """
 
     num_microbatches: int
     window: int
+    first: int = 0
     # The visits that are still to be sent, for each micro-batch that has begun to send.
     _open: dict[int, int] = field(default_factory=dict)
-    _num_begun: int = 0
+
+    def __post_init__(self) -> None:
+        self._num_begun = self.first
+        # The numbers with which batches begin.
+        self._begins = {self.first}
+
+    def extend(self, count: int) -> None:
+        """Add the micro-batches of another batch."""
+        self._begins.add(self.num_microbatches)
+        self.num_microbatches += count
+
+    @property
+    def has_begun_all(self) -> bool:
+        """Whether every loss has had its backward."""
+        return self._num_begun == self.num_microbatches
 
     @property
     def next_loss(self) -> int | None:
         """The micro-batch whose loss must be there before anything else may be sent; None if a
         gradient goes first, or nothing is left."""
-        is_full = len(self._open) >= self.window
-        return None if is_full or self._num_begun == self.num_microbatches else self._num_begun
+        most_open = 1 if self._num_begun in self._begins else self.window
+        is_full = len(self._open) >= most_open
+        return None if is_full or self.has_begun_all else self._num_begun
 
     @property
     def next_gradient(self) -> Key | None:
@@ -140,7 +160,7 @@ class GradientOrder:
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to be sent."""
-        return self._num_begun == self.num_microbatches and not self._open
+        return self.has_begun_all and not self._open
 
     def note_loss(self, num_visits: int) -> None:
         """Note that the backward of `next_loss` has run, and that the gradients of the last of its

@@ -164,23 +164,20 @@ class Runner:
         """
         return self._inputs(number).stage
 
-    def begin(
-        self, step: int, max_in_flight: int, accumulate: bool, dropout_step: int | None = None
-    ) -> None:
+    def begin(self, step: int, max_in_flight: int, accumulate: bool) -> None:
         """Start a step.
 
         Args:
             step: Its number.
             max_in_flight: The most micro-batches in flight in this process.
             accumulate: Whether the step adds to the present gradients.
-            dropout_step: The step's number for dropout masks; None for ``step``.
         """
         self._forget()
         self._is_over = False
         self.step = step
         self.max_in_flight = max_in_flight
         for stage in self.stages:
-            stage.begin_step(step if dropout_step is None else dropout_step)
+            stage.begin_batch()
         if not accumulate:
             self._drop_gradients()
         early, self._early = self._early, []

@@ -28,7 +28,7 @@ from ..model.carried_tensors import returned
 from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
-from .boundary import Activation, Collected, Gradients, Surroundings, leaf_of
+from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
 from .random_numbers import PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
 from .trial_backward import TRIED, has_own_code, tried_backward
@@ -257,11 +257,11 @@ class LayerState:
         ]
         self._updates: list[Updates] = []
         self._told: set[Updates] = set()
-        self.begin_step()
+        self.begin_batch()
 
-    def begin_step(self) -> None:
+    def begin_batch(self) -> None:
         """The next forwards are of another batch."""
-        # The step's micro-batches so far, and the buffers that their forwards have updated.
+        # The batch's micro-batches so far, and the buffers that their forwards have updated.
         self._microbatches: set[int] = set()
         self._updated: set[str] = set()
 
@@ -281,7 +281,6 @@ class LayerState:
         self._check_attributes()
         if microbatch is None:
             return
-        self._microbatches.add(microbatch)
         updated = _updated(before, self._buffers()) | self._statistics()
         if changed := sorted(updated & self._constants):
             raise ModelError(
@@ -295,9 +294,11 @@ class LayerState:
                 "processes hold, and each of them would keep other ones. Give the stage to one "
                 "worker, or put these modules into evaluation mode."
             )
-        self._updated |= updated
-        if is_again:
+        if is_again:  # it may be a micro-batch of an earlier batch
             self._note(updated, is_again=True)
+            return
+        self._microbatches.add(microbatch)
+        self._updated |= updated
         if len(self._microbatches) > 1:
             self._note(self._updated, is_again=False)
 
@@ -386,7 +387,6 @@ class Stage:
         seed: Seeds all dropout masks.
         dtype: The dtype in which the layers compute; None for the dtype of their input.
         compiled: Compiles the layers; None runs them uncompiled.
-        dropout_step: The present step's number for dropout masks; it does not count trials.
         state: Watches what the layers keep between forwards; None watches nothing.
         caches: The key-value caches.
     """
@@ -398,16 +398,16 @@ class Stage:
     seed: int = 0
     dtype: torch.dtype | None = None
     compiled: CompiledLayers | None = None
-    dropout_step: int = 0
     state: LayerState | None = None
     caches: StageCaches = field(default_factory=StageCaches)
     _saved: dict[Key, _Saved] = field(default_factory=dict)
+    # The batch of the latest forward.
+    _batch: BatchNumbers | None = None
 
-    def begin_step(self, dropout_step: int) -> None:
+    def begin_batch(self) -> None:
         """The next forwards are of another batch."""
-        self.dropout_step = dropout_step
         if self.state is not None:
-            self.state.begin_step()
+            self.state.begin_batch()
 
     def forward(self, key: Key, incoming: Activation, surroundings: Surroundings) -> Activation:
         """The hidden states behind the last layer, and the outputs collected up to it.
@@ -423,6 +423,9 @@ class Stage:
         carried = {name: as_leaf(tensor) for name, tensor in incoming.carried.items()}
         entered = (leaf, *carried.values())
         before = versions(entered)
+        if not surroundings.is_trial and surroundings.batch != self._batch:
+            self._batch = surroundings.batch
+            self.begin_batch()
         keep_graph = surroundings.grad_enabled and not self.recompute
         streams = PythonStreams() if surroundings.grad_enabled and self.recompute else None
         with self._watching(key, surroundings):
@@ -531,6 +534,8 @@ class Stage:
         compiled = None if is_plain else self.compiled
         tries_backward = surroundings.is_trial and TRIED in surroundings.collect
         backwards: list[Tensor] = []
+        dropout_step, first = surroundings.batch or BatchNumbers()
+        place = key.microbatch - first, key.visit
         with (
             torch.set_grad_enabled(keep_graph),
             self._autocast(self.dtype or surroundings.autocast_dtype),
@@ -546,9 +551,9 @@ class Stage:
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 args, kwargs = put_hidden(hidden, args, kwargs, call.place)
                 arguments = GivenArguments(call)
-                seed_action(self.seed, self.dropout_step, call.layer_index, *key)
+                seed_action(self.seed, dropout_step, call.layer_index, *place)
                 if self._has_own_code:  # torch and transformers draw from torch alone
-                    seed_elsewhere(self.seed, self.dropout_step, call.layer_index, *key)
+                    seed_elsewhere(self.seed, dropout_step, call.layer_index, *place)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 with on_trial(layer) if surroundings.is_trial else nullcontext():
                     if tries_backward:

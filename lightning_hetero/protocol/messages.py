@@ -90,7 +90,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -375,24 +375,21 @@ class Launch(Message, frozen=True):
 
 
 class BeginStep(StampedRequest, frozen=True):
-    """A new step; without ``accumulate`` the worker drops the gradients of earlier steps.
-
-    ``dropout_step`` seeds the dropout masks; trials do not advance it. Work that is left over from
-    the step before is dropped.
-    """
+    """A new step; without ``accumulate`` the worker drops the gradients of earlier steps. Work that
+    is left over from the step before is dropped."""
 
     begins_step = True
     is_exact = False
     step: Count
     in_flight: Annotated[int, msgspec.Meta(ge=1)]
     accumulate: bool
-    dropout_step: Count = 0
 
 
-class SetAttributes(ServingRequest, frozen=True):
+class SetAttributes(StampedRequest, frozen=True):
     """Plain attributes of a module inside a layer that changed on the coordinator, as text, and
     the names of those that were deleted there (``gone``)."""
 
+    is_exact = False
     is_standing = True
     layer_index: LayerNumber
     path: Name
@@ -422,7 +419,8 @@ class Arguments(MicrobatchMessage, frozen=True):
     later. A trial (``is_trial``) leaves nothing behind in the layers. The stage computes with the
     settings ``numerics``, and makes tensors of ``default_dtype`` where layers name none.
     ``passes`` names what goes downstream with the hidden states, and ``entering`` names the hidden
-    states that come.
+    states that come. By ``dropout_step`` and ``first_microbatch``, the numbers of the batch, the
+    layers draw random numbers.
     """
 
     grad_enabled: bool
@@ -438,6 +436,8 @@ class Arguments(MicrobatchMessage, frozen=True):
     default_dtype: Name = "float32"
     passes: list[Name] = []
     entering: Name = ""
+    dropout_step: Count = 0
+    first_microbatch: Count = 0
 
 
 class MeasureLayer(IdleRequest, frozen=True):

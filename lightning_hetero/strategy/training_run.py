@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -219,7 +219,8 @@ class TrainingRun(Run):
         """Run the backward of a precision plugin: until then hooks may drop gradients of before."""
         self._remote_steps.begin_backward(self._step.accumulates)
         backward(*args, **kwargs)
-        self._remote_steps.note_gradients()
+        if not self._step.has_left:
+            self._remote_steps.note_gradients()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -256,6 +257,8 @@ class TrainingRun(Run):
 
     @override
     def end(self, remedy: str) -> WeightsLost | None:
+        with suppress(HeteroError):  # what is lost is told as the weights come home
+            self._step.finish()
         self._threads.close()
         self._hosted_hooks.close()
         self._put_back.close()

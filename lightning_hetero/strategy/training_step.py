@@ -29,7 +29,7 @@ from ..devices.copies import Copies, HostCopy
 from ..errors import BatchError, ModelError
 from ..model.override import stand_in
 from ..model.placeholders import training_flags
-from ..pipeline.driver import Driver, MicrobatchStep, StepGradients
+from ..pipeline.driver import BatchWork, Driver, Limits, MicrobatchStep, StepGradients
 from ..pipeline.microbatch import CutBatch, LossWeights, SampleFinder, Samples
 from ..pipeline.recorder import Recorder
 from ..pipeline.results import (
@@ -40,6 +40,7 @@ from ..pipeline.results import (
     weighted_mean,
 )
 from ..pipeline.turns import TurnThreads
+from .accumulation_window import AccumulationWindow, starts_next_first
 from .arguments import StepOptions, scaler_of
 from .check_schedule import KeptBatch, RunChecks
 from .first_gradients import inner_backward
@@ -141,6 +142,8 @@ class BatchStep:
     """
 
     recorder: Recorder | None = None
+    has_left = False
+    """Whether backwards of batches have still to run."""
 
     def __init__(
         self, module: pl.LightningModule, deployment: Deployment, options: StepOptions
@@ -157,6 +160,9 @@ class BatchStep:
             args: The arguments, the batch first.
         """
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait for the backwards that have still to run."""
 
     def _number_step(self) -> int:
         """Number the step that begins next for dropout masks, by the batches of the training so
@@ -242,7 +248,8 @@ class MicrobatchedStep(BatchStep):
         self._has_said_in_part = False
         self._copies = coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
-        self._gradients = StepGradients(*_local_parameters(module))
+        local, tied = _local_parameters(module)
+        self._gradients = StepGradients(local, tied)
         self._flags = FrozenFlags(module)
         self._own_attributes = OwnAttributes(module, deployment.modules_away)
         self.recorder = coordinator.telemetry.recorder
@@ -258,7 +265,26 @@ class MicrobatchedStep(BatchStep):
             self._flags.check,
             self._own_attributes.part,
             deployment.hosted,
+            lambda first: self._window.as_left(first),
+            starts_next_first(deployment.plan),
         )
+        away = {inner for each in deployment.modules_away for inner in each.modules()}
+        self._window = AccumulationWindow(
+            self._driver,
+            local,
+            [inner for inner in module.modules() if inner not in away],
+            coordinator.connections,
+            deployment.hosted,
+        )
+
+    @property
+    def has_left(self) -> bool:  # type: ignore[override]
+        """Whether backwards of batches have still to run."""
+        return self._window.has_left
+
+    @override
+    def finish(self) -> None:
+        self._window.finish()
 
     @override
     def run(self, training_step: Callable[[], Any], args: Sequence[Any]) -> Any:
@@ -271,6 +297,27 @@ class MicrobatchedStep(BatchStep):
         self._scaling.check_last()
         batch, *rest = args
         cut, weights = self._cut(batch, rest)
+        accumulates = self.accumulates
+        with self._window.batch(accumulates, len(cut.microbatches)) as first:
+            merged = self._run(cut, weights, rest, first)
+        if merged is None:
+            # There is no backward, and gradients of earlier batches may wait on the workers.
+            self.finish()
+            self._add_gradients(are_kept=accumulates)
+        elif accumulates:
+            self._window.guard()
+        self._deployment.coordinator.stages.awaits_backward = merged is not None
+        return merged
+
+    def _run(self, cut: CutBatch, weights: LossWeights, rest: Sequence[Any], first: int) -> Any:
+        """Run the micro-batches of a batch; returns what ``training_step`` returns for all of it.
+
+        Args:
+            cut: The batch in pieces.
+            weights: How much each piece counts.
+            rest: The other arguments of ``training_step``.
+            first: The number of the first micro-batch in the accumulation window.
+        """
         accumulates, step = self.accumulates, self._number_step()
         has_begun = self._check(cut, rest, accumulates)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
@@ -288,8 +335,9 @@ class MicrobatchedStep(BatchStep):
         plan = self._deployment.plan
         self._flags.begin_step(len(work))
         self._own_attributes.begin_step()
-        stages = self._deployment.coordinator.stages
-        stages.is_before_step = _steps_behind_batch(self._module.trainer)
+        is_last = _steps_behind_batch(self._module.trainer)
+        self._deployment.coordinator.stages.is_before_step = is_last
+        name = f"batch {rest[0]}" if rest and isinstance(rest[0], int) else "an earlier batch"
         with ExitStack() as stack:
             stack.enter_context(self._deployment.hand_overs.cut_step())
             stack.callback(stand_in(self._module, "log", log.log))
@@ -297,17 +345,15 @@ class MicrobatchedStep(BatchStep):
             if self._deployment.hosted is not None:
                 stack.enter_context(self._deployment.hosted.step(accumulates))
             results = self._driver.run(
-                step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
+                BatchWork(work, step, accumulates, first, name),
+                Limits(plan.max_in_flight, plan.max_started),
+                has_begun,
+                self._window.may_leave(is_last),
             )
         self._own_attributes.end_step()
         self._end_check(log, results, (cut, rest), accumulates)
         log.publish(self._module.log)
-        merged = self._merge(results, weights.all, shares.all, scale)
-        if merged is None:
-            # There is no backward, and gradients of earlier batches may wait on the workers.
-            self._add_gradients(are_kept=accumulates)
-        stages.awaits_backward = merged is not None
-        return merged
+        return self._merge(results, weights.all, shares.all, scale)
 
     @property
     def _adds_up(self) -> bool:
@@ -389,7 +435,8 @@ class MicrobatchedStep(BatchStep):
         found = {
             *(("log", name) for name in log.names),
             *(("result", key) for key in keys),
-            *(("gradient", number) for number in self._gradients.found),
+            # While backwards are left, gradients are not all there.
+            *(("gradient", n) for n in (() if self.has_left else self._gradients.found)),
         }
         has_new = checks.schedule.end_batch(found)
         if has_new and accumulates and checks.kept is None and len(batch[0].microbatches) > 1:
@@ -447,7 +494,10 @@ class MicrobatchedStep(BatchStep):
         """Publish the gradients when Lightning runs its backward."""
         self._scaling.note(gradient, loss_scale)
         self._deployment.coordinator.stages.awaits_backward = False
+        if self._gradients.adds_to_former:
+            self.finish()  # one device adds the sum of all of the batch
         self._gradients.publish()
+        self._window.guard()
         self._add_gradients()
 
     def _add_gradients(self, are_kept: bool = True) -> None:
@@ -459,7 +509,7 @@ class MicrobatchedStep(BatchStep):
         coordinator, hosted = self._deployment.coordinator, self._deployment.hosted
         if hosted is not None and coordinator.stages.is_before_step:
             coordinator.training.add_up()
-        elif hosted is not None and are_kept:
+        elif hosted is not None and are_kept and not self.has_left:
             hosted.note_gradients()
 
 

@@ -611,8 +611,7 @@ class StageSession:
         self._copies.keep_for(message.in_flight)
         self._neighbors.begin_step(message.step)
         self._recorder.begin_step()
-        accumulate, dropout_step = message.accumulate, message.dropout_step
-        self._runner.begin(message.step, message.in_flight, accumulate, dropout_step)
+        self._runner.begin(message.step, message.in_flight, message.accumulate)
 
     def _on_reduce_gradients(
         self, message: m.ReduceGradients, _tensors: tuple[Tensor, ...]

@@ -24,10 +24,10 @@ from ..qlora import in_four_bits
 
 def attributes_of(layer: DecoderLayer) -> PlainAttributes:
     stage = SimpleNamespace(layers={0: layer.module})
-    connections = SimpleNamespace(step=1, check_usable=lambda: None)
+    connections = SimpleNamespace(step=1, first_microbatch=0, check_usable=lambda: None)
     remote = SimpleNamespace(holdings=SimpleNamespace(stages={object(): stage}))
     return PlainAttributes(
-        {0: layer}, cast(Connections, connections), cast(RemoteLayers, remote), []
+        {0: layer}, cast(Connections, connections), cast(RemoteLayers, remote), lambda _: {}, []
     )
 
 

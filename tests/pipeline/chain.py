@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings, leaf_of
+from lightning_hetero.pipeline.boundary import (
+    Activation,
+    BatchNumbers,
+    Gradients,
+    Surroundings,
+    leaf_of,
+)
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
 from lightning_hetero.pipeline.rule import Action, Key
 from lightning_hetero.pipeline.runner import Runner
@@ -59,6 +65,7 @@ class Chain:
             for process in sorted(set(self.process_of.values()))
         }
         self.step = self.num_ends = 0
+        self._batch = BatchNumbers()
         self.actions: list[Action] = []
         self.most_in_flight: Counter[int] = Counter()
         self._timing = None if seed is None else random.Random(seed)
@@ -68,12 +75,18 @@ class Chain:
 
     # what the coordinator says
 
-    def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
+    def begin_step(
+        self, max_in_flight: int, accumulate: bool, *, first_microbatch: int = 0
+    ) -> None:
         self.step += 1
+        self._batch = BatchNumbers(self._batch.dropout_step + 1, first_microbatch)
         self._unfinished.clear()
         for process, runner in self.runners.items():
             begin = partial(runner.begin, self.step, max_in_flight, accumulate)
             self._links[COORDINATOR, process].append(begin)
+
+    def next_batch(self, first_microbatch: int) -> None:
+        self._batch = BatchNumbers(self._batch.dropout_step + 1, first_microbatch)
 
     def abort_step(self) -> None:
         self._unfinished.clear()
@@ -85,7 +98,7 @@ class Chain:
     ) -> None:
         for number, stage in self.stages.items():
             calls = [c for c in surroundings.calls if str(c.layer_index) in stage.layers]
-            own = replace(surroundings, calls=calls)
+            own = replace(surroundings, calls=calls, batch=self._batch)
             runner = self._runner(number)
             self._post(0, number, partial(runner.take, self.step, number, key, own))
         requires_grad = surroundings.grad_enabled and hidden.requires_grad

@@ -55,8 +55,10 @@ class ReplicaNet(Chain):
         self._routes: dict[Key, dict[int, str]] = {}
         self._counts: Counter[tuple[object, ...]] = Counter()
 
-    def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
-        super().begin_step(max_in_flight, accumulate)
+    def begin_step(
+        self, max_in_flight: int, accumulate: bool, *, first_microbatch: int = 0
+    ) -> None:
+        super().begin_step(max_in_flight, accumulate, first_microbatch=first_microbatch)
         self._routes.clear()
         self._counts.clear()
 
@@ -69,7 +71,7 @@ class ReplicaNet(Chain):
             layers = self.held[number, name]
             calls = [call for call in surroundings.calls if str(call.layer_index) in layers]
             place = self._counted("forward", number, name, key.visit)
-            own = replace(surroundings, calls=calls, place=place)
+            own = replace(surroundings, calls=calls, place=place, batch=self._batch)
             self._tell(COORDINATOR, number, key, own)
         requires_grad = surroundings.grad_enabled and hidden.requires_grad
         incoming = Activation(hidden.detach().clone().requires_grad_(requires_grad))

@@ -21,7 +21,13 @@ from lightning_hetero.model.captured_outputs import CollectingHooks
 from lightning_hetero.model.hollow import HollowLayers
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.boundary import Activation, Gradients
-from lightning_hetero.pipeline.driver import Driver, MicrobatchStep, StepGradients
+from lightning_hetero.pipeline.driver import (
+    BatchWork,
+    Driver,
+    Limits,
+    MicrobatchStep,
+    StepGradients,
+)
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
 from lightning_hetero.pipeline.random_numbers import Draws
 from lightning_hetero.pipeline.rule import Key
@@ -155,7 +161,9 @@ class Pipeline:
             )
             for tokens, factor in zip(inputs, factors, strict=True)
         ]
-        results = self.driver.run(self.chain.step + 1, work, limit, accumulate, self.max_started)
+        results = self.driver.run(
+            BatchWork(work, self.chain.step + 1, accumulate), Limits(limit, self.max_started)
+        )
         if not accumulate:
             self.model.zero_grad()
         self.driver.gradients.publish()
@@ -632,7 +640,7 @@ class ExpertsPipeline:
         work = [
             MicrobatchStep(partial(loss, self.model), lambda: 1 / len(losses)) for loss in losses
         ]
-        results = self.driver.run(1, work, 2, accumulate=False)
+        results = self.driver.run(BatchWork(work, 1, accumulates=False), Limits(2))
         self.driver.gradients.publish()
         return results
 

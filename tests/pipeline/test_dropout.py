@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
+from lightning_hetero.pipeline.boundary import Activation, BatchNumbers, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage
 
@@ -33,13 +33,17 @@ class Dropped(nn.Module):
 def stage(request: pytest.FixtureRequest) -> Stage:
     torch.manual_seed(0)
     layers = nn.ModuleDict({str(number): Dropped() for number in range(NUM_LAYERS)})
-    return Stage(layers, torch.device("cpu"), 1, recompute=request.param, seed=7, dropout_step=3)
+    return Stage(layers, torch.device("cpu"), 1, recompute=request.param, seed=7)
 
 
-def run(stage: Stage, hidden: Tensor, microbatch: int = 0) -> Tensor:
+def run(
+    stage: Stage, hidden: Tensor, microbatch: int = 0, dropout_step: int = 3, first: int = 0
+) -> Tensor:
     calls = [LayerCall(number, True, (), {}) for number in range(NUM_LAYERS)]
     incoming = Activation(hidden.detach().requires_grad_())
-    return stage.forward(Key(microbatch), incoming, Surroundings(True, None, calls)).hidden
+    batch = BatchNumbers(dropout_step, first)
+    around = Surroundings(True, None, calls, batch=batch)
+    return stage.forward(Key(microbatch), incoming, around).hidden
 
 
 def slopes(stage: Stage, hidden: Tensor, moved: Tensor, direction: Tensor) -> Tensor:
@@ -81,5 +85,10 @@ def test_the_masks_are_others_for_another_microbatch_and_another_step(stage: Sta
     first = run(stage, hidden)
     assert torch.equal(run(stage, hidden), first)
     assert not torch.equal(run(stage, hidden, microbatch=1), first)
-    stage.dropout_step += 1
-    assert not torch.equal(run(stage, hidden), first)
+    assert not torch.equal(run(stage, hidden, dropout_step=4), first)
+
+
+def test_a_micro_batch_draws_by_its_place_in_its_batch(stage: Stage) -> None:
+    hidden = torch.randn(3, WIDTH, dtype=torch.float64)
+    second = run(stage, hidden, microbatch=1)
+    assert torch.equal(run(stage, hidden, microbatch=6, first=5), second)

@@ -18,7 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetero.coordinator.local_layers import adjust_own, seed_own
 from lightning_hetero.model.layers import DecoderLayer
 from lightning_hetero.pipeline.boundary import Activation
-from lightning_hetero.pipeline.driver import Driver, MicrobatchStep, StepGradients
+from lightning_hetero.pipeline.driver import (
+    BatchWork,
+    Driver,
+    Limits,
+    MicrobatchStep,
+    StepGradients,
+)
 from lightning_hetero.pipeline.random_numbers import Draws
 from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.pipeline.turns import current_turn
@@ -187,7 +193,9 @@ class Training:
                 )
                 for each in tokens
             ]
-            losses += self.driver.run(step + 1, work, self.max_in_flight, accumulate=False)
+            losses += self.driver.run(
+                BatchWork(work, step + 1, accumulates=False), Limits(self.max_in_flight)
+            )
             self.driver.gradients.publish()
             with torch.no_grad():
                 for parameter in self.model.parameters():

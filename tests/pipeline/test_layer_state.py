@@ -111,13 +111,13 @@ def test_attributes_that_the_coordinator_has_set_are_no_change() -> None:
 
 def test_buffers_are_named_with_the_second_micro_batch_and_once() -> None:
     stage = stage_of(Averaging())
-    stage.begin_step(1)
+    stage.begin_batch()
     forward(stage, 0)
     assert updates(stage) == []
     forward(stage, 1)
     assert updates(stage) == [named(["mean"])]
     forward(stage, 2)
-    stage.begin_step(2)
+    stage.begin_batch()
     forward(stage, 0)
     forward(stage, 1)
     assert updates(stage) == []
@@ -125,8 +125,8 @@ def test_buffers_are_named_with_the_second_micro_batch_and_once() -> None:
 
 def test_with_one_micro_batch_per_step_no_buffer_is_named() -> None:
     stage = stage_of(Averaging())
-    for step in range(3):
-        stage.begin_step(step)
+    for _ in range(3):
+        stage.begin_batch()
         forward(stage)
         backward(stage)
     assert updates(stage) == []
@@ -145,7 +145,7 @@ def test_statistics_of_norms_are_named_in_training_only() -> None:
     for microbatch in range(2):
         forward(stage, microbatch, EVALUATION)
     assert updates(stage) == [named(["seen"])]
-    stage.begin_step(2)
+    stage.begin_batch()
     for microbatch in range(2):
         forward(stage, microbatch)
     assert updates(stage) == [named(RUNNING)]
@@ -160,7 +160,7 @@ def test_a_forward_that_runs_again_updates_buffers_once_more() -> None:
 
 def test_trials_are_not_counted() -> None:
     stage = stage_of(Running())
-    stage.begin_step(1)
+    stage.begin_batch()
     for microbatch in range(2):
         forward(stage, microbatch, TRIAL)
     forward(stage)
@@ -186,7 +186,7 @@ def test_buffers_that_are_loaded_between_steps_are_not_updated() -> None:
     layer = Averaging()
     stage = stage_of(layer)
     around = replace(TRAINING, calls=[])
-    stage.begin_step(1)
+    stage.begin_batch()
     for microbatch in range(2):
         layer.mean = torch.full((WIDTH,), float(microbatch))
         forward(stage, microbatch, around)

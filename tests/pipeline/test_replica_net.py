@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.boundary import Activation
-from lightning_hetero.pipeline.driver import Driver, MicrobatchStep, StepGradients
+from lightning_hetero.pipeline.driver import (
+    BatchWork,
+    Driver,
+    Limits,
+    MicrobatchStep,
+    StepGradients,
+)
 from lightning_hetero.pipeline.placement import Placement
 from lightning_hetero.pipeline.random_numbers import Draws
 from lightning_hetero.pipeline.turns import current_turn
@@ -72,7 +78,7 @@ def step(
         tokens = torch.randint(9, (2, 5), generator=generator)
         run = lambda number=number, tokens=tokens: training_step(number, tokens)  # noqa: E731
         work.append(MicrobatchStep(run, lambda: 1 / NUM_MICROBATCHES))
-    driver.run(1, work, max_in_flight=4, accumulate=False)
+    driver.run(BatchWork(work, 1, accumulates=False), Limits(4))
     gradients.publish()
     found = {name: p.grad for name, p in model.named_parameters()}
     for (number, worker), held in net.held.items():

@@ -331,3 +331,27 @@ def test_a_worker_has_a_place_for_what_is_older_than_something_in_flight() -> No
     assert choose([newer], {2, 4}, 2) is None
     # The coordinator begins nothing beyond its bound.
     assert choose([Action(0, "F", Key(1))], {2, 4}, 2) is None
+
+
+def test_a_batch_sends_everything_before_the_next_one_sends_anything() -> None:
+    order = GradientOrder(2, window=2)
+    order.note_loss(3)
+    order.note_loss(2)
+    order.extend(1)
+    assert order.next_loss is None
+    sent = []
+    while (key := order.next_gradient) is not None:
+        sent.append(key)
+        order.note_gradient()
+    assert sent == [Key(0, 1), Key(0, 0), Key(1, 0)]
+    assert order.next_loss == 2
+    order.note_loss(1)
+    assert order.is_done
+
+
+def test_numbers_may_begin_anywhere() -> None:
+    order = GradientOrder(5, window=1, first=3)
+    assert order.next_loss == 3
+    order.note_loss(1)
+    order.note_loss(1)
+    assert order.is_done

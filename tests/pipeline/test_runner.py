@@ -220,13 +220,6 @@ def test_a_new_step_has_its_whole_bound_again() -> None:
     assert next_name(runner) == "1F1"
 
 
-def test_a_step_may_have_another_number_for_dropout_masks() -> None:
-    runner = begun(limit=1)
-    assert (runner.step, runner.stage(1).dropout_step) == (1, 1)
-    runner.begin(2, 1, accumulate=False, dropout_step=1)
-    assert (runner.step, runner.stage(1).dropout_step) == (2, 1)
-
-
 def two_stages() -> Runner:
     """Stages 1 and 3 of a pipeline in one process."""
     stages = [

@@ -17,7 +17,13 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.captured_outputs import collecting, install_hooks
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients, Surroundings
+from lightning_hetero.pipeline.boundary import (
+    Activation,
+    BatchNumbers,
+    Collected,
+    Gradients,
+    Surroundings,
+)
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage
 
@@ -187,9 +193,10 @@ def dropout_mask(
 ) -> Tensor:
     """What a layer lets pass; ``first`` and ``number`` are those of its stage."""
     held = {str(n): nn.Dropout(0.5) if n == layer else nn.Dropout(0.0) for n in range(first, 4)}
-    stage = Stage(nn.ModuleDict(held), torch.device("cpu"), number, seed=seed, dropout_step=step)
+    stage = Stage(nn.ModuleDict(held), torch.device("cpu"), number, seed=seed)
     calls = [LayerCall(n, True, (), {}) for n in range(first, 4)]
-    return stage.forward(key, Activation(torch.ones(1, 64)), surroundings(*calls)).hidden
+    around = replace(surroundings(*calls), batch=BatchNumbers(step))
+    return stage.forward(key, Activation(torch.ones(1, 64)), around).hidden
 
 
 @pytest.mark.parametrize("stage", [{}, {"number": 2}, {"first": 0, "number": 4}], ids=str)

@@ -1,0 +1,203 @@
+"""The accumulation window: the backwards of its batches go on while the next batch begins.
+
+    training_step of batch 0   forwards, losses │ backwards are left
+    Lightning, hooks           zero_grad, backward, on_train_batch_end, on_train_batch_start
+    training_step of batch 1   the left backwards, and the forwards and losses of this batch
+    ...
+    the window's last batch    everything, to the end: the optimizer steps behind it
+
+The user's code, its order and every bit are those of batches that run one after the other. Whoever
+looks at a gradient or at a parameter waits (`pipeline/awaited.py`), and so does whatever is said to
+the workers besides the step (`Connections.settle`). So no hook has to be on a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from ..coordinator.connections import Connections
+from ..coordinator.replicas import HostedReplicas
+from ..model.placeholders import training_flags
+from ..pipeline.awaited import AwaitedGradients, may_be_awaited
+from ..pipeline.driver import Driver
+from ..pipeline.turns import current_turn
+from ..plan import COORDINATOR, Plan
+
+
+@dataclass(frozen=True)
+class _Left:
+    """Which parameters train, and the attributes of each module, as a batch has left them."""
+
+    flags: Sequence[bool]
+    attributes: Sequence[Mapping[str, Any]]
+
+
+class AccumulationWindow:
+    """Leaves backwards of a batch for the time of the next one. Implements `Unfinished`.
+
+    Args:
+        driver: Runs the micro-batches.
+        parameters: The parameters of this process.
+        modules: The modules of this process.
+        connections: The workers.
+        hosted: The layers of which this process is a replica; None if there are none.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        parameters: Sequence[nn.Parameter],
+        modules: Iterable[nn.Module],
+        connections: Connections,
+        hosted: HostedReplicas | None,
+    ) -> None:
+        self._driver = driver
+        self._parameters = parameters
+        self._attributes = [vars(module) for module in modules]
+        self._ignored = {*vars(pl.LightningModule())} - {"training"}
+        self._connections = connections
+        self._hosted = hosted
+        self._awaited = AwaitedGradients(parameters, self._wait)
+        # By the number of a batch's first micro-batch.
+        self._left: dict[int, _Left] = {}
+        self._num_microbatches = 0
+        self._is_inside = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether backwards of its batches have still to run."""
+        return self._driver.has_left
+
+    def may_leave(self, is_last: bool) -> bool:
+        """Whether the present batch's backwards may be left.
+
+        Args:
+            is_last: Whether the optimizer steps behind the batch.
+        """
+        return (
+            not is_last
+            and self._driver.gradients.can_be_left
+            and may_be_awaited(self._parameters)
+            and not torch.is_anomaly_enabled()
+        )
+
+    @contextmanager
+    def batch(self, accumulates: bool, num_microbatches: int) -> Iterator[int]:
+        """Inside, a batch runs; the block gets the number of its first micro-batch in the window.
+
+        Args:
+            accumulates: Whether gradients of the batches before are kept.
+            num_microbatches: The micro-batches of the batch.
+        """
+        if not accumulates:
+            self.finish()  # of a window without an optimizer step
+            self._num_microbatches = 0
+        self._connections.take_up()
+        if self.has_left:
+            self._awaited.begin(while_step_runs=True)
+        first = self._num_microbatches
+        self._num_microbatches += num_microbatches
+        self._is_inside = True
+        try:
+            yield first
+        except BaseException:
+            self._is_inside = False
+            self.drop()
+            raise
+        self._is_inside = False
+        if self.has_left:
+            self._left[first] = self._present()
+            self._connections.leave(self)
+
+    def guard(self) -> None:
+        """Let code that looks at gradients wait from now on: `.grad` has those of the batch."""
+        if self.has_left:
+            self._awaited.begin(while_step_runs=False)
+
+    def finish(self) -> None:
+        """Wait until all backwards have run.
+
+        Raises:
+            WorkerError: If a worker fails.
+        """
+        self._connections.take_up()
+        self._awaited.end()
+        if self.has_left:
+            self._driver.finish()
+            if self._hosted is not None:
+                self._hosted.note_gradients()
+        self._left.clear()
+
+    def drop(self) -> None:
+        """Forget the backwards that are left, after an error."""
+        self._awaited.end()
+        self._driver.drop()
+        self._left.clear()
+
+    @contextmanager
+    def as_left(self, first: int) -> Iterator[None]:
+        """Inside, parameters train and modules have the attributes as a batch has left them.
+
+        A parameter that is frozen meanwhile would get no gradient, and a forward that runs again in
+        its backward would be another one in another mode or with other attributes.
+
+        Args:
+            first: The number of the batch's first micro-batch.
+        """
+        present = self._present()
+        self._become(self._left[first])
+        try:
+            yield
+        finally:
+            self._become(present)
+
+    def _present(self) -> _Left:
+        attributes = [
+            {name: value for name, value in held.items() if name not in self._ignored}
+            for held in self._attributes
+        ]
+        return _Left(training_flags(self._parameters), attributes)
+
+    def _become(self, wanted: _Left) -> None:
+        for parameter, flag in zip(self._parameters, wanted.flags, strict=True):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+        for held, attributes in zip(self._attributes, wanted.attributes, strict=True):
+            for name in [n for n in held if n not in self._ignored and n not in attributes]:
+                del held[name]
+            held.update(attributes)
+
+    def _wait(self) -> None:
+        """Wait for the gradients that code looks at."""
+        if not self._is_inside:
+            self.finish()
+        elif current_turn() is not None:
+            self._driver.wait_for_earlier()
+            self._awaited.end()
+
+
+def starts_next_first(plan: Plan) -> bool:
+    """Whether the next batch starts before the last loss of a batch goes backward.
+
+    Either the next forward waits for this backward, or the workers wait for its gradients. Where
+    the coordinator has layers behind the workers', the backward takes long, and the workers would
+    be idle meanwhile. One worker is idle in any case, until it has the next forward. A backward
+    takes twice as long as a forward; the head and the loss count as a layer.
+    """
+    workers = [number for stage in plan.remote_stages for number in stage.layer_indices]
+    own = [
+        number
+        for stage in plan.stages
+        if COORDINATOR in stage.workers
+        for number in stage.layer_indices
+    ]
+    num_before = sum(number < min(workers, default=0) for number in own)
+    num_behind = sum(number > max(workers, default=0) for number in own)
+    return len(plan.workers) == 1 or num_before <= 2 * num_behind + 1
