@@ -68,7 +68,8 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """The idle share of all processes' time."""
-        return 1 - sum(self.busy_shares) / len(self.busy_seconds)
+        # The end of a long step is extrapolated, which may be a hair below what it computes.
+        return max(0.0, 1 - sum(self.busy_shares) / len(self.busy_seconds))
 
 
 def simulate(pipeline: Pipeline) -> Simulation:

@@ -152,7 +152,7 @@ def judge(solution: Solution) -> Verdict:
 
 
 def _tokens(candidate: Candidate) -> int:
-    return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
+    return candidate.costs.num_samples * candidate.costs.profile.model.tokens_per_sample
 
 
 def tokens_per_second(candidate: Candidate) -> float:
@@ -327,10 +327,9 @@ def _held_up_by(spread: Candidate) -> str:
     slowest = max(media, key=lambda medium: media[medium], default="")
     if slowest and media[slowest] > spread.bottleneck_seconds:
         return f"with {workers} the link {slowest} is slower than every stage"
-    count = in_micro_batches(spread.micro_batches)
     return (
-        f"with {workers} a step of {count} takes {in_duration(spread.step_seconds)}, because of "
-        "the time to fill and drain the pipeline, and of the links"
+        f"with {workers} a step of {_pieces(spread)} takes {in_duration(spread.step_seconds)}, "
+        "because of the time to fill and drain the pipeline, and of the links"
     )
 
 
@@ -502,7 +501,7 @@ def _sum_of(
 
 def _step(verdict: Verdict) -> str:
     candidate = verdict.candidate
-    cut = f"{in_micro_batches(candidate.micro_batches)} of {candidate.size}"
+    cut = f"{_pieces(candidate)} of {candidate.size}"
     if not candidate.pipeline.is_alone:
         cut += f", at most {candidate.in_flight} in flight"
     bubble = in_percent(candidate.simulation.bubble)
@@ -510,6 +509,13 @@ def _step(verdict: Verdict) -> str:
         f"{cut}: a step of {in_duration(candidate.step_seconds)}, "
         f"{_rate_text(verdict.tokens_per_second)}, bubble {bubble}"
     )
+
+
+def _pieces(candidate: Candidate) -> str:
+    """The micro-batches of an optimizer step, and its batches if there are several."""
+    count = candidate.costs.num_batches
+    each = in_micro_batches(candidate.micro_batches // count)
+    return each if count == 1 else f"{count} batches in {each}"
 
 
 def _bound_lines(verdict: Verdict) -> Iterator[str]:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import replace as replace_profile
 
 from lightning_hetero.errors import PlanError
+from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.bounds import least_seconds
+from lightning_hetero.planner.feasibility import candidate_of
+from lightning_hetero.planner.profile import EMBEDDING, HEAD, Profile
 from lightning_hetero.planner.simulation import LOSS, MOST_PLAYED, Simulation, predict, simulate
+from lightning_hetero.planner.solver import Wishes, solve
 from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
+from lightning_hetero.planner.verdict import judge, sentences
 
+from .profiles import coordinator, device, profile, timing
 from .test_simulated_replicas import any_replicas
 from .test_simulation import any_pipeline, spans_of
 
@@ -121,3 +130,68 @@ def test_a_long_window_is_predicted_from_its_beginning(count: int) -> None:
 def test_a_window_has_equally_many_micro_batches_for_each_batch() -> None:
     with pytest.raises(PlanError, match="A window of 3 batches has 8 micro-batches"):
         replace(equal_stages(2, 0, 8, 1), num_batches=3)
+
+
+def cluster(seconds: Sequence[float] = (1, 1), layers: int = 4, **others: Any) -> Profile:
+    """Workers that take so long for a layer forward, and twice as long backward."""
+    workers = [device(f"w{number}", each, 2 * each) for number, each in enumerate(seconds)]
+    return profile(layers, workers, batch_size=1, **others)
+
+
+def test_the_planner_counts_the_batches_of_a_window() -> None:
+    one, window = (
+        solve(cluster(), Wishes(accumulate_grad_batches=count, replicas=False)).chosen
+        for count in (1, 8)
+    )
+    assert (len(one.workers), len(window.workers)) == (1, 2)
+    assert one.step_seconds == 4 * 3
+    # Two layers each: a forward through both takes four, and a backward on each four.
+    assert window.step_seconds == simulate(window.pipeline).step_seconds < 8 * 4 * 3
+    assert (window.pipeline.num_batches, window.pipeline.num_microbatches) == (8, 8)
+    plan = window.plan()
+    assert plan.micro_batches == 1
+    assert plan.max_in_flight > 1
+    again = candidate_of(plan, replace_profile(cluster(), accumulate_grad_batches=8))
+    assert again.step_seconds == window.step_seconds
+
+
+def test_tokens_per_second_count_all_batches_of_a_window() -> None:
+    wishes = Wishes(accumulate_grad_batches=8, replicas=False)
+    shown = judge(solve(cluster(), wishes))
+    assert shown.tokens_per_second == 8 / shown.candidate.step_seconds
+    step, *_ = sentences(shown)
+    assert step.startswith("8 batches in 1 micro-batch of 1, at most ")
+
+
+def test_shares_are_dealt_over_the_micro_batches_of_a_window() -> None:
+    """With batches of one micro-batch, two replicas of unlike speed run five and three of eight."""
+    plan = solve(cluster((3, 5)), Wishes(accumulate_grad_batches=8)).plan
+    assert plan.micro_batches == 1
+    (stage,) = plan.stages
+    assert dict(zip(stage.workers, stage.present_shares, strict=True)) == {"w0": 5, "w1": 3}
+
+
+def test_memory_counts_micro_batches_in_flight_over_batches() -> None:
+    """A layer keeps one byte of a micro-batch, and the worker has room for one of them."""
+    of_one, of_window = (
+        candidate_of(
+            Plan([StagePlan(["w0"], (0, 2)), StagePlan(["w1"], (2, 4))], 1, 4),
+            replace_profile(cluster(), accumulate_grad_batches=count),
+        )
+        for count in (1, 8)
+    )
+    assert (of_one.need("w0").in_flight, of_window.need("w0").in_flight) == (2, 4 * 2)
+
+
+def test_a_loss_that_waits_keeps_its_graph() -> None:
+    """The coordinator keeps what head and loss save of one micro-batch while the next begins."""
+    head = timing(HEAD, 1, 1, saved_bytes=300, peak_bytes=1000)
+    embedding = timing(EMBEDDING, 0, 0, peak_bytes=500)
+    of = cluster(own=coordinator([embedding, head]))
+    plan = Plan([StagePlan(["w0"], (0, 4))], 1)
+    one, window = (
+        candidate_of(plan, replace_profile(of, accumulate_grad_batches=count)).need(COORDINATOR)
+        for count in (1, 2)
+    )
+    assert (one.working, one.total) == (1000, 1000)
+    assert (window.working, window.in_flight, window.total) == (700, 300, 1000)
