@@ -229,6 +229,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         """The names of all devices except the coordinator's."""
         return [device.name for device in self.devices if device.name != COORDINATOR]
 
+    @property
+    def of_one_batch(self) -> Profile:
+        """The profile for a batch by itself, as where a step was recorded."""
+        return msgspec.structs.replace(self, accumulate_grad_batches=1)
+
     @classmethod
     def from_yaml(cls, path: str | Path) -> Profile:
         """Read a profile.
