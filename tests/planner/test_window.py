@@ -20,9 +20,8 @@ from lightning_hetero.planner.solver import Wishes, solve
 from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
 from lightning_hetero.planner.verdict import judge, sentences
 
+from .pipelines import any_pipeline, any_replicas, spans_of
 from .profiles import coordinator, device, profile, timing
-from .test_simulated_replicas import any_replicas
-from .test_simulation import any_pipeline, spans_of
 
 
 def equal_stages(num: int, front: float, count: int, num_batches: int) -> Pipeline:
