@@ -7,9 +7,9 @@ So does a larger batch: then all their micro-batches may be on their way at once
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -17,6 +17,7 @@ from ..plan import COORDINATOR
 from ..units import in_samples
 from .candidates import Candidate, Costs
 from .costs import layer_seconds
+from .feasibility import candidate_of, shortages
 from .profile import ENDS, DeviceProfile, Profile, Timing
 from .search import LEAST_GAIN, Search
 
@@ -24,7 +25,7 @@ BATCHES_TRIED = 8
 """Batches at once that are tried where those of the Trainer's window gain nothing."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class AtOnce:
     """A plan for several batches that come at once, which is faster.
 
@@ -73,13 +74,25 @@ def at_once(candidate: Candidate, search: Search, gains: bool) -> AtOnce | None:
     if not gains and present < BATCHES_TRIED:
         tried.append(BATCHES_TRIED)
     for count in tried:
-        found = search.at_once(count).best()
+        found = _best_at_once(candidate, search, count)
         if found is None or not found.workers:
             continue
         times = _samples_per_second(found) / _samples_per_second(candidate)
         if times >= 1 / (1 - LEAST_GAIN):
             return AtOnce(found, count, present, times)
     return None
+
+
+def _best_at_once(candidate: Candidate, search: Search, count: int) -> Candidate | None:
+    """The best plan for so many batches at once: any plan if the search has chosen the present one,
+    and otherwise the present one."""
+    other = search.at_once(count)
+    if search.knows_line:
+        return other.best()
+    plan = candidate.plan()
+    pieces = plan.micro_batches * count
+    same = candidate_of(dataclasses.replace(plan, micro_batches=pieces), other.costs.profile)
+    return None if shortages(same) else same
 
 
 def _samples_per_second(candidate: Candidate) -> float:

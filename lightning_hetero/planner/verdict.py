@@ -110,7 +110,7 @@ class Verdict:
         best_single: Name and tokens per second of the fastest device that can hold all layers;
             None if no device can.
         advice: Sentences for the user.
-        assumed_links: Number of hops over links that were not measured.
+        assumed_links: Number of links of the plan that were not measured in both directions.
         no_gain: Why more machines are not faster than the best single device; empty if they are.
         experts: Why the experts of a mixture are apart or not; empty without halves of a mixture.
         at_once: The plan for several batches that come as one, if that is faster than any plan for
@@ -359,7 +359,8 @@ def _assumed_links(candidate: Candidate) -> int:
     hops = {*placement.links} if placement.stages else set()
     for team in candidate.teams:
         hops |= {(one.name, other.name) for one, other in combinations(team, 2)}
-    return len({*hops, *((target, source) for source, target in hops)} - known)
+    unknown = {*hops, *((target, source) for source, target in hops)} - known
+    return len({frozenset(ends) for ends in unknown})
 
 
 def advise(candidate: Candidate, search: Search) -> list[Advice]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from lightning_hetero.planner.profile import Profile
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.planner.plan_comparison import predict_given
+from lightning_hetero.planner.profile import Link, Profile
+from lightning_hetero.planner.simulation import simulate
 from lightning_hetero.planner.solver import Wishes, solve
 from lightning_hetero.planner.verdict import Verdict, judge, sentences, tokens_per_second
 
@@ -98,3 +101,20 @@ def test_the_script_stays_where_it_is_if_no_worker_is_faster() -> None:
     assert judged(profile(4, [device("card", 1, 2)], own, batch_size=8)).script is None
     # Without a layer on the coordinator nobody knows how fast its head is elsewhere.
     assert judged(profile(4, [device("card", 1, 2)], batch_size=8)).script is None
+
+
+def test_a_given_plan_is_compared_with_itself() -> None:
+    """The solver's plan for eight batches at once would use other workers too."""
+    workers = [device(name, 1, 2) for name in "abc"]
+    of = replace(profile(6, workers, batch_size=1), accumulate_grad_batches=8)
+    plan = Plan([StagePlan([name], (3 * n, 3 * n + 3)) for n, name in enumerate("ab")], 1, 8)
+    verdict = judge(predict_given(plan, of, Wishes()))
+    found = verdict.at_once
+    # A batch takes nine seconds of each worker, so it gains nothing here.
+    assert found is None
+    thin = Link("a", "b", 0.0, 1.0)
+    slow = replace(of, links=[thin], model=replace(of.model, activation_bytes_per_sample=4))
+    found = judge(predict_given(plan, slow, Wishes())).at_once
+    assert found is not None
+    assert found.candidate.workers == ("a", "b")
+    assert found.candidate.step_seconds == simulate(found.candidate.pipeline).step_seconds
