@@ -72,6 +72,11 @@ def in_duration(seconds: float) -> str:
     return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:,.0f} {unit}"
 
 
+def in_samples(count: int) -> str:
+    """A number of samples with its noun."""
+    return "1 sample" if count == 1 else f"{count} samples"
+
+
 def in_micro_batches(count: int) -> str:
     """A number of micro-batches with its noun."""
     return "1 micro-batch" if count == 1 else f"{count} micro-batches"

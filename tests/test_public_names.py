@@ -71,7 +71,9 @@ KEYS_OF_PLANS: dict[type, str] = {
 }
 
 KEYS_OF_PROFILES: dict[type, str] = {
-    profile.Profile: "version model devices links default_link batch_size settings",
+    profile.Profile: (
+        "version model devices links default_link batch_size accumulate_grad_batches settings"
+    ),
     profile.ModelProfile: (
         "fingerprint layers parts tokens_per_sample activation_bytes_per_sample "
         "gradient_bytes_per_sample dtype tied_gradient_bytes embedding_may_leave"
@@ -112,8 +114,8 @@ COMMANDS = {
     "doctor": "--json --plan --profile --seconds --timeout --token-file addresses",
     "profile": "--data --force --model --output -o config",
     "plan": (
-        "--batch-size --exclude --given --memory --micro-batches --no-replicas --output --pin "
-        "--what-if -o profile"
+        "--accumulate --batch-size --exclude --given --memory --micro-batches --no-replicas "
+        "--output --pin --what-if -o profile"
     ),
     "schema": "--output -o kind",
     "diagram": "--output --profile --title -o plan",

@@ -319,6 +319,12 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
         help="micro-batches in a batch (default: the planner chooses)",
     )
     plan.add_argument(
+        "--accumulate",
+        type=int,
+        metavar="N",
+        help="batches for each optimizer step, the Trainer's accumulate_grad_batches",
+    )
+    plan.add_argument(
         "--no-replicas", action="store_true", help="let no two processes hold the same stage"
     )
     _add_questions(plan)

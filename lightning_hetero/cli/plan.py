@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> None:
         memory_bytes=_each_once(parse_memory(text) for text in options.memory),
         batch_size=options.batch_size,
         micro_batches=options.micro_batches,
+        accumulate_grad_batches=options.accumulate,
         replicas=not options.no_replicas,
     )
     if options.given or options.what_if or len(profiles) > 1:

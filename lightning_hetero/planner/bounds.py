@@ -47,7 +47,8 @@ def least_seconds(pipeline: Pipeline) -> float:
     the first micro-batch has passed the stages before it, and these still work after its last
     backward. This also holds for the coordinator's last part and everything before it. A medium
     carries all micro-batches. The number of micro-batches in flight is bounded from the first
-    stage of each process on.
+    stage of each process on. A batch of the window begins when the losses of the batch before it
+    are there.
     """
     if pipeline.replicas is not None:
         return _Ways(pipeline).least_seconds
@@ -65,6 +66,11 @@ def least_seconds(pipeline: Pipeline) -> float:
     left = [0.0] * pipeline.num_processes
     left[0] = behind
     bounds.append(whole + (count - 1) * behind)
+    # Each batch waits for the losses of the batch before it.
+    ahead = sum(times.forward_seconds for times in stages)
+    ahead += sum(hop.busy_seconds + hop.latency_seconds for hop in pipeline.forward_hops)
+    ahead += pipeline.least_seconds_of_losses
+    bounds.append(whole + (pipeline.num_batches - 1) * ahead)
     for index in reversed(range(num)):
         there, back = pipeline.forward_hops[index], pipeline.backward_hops[(index + 1) % num]
         behind += sum(hop.busy_seconds + hop.latency_seconds for hop in (there, back)) + own[index]
@@ -150,6 +156,7 @@ class _Ways:
             in_all / pipeline.limit(0),
             self._ahead + count * pipeline.loss_seconds + self._behind_loss,
             max(self._passing.values()),
+            pipeline.num_batches * (self._ahead + pipeline.least_seconds_of_losses),
             *(count * busy for busy in pipeline.media_seconds.values()),
         ]
         for busy, first, last in zip(self._busy, self._first, self._last, strict=True):

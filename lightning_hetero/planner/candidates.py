@@ -70,12 +70,16 @@ class Costs:
 
     Attributes:
         kinds: A key for each device; it is equal for devices with equal measurements.
+        num_batches: The batches of an accumulation window.
+        num_samples: The samples of all these batches.
     """
 
     def __init__(self, profile: Profile, pins: Mapping[str, Range]) -> None:
         self.profile = profile
         self.pins = pins
+        self.num_batches = profile.accumulate_grad_batches
         self.batch_size = profile.batch_size or 1
+        self.num_samples = self.batch_size * self.num_batches
         self.num_layers = len(profile.model.layers)
         self.kinds = {device.name: _kind_of(device) for device in profile.devices}
         self._links = {(link.source, link.target): link for link in profile.links}
@@ -85,15 +89,16 @@ class Costs:
         self._hops_of: dict[tuple[tuple[str, ...], int, bool], Hops] = {}
 
     def size(self, micro_batches: int) -> int:
-        """Samples in the largest micro-batch, if the batch is cut into this many."""
-        return math.ceil(self.batch_size / micro_batches)
+        """Samples in the largest micro-batch, if the window has this many."""
+        return math.ceil(self.num_samples / micro_batches)
 
     def holder(self, name: str, size: int, ends: tuple[str, ...] = ()) -> Holder:
         """The device at a micro-batch size, with these ends of the model."""
         key = (self.kinds[name], size, ends)
         if key not in self._holders:
             device, made = self.profile.device(name), [self._end(e, name, size) for e in ends]
-            self._holders[key] = Holder(device, self.profile.model, size, made)
+            waits = self.num_batches > 1
+            self._holders[key] = Holder(device, self.profile.model, size, made, waits)
         return self._holders[key]
 
     def both_ends(self, size: int, embedding_left: bool) -> BothEnds:
@@ -211,7 +216,7 @@ class Candidate:
     Args:
         costs: The costs of devices and links.
         seats: In the order of the layers. The first and the last one are the coordinator's.
-        micro_batches: Pieces of the batch.
+        micro_batches: Pieces of all batches of the window, equally many of each.
         in_flight: The most micro-batches in flight.
         narrowings: The rounding of a given plan at its boundaries; the planner rounds nothing.
     """
@@ -285,6 +290,7 @@ class Candidate:
         numbers = {name: number for number, name in enumerate(self.processes)}
         own, behind = self.seats[0], self.seats[-1]
         loss_seconds = self.holder(behind).end_seconds(HEAD) + sum(behind.layer_seconds)
+        head = self.holder(behind).ends[HEAD].cost
         return Pipeline(
             [self._times(seat) for seat in self.seats[:-1]],
             loss_seconds,
@@ -296,6 +302,8 @@ class Candidate:
             max_started=self.max_started,
             processes=() if self.has_lone_seats else [numbers[name] for name in names],
             replicas=self._replicas() if self.has_replicas else None,
+            num_batches=self.costs.num_batches,
+            loss_backward_seconds=behind.layer_seconds[1] + (head.backward_seconds if head else 0),
         )
 
     @property
@@ -355,14 +363,14 @@ class Candidate:
         ]
 
     def bytes_sent(self, source: str, target: str) -> float:
-        """The bytes that one process sends to another one in a step."""
+        """The bytes that one process sends to another one in an optimizer step."""
         pipeline, names = self.pipeline, [seat.name for seat in self.seats]
         replicas = pipeline.replicas
         numbers = range(len(names)) if replicas is None else replicas.numbers
         crossing = crossing_bytes(
             self.costs.profile.model,
             pipeline.num_stages,
-            self.costs.batch_size,
+            self.costs.num_samples,
             self.embedding_left,
             self.narrowings,
         )
@@ -488,7 +496,7 @@ class Candidate:
         """The candidate as a plan, without stages that have no layers."""
         held = [[self.seats[0]], *self.teams, [self.seats[-1]]]
         stages = [self._stage_plan(team) for team in held if team[0].num_layers]
-        return Plan(stages, self.micro_batches, self.in_flight)
+        return Plan(stages, self.micro_batches // self.costs.num_batches, self.in_flight)
 
     def _stage_plan(self, team: Sequence[Seat]) -> StagePlan:
         seat, dtype = team[0], self.costs.profile.model.dtype
@@ -570,7 +578,7 @@ class Arrangement:
     Args:
         costs: The costs of devices and links.
         workers: The workers in the order of the layers.
-        micro_batches: Pieces of the batch.
+        micro_batches: Pieces of all batches of the window.
         embedding_left: Whether the first worker has the embedding.
     """
 

@@ -122,7 +122,8 @@ class Need:
         weights: Parameters as stored.
         gradients: Gradients of the parameters that train.
         optimizer: Optimizer state.
-        in_flight: What micro-batches in flight keep for their backwards.
+        in_flight: What micro-batches in flight keep for their backwards, and the graph of a loss
+            that waits for its own.
         working: Temporary memory of one action.
         boundaries: One activation and one gradient on each boundary.
     """
@@ -225,16 +226,23 @@ class Holder:
         ends: The ends of the model that it has: `EMBEDDING`, or on the coordinator also `START` in
             its place, or `HEAD`. They say which layers a stage here can have: the first ones, the
             last ones, or, without ends, any.
+        loss_waits: Whether a loss waits for its backward while the next batch begins.
     """
 
     def __init__(
-        self, device: DeviceProfile, model: ModelProfile, size: int, ends: Sequence[End] = ()
+        self,
+        device: DeviceProfile,
+        model: ModelProfile,
+        size: int,
+        ends: Sequence[End] = (),
+        loss_waits: bool = False,
     ) -> None:
         self.device = device
         self.is_coordinator = device.name == COORDINATOR
         self.ends = {end.name: end for end in ends}
         self._model = model
         self._size = size
+        self._loss_waits = loss_waits
         self._matrices: dict[int, tuple[Matrix, npt.NDArray[np.int8]]] = {}
         self._options: dict[tuple[Dtype, bool], Option] = {}
 
@@ -291,7 +299,7 @@ class Holder:
             weights=_over(option.weights, first, end) + sum(p.parameter_bytes for p in parts),
             gradients=_over(option.gradients, first, end) + sum(p.gradient_bytes for p in parts),
             optimizer=_over(option.optimizer, first, end) + sum(p.optimizer_bytes for p in parts),
-            in_flight=in_flight * kept,
+            in_flight=in_flight * kept + self._waiting(option, first, end),
             working=working,
             boundaries=self._num_boundaries * self._boundary_bytes,
         )
@@ -379,10 +387,19 @@ class Holder:
             working = option.scratch(first, end) + _over(option.saved, first, end)
         head = self.ends.get(HEAD)
         if head is not None:
-            # Forward, head, loss and backward are one action, so one graph exists at a time.
+            # Losses come one after the other, so one graph of the head exists at a time.
             peak_bytes = head.cost.peak_bytes if head.cost else 0.0
             working = np.maximum(working, peak_bytes) + self._graph(option, first, end)
+            working = working - self._waiting(option, first, end)
         return np.maximum(working, self.before_layers.peak_bytes)
+
+    def _waiting(self, option: Option, first: Index, end: Index) -> Numbers:
+        """The bytes of the graph of a loss that waits while other actions run here."""
+        head = self.ends.get(HEAD)
+        if head is None or not self._loss_waits:
+            return 0.0
+        saved_bytes = head.cost.saved_bytes if head.cost else 0.0
+        return self._graph(option, first, end) + saved_bytes
 
     @property
     def _num_boundaries(self) -> int:

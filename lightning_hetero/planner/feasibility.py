@@ -47,10 +47,11 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     costs = Costs(profile, {})
     stages = _with_ends(plan, costs.num_layers)
     seats: list[Seat] = []
+    micro_batches = plan.micro_batches * costs.num_batches
     for stage, ends in stages:
-        seats += _seats(costs, plan.micro_batches, stage, ends)
-    in_flight = min(plan.max_in_flight, plan.micro_batches)
-    found = Candidate(costs, seats, plan.micro_batches, in_flight, plan.narrowings)
+        seats += _seats(costs, micro_batches, stage, ends)
+    in_flight = min(plan.max_in_flight, micro_batches)
+    found = Candidate(costs, seats, micro_batches, in_flight, plan.narrowings)
     return with_parts(found, plan.remote_stages) if plan.has_replicas else found
 
 

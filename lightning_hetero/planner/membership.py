@@ -78,9 +78,12 @@ def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> 
     Raises:
         PlanError: If the profile is not for the plan.
     """
-    before_seconds = candidate_of(plan, profile).step_seconds
+    before = candidate_of(plan, profile)
+    before_seconds = before.step_seconds
     if plan.has_replicas:
-        return _change(before_seconds, _with_best_shares(_with_replica(plan, name), profile))
+        # Each replica has a micro-batch of the window at least.
+        wider = _with_replica(plan, name, before.micro_batches)
+        return _change(before_seconds, _with_best_shares(wider, profile))
     for recompute in (False, True):
         starts = [*_inserted(plan, StagePlan([name], (0, 0), recompute=recompute))]
         found = _fastest(starts, profile, keeps_own)
@@ -253,10 +256,10 @@ def _with_best_shares(starts: Iterable[Plan], profile: Profile) -> tuple[Plan, f
     return min(found, key=lambda pair: pair[1], default=None)
 
 
-def _with_replica(plan: Plan, name: str) -> Iterator[Plan]:
-    """The plan with a further replica of each stage on workers; one has a micro-batch at least."""
+def _with_replica(plan: Plan, name: str, most: int) -> Iterator[Plan]:
+    """The plan with a further replica of each stage on workers, which then has at most so many."""
     for number, stage in enumerate(plan.stages):
-        if not stage.is_local and len(stage.workers) < plan.micro_batches:
+        if not stage.is_local and len(stage.workers) < most:
             stages = [*plan.stages]
             stages[number] = replace(stage, workers=[*stage.workers, name], shares=None)
             yield _with_stages(plan, stages, 1)

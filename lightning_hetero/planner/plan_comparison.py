@@ -17,7 +17,7 @@ from .costs import allowed_dtypes, layer_seconds
 from .feasibility import candidate_of, shortages
 from .profile import Profile
 from .search import Search
-from .solver import Solution, Wishes, apply, micro_batch_counts
+from .solver import Solution, Wishes, apply, window_counts
 from .verdict import tokens_per_second
 
 
@@ -32,7 +32,7 @@ def predict_given(plan: Plan, profile: Profile, wishes: Wishes) -> Solution:
     if unknown:
         raise PlanError(f"The plan cannot be predicted: {' '.join(unknown)}")
     costs = candidate.costs
-    return Solution(candidate, Search(costs, micro_batch_counts(costs.batch_size, None)))
+    return Solution(candidate, Search(costs, window_counts(costs, None)))
 
 
 def bottleneck(candidate: Candidate) -> str:

@@ -206,6 +206,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         links: The measured links.
         default_link: The speed of all other pairs.
         batch_size: Samples in a training batch; the planner cuts it into micro-batches.
+        accumulate_grad_batches: Batches for each optimizer step, as the Trainer has it. The planner
+            counts them as one pipeline.
         settings: Other conditions of the measurements: quantisation, optimizer, libraries.
     """
 
@@ -215,6 +217,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     links: list[Link] = []
     default_link: LinkSpeed = LinkSpeed()
     batch_size: PositiveCount | None = None
+    accumulate_grad_batches: PositiveCount = 1
     settings: dict[str, str] = {}
 
     def device(self, name: str) -> DeviceProfile:
@@ -225,6 +228,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     def workers(self) -> list[str]:
         """The names of all devices except the coordinator's."""
         return [device.name for device in self.devices if device.name != COORDINATOR]
+
+    @property
+    def of_one_batch(self) -> Profile:
+        """The profile for a batch by itself, as where a step was recorded."""
+        return msgspec.structs.replace(self, accumulate_grad_batches=1)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Profile:

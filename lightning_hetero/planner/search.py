@@ -32,6 +32,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, permutations, product
 
+from msgspec import structs
+
 from ..plan import COORDINATOR
 from .bounds import least_bottleneck
 from .candidates import Arrangement, Candidate, Costs, spans_of
@@ -98,6 +100,7 @@ class Search:
         may_replicate: Whether several processes may hold the same stage.
 
     Attributes:
+        costs: The costs of devices and links.
         line: The best plan without replicas, once `best` has run; None if none fits.
         knows_line: Whether `best` has run.
         teams: The search among plans with replicas.
@@ -106,7 +109,7 @@ class Search:
     def __init__(
         self, costs: Costs, micro_batches: Sequence[int], may_replicate: bool = True
     ) -> None:
-        self._costs = costs
+        self.costs = costs
         self._may_replicate = may_replicate
         self.micro_batches = micro_batches
         self._classes = interchangeable(costs)
@@ -129,7 +132,7 @@ class Search:
     @cached_property
     def apart(self) -> Candidate | None:
         """The fastest plan with the experts of a mixture apart; None if there is none."""
-        return best_apart(self._costs, self._orders.by_speed, self.micro_batches)
+        return best_apart(self.costs, self._orders.by_speed, self.micro_batches)
 
     def _best_devices(self) -> Candidate | None:
         subsets = list(self._subsets())
@@ -150,6 +153,18 @@ class Search:
         starts = [improved, *self._with_both_ends([improved])]
         return self._without_idlers(self._descend(starts))
 
+    def at_once(self, num_batches: int) -> Search:
+        """The search among plans for so many batches that come as one, in as many micro-batches
+        each."""
+        costs = self.costs
+        pieces = [num_batches * count // costs.num_batches for count in self.micro_batches]
+        profile = structs.replace(
+            costs.profile,
+            batch_size=costs.batch_size * num_batches,
+            accumulate_grad_batches=1,
+        )
+        return Search(Costs(profile, costs.pins), pieces, self._may_replicate)
+
     def best_with(self, workers: Iterable[str], below: float = math.inf) -> Candidate | None:
         """The best candidate with exactly these workers, if its step is shorter than ``below``."""
         best = self._best_among([tuple(workers)], below)
@@ -159,12 +174,12 @@ class Search:
 
     def best_alone(self, name: str) -> Candidate | None:
         """The best candidate with all layers on one device; None if they do not fit."""
-        num_layers = self._costs.num_layers
+        num_layers = self.costs.num_layers
         workers = [] if name == COORDINATOR else [name]
         ranges = spans_of([0, num_layers, 0] if workers else [num_layers, 0])
         placed = []
         for pieces, left in product(self.micro_batches, self._embeddings if workers else (False,)):
-            way = Arrangement(self._costs, workers, pieces, left)
+            way = Arrangement(self.costs, workers, pieces, left)
             placed += [
                 way.with_ranges(ranges, min(in_flight, pieces))
                 for in_flight in ((4, 2, 1) if workers else (1,))
@@ -175,7 +190,7 @@ class Search:
     @property
     def _embeddings(self) -> tuple[bool, ...]:
         """Whether a worker has the embedding: what may be."""
-        return (False, True) if self._costs.profile.model.embedding_may_leave else (False,)
+        return (False, True) if self.costs.profile.model.embedding_may_leave else (False,)
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
         """One worker of each class of interchangeable ones, among these or all workers."""
@@ -236,7 +251,7 @@ class Search:
             found = [
                 candidate
                 for order in self._orders.usual(choice.workers)
-                for candidate in place_all(Arrangement(self._costs, order, choice.micro_batches))
+                for candidate in place_all(Arrangement(self.costs, order, choice.micro_batches))
             ]
             placed += found
             num_split += bool(found)
@@ -250,13 +265,13 @@ class Search:
         ]
 
     def _choice(self, workers: tuple[str, ...], pieces: int) -> Choice:
-        speeds = speeds_of(self._costs, workers, pieces)
-        slowest = least_bottleneck(speeds, len(self._costs.profile.model.layers))
+        speeds = speeds_of(self.costs, workers, pieces)
+        slowest = least_bottleneck(speeds, len(self.costs.profile.model.layers))
         return Choice(pieces * slowest, (pieces + len(workers)) * slowest, pieces, workers)
 
     def _best_order(self, choice: Choice, below: float) -> Candidate | None:
         orders, pieces = self._all_orders(choice.workers), choice.micro_batches
-        ways = [Arrangement(self._costs, order, pieces) for order in orders]
+        ways = [Arrangement(self.costs, order, pieces) for order in orders]
         first = self._best_played(place(ways, None, below), below, MOST_PLAYED)
         if not choice.workers:
             return first
@@ -265,10 +280,10 @@ class Search:
 
     def _subsets(self) -> Iterator[tuple[str, ...]]:
         """Subsets of the workers; each has all pinned workers."""
-        pinned = [name for name in self._orders.by_speed if name in self._costs.pins]
-        free = [name for name in self._orders.by_speed if name not in self._costs.pins]
+        pinned = [name for name in self._orders.by_speed if name in self.costs.pins]
+        free = [name for name in self._orders.by_speed if name not in self.costs.pins]
         if not self._looks_at_all:
-            most = len(self._costs.profile.model.layers) - len(pinned)
+            most = len(self.costs.profile.model.layers) - len(pinned)
             yield from ((*pinned, *free[:count]) for count in range(min(len(free), most) + 1))
             return
         chosen = (some for count in range(len(free) + 1) for some in combinations(free, count))
@@ -289,7 +304,7 @@ class Search:
             climbed = self._climb(best)
             placed = [climbed, *self._changed(climbed)]
             for pieces in self.micro_batches:
-                placed += place_all(Arrangement(self._costs, climbed.workers, pieces))
+                placed += place_all(Arrangement(self.costs, climbed.workers, pieces))
             found = self._best_played(placed, best.step_seconds, MOST_OF_MANY_PLAYED)
             if found is None:
                 return best
@@ -330,14 +345,14 @@ class Search:
         although the same worker gains nothing behind or before all of the coordinator's layers."""
         found = []
         for name, pieces in product(self.one_of_each(), self.micro_batches):
-            way = Arrangement(self._costs, [name], pieces)
+            way = Arrangement(self.costs, [name], pieces)
             found += self._at_both_ends(way, min(4, pieces), below)
         return found
 
     def _at_both_ends(self, way: Arrangement, in_flight: int, below: float) -> list[Candidate]:
         """The best candidate of an arrangement with layers in front; none if it is not faster."""
         placed = []
-        for front in range(1, self._costs.num_layers if way.workers else 0):
+        for front in range(1, self.costs.num_layers if way.workers else 0):
             if way.own.front_seconds(front) * way.micro_batches >= below:
                 break
             candidate = place_at(way, in_flight, front, below)
@@ -411,7 +426,7 @@ class Search:
     def _one_less(self, workers: Sequence[str]) -> Iterator[list[str]]:
         """The workers without one of each class; pinned workers stay."""
         for name in self.one_of_each(workers[::-1]):
-            if name not in self._costs.pins:
+            if name not in self.costs.pins:
                 yield [other for other in workers if other != name]
 
     def _one_more(self, workers: Sequence[str]) -> Iterator[list[str]]:

@@ -6,6 +6,10 @@ head, the loss, and their backward. A process may have several stages. It runs o
 of those that are ready in all its stages, and computes while its results travel. A link carries one
 transfer at a time.
 
+A window of several batches is played as one step. The coordinator gets a batch when all losses of
+the batch before it are there. Their last backward waits until the new batch has begun: that gives
+the workers a forward to run meanwhile.
+
 A process of a plan with replicas takes the forwards of a stage in the order of its micro-batches,
 and so the backwards; the coordinator takes losses in the order of all micro-batches.
 """
@@ -64,7 +68,8 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """The idle share of all processes' time."""
-        return 1 - sum(self.busy_shares) / len(self.busy_seconds)
+        # The end of a long step is extrapolated, which may be a hair below what it computes.
+        return max(0.0, 1 - sum(self.busy_shares) / len(self.busy_seconds))
 
 
 def simulate(pipeline: Pipeline) -> Simulation:
@@ -84,12 +89,34 @@ def predict(pipeline: Pipeline) -> Simulation:
 
     Each additional micro-batch takes the mean time of those of the second half.
     """
-    missing = pipeline.num_microbatches - MOST_PLAYED
-    if missing <= 0:
+    if pipeline.num_microbatches <= MOST_PLAYED:
         return simulate(pipeline)
-    half = simulate(replace(pipeline, num_microbatches=MOST_PLAYED // 2))
-    whole = simulate(replace(pipeline, num_microbatches=MOST_PLAYED))
-    more = missing / (MOST_PLAYED - MOST_PLAYED // 2)
+    half, whole = _parts(pipeline)
+    num_half, num_whole = half.num_microbatches, whole.num_microbatches
+    more = (pipeline.num_microbatches - num_whole) / (num_whole - num_half)
+    return _continued(simulate(half), simulate(whole), more)
+
+
+def _parts(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
+    """The micro-batches that are simulated, and their first half: whole batches. Batches that are
+    too large for that fill the pipeline by themselves, and count as one."""
+    size = pipeline.microbatches_of_batch
+    num_batches = MOST_PLAYED // 2 // size
+    if num_batches:
+        half, whole = (
+            replace(pipeline, num_microbatches=count * size, num_batches=count)
+            for count in (num_batches, 2 * num_batches)
+        )
+    else:
+        half, whole = (
+            replace(pipeline, num_microbatches=count, num_batches=1)
+            for count in (MOST_PLAYED // 2, MOST_PLAYED)
+        )
+    return half, whole
+
+
+def _continued(half: Simulation, whole: Simulation, more: float) -> Simulation:
+    """The simulation of a step that goes on after ``whole``, ``more`` times its second half."""
     return Simulation(
         whole.spans,
         [b + more * (b - a) for a, b in zip(half.busy_seconds, whole.busy_seconds, strict=True)],
@@ -160,6 +187,7 @@ class SimulatedRun:
         self._events: list[tuple[float, int, bool, Action]] = []
         self._num_events = 0
         self._num_started = 0
+        self._num_losses = 0
         self._spans: list[SimulatedSpan] = []
         self._left = _in_order(pipeline)
 
@@ -208,8 +236,17 @@ class SimulatedRun:
 
     def _offer_next_microbatch(self) -> None:
         # Only the oldest one not started, because the rule takes it before all others.
-        if self._num_started < self.pipeline.num_microbatches:
+        if self._num_started < self._num_given:
             self._processes[0].ready.append(self._actions[0][0][self._num_started])
+
+    @property
+    def _num_given(self) -> int:
+        """The micro-batches of the batches that the coordinator has got. Each batch comes when all
+        losses of the batch before it are there."""
+        pipeline, size = self.pipeline, self.pipeline.microbatches_of_batch
+        if self._is_alone:
+            return pipeline.num_microbatches
+        return min(pipeline.num_microbatches, (self._num_losses // size + 1) * size)
 
     def _begin_action(self, number: int, now: float) -> bool:
         """Let a process that is free choose an action; False if it has been idle for too long."""
@@ -223,7 +260,7 @@ class SimulatedRun:
         if number == 0 and action.kind == "F" and action.key.visit != LOSS:
             self._num_started += 1
             self._offer_next_microbatch()
-        if self._left:
+        if self._left and not _is_loss_backward(action):
             self.note_begun(action)
         process.in_flight.add(action.key.microbatch)
         process.peak_in_flight = max(process.peak_in_flight, len(process.in_flight))
@@ -237,6 +274,9 @@ class SimulatedRun:
 
     def _chosen(self, number: int, process: _Process) -> Action | None:
         ready: Collection[Action] = process.ready
+        waiting = None if number else self._waiting_loss(ready)
+        if waiting is not None:
+            return self._beside(waiting, process)
         if self._left:
             ready = self.offered(process.ready)
             # The backward of a loss that had to wait for earlier ones follows them at once.
@@ -247,6 +287,27 @@ class SimulatedRun:
             ready = first_ones(process.ready)
         limit, starts_first = self.pipeline.limit(number), self.pipeline.starts_first
         return choose(ready, process.in_flight, limit, starts_first and number == 0)
+
+    def _waiting_loss(self, ready: Collection[Action]) -> Action | None:
+        """The backward of the last loss of a batch that is not the last one of the window."""
+        if self.pipeline.num_batches == 1:
+            return None
+        return next((a for a in ready if a.kind == "B" and a.key.visit == LOSS), None)
+
+    def _beside(self, waiting: Action, process: _Process) -> Action:
+        """What goes before a loss's backward that waits: the first micro-batch of the next batch,
+        if it may start and has not."""
+        following = waiting.key.microbatch + 1
+        has_room = len(process.in_flight) < self.pipeline.limit(0)
+        if self._num_started == following and has_room:
+            return self._actions[0][0][following]
+        return waiting
+
+    def _waits(self, action: Action) -> bool:
+        """Whether the backward of a loss waits until the next batch has begun."""
+        behind = action.key.microbatch + 1
+        is_last = behind == self.pipeline.num_microbatches
+        return not is_last and behind % self.pipeline.microbatches_of_batch == 0
 
     def offered(self, ready: Sequence[Action]) -> Collection[Action]:
         """The actions that a process with replicas offers to the rule: of each stage and kind the
@@ -269,11 +330,19 @@ class SimulatedRun:
         number = self._process_of[self._entry_of(action)]
         process = self._processes[number]
         process.is_busy = False
+        if action.key.visit == LOSS and action.kind == "F":
+            self._note_loss()
         following = self._following(action)
         if following is not None:
             self._send(action, following, now)
         if self._ends_here(action, following, number):
             process.in_flight.discard(action.key.microbatch)
+
+    def _note_loss(self) -> None:
+        """Count a loss; the last one of a batch lets the next batch begin."""
+        self._num_losses += 1
+        if self._num_losses % self.pipeline.microbatches_of_batch == 0:
+            self._offer_next_microbatch()
 
     def _ends_here(self, action: Action, following: Action | None, number: int) -> bool:
         """Whether the process has nothing more to do with the micro-batch."""
@@ -297,14 +366,16 @@ class SimulatedRun:
     def _following(self, action: Action) -> Action | None:
         """The next action of the micro-batch; it becomes ready when the result has arrived."""
         index, (microbatch, visit) = action.stage_index, action.key
-        if self._is_alone or (index == 0 and action.kind == "B"):
+        if self._is_alone or (index == 0 and action.kind == "B" and visit != LOSS):
             return None
+        if visit == LOSS and action.kind == "F" and self._waits(action):
+            return Action(index, "B", action.key)
         forwards, backwards, losses = range(3)
-        if action.kind == "B":
-            return self._actions[self._before(index, action)][backwards][microbatch]
-        if index == 0 and visit == LOSS:
+        if visit == LOSS:
             last = self._before(len(self._actions), action)
             return self._actions[last][backwards][microbatch] if last else None
+        if action.kind == "B":
+            return self._actions[self._before(index, action)][backwards][microbatch]
         behind = index + 1
         if behind < len(self._actions) and self._entries[behind][microbatch] == HERE:
             behind += 1
@@ -322,31 +393,54 @@ class SimulatedRun:
         times = self.pipeline.stages[self._entry_of(action)]
         if self._is_alone:
             return times.forward_seconds + self.pipeline.loss_seconds + times.backward_seconds
+        if action.stage_index == 0 and action.key.visit == LOSS:
+            return self._loss_seconds(action)
         more = self._hosted_seconds(action) if self._left and action.stage_index == 0 else 0.0
         if action.kind == "B":
             return times.backward_seconds + more
-        if action.key.visit == LOSS:
-            return self.pipeline.loss_seconds + more
         return times.forward_seconds + more
 
+    def _loss_seconds(self, action: Action) -> float:
+        """The duration of a loss with its backward, or of one of both if the backward waits."""
+        forward, backward = self._hosted_loss_seconds(action) if self._left else (0.0, 0.0)
+        backward += self.pipeline.loss_backward_seconds
+        forward += self.pipeline.loss_seconds - self.pipeline.loss_backward_seconds
+        if action.kind == "B":
+            return backward
+        return forward if self._waits(action) else forward + backward
+
     def _hosted_seconds(self, action: Action) -> float:
-        """What an action of the coordinator includes of the stage of which it is a replica."""
-        hosted, last = self.pipeline.hosted, len(self._actions) - 1
-        if hosted is None or self._entries[hosted][action.key.microbatch] != HERE:
+        """What an action of the coordinator before the workers' layers includes of the stage of
+        which it is a replica."""
+        if not self._is_hosted(action) or self.pipeline.hosted != 1:
             return 0.0
+        own = self.pipeline.own_times
+        return own.backward_seconds if action.kind == "B" else own.forward_seconds
+
+    def _hosted_loss_seconds(self, action: Action) -> tuple[float, float]:
+        """What a loss and its backward include of the stage of which the coordinator is a
+        replica."""
+        last = len(self._actions) - 1
+        if not self._is_hosted(action) or self.pipeline.hosted != last:
+            return 0.0, 0.0
         own, first = self.pipeline.own_times, self.pipeline.stages[0]
-        if action.key.visit != LOSS:
-            backward = own.backward_seconds if action.kind == "B" else own.forward_seconds
-            return backward if hosted == 1 else 0.0
-        if hosted != last:
-            return 0.0
-        seconds = own.backward_seconds
-        # The micro-batch was never away, so its loss is followed by its whole backward.
-        return seconds + (first.backward_seconds if last == 1 else own.forward_seconds)
+        if last == 1:
+            # The micro-batch was never away, so its loss is followed by its whole backward.
+            return 0.0, own.backward_seconds + first.backward_seconds
+        return own.forward_seconds, own.backward_seconds
+
+    def _is_hosted(self, action: Action) -> bool:
+        hosted = self.pipeline.hosted
+        return hosted is not None and self._entries[hosted][action.key.microbatch] == HERE
 
     def _add_event(self, seconds: float, is_end: bool, action: Action) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (seconds, self._num_events, is_end, action))
+
+
+def _is_loss_backward(action: Action) -> bool:
+    """Whether an action is the backward of a loss that has waited."""
+    return action.kind == "B" and action.key.visit == LOSS
 
 
 def _place(entry: int, action: Action) -> tuple[int, str]:

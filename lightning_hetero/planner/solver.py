@@ -31,7 +31,8 @@ class Wishes:
         exclude: Workers to leave out.
         memory_bytes: Memory of devices, instead of the profile's.
         batch_size: Samples of a training batch, instead of the profile's.
-        micro_batches: Number of micro-batches; None lets the solver choose.
+        micro_batches: Number of micro-batches of a batch; None lets the solver choose.
+        accumulate_grad_batches: Batches for each optimizer step, instead of the profile's.
         replicas: Whether several processes may hold the same stage. Pins exclude replicas too.
     """
 
@@ -40,6 +41,7 @@ class Wishes:
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     batch_size: int | None = None
     micro_batches: int | None = None
+    accumulate_grad_batches: int | None = None
     replicas: bool = True
 
 
@@ -92,7 +94,13 @@ def apply(wishes: Wishes, profile: Profile) -> Profile:
         if device.name not in wishes.exclude
     ]
     links = [link for link in profile.links if not {link.source, link.target} & set(wishes.exclude)]
-    return replace(profile, devices=devices, links=links, batch_size=_batch_size(wishes, profile))
+    return replace(
+        profile,
+        devices=devices,
+        links=links,
+        batch_size=_batch_size(wishes, profile),
+        accumulate_grad_batches=_num_batches(wishes, profile),
+    )
 
 
 def _batch_size(wishes: Wishes, profile: Profile) -> int:
@@ -104,6 +112,15 @@ def _batch_size(wishes: Wishes, profile: Profile) -> int:
     if wishes.micro_batches is not None:
         check_micro_batches(wishes.micro_batches, size)
     return size
+
+
+def _num_batches(wishes: Wishes, profile: Profile) -> int:
+    count = wishes.accumulate_grad_batches
+    if count is not None and count < 1:
+        raise PlanError(
+            f"The optimizer steps after {count} batches; accumulate_grad_batches must be 1 or more."
+        )
+    return profile.accumulate_grad_batches if count is None else count
 
 
 def _check_exclusions(wishes: Wishes) -> None:
@@ -176,7 +193,7 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
     wishes = wishes or Wishes()
     costs = Costs(apply(wishes, profile), wishes.pins)
     _check_amount(costs)
-    counts = micro_batch_counts(costs.batch_size, wishes.micro_batches)
+    counts = window_counts(costs, wishes.micro_batches)
     search = Search(costs, counts, wishes.replicas)
     chosen = search.best()
     if chosen is None:
@@ -205,10 +222,7 @@ def solve_replicated(profile: Profile, wishes: Wishes | None = None) -> Solution
             "layers; take them back."
         )
     costs = Costs(apply(wishes, profile), {})
-    num, pieces = (
-        len(costs.profile.workers) + 1,
-        micro_batch_counts(costs.batch_size, wishes.micro_batches),
-    )
+    num, pieces = len(costs.profile.workers) + 1, window_counts(costs, wishes.micro_batches)
     if max(pieces) < num:
         raise PlanError(
             f"{max(pieces)} micro-batches are too few for the {num} processes of a replicated "
@@ -218,7 +232,8 @@ def solve_replicated(profile: Profile, wishes: Wishes | None = None) -> Solution
     chosen = search.teams.replicated()
     if chosen is not None:
         return Solution(chosen, search)
-    plan = replicated_plan(costs.num_layers, costs.profile.workers, max(pieces))
+    of_batch = max(pieces) // costs.num_batches
+    plan = replicated_plan(costs.num_layers, costs.profile.workers, of_batch)
     faults = " ".join(check_plan(plan, costs.profile))
     raise PlanError(
         "In a replicated plan every process holds all layers. Exclude those that cannot, or take "
@@ -236,6 +251,11 @@ def _check_amount(costs: Costs) -> None:
             f"minutes; for {layers} layers the planner takes at most {most} unlike devices. "
             "Exclude the slowest ones, or give equal devices equal measurements."
         )
+
+
+def window_counts(costs: Costs, wished: int | None) -> list[int]:
+    """The numbers of micro-batches of a window to try; ``wished`` is that of one batch."""
+    return [costs.num_batches * n for n in micro_batch_counts(costs.batch_size, wished)]
 
 
 def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:

@@ -90,7 +90,7 @@ class Pipeline:
             with ``replicas``.
         backward_hops: The hop from each stage to the previous one; the coordinator's, the first,
             leads to the last stage. Entry i leaves stage i, as in ``forward_hops``.
-        num_microbatches: Pieces of the batch.
+        num_microbatches: Pieces of all batches of the accumulation window.
         max_in_flight: The bound of the plan.
         starts_first: Whether the coordinator starts micro-batches as early as possible, as it does
             without layers before those of the workers. See `choose`.
@@ -99,9 +99,13 @@ class Pipeline:
             stage has a process of its own. A hop between two stages of one process takes no time.
         replicas: Which entries of ``stages`` are replicas, and the hops between them; None in a
             line. Only an entry of the first or the last stage may have process 0.
+        num_batches: The batches of the window, which have equally many micro-batches. A batch
+            begins when all losses of the batch before it are there; backwards need not have ended.
+        loss_backward_seconds: The backward in ``loss_seconds``. Between two batches it waits until
+            the next batch has begun.
 
     Raises:
-        PlanError: If the numbers of stages, hops and processes do not fit together.
+        PlanError: If the numbers of stages, hops, processes and batches do not fit together.
     """
 
     stages: Sequence[StageTimes]
@@ -114,8 +118,15 @@ class Pipeline:
     max_started: int | None = None
     processes: Sequence[int] = ()
     replicas: Replicas | None = None
+    num_batches: int = 1
+    loss_backward_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.num_microbatches % self.num_batches:
+            raise PlanError(
+                f"A window of {self.num_batches} batches has {self.num_microbatches} "
+                "micro-batches; it needs equally many for each batch."
+            )
         if self.replicas is not None:
             _check_replicas(self, self.replicas)
             return
@@ -146,6 +157,17 @@ class Pipeline:
     def process_of(self) -> Sequence[int]:
         """The number of each stage's process."""
         return self.processes or range(len(self.stages))
+
+    @property
+    def microbatches_of_batch(self) -> int:
+        """The micro-batches of one batch of the window."""
+        return self.num_microbatches // self.num_batches
+
+    @property
+    def least_seconds_of_losses(self) -> float:
+        """The coordinator's seconds until all losses of a batch are there, without the backward
+        that waits for the next batch."""
+        return self.microbatches_of_batch * self.loss_seconds - self.loss_backward_seconds
 
     @cached_property
     def num_processes(self) -> int:

@@ -22,6 +22,7 @@ from .candidates import Candidate, Seat
 from .costs import Option
 from .feasibility import shortages
 from .profile import HEAD, DeviceProfile
+from .remedies import AtOnce, at_once, fastest_with_script
 from .replicas import Team, exchange_seconds
 from .search import LEAST_GAIN, Search, speeds_of
 from .solver import Solution
@@ -109,9 +110,13 @@ class Verdict:
         best_single: Name and tokens per second of the fastest device that can hold all layers;
             None if no device can.
         advice: Sentences for the user.
-        assumed_links: Number of hops over links that were not measured.
+        assumed_links: Number of links of the plan that were not measured in both directions.
         no_gain: Why more machines are not faster than the best single device; empty if they are.
         experts: Why the experts of a mixture are apart or not; empty without halves of a mixture.
+        at_once: The plan for several batches that come as one, if that is faster than any plan for
+            the batches as they come.
+        script: The worker that is faster than the best single device if the script runs there, and
+            its tokens per second.
         replicas: What replicas cost on these links, and why they are taken or not; empty without
             workers, or if nothing trains.
     """
@@ -125,6 +130,8 @@ class Verdict:
     no_gain: str = ""
     experts: str = ""
     replicas: str = ""
+    at_once: AtOnce | None = None
+    script: tuple[str, float] | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,6 +143,7 @@ def judge(solution: Solution) -> Verdict:
     """The verdict on the solver's choice, compared with what its search finds for other devices."""
     candidate, search = solution.chosen, solution.search
     bounds, single = _bounds(candidate, search), _best_single(search)
+    no_gain = "" if single is None else _why_no_gain(candidate, search, single, bounds)
     return Verdict(
         candidate,
         stages=_stages(candidate),
@@ -147,12 +155,24 @@ def judge(solution: Solution) -> Verdict:
             experts.verdict(search.apart, candidate) if experts.has_experts(candidate.costs) else ""
         ),
         replicas=_about_replicas(candidate, search),
-        no_gain="" if single is None else _why_no_gain(candidate, search, single, bounds),
+        no_gain=no_gain,
+        at_once=at_once(candidate, search, gains=not no_gain),
+        script=_with_script(search, single),
     )
 
 
+def _with_script(search: Search, single: Candidate | None) -> tuple[str, float] | None:
+    """The worker that is faster than the best single device if the script runs there."""
+    found = fastest_with_script(search)
+    if found is None:
+        return None
+    name, rate = found[0], tokens_per_second(found[1])
+    least = 0.0 if single is None else tokens_per_second(single) / (1 - LEAST_GAIN)
+    return (name, rate) if rate > least else None
+
+
 def _tokens(candidate: Candidate) -> int:
-    return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
+    return candidate.costs.num_samples * candidate.costs.profile.model.tokens_per_sample
 
 
 def tokens_per_second(candidate: Candidate) -> float:
@@ -327,10 +347,9 @@ def _held_up_by(spread: Candidate) -> str:
     slowest = max(media, key=lambda medium: media[medium], default="")
     if slowest and media[slowest] > spread.bottleneck_seconds:
         return f"with {workers} the link {slowest} is slower than every stage"
-    count = in_micro_batches(spread.micro_batches)
     return (
-        f"with {workers} a step of {count} takes {in_duration(spread.step_seconds)}, because of "
-        "the time to fill and drain the pipeline, and of the links"
+        f"with {workers} a step of {_pieces(spread)} takes {in_duration(spread.step_seconds)}, "
+        "because of the time to fill and drain the pipeline, and of the links"
     )
 
 
@@ -340,7 +359,8 @@ def _assumed_links(candidate: Candidate) -> int:
     hops = {*placement.links} if placement.stages else set()
     for team in candidate.teams:
         hops |= {(one.name, other.name) for one, other in combinations(team, 2)}
-    return len({*hops, *((target, source) for source, target in hops)} - known)
+    unknown = {*hops, *((target, source) for source, target in hops)} - known
+    return len({frozenset(ends) for ends in unknown})
 
 
 def advise(candidate: Candidate, search: Search) -> list[Advice]:
@@ -462,6 +482,8 @@ def sentences(verdict: Verdict) -> list[str]:
         if stage.embedding
     ]
     lines += [*_bound_lines(verdict), *_idle_link(verdict.candidate), _single(verdict)]
+    lines += [str(verdict.at_once)] if verdict.at_once is not None else []
+    lines += _script(verdict)
     lines += [text for text in (verdict.experts, verdict.replicas) if text]
     if verdict.assumed_links:
         are = "link was" if verdict.assumed_links == 1 else "links were"
@@ -502,7 +524,7 @@ def _sum_of(
 
 def _step(verdict: Verdict) -> str:
     candidate = verdict.candidate
-    cut = f"{in_micro_batches(candidate.micro_batches)} of {candidate.size}"
+    cut = f"{_pieces(candidate)} of {candidate.size}"
     if not candidate.pipeline.is_alone:
         cut += f", at most {candidate.in_flight} in flight"
     bubble = in_percent(candidate.simulation.bubble)
@@ -510,6 +532,13 @@ def _step(verdict: Verdict) -> str:
         f"{cut}: a step of {in_duration(candidate.step_seconds)}, "
         f"{_rate_text(verdict.tokens_per_second)}, bubble {bubble}"
     )
+
+
+def _pieces(candidate: Candidate) -> str:
+    """The micro-batches of an optimizer step, and its batches if there are several."""
+    count = candidate.costs.num_batches
+    each = in_micro_batches(candidate.micro_batches // count)
+    return each if count == 1 else f"{count} batches in {each}"
 
 
 def _bound_lines(verdict: Verdict) -> Iterator[str]:
@@ -543,9 +572,24 @@ def _single(verdict: Verdict) -> str:
         return "no single device holds all layers"
     name, speed = verdict.best_single
     said = f"best single device: {name}, {_rate_text(speed)}"
+    if verdict.no_gain and verdict.at_once is not None:
+        return f"{said}; as the batches come, more machines are not faster: {verdict.no_gain}"
     if verdict.no_gain:
         return f"{said}; more machines gain nothing here: {verdict.no_gain}"
     return f"{said}; this plan is {verdict.tokens_per_second / speed:.2f} times as fast"
+
+
+def _script(verdict: Verdict) -> Iterator[str]:
+    """Where the script would run faster, if a worker alone is faster than this coordinator."""
+    if verdict.script is None:
+        return
+    name, rate = verdict.script
+    times = rate / verdict.tokens_per_second
+    than = f"{times:.2f} times as fast as this plan"
+    yield (
+        f"start the script on {name}: with the embedding, the head and the loss there, {name} "
+        f"alone is predicted {_rate_text(rate)}, {than}"
+    )
 
 
 def _cells(stage: StageVerdict, has_embedding: bool) -> list[str]:

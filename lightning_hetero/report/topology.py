@@ -423,7 +423,7 @@ def _measured(bare: Topology, hops: Sequence[DrawnHop], profile: Profile) -> lis
 
 
 def _prediction(candidate: Candidate) -> str:
-    tokens = candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
+    tokens = candidate.costs.num_samples * candidate.costs.profile.model.tokens_per_sample
     seconds = candidate.step_seconds
     rate = f"{tokens / seconds:,.0f} tokens/s, " if seconds else ""
     return f"predicted: {rate}bubble {in_percent(candidate.simulation.bubble)}"

@@ -15,6 +15,7 @@ from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    GradientAccumulationScheduler,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -328,6 +329,18 @@ def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
             f"A fused {type(optimizer).__name__} takes the loss scale of precision '16-mixed' off "
             "by itself, without the stages; build it with `fused=False`."
         )
+
+
+def most_accumulated(trainer: pl.Trainer) -> int:
+    """The most batches that a run will accumulate for an optimizer step."""
+    found = [trainer.accumulate_grad_batches]
+    callbacks: Sequence[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    end = trainer.max_epochs
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            planned = callback.scheduling.items()
+            found += [n for epoch, n in planned if end is None or end < 0 or epoch < end]
+    return max(found)
 
 
 def dropout_seed() -> int:

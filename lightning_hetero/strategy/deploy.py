@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from msgspec import structs
 from rich.console import Console
 from typing_extensions import override
 
@@ -54,6 +55,7 @@ from .arguments import (
     check_callbacks,
     check_not_compiled,
     dropout_seed,
+    most_accumulated,
     scaler_of,
 )
 
@@ -174,6 +176,15 @@ class PlanChoice:
         if self._micro_batches is None:
             return plan
         return dataclasses.replace(plan, micro_batches=self._micro_batches)
+
+
+def in_window(measured: Measured, trainer: pl.Trainer, cuts_step: bool) -> Measured:
+    """The measurements with the batches of an accumulation window, if these are one pipeline:
+    whole batches run one after the other."""
+    count = most_accumulated(trainer) if cuts_step else 1
+    return measured._replace(
+        profile=structs.replace(measured.profile, accumulate_grad_batches=count)
+    )
 
 
 def chosen_profiling(trainer: pl.Trainer) -> ProfilingOptions | None:
@@ -371,7 +382,7 @@ class Site:
         coordinator, run = self._connected(layers, workers, options)
         with _closing_on_error(coordinator):
             try:
-                measured = run.measured()
+                measured = in_window(run.measured(), self.module.trainer, self._cuts_step)
             except NoSample as reason:
                 plan = given or choice.even(len(layers), workers, str(reason))
             else:

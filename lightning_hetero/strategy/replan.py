@@ -215,7 +215,8 @@ class Watch:
             self._promised = measured, expected
         self._watcher = Watcher(expected)
         # Of a step's micro-batches, the part that each worker runs; spares run none.
-        parts = parts_of_workers(deployment.plan)
+        num_batches = 1 if self.profile is None else self.profile.accumulate_grad_batches
+        parts = parts_of_workers(deployment.plan, num_batches)
         self._parts = {name: part for name, part in parts.items() if part > 0}
         # Layers behind the workers run in one action with the head and the loss.
         self._has_first_layers = not deployment.plan.starts_on_worker
@@ -335,9 +336,9 @@ class Watch:
         return f"With `replan=True`, moving layers would save {saved}."
 
 
-def parts_of_workers(plan: Plan) -> dict[str, float]:
-    """The part of a step's micro-batches that each worker runs in its first stage."""
-    placement, count = Placement.of(plan), plan.micro_batches
+def parts_of_workers(plan: Plan, num_batches: int) -> dict[str, float]:
+    """The part of the micro-batches of a window that each worker runs in its first stage."""
+    placement, count = Placement.of(plan), plan.micro_batches * num_batches
     first = {name: placement.stages_of(name)[0] for name in plan.workers}
     return {
         name: sum(placement.process(stage, k) == name for k in range(count)) / count

@@ -56,6 +56,7 @@ from .first_batch import FirstBatchCheck
 from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
 from .replan import Watch, settle
 from .training_step import BatchReader, BatchStep, MicrobatchedStep, WholeBatchStep
+from .window_warning import WindowWarning
 
 
 class Run:
@@ -144,6 +145,9 @@ class TrainingRun(Run):
         self._threads = TurnThreads()
         self._remote_steps, self._step = self._attached(deployment, optimizers)
         self._watch = Watch(deployment, measured, self._step.recorder, moves)
+        self._window_warning = WindowWarning(
+            module.trainer, deployment.plan, options, self._watch.profile
+        )
         self._put_back = let_callbacks_be_copied(module.trainer)
         self._hosted_hooks = ExitStack()
         self._follow_hosted(optimizers)
@@ -204,6 +208,7 @@ class TrainingRun(Run):
         """
         self.deployment.check_placed()
         self.is_inside_window = True
+        self._window_warning.note_batch(*args)
         if self._step.accumulates:
             self._remote_steps.follow_dropped()
         result = self._step.run(step, args)

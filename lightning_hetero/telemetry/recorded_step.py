@@ -394,7 +394,7 @@ def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Pr
     """
     if profile is not None:
         try:
-            candidate = candidate_of(plan, profile)
+            candidate = candidate_of(plan, profile.of_one_batch)
         except PlanError:
             pass
         else:
@@ -407,7 +407,7 @@ def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Pr
 
 def bound_seconds(plan: Plan, profile: Profile) -> float:
     """The duration of the step if the speeds of all measured devices added up."""
-    costs = Costs(profile, {})
+    costs = Costs(profile.of_one_batch, {})
     speeds = speeds_of(costs, profile.workers, plan.micro_batches)
     endless = [Speed(speed.layer_seconds, speed.fixed_seconds) for speed in speeds]
     return plan.micro_batches * least_bottleneck(endless, len(profile.model.layers))

@@ -288,6 +288,9 @@ def test_wishes_are_granted(monkeypatch: pytest.MonkeyPatch, profile_path: str) 
     written = Plan.from_yaml("b.yaml")
     assert written.stages[0] == StagePlan(["slow:1"], (0, 3))
     assert written.micro_batches == 4
+    plan(monkeypatch, profile_path, "--batch-size", "1", "--accumulate", "8", "-o", "b.yaml")
+    window = Plan.from_yaml("b.yaml")
+    assert (window.micro_batches, len(window.workers)) == (1, 2)
     plan(monkeypatch, profile_path, "--exclude", "fast:1", "-o", "b.yaml")
     assert [stage.worker for stage in Plan.from_yaml("b.yaml").stages] == ["slow:1"]
 
@@ -304,6 +307,7 @@ def test_wishes_are_granted(monkeypatch: pytest.MonkeyPatch, profile_path: str) 
         (["--memory", "fast:1=10e9"], "such as 10GiB"),
         (["--exclude", "x"], "The exclusion of 'x' names no device"),
         (["--micro-batches", "17"], "cannot be cut into 17 micro-batches"),
+        (["--accumulate", "0"], "The optimizer steps after 0 batches"),
         (["-o", "nowhere/plan.yaml"], "The plan cannot be written to 'nowhere/plan.yaml'"),
     ],
 )

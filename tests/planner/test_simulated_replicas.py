@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,49 +19,9 @@ from lightning_hetero.planner.simulation import (
     predict_below,
     simulate,
 )
-from lightning_hetero.planner.step_model import HERE, Hop, Pipeline, Replicas, StageTimes
+from lightning_hetero.planner.step_model import HERE, Hop, Pipeline
 
-Times = tuple[float, float]
-
-
-def pipeline(
-    stages: Sequence[Sequence[tuple[int, int, Times]]],
-    count: int,
-    limit: int = 8,
-    loss: float = 0,
-    hop: Hop | None = None,
-    exchange_seconds: float = 0.0,
-    front: Times = (0, 0),
-) -> Pipeline:
-    """Stages as lists of (process, share, seconds); process 0 is the coordinator."""
-    entries = [(0, 0, 1, front)]
-    entries += [(n, *each) for n, team in enumerate(stages, start=1) for each in team]
-    numbers, processes, shares, seconds = zip(*entries, strict=True)
-    there = {}
-    for one, other in pairwise([*range(len(stages) + 1), 0]):
-        for i in [k for k, n in enumerate(numbers) if n == one]:
-            for j in [k for k, n in enumerate(numbers) if n == other]:
-                here, at = (0 if processes[e] == 0 else e for e in (i, j))
-                name = f"{processes[i]} to {processes[j]}"
-                there[here, at] = Hop(name, 0.0) if hop is None else replace(hop, medium=name)
-    # The coordinator may also pass its own stage by.
-    for number, skipped in ((1, 2), (len(stages), len(stages) - 1)):
-        if any(n == number and p == 0 for n, p in zip(numbers, processes, strict=True)):
-            for k in [k for k, n in enumerate(numbers) if n == skipped and processes[k]]:
-                pair = (0, k) if skipped > number else (k, 0)
-                there.setdefault(pair, hop or Hop(f"by {k}", 0.0))
-    back = {(j, i): replace(h, medium=f"back {h.medium}") for (i, j), h in there.items()}
-    return Pipeline(
-        [StageTimes(*times) for times in seconds],
-        loss,
-        (),
-        (),
-        count,
-        limit,
-        starts_first=True,
-        processes=processes,
-        replicas=Replicas(numbers, shares, there, back, exchange_seconds),
-    )
+from .pipelines import any_replicas, team_pipeline
 
 
 def starts(simulation: Simulation) -> dict[str, float]:
@@ -70,13 +29,13 @@ def starts(simulation: Simulation) -> dict[str, float]:
 
 
 def test_equal_replicas_take_turns() -> None:
-    played = simulate(pipeline([[(1, 1, (1, 2)), (2, 1, (1, 2))]], count=4))
+    played = simulate(team_pipeline([[(1, 1, (1, 2)), (2, 1, (1, 2))]], count=4))
     assert played.step_seconds == 2 * 3
     assert played.busy_seconds == [0, 6, 6]
 
 
 def test_shares_say_who_runs_what() -> None:
-    tried = pipeline([[(1, 2, (1, 2)), (2, 1, (2, 4))]], count=6)
+    tried = team_pipeline([[(1, 2, (1, 2)), (2, 1, (2, 4))]], count=6)
     assert [list(row) for row in tried.entries] == [[0] * 6, [1, 2, 1, 1, 2, 1]]
     assert tried.counts == [6, 4, 2]
     played = simulate(tried)
@@ -87,7 +46,7 @@ def test_shares_say_who_runs_what() -> None:
 def test_losses_and_backwards_are_in_the_order_of_the_micro_batches() -> None:
     # 1: F0 0-1, F2 1-2, B0 2-3, and B2 waits for loss 1: 5-6.
     # 2: F1 0-3, F3 3-6, B1 6-9, B3 9-12. The coordinator: losses 1-2, 3-4, 4-5, 6-7.
-    played = simulate(pipeline([[(1, 1, (1, 1)), (2, 1, (3, 3))]], count=4, loss=1))
+    played = simulate(team_pipeline([[(1, 1, (1, 1)), (2, 1, (3, 3))]], count=4, loss=1))
     found = starts(played)
     assert [found[f"0F{number}.{LOSS}"] for number in range(4)] == [1, 3, 4, 6]
     assert (found["1B2"], found["1B1"], played.step_seconds) == (5, 6, 12)
@@ -95,7 +54,7 @@ def test_losses_and_backwards_are_in_the_order_of_the_micro_batches() -> None:
 
 def test_a_micro_batch_of_the_coordinator_never_leaves_it() -> None:
     """Micro-batch 0 goes to the worker, 1 stays: its forward 0-1, its loss and backward 2-5."""
-    played = simulate(pipeline([[(1, 1, (1, 2)), (0, 1, (1, 2))]], count=2, loss=1))
+    played = simulate(team_pipeline([[(1, 1, (1, 2)), (0, 1, (1, 2))]], count=2, loss=1))
     found = starts(played)
     assert (found["0F1"], found[f"0F0.{LOSS}"], found[f"0F1.{LOSS}"]) == (0, 1, 2)
     assert not {"1F1", "0B1"} & found.keys()
@@ -106,7 +65,9 @@ def test_a_micro_batch_of_the_coordinator_never_leaves_it() -> None:
 def test_the_coordinator_is_a_replica_of_the_first_of_two_stages() -> None:
     """Both micro-batches cross one link to process 2, and the one from the coordinator no other."""
     first = [(1, 1, (1, 2)), (0, 1, (1, 2))]
-    played = simulate(pipeline([first, [(2, 1, (1, 2))]], count=2, hop=Hop("", 10), front=(1, 1)))
+    played = simulate(
+        team_pipeline([first, [(2, 1, (1, 2))]], count=2, hop=Hop("", 10), front=(1, 1))
+    )
     found = starts(played)
     # 0 is sent at 1, computed at 11-12, and sent on until 22; 1 is computed at 1-3, there at 13.
     assert (found["1F0"], found["0F1"], found["2F1"], found["2F0"]) == (11, 1, 22 + 1, 22)
@@ -115,7 +76,7 @@ def test_the_coordinator_is_a_replica_of_the_first_of_two_stages() -> None:
 def test_the_coordinator_is_a_replica_of_the_last_of_two_stages() -> None:
     """Its last stage, the loss and the backward through that stage are one action."""
     last = [(2, 1, (1, 2)), (0, 1, (1, 2))]
-    played = simulate(pipeline([[(1, 1, (1, 2))], last], count=2, loss=1))
+    played = simulate(team_pipeline([[(1, 1, (1, 2))], last], count=2, loss=1))
     found = starts(played)
     # 1: F0 0-1, F1 1-2. 2: F0 1-2. The coordinator: loss of 0 2-3, all of 1 3-7.
     assert (found[f"0F0.{LOSS}"], found[f"0F1.{LOSS}"], found["1B1"]) == (2, 3, 7)
@@ -123,62 +84,35 @@ def test_the_coordinator_is_a_replica_of_the_last_of_two_stages() -> None:
 
 
 def test_the_exchange_and_the_optimizer_end_the_step() -> None:
-    tried = pipeline([[(1, 1, (1, 2)), (2, 1, (1, 2))]], count=2, exchange_seconds=10)
+    tried = team_pipeline([[(1, 1, (1, 2)), (2, 1, (1, 2))]], count=2, exchange_seconds=10)
     stages = [replace(times, optimizer_seconds=5) for times in tried.stages]
     assert simulate(replace(tried, stages=stages)).step_seconds == 3 + 10 + 5
 
 
 def test_a_spare_replica_runs_nothing() -> None:
-    played = simulate(pipeline([[(1, 1, (1, 2)), (2, 0, (1, 2))]], count=3))
+    played = simulate(team_pipeline([[(1, 1, (1, 2)), (2, 0, (1, 2))]], count=3))
     assert played.busy_seconds == [0, 9, 0]
 
 
 def test_an_older_micro_batch_that_comes_late_from_a_replica_finds_a_place() -> None:
     """Process 1 has the micro-batches 2 and 4 in flight when 1 comes to its second stage."""
     stages = [[(1, 1, (1, 1)), (2, 1, (50, 50))], [(3, 1, (1, 1))], [(1, 1, (1, 1))]]
-    assert simulate(replace(pipeline(stages, count=6, limit=2), max_started=6)).step_seconds > 0
-    assert simulate(pipeline(stages, count=6, limit=6)).step_seconds > 0
+    assert (
+        simulate(replace(team_pipeline(stages, count=6, limit=2), max_started=6)).step_seconds > 0
+    )
+    assert simulate(team_pipeline(stages, count=6, limit=6)).step_seconds > 0
 
 
 def test_the_coordinator_can_be_a_replica_of_the_first_or_the_last_stage_only() -> None:
     middle = [[(1, 1, (1, 1))], [(2, 1, (1, 1)), (0, 1, (1, 1))], [(3, 1, (1, 1))]]
     with pytest.raises(PlanError, match=r"replica of the stages \[2\] of 3"):
-        pipeline(middle, count=2)
+        team_pipeline(middle, count=2)
 
 
 def test_every_entry_needs_a_stage_a_process_and_a_share() -> None:
-    tried = pipeline([[(1, 1, (1, 2)), (2, 1, (1, 2))]], count=2)
+    tried = team_pipeline([[(1, 1, (1, 2)), (2, 1, (1, 2))]], count=2)
     with pytest.raises(PlanError, match="3 entries has the processes"):
         replace(tried, processes=[0, 1])
-
-
-seconds = st.floats(0, 5)
-
-
-@st.composite
-def any_replicas(draw: st.DrawFn) -> Pipeline:
-    """One to three stages with one to three replicas of their own; one may be the coordinator."""
-    num_stages, number = draw(st.integers(1, 3)), 0
-    hosted = draw(st.sampled_from([None, 0, num_stages - 1]))
-    stages = []
-    for index in range(num_stages):
-        team = []
-        for _ in range(draw(st.integers(1, 3))):
-            number += 1
-            team.append((number, draw(st.integers(1, 4)), (draw(seconds), draw(seconds))))
-        if index == hosted:
-            team.append((0, draw(st.integers(0, 3)), (draw(seconds), draw(seconds))))
-        stages.append(team)
-    tried = pipeline(
-        stages,
-        draw(st.integers(1, 9)),
-        draw(st.integers(1, 9)),
-        draw(seconds),
-        Hop("", draw(seconds), draw(seconds)),
-        draw(seconds),
-        (draw(seconds), draw(seconds)),
-    )
-    return replace(tried, starts_first=draw(st.booleans()))
 
 
 def process_of(tried: Pipeline, span: SimulatedSpan) -> int:
@@ -236,5 +170,5 @@ def test_no_step_beats_its_bound_nor_ends_early_in_vain(tried: Pipeline, share: 
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=4), st.integers(1, 40))
 def test_the_simulator_routes_as_the_placement_does(shares: list[int], count: int) -> None:
     stage = [(number, share, (1.0, 1.0)) for number, share in enumerate(shares, start=1)]
-    found = pipeline([stage], count).entries[1]
+    found = team_pipeline([stage], count).entries[1]
     assert [entry - 1 for entry in found] == turns(shares, count)

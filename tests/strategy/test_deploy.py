@@ -9,12 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+import lightning.pytorch as pl
 import pytest
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.solver import solve
-from lightning_hetero.strategy.deploy import PlanChoice, _print_verdict
+from lightning_hetero.profiler.cache import Measured
+from lightning_hetero.strategy.deploy import PlanChoice, _print_verdict, in_window
 
 from ..planner.profiles import device, profile
 
@@ -61,3 +63,16 @@ def test_a_file_is_named_whose_plan_does_not_fit(tmp_path: Path) -> None:
 def test_a_plan_without_a_file_names_none() -> None:
     with pytest.raises(PlanError, match="^The plan covers 5 layers and the model has 6"):
         PlanChoice(HERE, None).given(6, [])
+
+
+def test_the_strategys_own_plan_counts_the_batches_that_the_trainer_accumulates() -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", accumulate_grad_batches=8, logger=False, enable_checkpointing=False
+    )
+    twins = profile(4, [device("a", 1, 2), device("b", 1, 2)], batch_size=1)
+    measured = Measured(twins, Path("profile.yaml"))
+    window, apart = (in_window(measured, trainer, cuts_step) for cuts_step in (True, False))
+    assert window.path == measured.path
+    choice = PlanChoice("auto", None)
+    assert choice.solve(window.profile, ["a", "b"], replicas=False).workers == ["a", "b"]
+    assert len(choice.solve(apart.profile, ["a", "b"], replicas=False).workers) == 1

@@ -14,7 +14,7 @@ from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Profile
 from lightning_hetero.profiler.cache import Measured
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.strategy.replan import STEPS_BETWEEN_MOVES, Watch
+from lightning_hetero.strategy.replan import STEPS_BETWEEN_MOVES, Watch, parts_of_workers
 
 from ..planner.profiles import coordinator, device, ends, profile
 
@@ -228,3 +228,10 @@ def test_a_file_that_cannot_be_marked_stops_no_run(
     pass_steps(told, watch_measured(told, measured), 8, 0.03, 0.03)
     assert "The measurements cannot be marked as wrong" in caplog.text
     assert "The plan is based on wrong measurements" in caplog.text
+
+
+def test_replicas_of_a_window_have_their_parts_of_all_its_micro_batches() -> None:
+    plan = Plan([StagePlan(["a", "b"], (0, 6), shares=[5, 3])], micro_batches=1)
+    assert parts_of_workers(plan, num_batches=8) == {"a": 5 / 8, "b": 3 / 8}
+    # A batch by itself has one micro-batch, which the first replica runs.
+    assert parts_of_workers(plan, num_batches=1) == {"a": 1, "b": 0}

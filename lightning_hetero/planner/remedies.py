@@ -1,0 +1,147 @@
+"""What would gain more than any plan: batches that come at once, and the script on another device.
+
+With `accumulate_grad_batches` a batch begins when the losses of the batch before it are there, so
+forwards of several batches do not overlap. `windows(loader, n)` gives several batches as one.
+So does a larger batch: then all their micro-batches may be on their way at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from ..plan import COORDINATOR
+from ..units import in_samples
+from .candidates import Candidate, Costs
+from .costs import layer_seconds
+from .feasibility import candidate_of, shortages
+from .profile import ENDS, DeviceProfile, Profile, Timing
+from .search import LEAST_GAIN, Search
+
+BATCHES_TRIED = 8
+"""Batches at once that are tried where those of the Trainer's window gain nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AtOnce:
+    """A plan for several batches that come at once, which is faster.
+
+    Args:
+        candidate: The plan.
+        num_batches: How many batches.
+        present: The batches of the Trainer's window.
+        times_as_fast: Its tokens per second over those of the present plan.
+    """
+
+    candidate: Candidate
+    num_batches: int
+    present: int
+    times_as_fast: float
+
+    def __str__(self) -> str:
+        workers = " and ".join(self.candidate.workers)
+        gain = f"{self.times_as_fast:.2f} times as fast, with {workers}"
+        if self.num_batches == self.present:
+            instead = f"in place of `accumulate_grad_batches={self.present}`"
+            return f"{self._settings} {instead} is predicted {gain}"
+        return (
+            f"{self.num_batches} batches for each optimizer step, as {self._settings}, are "
+            f"predicted {gain}"
+        )
+
+    @property
+    def _settings(self) -> str:
+        batch = f"one batch of {in_samples(self.candidate.costs.num_samples)}"
+        # Where `training_step` sees whole batches, it can see no window.
+        is_whole = self.candidate.costs.profile.settings.get("cut") == "boundary"
+        return batch if is_whole else f"`windows(loader, {self.num_batches})` or {batch}"
+
+
+def at_once(candidate: Candidate, search: Search, gains: bool) -> AtOnce | None:
+    """A faster plan for several batches at once; None if there is none.
+
+    Args:
+        candidate: The plan for the batches as they come.
+        search: What has found it.
+        gains: Whether that plan is faster than one device. If it is, only the batches of the
+            Trainer's window are tried.
+    """
+    present = candidate.costs.num_batches
+    tried = [present] if present > 1 else []
+    if not gains and present < BATCHES_TRIED:
+        tried.append(BATCHES_TRIED)
+    for count in tried:
+        found = _best_at_once(candidate, search, count)
+        if found is None or not found.workers:
+            continue
+        times = _samples_per_second(found) / _samples_per_second(candidate)
+        if times >= 1 / (1 - LEAST_GAIN):
+            return AtOnce(found, count, present, times)
+    return None
+
+
+def _best_at_once(candidate: Candidate, search: Search, count: int) -> Candidate | None:
+    """The best plan for so many batches at once: any plan if the search has chosen the present one,
+    and otherwise the present one."""
+    other = search.at_once(count)
+    if search.knows_line:
+        return other.best()
+    plan = candidate.plan()
+    pieces = plan.micro_batches * count
+    same = candidate_of(dataclasses.replace(plan, micro_batches=pieces), other.costs.profile)
+    return None if shortages(same) else same
+
+
+def _samples_per_second(candidate: Candidate) -> float:
+    seconds = candidate.step_seconds
+    return candidate.costs.num_samples / seconds if seconds > 0 else math.inf
+
+
+def fastest_with_script(search: Search) -> tuple[str, Candidate] | None:
+    """The worker that is fastest alone if the script runs there, and its step; None if no worker
+    holds everything. The embedding, the head and the loss are as much slower or faster there as
+    its layers."""
+    found = [
+        (name, alone) for name in search.one_of_each() for alone in _alone_with_script(search, name)
+    ]
+    return min(found, key=lambda pair: pair[1].step_seconds, default=None)
+
+
+def _alone_with_script(search: Search, name: str) -> Iterator[Candidate]:
+    profile = search.costs.profile
+    device = _with_ends(profile, profile.device(name))
+    if device is None:
+        return
+    moved = replace(profile, devices=[device], links=[])
+    alone = Search(Costs(moved, {}), search.micro_batches).best_alone(COORDINATOR)
+    if alone is not None:
+        yield alone
+
+
+def _with_ends(profile: Profile, device: DeviceProfile) -> DeviceProfile | None:
+    """A worker as the coordinator; None if the speeds of their layers cannot be compared."""
+    own, model = profile.device(COORDINATOR), profile.model
+    size = min(timing.micro_batch_size for timing in own.timings)
+    mine, its = (layer_seconds(each, model, model.dtype, size) for each in (own, device))
+    if not (0 < mine < math.inf and its < math.inf):
+        return None
+    factor = its / mine
+    ends = [_scaled(timing, factor) for timing in own.timings if timing.part in ENDS]
+    steps = {end: own.optimizer_seconds.get(end, 0.0) * factor for end in ENDS}
+    return replace(
+        device,
+        name=COORDINATOR,
+        timings=[*device.timings, *ends],
+        optimizer_seconds=device.optimizer_seconds | steps,
+    )
+
+
+def _scaled(timing: Timing, factor: float) -> Timing:
+    return replace(
+        timing,
+        forward_seconds=timing.forward_seconds * factor,
+        backward_seconds=timing.backward_seconds * factor,
+    )
