@@ -73,7 +73,7 @@ KEYS_OF_PLANS: dict[type, str] = {
 }
 
 KEYS_OF_PROFILES: dict[type, str] = {
-    profile.Profile: "version model devices links default_link batch_size settings",
+    profile.Profile: "version model devices links default_link batch_size window settings",
     profile.ModelProfile: (
         "fingerprint layers parts tokens_per_sample activation_bytes_per_sample "
         "gradient_bytes_per_sample dtype tied_gradient_bytes embedding_may_leave"

@@ -32,7 +32,8 @@ def predict_given(plan: Plan, profile: Profile, wishes: Wishes) -> Solution:
     if unknown:
         raise PlanError(f"The plan cannot be predicted: {' '.join(unknown)}")
     costs = candidate.costs
-    return Solution(candidate, Search(costs, micro_batch_counts(costs.batch_size, None)))
+    counts = micro_batch_counts(costs.batch_size, None, costs.profile.window)
+    return Solution(candidate, Search(costs, counts))
 
 
 def bottleneck(candidate: Candidate) -> str:

@@ -206,6 +206,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         links: The measured links.
         default_link: The speed of all other pairs.
         batch_size: Samples in a training batch; the planner cuts it into micro-batches.
+        window: How many batches of the data loader make a training batch; micro-batches are these,
+            or parts of them.
         settings: Other conditions of the measurements: quantisation, optimizer, libraries.
     """
 
@@ -215,6 +217,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     links: list[Link] = []
     default_link: LinkSpeed = LinkSpeed()
     batch_size: PositiveCount | None = None
+    window: PositiveCount = 1
     settings: dict[str, str] = {}
 
     def device(self, name: str) -> DeviceProfile:
@@ -279,6 +282,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         self._check_parts()
         self._check_devices()
         self._check_links()
+        if self.batch_size is not None and self.batch_size % self.window:
+            raise ProfileError(
+                f"A training batch has {self.batch_size} samples in a window of {self.window} "
+                "batches; batch_size must be a multiple of window. Correct one of them."
+            )
 
     def _check_parts(self) -> None:
         names = [part.name for part in self.model.parts]

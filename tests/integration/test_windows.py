@@ -10,7 +10,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
+from lightning_hetero import (
+    HeteroPipelineStrategy,
+    PipelineProfiler,
+    Plan,
+    StagePlan,
+    windows,
+)
 
 from ..equality import assert_close, differing, weights_of
 from ..models import TinyModule, fit, loader, scaled_precision
@@ -87,6 +93,19 @@ def test_replicas_share_the_pieces_of_a_window(workers: list[str]) -> None:
     stages = [StagePlan(["coordinator"], (0, 1)), StagePlan(workers[:2], (1, NUM_LAYERS))]
     strategy = HeteroPipelineStrategy(workers[:2], Plan(stages, micro_batches=1))
     found = fit(TinyModule(NUM_LAYERS), strategy, windows(data(), SIZE), **OPTIONS)
+    assert_close(weights_of(found), weights_of(accumulated(TinyModule)))
+
+
+def test_a_measured_plan_counts_pieces(workers: list[str]) -> None:
+    strategy = HeteroPipelineStrategy(workers[:1], "auto")
+    profiler = PipelineProfiler(budget_seconds=1)
+    module = TinyModule(NUM_LAYERS)
+    found = fit(module, strategy, windows(data(), SIZE), callbacks=[profiler], **OPTIONS)
+    profile = strategy.plan_choice.profile
+    assert profile is not None
+    assert (profile.batch_size, profile.window) == (2 * SIZE, SIZE)
+    # A piece has two samples; whether each is a micro-batch of its own depends on the times.
+    assert {t.micro_batch_size for device in profile.devices for t in device.timings} <= {1, 2}
     assert_close(weights_of(found), weights_of(accumulated(TinyModule)))
 
 
