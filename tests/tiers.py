@@ -20,6 +20,7 @@ SECOND_TIER = frozenset(
         "examples/test_fine_tune_run.py::test_recomputation_changes_no_weight",
         "examples/test_fine_tune_run.py::test_the_instructions_are_distinct_and_about_other_modules_than_the_corpus",
         "examples/test_fine_tune_run.py::test_two_workers_train_as_one_device",
+        "examples/test_fine_tune_run.py::test_windows_over_workers_train_as_accumulation_on_one_device",
         "fake_device/test_autoload.py",
         "fake_device/test_backend.py",
         "fake_device/test_check.py",
