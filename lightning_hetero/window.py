@@ -40,6 +40,14 @@ class Window:
 
     # Without `__iter__`, so that `inputs, labels = window` does not take pieces for inputs.
     def __getitem__(self, key: object) -> NoReturn:
+        self.keys()
+
+    def keys(self) -> NoReturn:
+        """What `**batch` asks for; a window is no batch of names and tensors.
+
+        Raises:
+            BatchError: Always.
+        """
         raise BatchError(
             f"This batch is a Window of {len(self.pieces)} batches, which are in `.pieces`. Only "
             "HeteroPipelineStrategy gives `training_step` one piece after the other. With another "

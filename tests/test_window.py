@@ -14,6 +14,8 @@ from lightning_hetero import Window, windows
 from lightning_hetero.errors import BatchError
 from lightning_hetero.window import StatefulWindows
 
+from .models import TinyModule, fit, loader
+
 
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
@@ -140,6 +142,13 @@ def test_code_that_takes_a_window_for_a_batch_is_told() -> None:
         window["input_ids"]
     with pytest.raises(BatchError, match="Window of 2 batches"):
         _inputs, _labels = window  # type: ignore[misc]
+    with pytest.raises(BatchError, match="Window of 2 batches"):
+        dict(**window)
+
+
+def test_plain_lightning_takes_no_window() -> None:
+    with pytest.raises(BatchError, match="Only HeteroPipelineStrategy gives `training_step` one"):
+        fit(TinyModule(1), "auto", windows(loader(4, 1), 2))
 
 
 def test_the_loader_inside_is_named_where_somebody_looks_for_its_parts() -> None:

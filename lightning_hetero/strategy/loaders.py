@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.connectors.data_connector import (
@@ -21,6 +22,7 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
 from typing_extensions import override
 
 from ..errors import BatchError
@@ -166,6 +168,20 @@ def sizes_of(pieces: list[Any]) -> list[int] | None:
 
 def note_size(trainer: pl.Trainer, window: Window) -> None:
     """Let Lightning weigh by all samples of a window what hooks log for an epoch."""
-    sizes = sizes_of(window.pieces)
-    if sizes is not None and trainer._results is not None:
-        trainer._results.batch_size = sum(sizes)
+    if trainer._results is not None:
+        trainer._results.batch = _AllSamples(window)
+
+
+class _AllSamples:
+    """Where Lightning looks for the samples of a batch, if it needs their number.
+
+    Args:
+        window: The batch.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+
+    def __iter__(self) -> Iterator[Tensor]:
+        count = sum(extract_batch_size(piece) for piece in self._window.pieces)
+        yield torch.empty(count, device="meta")

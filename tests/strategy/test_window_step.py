@@ -199,6 +199,14 @@ def test_images_of_different_sizes_and_the_hooks_of_their_transfer() -> None:
     assert found.numbers == [0, 0, 1, 1, 2]
 
 
+@pytest.mark.filterwarnings("ignore:.*so it runs on this process alone")
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_a_precision_that_converts_inputs_converts_those_of_each_piece(precision: Any) -> None:
+    expected = accumulated(Images, pictures(), size=2, precision=precision)
+    found = windowed("by itself", Images, pictures(), size=2, precision=precision)
+    assert differing(found, expected) == []
+
+
 class Logging(TinyModule):
     """Logs what Lightning weighs by samples, and what it does not."""
 
