@@ -65,7 +65,37 @@ class TrainingWindows(Windows):
 
 
 class StatefulTrainingWindows(TrainingWindows, StatefulWindows):
-    """A loader of windows to train with, whose loader remembers its position."""
+    """A loader of windows to train with, whose loader remembers its position.
+
+    Of a loader without a length, Lightning fetches one window ahead to see which is the last. The
+    state is that before the window that waits, so that a run that resumes trains on it.
+
+    Args:
+        loader: The loader.
+        size: How many of its batches make a window.
+        num_waiting: Returns how many windows Lightning has fetched and not trained on.
+    """
+
+    def __init__(self, loader: Any, size: int, num_waiting: Callable[[], int]) -> None:
+        super().__init__(loader, size)
+        self._num_waiting = num_waiting
+        # Before the latest window, and behind it.
+        self._states: list[dict[str, Any]] = []
+
+    @override
+    def cut(self, given: Iterator[Any]) -> Iterator[Window | None]:
+        if sized_len(self) is not None:
+            yield from super().cut(given)
+            return
+        self._states = [super().state_dict()]
+        for window in super().cut(given):
+            self._states = [self._states[-1], super().state_dict()]
+            yield window
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        waits = len(self._states) > 1 and self._num_waiting() > 0
+        return self._states[0] if waits else super().state_dict()
 
 
 class _Epochs:
@@ -104,8 +134,14 @@ def prepared(trainer: pl.Trainer, loader: Any) -> Any:
         _process_dataloader(trainer, TrainerFn.FITTING, stage, each) for each in combined.flattened
     ]
     whole = combined if inside is combined else combined.flattened[0]
-    kind = StatefulTrainingWindows if isinstance(loader, StatefulWindows) else TrainingWindows
-    return kind(whole, loader.size)
+    if not isinstance(loader, StatefulWindows):
+        return TrainingWindows(whole, loader.size)
+
+    def num_waiting() -> int:
+        fetcher = trainer.fit_loop._data_fetcher
+        return len(getattr(fetcher, "batches", ()))
+
+    return StatefulTrainingWindows(whole, loader.size, num_waiting)
 
 
 def check_is_training(batch: Any, *_rest: Any) -> None:

@@ -212,14 +212,27 @@ class Resuming:
         self.begin = state["position"]
 
 
-def test_a_run_resumes_in_mid_epoch_with_the_next_window(tmp_path: Path) -> None:
+class ResumingStream(Resuming):
+    """It does not know how many batches come."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("kind", [Resuming, ResumingStream])
+def test_a_run_resumes_in_mid_epoch_with_the_next_window(
+    kind: Any, limit: int | None, tmp_path: Path
+) -> None:
     def run(steps: int, path: Path | None = None) -> TinyModule:
-        keeping = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        keeping = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         options: Any = {"max_steps": steps, "enable_checkpointing": True, "callbacks": [keeping]}
         module = TinyModule(NUM_LAYERS)
-        return fit(module, alone(), windows(Resuming(), 3), ckpt_path=path, **options)
+        data = windows(kind(), 3)
+        return fit(module, alone(), data, ckpt_path=path, limit_train_batches=limit, **options)
 
     whole = run(4)
-    resumed = run(4, tmp_path / "step=2.ckpt")
-    assert differing(resumed, whole) == []
-    assert resumed.losses == whole.losses[2:]
+    for step in (2, 3):
+        resumed = run(4, tmp_path / f"step={step}.ckpt")
+        assert resumed.losses == whole.losses[step:]
+        assert differing(resumed, whole) == []
