@@ -300,6 +300,7 @@ class MicrobatchedStep(BatchStep):
         cut, weights = self._cut(batch, rest)
         accumulates, step = self.accumulates, self._number_step()
         has_begun = self._check(cut.to_check, rest, accumulates)
+        self._look_for_changes(cut)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         scale = self._loss_scale
         metrics = BatchMetrics()
@@ -419,6 +420,16 @@ class MicrobatchedStep(BatchStep):
         self._changes = StepChanges(self._module, away, batch.num_samples)
         return checks.is_first
 
+    def _look_for_changes(self, cut: CutBatch | CutWindow) -> None:
+        """In the first window of a run, see what its batches change: later ones begin before
+        earlier ones have ended."""
+        checks = self._checks
+        if checks is None or self._changes is not None or not isinstance(cut, CutWindow):
+            return
+        is_at_once = len(cut.pieces) > 1 and bool(self._deployment.plan.workers)
+        if is_at_once and checks.is_new("window"):
+            self._changes = StepChanges(self._module, self._deployment.modules_away)
+
     def _end_check(
         self,
         log: StepLog,
@@ -432,8 +443,8 @@ class MicrobatchedStep(BatchStep):
         if checks is None:
             return
         if self._changes is not None:
-            repeated = self._changes.repeated
-            warn_of_changes([name for name in repeated if checks.is_new("changed", name)])
+            new = [name for name in self._changes.repeated if checks.is_new("changed", name)]
+            warn_of_changes(new, are_whole=len(batch[0].microbatches) == 1)
             self._changes = None
         if checks.are_over:
             return

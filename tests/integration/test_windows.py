@@ -109,6 +109,26 @@ def test_a_measured_plan_counts_pieces(workers: list[str]) -> None:
     assert_close(weights_of(found), weights_of(accumulated(TinyModule)))
 
 
+class Carrying(TinyModule):
+    """Hands a value from one batch to the next."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.carried = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scale = self.carried
+        loss = super().training_step(batch, batch_idx) * scale
+        self.carried = 0.9 * scale + 0.1 * float(loss.detach())
+        return loss
+
+
+def test_what_goes_from_piece_to_piece_is_warned_of(workers: list[str]) -> None:
+    strategy = HeteroPipelineStrategy(workers, plan_over(workers, 2, 1, 1))
+    with pytest.warns(UserWarning, match="changes carried in place, and a batch of a window"):
+        fit(Carrying(NUM_LAYERS), strategy, windows(loader(4, 1), 4))
+
+
 class InFlight(TinyModule):
     """Notes how many pieces have begun, and how many had ended then."""
 
@@ -123,6 +143,7 @@ class InFlight(TinyModule):
         return loss
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` changes begun")
 def test_the_pieces_of_a_window_are_on_their_way_at_once(workers: list[str]) -> None:
     module = InFlight(NUM_LAYERS)
     strategy = HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 1))
