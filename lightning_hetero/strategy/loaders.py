@@ -79,7 +79,7 @@ class StatefulTrainingWindows(TrainingWindows, StatefulWindows):
     def __init__(self, loader: Any, size: int, num_waiting: Callable[[], int]) -> None:
         super().__init__(loader, size)
         self._num_waiting = num_waiting
-        # Before the latest window, and behind it.
+        # Before the latest window, and after it.
         self._states: list[dict[str, Any]] = []
 
     @override

@@ -331,11 +331,11 @@ class MicrobatchedStep(BatchStep):
         self._end_check(log, results, (cut.to_check, rest), accumulates)
         log.publish(self._module.log)
         merged = self._merge(results, weights.all, shares.all, scale)
-        if merged is not None:
-            self._say_if_in_part(results, weights.all, cut.batch_of)
         if merged is None:
             # There is no backward, and gradients of earlier batches may wait on the workers.
             self._add_gradients(are_kept=accumulates)
+        else:
+            self._say_if_in_part(results, weights.all, cut.batch_of)
         stages.awaits_backward = merged is not None
         return merged
 

@@ -4,7 +4,7 @@
     piece 1                            training_step ─▶ backward
     Lightning                                                    zero_grad ─▶ backward
 
-Lightning's own backward comes behind its `zero_grad`. So the gradients of the pieces are set aside
+Lightning's own backward comes after its `zero_grad`. So the gradients of the pieces are set aside
 until then.
 """
 
