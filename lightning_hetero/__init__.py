@@ -24,6 +24,7 @@ have a rule of the planner and what carries it out (`planner/replan.py`, `strate
     cli/           the command lightning-hetero, one file a command
 
     plan.py         Plan, StagePlan: who holds which layers
+    window.py       windows, Window: several batches as one
     recovery.py     Recovery: how a run gets over faults
     errors.py       every exception, drawn as a tree
     units.py        amounts as a person writes them
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from .plan import Plan, StagePlan
     from .recovery import Recovery
     from .strategy.strategy import HeteroPipelineStrategy
+    from .window import Window, windows
 
 __all__ = [
     "ClusterFile",
@@ -79,8 +81,10 @@ __all__ = [
     "SshWorkers",
     "StageMonitor",
     "StagePlan",
+    "Window",
     "__version__",
     "from_pretrained",
+    "windows",
 ]
 
 # By public name, its module. It is imported when the name is first used: torch and Lightning take
@@ -99,7 +103,9 @@ _MODULES = {
     "SshWorkers": "launch.ssh",
     "StageMonitor": "callbacks.monitor",
     "StagePlan": "plan",
+    "Window": "window",
     "from_pretrained": "model.lazy_weights",
+    "windows": "window",
 }
 
 

@@ -56,6 +56,8 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
         "linger_seconds=120.0 wait_seconds=30.0 every_seconds=60.0 log_gib=4.0 folder=None "
         "least_workers=1"
     ),
+    lightning_hetero.windows: "loader size",
+    lightning_hetero.Window: "pieces size",
     from_pretrained: (
         "source quantization_config=None peft_config=None dtype=None attn_implementation=None "
         "quantize_on='coordinator' hub_options"
@@ -72,7 +74,8 @@ KEYS_OF_PLANS: dict[type, str] = {
 
 KEYS_OF_PROFILES: dict[type, str] = {
     profile.Profile: (
-        "version model devices links default_link batch_size accumulate_grad_batches settings"
+        "version model devices links default_link batch_size accumulate_grad_batches window "
+        "settings"
     ),
     profile.ModelProfile: (
         "fingerprint layers parts tokens_per_sample activation_bytes_per_sample "
@@ -141,8 +144,10 @@ def test_names_of_the_package() -> None:
         "SshWorkers",
         "StageMonitor",
         "StagePlan",
+        "Window",
         "__version__",
         "from_pretrained",
+        "windows",
     ]
     assert sorted(callbacks.__all__) == [
         "PipelineProfiler",

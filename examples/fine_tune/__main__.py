@@ -63,6 +63,9 @@ class FineTuneCLI(LightningCLI):
                 recovery=self._get(self.config, "recovery"),
                 checkpoint_weights="trainable",
             )
+        else:
+            accumulated = self._get(self.config, "trainer.accumulate_grad_batches")
+            kwargs["accumulate_grad_batches"] = accumulated * self._get(self.config, "data.window")
         return super().instantiate_trainer(**kwargs)
 
 

@@ -13,12 +13,16 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from lightning_hetero import HeteroPipelineStrategy, windows
+from lightning_hetero.window import Windows
+
 from .hub import plain_hub_errors
 from .labels import Answers, Encoder, Form, Sample, encoder_of, form_of
 from .packing import FAMILIES, Batch, collate_packs, collate_samples, pack
 from .rows import DataError, Row, read_rows
 
 MAX_HELD_OUT = 200
+WINDOWS_OF_STRETCH = 16
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class FineTuneData(L.LightningDataModule):
         max_tokens: The longest sequence.
         too_long: What happens to longer samples: `cut` or `leave_out`.
         packing: Whether sequences hold several samples, up to `max_tokens`.
-        batch_size: Sequences of one batch.
+        batch_size: Sequences of one batch, which are padded to the longest of them.
+        window: Batches that train as one. They keep their own lengths, and have like ones.
         seed: Of the split.
     """
 
@@ -90,6 +95,7 @@ class FineTuneData(L.LightningDataModule):
         too_long: Literal["cut", "leave_out"] = "cut",
         packing: bool = False,
         batch_size: int = 8,
+        window: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -106,6 +112,7 @@ class FineTuneData(L.LightningDataModule):
         self.too_long = too_long
         self.packing = packing
         self.batch_size = batch_size
+        self.window = window
         self.seed = seed
         self._is_read = False
 
@@ -138,9 +145,17 @@ class FineTuneData(L.LightningDataModule):
         self._check_amount()
         self._is_read = True
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        order = SeededOrder(len(self._training_items), self.seed)
-        return self._loader(self._training_items, sampler=order, drop_last=True)
+    def train_dataloader(self) -> DataLoader[Any] | Windows:
+        items = self._training_items
+        order = SeededOrder(len(items), self.seed)
+        if self.window > 1:
+            lengths = [num_tokens(item) for item in items]
+            order = LikeLengths(lengths, self.batch_size * self.window, self.seed)
+        loader = self._loader(items, sampler=order, drop_last=True)
+        # Without workers the Trainer accumulates over as many batches.
+        strategy = None if self.trainer is None else self.trainer.strategy
+        is_over_workers = isinstance(strategy, HeteroPipelineStrategy)
+        return windows(loader, self.window) if is_over_workers and self.window > 1 else loader
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader(self._held_out_items)
@@ -208,6 +223,8 @@ class FineTuneData(L.LightningDataModule):
         return [[samples[index] for index in each] for each in packs]
 
     def _check_amount(self) -> None:
+        if self.window < 1:
+            raise DataError(f"`data.window` is {self.window}; give a number of batches, from 1.")
         if len(self._training_items) < self.batch_size:
             what = "packs" if self.packing else "samples"
             raise DataError(
@@ -249,6 +266,46 @@ class SeededOrder(Sampler[int]):
 
     def __len__(self) -> int:
         return self._length
+
+
+class LikeLengths(SeededOrder):
+    """Samples of a window are about as long as each other, so that no stage waits for a long one.
+
+    An epoch's seeded order is cut into stretches of some windows. In a stretch, windows take the
+    samples by length, and come in seeded order.
+
+    Args:
+        lengths: The tokens of each sample.
+        per_window: The samples of a window.
+        seed: Of the order.
+    """
+
+    def __init__(self, lengths: Sequence[int], per_window: int, seed: int) -> None:
+        super().__init__(len(lengths), seed)
+        self._lengths = lengths
+        self._per_window = per_window
+
+    def __iter__(self) -> Iterator[int]:
+        order, stretch = list(super().__iter__()), WINDOWS_OF_STRETCH * self._per_window
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        for start in range(0, len(order), stretch):
+            by_length = sorted(order[start : start + stretch], key=self._lengths.__getitem__)
+            found = [
+                by_length[first : first + self._per_window]
+                for first in range(0, len(by_length), self._per_window)
+            ]
+            # A window that is not full comes last, so that the next one begins where it should.
+            full = [each for each in found if len(each) == self._per_window]
+            for number in torch.randperm(len(full), generator=generator).tolist():
+                yield from full[number]
+            for rest in found[len(full) :]:
+                yield from rest
+
+
+def num_tokens(item: Sample | Sequence[Sample]) -> int:
+    """The tokens of a sample, or of a pack."""
+    samples = [item] if isinstance(item, Sample) else item
+    return sum(len(sample.token_ids) for sample in samples)
 
 
 def read_template(path: str) -> str:

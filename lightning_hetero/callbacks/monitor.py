@@ -25,6 +25,7 @@ from ..model.four_bit import describe_parameter, is_four_bit
 from ..pipeline.optimizer import gradient_norms, gradients_here, total_norm
 from ..pipeline.placement import Placement
 from ..plan import COORDINATOR
+from ..planner.feasibility import as_measured
 from ..planner.profile import Profile
 from ..protocol.fields import ACTIONS, SpanKind, Totals
 from ..telemetry.recorded_step import bound_seconds
@@ -270,6 +271,7 @@ class StageMonitor(pl.Callback):
         found = {}
         profile, plan = profile_of(trainer), deployment.plan
         if profile is not None and profile.batch_size is not None:
+            plan = as_measured(plan, profile)
             num_batches = window.totals[0].num_microbatches / plan.micro_batches
             found["bound_share"] = num_batches * bound_seconds(plan, profile) / window.step_seconds
         peak = self._peak([*names.values()])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..devices.copies import Copies
 from ..errors import BatchError
+from ..window import Window
 
 # Hugging Face and `torch.nn.functional.cross_entropy` leave such labels out of a mean.
 IGNORED_LABEL = -100
@@ -484,6 +485,16 @@ class CutBatch:
         """A batch as its own only micro-batch."""
         return cls(batch, [batch], [1], None)
 
+    @property
+    def to_check(self) -> CutBatch:
+        """The batch of which something was cut."""
+        return self
+
+    @property
+    def batch_of(self) -> list[int]:
+        """The number of the loader's batch of which each micro-batch is a part."""
+        return [0] * len(self.microbatches)
+
     def first(self, count: int) -> CutBatch:
         """The first micro-batches, with the part of the batch that they make up."""
         if count >= len(self.microbatches):
@@ -499,3 +510,42 @@ class CutBatch:
         if len(self.microbatches) == 1:
             return LossWeights(lambda: [1.0])
         return loss_weights(self.microbatches, weighting, self.num_samples, copies)
+
+
+@dataclass(frozen=True)
+class CutWindow:
+    """A window and its micro-batches: its pieces, or what these are cut into.
+
+    Args:
+        pieces: The batches of the loader, each as it is cut.
+        size: How many pieces a full window has.
+    """
+
+    pieces: Sequence[CutBatch]
+    size: int
+
+    @classmethod
+    def uncut(cls, window: Window) -> CutWindow:
+        """A window of which each piece is a micro-batch."""
+        return cls([CutBatch.uncut(piece) for piece in window.pieces], window.size)
+
+    @property
+    def microbatches(self) -> list[Any]:
+        """The micro-batches of all pieces, in their order."""
+        return [each for piece in self.pieces for each in piece.microbatches]
+
+    @property
+    def batch_of(self) -> list[int]:
+        """The number of the loader's batch of which each micro-batch is a part."""
+        return [n for n, piece in enumerate(self.pieces) for _ in piece.microbatches]
+
+    @property
+    def to_check(self) -> CutBatch:
+        """The first piece of which something was cut, or one of which nothing was."""
+        return next((each for each in self.pieces if len(each.microbatches) > 1), self.pieces[0])
+
+    def weights(self, weighting: LossWeighting, copies: Copies) -> LossWeights:
+        """How much each micro-batch's loss counts: each piece as much as a batch of accumulation,
+        and in a short window no more."""
+        found = [piece.weights(weighting, copies) for piece in self.pieces]
+        return LossWeights(lambda: [part / self.size for each in found for part in each.all])

@@ -134,11 +134,13 @@ def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> 
     if len(values) == 1 or kinds == {type(None)}:
         return first
     if len(kinds) == 1:
-        if isinstance(first, Tensor) and first.ndim > 0:
+        if _can_be_joined(first, values):
             return torch.cat([value.detach() for value in values])
         if isinstance(first, (bool, str)) and len(set(values)) == 1:
             return first
-        if isinstance(first, (Tensor, int, float)) and not isinstance(first, bool):
+        if isinstance(first, (int, float)) and not isinstance(first, bool):
+            return weighted_mean(values, weights)
+        if isinstance(first, Tensor) and all(value.ndim == 0 for value in values):
             return weighted_mean(values, weights)
         if hasattr(first, "_fields"):
             columns = zip(*values, strict=True)
@@ -154,6 +156,15 @@ def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> 
         f"training_step returned {name!r} as {first!r:.60} for one micro-batch and "
         f"{values[-1]!r:.60} for another, so its value for the batch is unknown. Leave it out, or "
         "use micro_batching='boundary'."
+    )
+
+
+def _can_be_joined(first: Any, values: Sequence[Any]) -> bool:
+    """Whether values are tensors that differ in nothing but their samples."""
+    return (
+        isinstance(first, Tensor)
+        and first.ndim > 0
+        and all(value.shape[1:] == first.shape[1:] and value.ndim > 0 for value in values)
     )
 
 
@@ -192,21 +203,51 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 @dataclass
+class _LoggedValue:
+    """What a micro-batch has logged. `is_loss` is None while nobody asks for it."""
+
+    value: Any
+    weight: Callable[[], float]
+    microbatch: int
+    batch_size: int | None
+    is_loss: bool | None = None
+
+
+@dataclass
 class _Logged:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    values: list[Any] = field(default_factory=list)
-    are_losses: list[bool] = field(default_factory=list)
-    weights: list[Callable[[], float]] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=list)
-    microbatches: list[int] = field(default_factory=list)
+    values: list[_LoggedValue] = field(default_factory=list)
     of_batch: Metric | None = None
 
     def sort(self) -> None:
         """Put what came as micro-batches ran into their order, so that sums have one order."""
-        order = sorted(range(len(self.values)), key=self.microbatches.__getitem__)
-        self.values = [self.values[index] for index in order]
-        self.weights = [self.weights[index] for index in order]
+        self.values.sort(key=lambda each: each.microbatch)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The ``batch_size`` of all micro-batches that gave one; None if none did."""
+        return _batch_size_of(self.values)
+
+
+def _batch_size_of(values: Sequence[_LoggedValue]) -> int | None:
+    given = [each.batch_size for each in values if each.batch_size is not None]
+    return sum(given) if given else None
+
+
+@dataclass(frozen=True)
+class LoggedPieces:
+    """The pieces of a window, each of which would be a batch of its own on one device.
+
+    Lightning would average what they log by their samples.
+
+    Args:
+        of_microbatches: The number of the piece of each micro-batch.
+        find_sizes: Returns the samples of each piece; None if they are not known.
+    """
+
+    of_microbatches: Sequence[int]
+    find_sizes: Callable[[], Sequence[int] | None]
 
 
 class StepLog:
@@ -220,14 +261,21 @@ class StepLog:
         metrics: Copies of the metrics that the micro-batches have called.
         adds_losses: Whether the batch's loss is the sum of the micro-batches' losses. Then a
             logged value that is the loss adds up too.
+        pieces: The pieces of a window; None for a batch.
 
     Attributes:
         adds_losses: As given.
     """
 
-    def __init__(self, metrics: BatchMetrics, adds_losses: bool = False) -> None:
+    def __init__(
+        self,
+        metrics: BatchMetrics,
+        adds_losses: bool = False,
+        pieces: LoggedPieces | None = None,
+    ) -> None:
         self._metrics = metrics
         self.adds_losses = adds_losses
+        self._pieces = pieces
         # By the name, and by how often the micro-batch had logged that name before.
         self._logged: dict[tuple[str, int], _Logged] = {}
         self._here = threading.local()
@@ -249,20 +297,18 @@ class StepLog:
         counts: Counter[str] = self._here.counts
         entry = self._logged.setdefault((name, counts[name]), _Logged(args, kwargs))
         counts[name] += 1
-        entry.values.append(value.detach() if isinstance(value, Tensor) else value)
-        entry.weights.append(self._here.weight)
-        entry.microbatches.append(self._here.microbatch)
-        self._here.entries.append((entry, entry.values[-1]))
+        kept = value.detach() if isinstance(value, Tensor) else value
+        here, size = self._here, kwargs.get("batch_size")
+        entry.values.append(_LoggedValue(kept, here.weight, here.microbatch, size))
+        here.entries.append(entry.values[-1])
         if isinstance(value, Metric):
             entry.of_batch = self._metrics.of_latest_call(value)
-        if kwargs.get("batch_size") is not None:
-            entry.batch_sizes.append(kwargs["batch_size"])
 
     def note_loss(self, loss: Tensor | None) -> None:
         """Note the loss that the micro-batch of this thread has returned, after all its logging."""
         if self.adds_losses and loss is not None:
-            for entry, value in self._here.entries:
-                entry.are_losses.append(are_losses([value], [loss]))
+            for each in self._here.entries:
+                each.is_loss = are_losses([each.value], [loss])
 
     @property
     def names(self) -> set[str]:
@@ -274,11 +320,32 @@ class StepLog:
         for (name, _), entry in self._logged.items():
             entry.sort()
             kwargs = dict(entry.kwargs)
-            if entry.batch_sizes:
-                kwargs["batch_size"] = sum(entry.batch_sizes)
+            value, size = self._merged(entry)
+            if size is not None:
+                kwargs["batch_size"] = size
             if entry.of_batch is not None and kwargs.get("on_step") is not False:
-                entry.values[0]._forward_cache = entry.of_batch.compute()
-            log(name, _merge_logged(entry), *entry.args, **kwargs)
+                entry.values[0].value._forward_cache = entry.of_batch.compute()
+            log(name, value, *entry.args, **kwargs)
+
+    def _merged(self, entry: _Logged) -> tuple[Any, int | None]:
+        """The value of the batch, and its ``batch_size`` if that is known."""
+        reduce_fx = entry.kwargs.get("reduce_fx", "mean")
+        if self._pieces is None:
+            return _merge_logged(entry.values, reduce_fx), entry.batch_size
+        parts: dict[int, list[_LoggedValue]] = defaultdict(list)
+        for each in entry.values:
+            parts[self._pieces.of_microbatches[each.microbatch]].append(each)
+        values = [_merge_logged(part, reduce_fx) for part in parts.values()]
+        if not isinstance(values[0], (Tensor, int, float)):
+            return values[0], entry.batch_size
+        sizes: list[int | None] = [_batch_size_of(part) for part in parts.values()]
+        if None in sizes:
+            found = self._pieces.find_sizes()
+            sizes = [None if found is None else found[number] for number in parts]
+        known = [size for size in sizes if size is not None]
+        shares = known if len(known) == len(sizes) and sum(known) > 0 else [1] * len(sizes)
+        merged = _reduce(values, [share / sum(shares) for share in shares], reduce_fx)
+        return merged, sum(known) if shares is known else entry.batch_size
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -288,20 +355,24 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _merge_logged(entry: _Logged) -> Any:
-    first = entry.values[0]
-    if not isinstance(first, (Tensor, int, float)):
-        return first
-    if entry.are_losses and all(entry.are_losses):
-        return sum(entry.values[1:], start=first)
-    reduce = _REDUCTIONS.get(_reduction_name(entry.kwargs.get("reduce_fx", "mean")))
-    if reduce is not None:
-        return reduce(torch.stack([torch.as_tensor(value) for value in entry.values]))
-    weights = [weight() for weight in entry.weights]
+def _merge_logged(logged: Sequence[_LoggedValue], reduce_fx: Any) -> Any:
+    values = [each.value for each in logged]
+    if not isinstance(values[0], (Tensor, int, float)):
+        return values[0]
+    flags = [each.is_loss for each in logged if each.is_loss is not None]
+    if flags and all(flags):
+        return sum(values[1:], start=values[0])
+    weights = [each.weight() for each in logged]
     total = sum(weights)
-    if total == 0:
-        return first
-    return weighted_mean(entry.values, [weight / total for weight in weights])
+    return _reduce(values, [weight / total for weight in weights] if total else [], reduce_fx)
+
+
+def _reduce(values: Sequence[Any], weights: Sequence[float], reduce_fx: Any) -> Any:
+    """Values as ``reduce_fx`` asks; a mean without weights is the first value."""
+    reduce = _REDUCTIONS.get(_reduction_name(reduce_fx))
+    if reduce is not None:
+        return reduce(torch.stack([torch.as_tensor(value) for value in values]))
+    return weighted_mean(values, weights) if weights else values[0]
 
 
 def _reduction_name(reduce_fx: Any) -> str:

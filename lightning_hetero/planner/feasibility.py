@@ -19,9 +19,15 @@ from .replicas import shares_of
 
 
 def as_measured(plan: Plan, profile: Profile) -> Plan:
-    """The plan with the micro-batches of a measured batch, which may have fewer samples."""
-    pieces = min(plan.micro_batches, profile.batch_size or plan.micro_batches)
-    return replace(plan, micro_batches=pieces)
+    """The plan with the micro-batches of a measured batch, which may have fewer samples, or come in
+    pieces that are cut alike."""
+    count = in_window(plan.micro_batches, profile.window)
+    return replace(plan, micro_batches=min(count, profile.batch_size or count))
+
+
+def in_window(micro_batches: int, window: int) -> int:
+    """How many micro-batches a window has under a plan with so many."""
+    return max(1, micro_batches // window) * window
 
 
 def check_plan(plan: Plan, profile: Profile) -> list[str]:
@@ -44,6 +50,7 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     if profile.batch_size is None:
         raise PlanError("The profile names no batch size, so micro-batches have none; add it.")
     check_micro_batches(plan.micro_batches, profile.batch_size)
+    plan = as_measured(plan, profile)
     costs = Costs(profile, {})
     stages = _with_ends(plan, costs.num_layers)
     seats: list[Seat] = []

@@ -208,6 +208,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         batch_size: Samples in a training batch; the planner cuts it into micro-batches.
         accumulate_grad_batches: Batches for each optimizer step, as the Trainer has it. The planner
             counts them as one pipeline.
+        window: How many batches of the data loader make a training batch; micro-batches are these,
+            or parts of them.
         settings: Other conditions of the measurements: quantisation, optimizer, libraries.
     """
 
@@ -218,6 +220,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     default_link: LinkSpeed = LinkSpeed()
     batch_size: PositiveCount | None = None
     accumulate_grad_batches: PositiveCount = 1
+    window: PositiveCount = 1
     settings: dict[str, str] = {}
 
     def device(self, name: str) -> DeviceProfile:
@@ -287,6 +290,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         self._check_parts()
         self._check_devices()
         self._check_links()
+        if self.batch_size is not None and self.batch_size % self.window:
+            raise ProfileError(
+                f"A training batch has {self.batch_size} samples in a window of {self.window} "
+                "batches; batch_size must be a multiple of window. Correct one of them."
+            )
 
     def _check_parts(self) -> None:
         names = [part.name for part in self.model.parts]

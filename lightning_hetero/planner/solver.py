@@ -17,7 +17,7 @@ from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..units import parse_bytes
 from .candidates import Candidate, Costs
-from .feasibility import check_micro_batches, check_plan, explain_shortage
+from .feasibility import check_micro_batches, check_plan, explain_shortage, in_window
 from .profile import Profile
 from .search import Search
 
@@ -109,6 +109,11 @@ def _batch_size(wishes: Wishes, profile: Profile) -> int:
         raise PlanError("The profile names no batch size; give one with --batch-size.")
     if size < 1:
         raise PlanError(f"The batch size is {size}; it must be 1 or more.")
+    if size % profile.window:
+        raise PlanError(
+            f"The batch size is {size}, and a batch of this profile is a window of "
+            f"{profile.window} batches of the data loader; it must be a multiple of that."
+        )
     if wishes.micro_batches is not None:
         check_micro_batches(wishes.micro_batches, size)
     return size
@@ -254,17 +259,22 @@ def _check_amount(costs: Costs) -> None:
 
 
 def window_counts(costs: Costs, wished: int | None) -> list[int]:
-    """The numbers of micro-batches of a window to try; ``wished`` is that of one batch."""
-    return [costs.num_batches * n for n in micro_batch_counts(costs.batch_size, wished)]
+    """The numbers of micro-batches to try for each optimizer step, which may have several batches;
+    ``wished`` is that of one batch."""
+    counts = micro_batch_counts(costs.batch_size, wished, costs.profile.window)
+    return [costs.num_batches * count for count in counts]
 
 
-def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:
+def micro_batch_counts(batch_size: int, wished: int | None, window: int) -> list[int]:
     """The numbers of micro-batches to try: the wished one, or divisors of the batch size.
 
-    Of a size with many divisors, the function takes those next to the powers of two.
+    Of a size with many divisors, the function takes those next to the powers of two. The pieces of
+    a window are cut alike, and never joined.
     """
     if wished is not None:
-        return [wished]
+        return [in_window(wished, window)]
+    if window > 1:
+        return [window * count for count in micro_batch_counts(batch_size // window, None, 1)]
     counts = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
     if len(counts) <= MOST_COUNTS:
         return counts

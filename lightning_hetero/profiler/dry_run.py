@@ -46,6 +46,7 @@ from ..pipeline.optimizer import (
     optimizer_defaults,
 )
 from ..protocol import messages as m
+from ..window import Window, Windows, windows
 
 
 @contextmanager
@@ -281,11 +282,13 @@ class SampleBatch:
         batch: As the data loader gave it.
         of_several_loaders: Whether it is a list of batches, one of each loader.
         size: Its samples; None where it cannot be cut.
+        window: How many such batches are pieces of one training batch.
     """
 
     batch: Any
     of_several_loaders: bool
     size: int | None
+    window: int = 1
 
     def first(self, count: int) -> Any:
         """A micro-batch of its first samples."""
@@ -324,9 +327,13 @@ def sample_batch(trainer: pl.Trainer) -> SampleBatch:
     if trainer.limit_train_batches == 0 or source.instance is None or not source.is_defined():
         raise NoSample("There is no train_dataloader.")
     loaders = source.dataloader()
-    batch = _first_batch(loaders)
+    batch, window = _first_batch(loaders), 1
+    if isinstance(batch, Window):
+        # What fits with the largest piece fits with the others.
+        batch, window = max(batch.pieces, key=_num_elements), batch.size
+        loaders = getattr(getattr(loaders, "loader", None), "iterables", None)
     several = isinstance(loaders, list)
-    return SampleBatch(batch, several, _size(batch, several))
+    return SampleBatch(batch, several, _size(batch, several), window)
 
 
 def to_device(trainer: pl.Trainer, batch: Any) -> Any:
@@ -335,6 +342,10 @@ def to_device(trainer: pl.Trainer, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _num_elements(batch: Any) -> int:
+    return sum(each.numel() for each in tree_iter(batch) if isinstance(each, Tensor))
 
 
 def _size(batch: Any, several: bool) -> int | None:
@@ -361,7 +372,8 @@ def _apart(loaders: Any) -> Iterator[CombinedLoader]:
         loaders._mode if isinstance(loaders, CombinedLoader) else "max_size_cycle",
     )
     with ExitStack() as undo:
-        for loader in combined.flattened:
+        inside = (each for loader in combined.flattened for each in _inside(loader))
+        for loader in inside:
             for attribute in _attributes_of(loader):
                 if (restore := restoring_generator(attribute)) is not None:
                     undo.callback(restore)
@@ -417,6 +429,13 @@ def _in_this_process(loader: Any) -> Any:
     Raises:
         NoSample: If the data can be read only once.
     """
+    if isinstance(loader, Windows):
+        kept = loader.loader
+        if isinstance(kept, CombinedLoader):
+            kept = CombinedLoader(kept.iterables, kept._mode)
+            kept.flattened = [_in_this_process(each) for each in kept.flattened]
+            return windows(kept, loader.size)
+        return windows(_in_this_process(kept), loader.size)
     if not isinstance(loader, DataLoader):
         return loader if isinstance(loader, Sequence) else _copied(loader)
     alone = copy.copy(loader)
@@ -429,6 +448,11 @@ def _in_this_process(loader: Any) -> Any:
         # torch keeps the dataset of a loader from being replaced.
         vars(alone)["dataset"] = _copied(loader.dataset)
     return alone
+
+
+def _inside(loader: Any) -> list[Any]:
+    """The loaders of which windows are made; other loaders as they are."""
+    return loader.loaders if isinstance(loader, Windows) else [loader]
 
 
 def _copied(stream: Any) -> Any:

@@ -355,7 +355,8 @@ class Measuring:
             model=model,
             devices=[self._device(name, results[name]) for name in names],
             links=links,
-            batch_size=self.sighting.batch_size,
+            batch_size=self.sighting.batch_size * self.sighting.window,
+            window=self.sighting.window,
             settings=dict(identity.settings),
         )
 

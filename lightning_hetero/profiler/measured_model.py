@@ -399,7 +399,7 @@ class ModelSighting:
         bench: Measures its layers in this process.
         runner: Runs its ends.
         cutting: How its training batches become micro-batches.
-        batch_size: Samples in a training batch; 1 if it cannot be cut.
+        batch_size: Samples in a batch of the loader; 1 if it cannot be cut.
     """
 
     subject: Subject
@@ -407,6 +407,12 @@ class ModelSighting:
     runner: EndsRunner
     cutting: Cutting
     batch_size: int
+
+    @property
+    def window(self) -> int:
+        """How many batches of the loader are pieces of one training batch: whole ones do not run
+        at once."""
+        return 1 if self.cutting.at_boundary else self.cutting.sample.window
 
 
 def sight(

@@ -320,6 +320,7 @@ class ProfilingRun:
             "embedding": "could leave" if could_leave else "stays",
             "precision": str(self.module.trainer.precision_plugin.precision),
             "batch": sample.form,
+            **({"window": f"{sample.window} batches"} if sample.window > 1 else {}),
             "cut": "boundary" if self.cuts_boundary else "step",
             "optimizer": "none" if optimizer is None else optimizer.class_name,
             "micro-batch sizes": _listed(self.options.micro_batch_sizes),

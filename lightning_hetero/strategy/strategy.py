@@ -39,6 +39,7 @@ from ..pipeline.optimizer import AveragingAction
 from ..plan import Plan
 from ..recovery import Recovery, recovery_of
 from ..transport.deadlines import Deadlines
+from ..window import Window, Windows
 from .arguments import (
     StepOptions,
     check_arguments,
@@ -52,10 +53,12 @@ from .arguments import (
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanChoice, Site
 from .interruption import guard_hooks
+from .loaders import check_is_training, check_no_window_inside, note_size, prepared, transferring
 from .membership import Membership, Terms
 from .optimizers import clip_by_global_norm, norms_by_name
 from .replan import check_move, moves_layers, moving_averages, staying_if_undone
 from .training_run import Run, RunNotes, TrainingRun, leave_pictures
+from .window_step import WindowsAlone
 
 logger = logging.getLogger(__name__)
 
@@ -303,12 +306,32 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         return Membership(module.trainer, self._fleet, terms, run, self.move_layers)
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if not isinstance(dataloader, Windows):
+            return dataloader
+        self._guards.callback(transferring(self._module()))
+        return prepared(self._module().trainer, dataloader)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        bring = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
+        if isinstance(batch, Window):
+            return batch.map(bring)
+        check_no_window_inside(batch)
+        return bring(batch)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._checkpoints.note_trained(self._module())
         step = partial(super().training_step, *args, **kwargs)
-        if not isinstance(self._run, TrainingRun):
-            return step()
-        return self._run.training_step(step, (*args, *kwargs.values()))
+        batch, *rest = (*args, *kwargs.values())
+        if isinstance(self._run, TrainingRun):
+            return self._run.training_step(step, (batch, *rest))
+        if isinstance(batch, Window):
+            return WindowsAlone(self._module()).run(batch, rest)
+        return step()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -323,10 +346,9 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         return self._evaluated(super().predict_step, *args, **kwargs)
 
     def _evaluated(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        step = partial(method, *args, **kwargs)
-        if self._run is None:
-            return step()
-        return self._run.evaluation_step(step, (*args, *kwargs.values()))
+        step, given = partial(method, *args, **kwargs), (*args, *kwargs.values())
+        check_is_training(*given)
+        return step() if self._run is None else self._run.evaluation_step(step, given)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -337,6 +359,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if isinstance(batch, Window):
+            note_size(self._module().trainer, batch)
         run = self._run
         if not isinstance(run, TrainingRun) or run.is_inside_window:
             return

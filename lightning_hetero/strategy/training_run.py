@@ -55,7 +55,8 @@ from .check_schedule import RunChecks
 from .first_batch import FirstBatchCheck
 from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
 from .replan import Watch, settle
-from .training_step import BatchReader, BatchStep, MicrobatchedStep, WholeBatchStep
+from .training_step import BatchReader, BatchStep, MicrobatchedStep
+from .window_step import WindowStep
 from .window_warning import WindowWarning
 
 
@@ -344,7 +345,7 @@ class TrainingRun(Run):
         remote_steps = RemoteSteps(plugin, remote, names_of, zero, kept_here)
         module, options = self._module, self._options
         if not options.cuts_step(module):
-            return remote_steps, WholeBatchStep(module, deployment, options)
+            return remote_steps, WindowStep(module, deployment, options)
         check = partial(self._check_batch, deployment)
         return remote_steps, MicrobatchedStep(
             module, deployment, options, self._checks, check, self._threads

@@ -30,20 +30,23 @@ from ..errors import BatchError, ModelError
 from ..model.override import stand_in
 from ..model.placeholders import training_flags
 from ..pipeline.driver import BatchWork, Driver, Limits, MicrobatchStep, StepGradients
-from ..pipeline.microbatch import CutBatch, LossWeights, SampleFinder, Samples
+from ..pipeline.microbatch import CutBatch, CutWindow, LossWeights, SampleFinder, Samples
 from ..pipeline.recorder import Recorder
 from ..pipeline.results import (
     BatchMetrics,
+    LoggedPieces,
     StepLog,
     loss_of,
     merge_results,
     weighted_mean,
 )
 from ..pipeline.turns import TurnThreads
+from ..window import Window, Windows
 from .accumulation_window import AccumulationWindow, starts_next_first
 from .arguments import StepOptions, scaler_of
 from .check_schedule import KeptBatch, RunChecks
 from .first_gradients import inner_backward
+from .loaders import sizes_of
 from .step_changes import OwnAttributes, StepChanges, warn_of_changes
 
 
@@ -91,28 +94,41 @@ class BatchReader:
         self._trainer = trainer
         self._finder = SampleFinder(batch_dim)
 
-    def find(self, batch: Any, rest: Any) -> Samples:
+    def find(self, batch: Any, rest: Any, piece: int = 0) -> Samples:
         """Find the samples of a batch.
 
         Args:
             batch: The step's first argument.
             rest: The step's other arguments: the number of the batch, and of its loader if there
                 are several.
+            piece: The number of the batch in its window, if it is a piece of one.
 
         Raises:
             BatchError: If it holds no tensor that can be cut.
         """
         numbers = [number for number in rest if isinstance(number, int)]
         loader = self._loader(numbers[1] if len(numbers) > 1 else 0)
-        known = collated_by(loader, numbers[0] if numbers else 0)
+        number = numbers[0] if numbers else 0
+        if isinstance(loader, Windows):
+            number = number * loader.size + piece
+            loader = loader.loader
+        known = collated_by(loader, number)
         return self._finder.find(batch, known.num_samples, known.may_be_listed)
 
-    def count(self, batch: Any, rest: Any) -> int | None:
+    def count(self, batch: Any, rest: Any, piece: int = 0) -> int | None:
         """How many samples a batch has; None if they cannot be found."""
         try:
-            return self.find(batch, rest).count
+            return self.find(batch, rest, piece).count
         except BatchError:
             return None
+
+    @property
+    def gives_lists(self) -> bool:
+        """Whether a training batch is a list with one batch for each of several loaders."""
+        loader: Any = self._trainer.train_dataloader
+        if isinstance(loader, Windows):
+            loader = getattr(loader.loader, "iterables", None)
+        return isinstance(loader, list)
 
     def _loader(self, number: int) -> Any:
         """The data loader of the running loop; None if several loaders make a batch together."""
@@ -168,8 +184,12 @@ class BatchStep:
         """Number the step that begins next for dropout masks, by the batches of the training so
         far: a checkpoint has that number, and evaluations do not change it."""
         step = self._module.trainer.fit_loop.total_batch_idx + 1
-        self._deployment.coordinator.stages.dropout_step = step - 1  # it counts on from here
+        self._count_from(step)
         return step
+
+    def _count_from(self, step: int) -> None:
+        """Let the step that begins next have this number for dropout masks."""
+        self._deployment.coordinator.stages.dropout_step = step - 1  # it counts on from here
 
     @property
     def accumulates(self) -> bool:
@@ -186,12 +206,19 @@ class WholeBatchStep(BatchStep):
     @override
     def run(self, training_step: Callable[[], Any], args: Sequence[Any]) -> Any:
         batch, *rest = args
+        self._number_step()
+        return self._run_whole(training_step, self._reader.count(batch, rest), self.accumulates)
+
+    def _run_whole(
+        self, training_step: Callable[[], Any], num_samples: int | None, accumulates: bool
+    ) -> Any:
+        """Run the step of a batch; its backward may follow."""
         num_pieces, draws = self._deployment.plan.micro_batches, self._deployment.draws
-        step = self._number_step()
+        step = self._deployment.coordinator.stages.dropout_step + 1  # the one that begins
         with (
             self._no_inner_backward(),
-            self._deployment.hand_overs.batch_of(self._reader.count(batch, rest)),
-            self._deployment.hand_overs.whole_batch_step(num_pieces, self.accumulates),
+            self._deployment.hand_overs.batch_of(num_samples),
+            self._deployment.hand_overs.whole_batch_step(num_pieces, accumulates),
             draws.of(draws.whole_batch(step)),
         ):
             result = training_step()
@@ -265,11 +292,11 @@ class MicrobatchedStep(BatchStep):
             self._flags.check,
             self._own_attributes.part,
             deployment.hosted,
-            lambda first: self._window.as_left(first),
+            lambda first: self._accumulation.as_left(first),
             starts_next_first(deployment.plan),
         )
         away = {inner for each in deployment.modules_away for inner in each.modules()}
-        self._window = AccumulationWindow(
+        self._accumulation = AccumulationWindow(
             self._driver,
             local,
             [inner for inner in module.modules() if inner not in away],
@@ -280,11 +307,11 @@ class MicrobatchedStep(BatchStep):
     @property
     def has_left(self) -> bool:  # type: ignore[override]
         """Whether backwards of batches have still to run."""
-        return self._window.has_left
+        return self._accumulation.has_left
 
     @override
     def finish(self) -> None:
-        self._window.finish()
+        self._accumulation.finish()
 
     @override
     def run(self, training_step: Callable[[], Any], args: Sequence[Any]) -> Any:
@@ -298,32 +325,36 @@ class MicrobatchedStep(BatchStep):
         batch, *rest = args
         cut, weights = self._cut(batch, rest)
         accumulates = self.accumulates
-        with self._window.batch(accumulates, len(cut.microbatches)) as first:
-            merged = self._run(cut, weights, rest, first)
+        with self._accumulation.batch(accumulates, len(cut.microbatches)) as first:
+            merged = self._run(cut, weights, args, first)
         if merged is None:
             # There is no backward, and gradients of earlier batches may wait on the workers.
             self.finish()
             self._add_gradients(are_kept=accumulates)
         elif accumulates:
-            self._window.guard()
+            self._accumulation.guard()
         self._deployment.coordinator.stages.awaits_backward = merged is not None
         return merged
 
-    def _run(self, cut: CutBatch, weights: LossWeights, rest: Sequence[Any], first: int) -> Any:
+    def _run(
+        self, cut: CutBatch | CutWindow, weights: LossWeights, args: Sequence[Any], first: int
+    ) -> Any:
         """Run the micro-batches of a batch; returns what ``training_step`` returns for all of it.
 
         Args:
             cut: The batch in pieces.
             weights: How much each piece counts.
-            rest: The other arguments of ``training_step``.
+            args: The arguments of ``training_step``.
             first: The number of the first micro-batch in the accumulation window.
         """
+        batch, *rest = args
         accumulates, step = self.accumulates, self._number_step()
-        has_begun = self._check(cut, rest, accumulates)
+        has_begun = self._check(cut.to_check, rest, accumulates)
+        self._look_for_changes(cut)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         scale = self._loss_scale
         metrics = BatchMetrics()
-        log = StepLog(metrics, adds_losses=self._adds_up)
+        log = StepLog(metrics, adds_losses=self._adds_up, pieces=_logged_pieces(batch, cut))
         begins = [partial(log.weigh, shares.of(n), n) for n in range(len(cut.microbatches))]
         work = [
             MicrobatchStep(
@@ -348,12 +379,15 @@ class MicrobatchedStep(BatchStep):
                 BatchWork(work, step, accumulates, first, name),
                 Limits(plan.max_in_flight, plan.max_started),
                 has_begun,
-                self._window.may_leave(is_last),
+                self._accumulation.may_leave(is_last),
             )
         self._own_attributes.end_step()
-        self._end_check(log, results, (cut, rest), accumulates)
+        self._end_check(log, results, (cut.to_check, rest), accumulates)
         log.publish(self._module.log)
-        return self._merge(results, weights.all, shares.all, scale)
+        merged = self._merge(results, weights.all, shares.all, scale)
+        if merged is not None:
+            self._say_if_in_part(results, weights.all, cut.batch_of)
+        return merged
 
     @property
     def _adds_up(self) -> bool:
@@ -363,22 +397,45 @@ class MicrobatchedStep(BatchStep):
     @property
     def _loss_scale(self) -> float:
         """What Lightning will multiply the batch's loss by before its backward."""
-        trainer = self._module.trainer
-        scaler = scaler_of(trainer.precision_plugin)
-        return (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
+        return loss_scale_of(self._module.trainer)
 
-    def _cut(self, batch: Any, rest: Sequence[Any]) -> tuple[CutBatch, LossWeights]:
-        several = isinstance(self._module.trainer.train_dataloader, list)
+    def _cut(self, batch: Any, rest: Sequence[Any]) -> tuple[CutBatch | CutWindow, LossWeights]:
+        is_window = isinstance(batch, Window)
         try:
-            samples = None if several else self._reader.find(batch, rest)
-            cut = CutBatch.of(batch, self._deployment.plan.micro_batches, samples)
+            cut = self._cut_window(batch, rest) if is_window else self._cut_batch(batch, rest)
             return cut, cut.weights(self._loss_weighting, self._copies)
         except BatchError as error:
             rank_zero_warn(
-                f"The batch runs in one piece, so the stages work one after the other. {error}"
+                f"The batches of a window run in one piece each. {error}"
+                if is_window
+                else f"The batch runs in one piece, so the stages work one after the other. {error}"
             )
-            whole = CutBatch.uncut(batch)
+            whole = CutWindow.uncut(batch) if is_window else CutBatch.uncut(batch)
             return whole, whole.weights(self._loss_weighting, self._copies)
+
+    def _cut_window(self, window: Window, rest: Sequence[Any]) -> CutWindow:
+        """Cut each piece of a window alike, a short window no more finely than others.
+
+        Raises:
+            BatchError: If something in a piece cannot be cut.
+        """
+        count = self._deployment.plan.micro_batches // window.size
+        if count <= 1:
+            return CutWindow.uncut(window)
+        pieces = enumerate(window.pieces)
+        cut = [self._cut_batch(piece, rest, number, count) for number, piece in pieces]
+        return CutWindow(cut, window.size)
+
+    def _cut_batch(
+        self, batch: Any, rest: Sequence[Any], piece: int = 0, count: int | None = None
+    ) -> CutBatch:
+        """Cut a batch, or a piece of a window.
+
+        Raises:
+            BatchError: If something in the batch cannot be cut.
+        """
+        samples = None if self._reader.gives_lists else self._reader.find(batch, rest, piece)
+        return CutBatch.of(batch, count or self._deployment.plan.micro_batches, samples)
 
     def _check(self, batch: CutBatch, rest: Sequence[Any], accumulates: bool) -> bool:
         """Check the batch if it is its turn.
@@ -413,6 +470,16 @@ class MicrobatchedStep(BatchStep):
         self._changes = StepChanges(self._module, away, batch.num_samples)
         return checks.is_first
 
+    def _look_for_changes(self, cut: CutBatch | CutWindow) -> None:
+        """In the first window of a run, see what its batches change: later ones begin before
+        earlier ones have ended."""
+        checks = self._checks
+        if checks is None or self._changes is not None or not isinstance(cut, CutWindow):
+            return
+        is_at_once = len(cut.pieces) > 1 and bool(self._deployment.plan.workers)
+        if is_at_once and checks.is_new("window"):
+            self._changes = StepChanges(self._module, self._deployment.modules_away)
+
     def _end_check(
         self,
         log: StepLog,
@@ -426,8 +493,8 @@ class MicrobatchedStep(BatchStep):
         if checks is None:
             return
         if self._changes is not None:
-            repeated = self._changes.repeated
-            warn_of_changes([name for name in repeated if checks.is_new("changed", name)])
+            new = [name for name in self._changes.repeated if checks.is_new("changed", name)]
+            warn_of_changes(new, are_whole=len(batch[0].microbatches) == 1)
             self._changes = None
         if checks.are_over:
             return
@@ -466,10 +533,9 @@ class MicrobatchedStep(BatchStep):
         kept = [(r, w, s) for r, w, s in rows if loss_of(r) is not None]
         if not any(weight > 0 for _, weight, _ in kept):
             return None
-        self._say_if_in_part(results, weights)
         losses = [loss_of(result) for result, _, _ in kept]
         combined = weighted_mean(losses, [weight for _, weight, _ in kept])
-        loss = _as_computed(combined, partial(self._publish, loss_scale))
+        loss = as_computed(combined, partial(self._publish, loss_scale))
         results = [result for result, _, _ in kept]
         if not isinstance(results[0], Mapping):
             return loss
@@ -478,10 +544,14 @@ class MicrobatchedStep(BatchStep):
         )
         return {"loss": loss, **merged}
 
-    def _say_if_in_part(self, results: Sequence[Any], weights: Sequence[float]) -> None:
+    def _say_if_in_part(
+        self, results: Sequence[Any], weights: Sequence[float], batch_of: Sequence[int]
+    ) -> None:
         """Warn once of a batch of which some micro-batches that count have no loss."""
-        pairs = zip(results, weights, strict=True)
-        num_skipped = sum(loss_of(result) is None and weight > 0 for result, weight in pairs)
+        skipped = [loss_of(each) is None for each in results]
+        counted = [*zip(skipped, weights, batch_of, strict=True)]
+        trained = {batch for is_skipped, _, batch in counted if not is_skipped}
+        num_skipped = sum(s and weight > 0 and batch in trained for s, weight, batch in counted)
         if num_skipped and not self._has_said_in_part:
             self._has_said_in_part = True
             rank_zero_warn(
@@ -497,7 +567,7 @@ class MicrobatchedStep(BatchStep):
         if self._gradients.adds_to_former:
             self.finish()  # one device adds the sum of all of the batch
         self._gradients.publish()
-        self._window.guard()
+        self._accumulation.guard()
         self._add_gradients()
 
     def _add_gradients(self, are_kept: bool = True) -> None:
@@ -596,6 +666,13 @@ class FrozenFlags:
             )
 
 
+def _logged_pieces(batch: Any, cut: CutBatch | CutWindow) -> LoggedPieces | None:
+    """What the pieces of a window log as; None for a batch."""
+    if not isinstance(batch, Window):
+        return None
+    return LoggedPieces(cut.batch_of, partial(sizes_of, batch.pieces))
+
+
 def _steps_behind_batch(trainer: pl.Trainer) -> bool:
     """Whether Lightning lets the optimizer step behind the present batch."""
     # Lightning's own rule has a private name, which no other module uses.
@@ -609,7 +686,14 @@ def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
     return local, [parameter for parameter in local if uses[id(parameter)] > 1]
 
 
-def _as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
+def loss_scale_of(trainer: pl.Trainer) -> float:
+    """What Lightning multiplies a batch's loss by before its backward."""
+    scaler = scaler_of(trainer.precision_plugin)
+    return (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
+
+
+def as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
+    """A loss whose gradients exist already; its backward calls ``publish``."""
     anchor = torch.zeros((), requires_grad=True)
     result: Tensor = _ComputedLoss.apply(anchor, loss, publish)  # type: ignore[no-untyped-call]
     return result

@@ -27,7 +27,7 @@ from ..pipeline.rule import Action
 from ..plan import Plan
 from ..planner.bounds import least_bottleneck
 from ..planner.candidates import Costs
-from ..planner.feasibility import candidate_of
+from ..planner.feasibility import as_measured, candidate_of
 from ..planner.profile import Profile
 from ..planner.search import speeds_of
 from ..planner.simulation import LOSS, Simulation, predict
@@ -407,7 +407,8 @@ def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Pr
 
 def bound_seconds(plan: Plan, profile: Profile) -> float:
     """The duration of the step if the speeds of all measured devices added up."""
-    costs = Costs(profile.of_one_batch, {})
+    profile = profile.of_one_batch
+    costs, plan = Costs(profile, {}), as_measured(plan, profile)
     speeds = speeds_of(costs, profile.workers, plan.micro_batches)
     endless = [Speed(speed.layer_seconds, speed.fixed_seconds) for speed in speeds]
     return plan.micro_batches * least_bottleneck(endless, len(profile.model.layers))

@@ -13,7 +13,7 @@ import torch
 import transformers
 from huggingface_hub.errors import GatedRepoError
 
-from examples.fine_tune.data import FineTuneData, SeededOrder
+from examples.fine_tune.data import FineTuneData, LikeLengths, SeededOrder
 from examples.fine_tune.hub import HubError
 from examples.fine_tune.labels import Encoder, Sample, encoder_of, form_of, sample_of
 from examples.fine_tune.packing import FAMILIES, collate_packs, collate_samples, pack
@@ -368,6 +368,23 @@ def test_each_epoch_has_its_order() -> None:
     assert list(order) != first
     order.set_epoch(0)
     assert list(order) == first
+
+
+def test_a_window_has_samples_of_like_length() -> None:
+    lengths = [int(each) for each in torch.randint(1, 500, (1000,))]
+    order = LikeLengths(lengths, per_window=8, seed=3)
+    first = list(order)
+    assert sorted(first) == list(range(1000))
+    assert list(order) == first
+    order.set_epoch(1)
+    assert list(order) != first
+
+    def spread(indices: Sequence[int]) -> float:
+        starts = range(0, len(indices), 8)
+        found = [[lengths[index] for index in indices[start : start + 8]] for start in starts]
+        return sum(max(each) - min(each) for each in found) / len(found)
+
+    assert spread(first) < spread(list(SeededOrder(1000, 3))) / 5
 
 
 # Packs.

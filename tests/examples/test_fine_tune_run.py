@@ -109,6 +109,17 @@ def test_two_workers_train_as_one_device(
     assert answers() == written
 
 
+def test_windows_over_workers_train_as_accumulation_on_one_device(
+    fit: Fit, workers: list[str]
+) -> None:
+    given = {"data.batch_size": 1, "data.window": 4, "data.packing": "false"}
+    alone = fit(workers=0, **given)
+    expected = learnt()
+    spread = fit(workers=json.dumps(workers[:2]), **given)
+    assert_close(learnt(), expected, FLOOR)
+    assert alone.trainer.global_step == spread.trainer.global_step > 1
+
+
 def test_recomputation_changes_no_weight(fit: Fit, workers: list[str]) -> None:
     fit(workers=0)
     expected = learnt()

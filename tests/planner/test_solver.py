@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lightning_hetero.errors import PlanError
+from lightning_hetero.errors import PlanError, ProfileError
 from lightning_hetero.plan import Plan
+from lightning_hetero.planner.feasibility import candidate_of
 from lightning_hetero.planner.profile import Link, Part, Profile
 from lightning_hetero.planner.solver import (
     Wishes,
@@ -67,18 +68,34 @@ def test_an_excluded_device_has_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "wished", "expected"),
+    ("batch_size", "wished", "window", "expected"),
     [
-        (12, None, [1, 2, 3, 4, 6, 12]),
-        (7, None, [1, 7]),
-        (12, 5, [5]),
-        (360, None, [1, 2, 4, 8, 15, 30, 60, 120, 180, 360]),
+        (12, None, 1, [1, 2, 3, 4, 6, 12]),
+        (7, None, 1, [1, 7]),
+        (12, 5, 1, [5]),
+        (360, None, 1, [1, 2, 4, 8, 15, 30, 60, 120, 180, 360]),
+        (8, None, 8, [8]),
+        (16, None, 4, [4, 8, 16]),
+        (16, 1, 4, [4]),
+        (16, 11, 4, [8]),
     ],
 )
 def test_a_batch_is_cut_evenly_unless_wished_otherwise(
-    batch_size: int, wished: int | None, expected: list[int]
+    batch_size: int, wished: int | None, window: int, expected: list[int]
 ) -> None:
-    assert micro_batch_counts(batch_size, wished) == expected
+    assert micro_batch_counts(batch_size, wished, window) == expected
+
+
+def test_the_pieces_of_a_window_are_never_joined() -> None:
+    windowed = replace(cluster_of(TABLES[0], 16), window=8)
+    assert solve(windowed).plan.micro_batches % 8 == 0
+    assert solve(windowed, Wishes(micro_batches=2)).plan.micro_batches == 8
+    wished = solve(windowed, Wishes(micro_batches=16)).plan
+    assert candidate_of(dataclasses.replace(wished, micro_batches=1), windowed).micro_batches == 8
+    with pytest.raises(PlanError, match="must be a multiple of that"):
+        solve(windowed, Wishes(batch_size=12))
+    with pytest.raises(ProfileError, match="multiple of window"):
+        replace(windowed, window=5).check()
 
 
 def test_the_plan_passes_its_own_check() -> None:

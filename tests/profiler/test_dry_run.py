@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torchmetrics import MeanMetric
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_hetero import windows
 from lightning_hetero.model.attributes import restoring_generator
 from lightning_hetero.profiler.dry_run import (
     NoSample,
@@ -106,6 +107,33 @@ def test_several_loaders_give_a_batch_of_each() -> None:
     assert [len(part["labels"]) for part in found.first(2)] == [2, 2]
     named = sample(CombinedLoader({"a": loader(8, 4), "b": loader(8, 4)}, "min_size"))
     assert set(named.batch) == {"a", "b"}
+
+
+def test_a_window_gives_its_largest_piece() -> None:
+    rows: Any = [torch.zeros(2, length) for length in (3, 7, 5, 9)]
+    found = sample(windows(DataLoader(rows, batch_size=None), 3))
+    assert (found.batch.shape, found.size, found.window) == ((2, 7), 2, 3)
+    combined: Any = CombinedLoader([loader(8, 4), loader(8, 4)], "min_size")
+    found = sample(windows(combined, 2))
+    assert found.of_several_loaders
+    assert (len(found.batch), found.size, found.window) == (2, 4, 2)
+
+
+def test_a_look_at_windows_takes_nothing_from_the_loader_inside() -> None:
+    def shuffled() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(sequences(8), 1, shuffle=True, generator=generator)  # type: ignore[arg-type]
+
+    looked_at, untouched = shuffled(), shuffled()
+    sample(windows(looked_at, 2))
+    for found, expected in zip(looked_at, untouched, strict=True):
+        assert torch.equal(found["input_ids"], expected["input_ids"])
+    busy = DataLoader(sequences(8), 4, num_workers=2)  # type: ignore[arg-type]
+    sample(windows(busy, 2))
+    assert (busy.num_workers, busy._iterator) == (2, None)
+    run = about_to_train(windows(busy, 2), max_epochs=3)
+    with no_trace(run.lightning_module, []):
+        assert run.estimated_stepping_batches == 3
 
 
 class Stream(IterableDataset[Tensor]):

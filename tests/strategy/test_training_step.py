@@ -19,7 +19,7 @@ from lightning_hetero.strategy.training_step import (
     BatchReader,
     Collated,
     LossScaling,
-    _as_computed,
+    as_computed,
     collated_by,
 )
 
@@ -104,7 +104,7 @@ def test_a_result_without_a_loss_is_refused(result: Any) -> None:
 
 def test_backward_shows_the_gradients_that_were_computed() -> None:
     shown: list[bool] = []
-    loss = _as_computed(torch.tensor(2.0), lambda _gradient: shown.append(True))
+    loss = as_computed(torch.tensor(2.0), lambda _gradient: shown.append(True))
     assert loss.item() == 2.0
     assert shown == []
     (loss / 3).backward()
@@ -113,7 +113,7 @@ def test_backward_shows_the_gradients_that_were_computed() -> None:
 
 def test_a_loss_scaled_on_its_way_to_backward_is_refused() -> None:
     scaling = LossScaling(PlainCopies(torch.device("cpu")))
-    loss = _as_computed(torch.tensor(2.0), partial(scaling.note, expected=1.0))
+    loss = as_computed(torch.tensor(2.0), partial(scaling.note, expected=1.0))
     with pytest.raises(ModelError, match="scaled by 2 on its way"):
         (loss * 2).backward()
 
