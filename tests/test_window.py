@@ -129,7 +129,7 @@ def test_several_loaders_have_their_states_by_number() -> None:
         ([1, 2, 3], 2, r"DataLoader\(batches, batch_size=None\)"),
         (3, 2, "The value 3 is no data loader"),
     ],
-    ids=str,
+    ids=["0", "True", "2.5", "windows", "dict", "list", "number"],
 )
 def test_what_gives_no_windows_is_refused(loader: Any, size: Any, text: str) -> None:
     with pytest.raises(BatchError, match=text):

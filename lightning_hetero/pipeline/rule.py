@@ -101,6 +101,27 @@ def choose(
     return min(may_run, key=urgency)
 
 
+def loss_waits(num_workers: int, num_before: int, num_behind: int) -> bool:
+    """Whether the last loss of a batch goes backward after the next batch of its accumulation
+    window has started.
+
+    Either the next forward waits for this backward, or the workers wait for its gradients. Where
+    the coordinator has layers behind the workers', the backward takes long, and the workers would
+    be idle meanwhile. One worker is idle in any case, until it has the next forward. A backward
+    takes twice as long as a forward; the head and the loss count as a layer.
+
+    Simulated for equal processes and batches of one micro-batch: two processes 1.71 in place of
+    1.41 times one device; with layers behind alone, three processes 2.40 in place of 1.41; with
+    layers before alone, the loss does not wait, and three processes reach 2.40 in place of 1.95.
+
+    Args:
+        num_workers: The workers of the plan.
+        num_before: The coordinator's layers before those of the workers.
+        num_behind: Its layers behind them.
+    """
+    return num_workers == 1 or num_before <= 2 * num_behind + 1
+
+
 @dataclass
 class GradientOrder:
     """The order in which a step's losses are computed backward and gradients go to the stages.

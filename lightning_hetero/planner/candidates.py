@@ -24,6 +24,7 @@ from itertools import accumulate, groupby, pairwise, product
 
 import msgspec
 
+from ..pipeline.rule import loss_waits
 from ..plan import (
     COORDINATOR,
     Narrowing,
@@ -304,6 +305,7 @@ class Candidate:
             replicas=self._replicas() if self.has_replicas else None,
             num_batches=self.costs.num_batches,
             loss_backward_seconds=behind.layer_seconds[1] + (head.backward_seconds if head else 0),
+            loss_waits=loss_waits(len(self.processes) - 1, own.num_layers, behind.num_layers),
         )
 
     @property

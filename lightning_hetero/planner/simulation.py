@@ -7,8 +7,8 @@ of those that are ready in all its stages, and computes while its results travel
 transfer at a time.
 
 A window of several batches is played as one step. The coordinator gets a batch when all losses of
-the batch before it are there. Their last backward waits until the new batch has begun: that gives
-the workers a forward to run meanwhile.
+the batch before it are there. Their last backward may wait until the new batch has begun
+(`loss_waits`): that gives the workers a forward to run meanwhile.
 
 A process of a plan with replicas takes the forwards of a stage in the order of its micro-batches,
 and so the backwards; the coordinator takes losses in the order of all micro-batches.
@@ -307,7 +307,9 @@ class SimulatedRun:
         """Whether the backward of a loss waits until the next batch has begun."""
         behind = action.key.microbatch + 1
         is_last = behind == self.pipeline.num_microbatches
-        return not is_last and behind % self.pipeline.microbatches_of_batch == 0
+        if is_last or not self.pipeline.loss_waits:
+            return False
+        return behind % self.pipeline.microbatches_of_batch == 0
 
     def offered(self, ready: Sequence[Action]) -> Collection[Action]:
         """The actions that a process with replicas offers to the rule: of each stage and kind the

@@ -101,8 +101,8 @@ class Pipeline:
             line. Only an entry of the first or the last stage may have process 0.
         num_batches: The batches of the window, which have equally many micro-batches. A batch
             begins when all losses of the batch before it are there; backwards need not have ended.
-        loss_backward_seconds: The backward in ``loss_seconds``. Between two batches it waits until
-            the next batch has begun.
+        loss_backward_seconds: The backward in ``loss_seconds``.
+        loss_waits: Whether this backward waits between two batches until the next one has begun.
 
     Raises:
         PlanError: If the numbers of stages, hops, processes and batches do not fit together.
@@ -120,6 +120,7 @@ class Pipeline:
     replicas: Replicas | None = None
     num_batches: int = 1
     loss_backward_seconds: float = 0.0
+    loss_waits: bool = True
 
     def __post_init__(self) -> None:
         if self.num_microbatches % self.num_batches:
@@ -165,9 +166,10 @@ class Pipeline:
 
     @property
     def least_seconds_of_losses(self) -> float:
-        """The coordinator's seconds until all losses of a batch are there, without the backward
-        that waits for the next batch."""
-        return self.microbatches_of_batch * self.loss_seconds - self.loss_backward_seconds
+        """The coordinator's seconds until all losses of a batch are there, without a backward that
+        waits for the next batch."""
+        later = self.loss_backward_seconds if self.loss_waits else 0.0
+        return self.microbatches_of_batch * self.loss_seconds - later
 
     @cached_property
     def num_processes(self) -> int:

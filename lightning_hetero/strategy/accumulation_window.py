@@ -27,6 +27,7 @@ from ..coordinator.replicas import HostedReplicas
 from ..model.placeholders import training_flags
 from ..pipeline.awaited import AwaitedGradients, may_be_awaited
 from ..pipeline.driver import Driver
+from ..pipeline.rule import loss_waits
 from ..pipeline.turns import current_turn
 from ..plan import COORDINATOR, Plan
 
@@ -184,20 +185,10 @@ class AccumulationWindow:
 
 
 def starts_next_first(plan: Plan) -> bool:
-    """Whether the next batch starts before the last loss of a batch goes backward.
-
-    Either the next forward waits for this backward, or the workers wait for its gradients. Where
-    the coordinator has layers behind the workers', the backward takes long, and the workers would
-    be idle meanwhile. One worker is idle in any case, until it has the next forward. A backward
-    takes twice as long as a forward; the head and the loss count as a layer.
-    """
-    workers = [number for stage in plan.remote_stages for number in stage.layer_indices]
-    own = [
-        number
-        for stage in plan.stages
-        if COORDINATOR in stage.workers
-        for number in stage.layer_indices
-    ]
-    num_before = sum(number < min(workers, default=0) for number in own)
-    num_behind = sum(number > max(workers, default=0) for number in own)
-    return len(plan.workers) == 1 or num_before <= 2 * num_behind + 1
+    """Whether the next batch of a window starts before the last loss goes backward."""
+    away = [number for stage in plan.remote_stages for number in stage.layer_indices]
+    here = [stage for stage in plan.stages if COORDINATOR in stage.workers]
+    own = [number for stage in here for number in stage.layer_indices]
+    num_before = sum(number < min(away, default=0) for number in own)
+    num_behind = sum(number > max(away, default=0) for number in own)
+    return loss_waits(len(plan.workers), num_before, num_behind)
