@@ -570,6 +570,11 @@ class Attributes:
         for module in modules:
             self._note_items(vars(module), 0)
 
+    @property
+    def has_generators(self) -> bool:
+        """Whether there are random generators in them."""
+        return bool(self._undo_draws)
+
     def restore(self, *, with_generators: bool = True) -> None:
         """Restore everything but the content of tensors, any number of times.
 

@@ -407,7 +407,7 @@ _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 _REFUSED = {f"__i{name}__" for name in _OPERATORS} | {"__setitem__", "data ="}
 
 
-_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = Tensor.device.__get__
 _ADDRESSES = frozenset({"data_ptr", "storage", "untyped_storage", "numpy", "__array__"})
 # Code that reads the device of a tensor, and takes random numbers in the place of one on `meta`.
 _INVENTING = frozenset({"torch.utils.tensorboard._convert_np"})

@@ -43,6 +43,7 @@ from ..pipeline.turns import TurnThreads
 from .arguments import StepOptions, scaler_of
 from .check_schedule import KeptBatch, RunChecks
 from .first_gradients import inner_backward
+from .interleaving import InterleavingCheck
 from .step_changes import OwnAttributes, StepChanges, warn_of_changes
 
 
@@ -237,6 +238,7 @@ class MicrobatchedStep(BatchStep):
         coordinator = deployment.coordinator
         self._loss_weighting = options.loss_weighting
         self._checks, self._check_batch = checks, check
+        self._interleaving = InterleavingCheck(module, deployment, options.batches.check)
         # While a batch runs that was checked, what its micro-batches change.
         self._changes: StepChanges | None = None
         self._has_said_in_part = False
@@ -272,7 +274,7 @@ class MicrobatchedStep(BatchStep):
         batch, *rest = args
         cut, weights = self._cut(batch, rest)
         accumulates, step = self.accumulates, self._number_step()
-        has_begun = self._check(cut, rest, accumulates)
+        has_begun = self._check(cut, rest, accumulates, step)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         scale = self._loss_scale
         metrics = BatchMetrics()
@@ -334,7 +336,7 @@ class MicrobatchedStep(BatchStep):
             whole = CutBatch.uncut(batch)
             return whole, whole.weights(self._loss_weighting, self._copies)
 
-    def _check(self, batch: CutBatch, rest: Sequence[Any], accumulates: bool) -> bool:
+    def _check(self, batch: CutBatch, rest: Sequence[Any], accumulates: bool, step: int) -> bool:
         """Check the batch if it is its turn.
 
         A batch that adds to gradients of others is not checked: where a check fails, workers drop
@@ -363,6 +365,13 @@ class MicrobatchedStep(BatchStep):
         begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
         begin(is_trial=not checks.is_first)
         self._check_batch(checks, checked, its_rest, partial(begin, is_trial=True))
+        if len(batch.microbatches) > 1:
+            if not checks.is_first:
+                stages.dropout_step = step
+                begin(is_trial=True)
+            begin_again = partial(begin, is_trial=True)
+            self._interleaving.run_alone(checks, batch, rest, step, begin_again)
+            stages.dropout_step = step - (not checks.is_first)
         away = self._deployment.modules_away
         self._changes = StepChanges(self._module, away, batch.num_samples)
         return checks.is_first
@@ -379,6 +388,7 @@ class MicrobatchedStep(BatchStep):
         checks = self._checks
         if checks is None:
             return
+        self._interleaving.compare(checks, results)
         if self._changes is not None:
             repeated = self._changes.repeated
             warn_of_changes([name for name in repeated if checks.is_new("changed", name)])
