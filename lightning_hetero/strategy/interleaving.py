@@ -27,7 +27,7 @@ from ..pipeline.microbatch import GO_ON, CheckFirstBatch, CutBatch
 from ..pipeline.results import loss_of
 from ..pipeline.tolerance import coarsest, rounding_of_loss
 from ..profiler.dry_run import no_trace
-from .arguments import autocast_dtype
+from .arguments import computing_dtypes
 from .check_schedule import RunChecks
 
 # Losses below this have no relative error of their own.
@@ -249,10 +249,7 @@ class InterleavingCheck:
 
     def _rounding(self) -> float:
         """The relative difference of losses that rounding explains."""
-        dtypes = [parameter.dtype for parameter in self._module.parameters()]
-        autocast = autocast_dtype(self._module.trainer.precision_plugin)
-        if autocast is not None:
-            dtypes.append(autocast)
+        dtypes = computing_dtypes(self._module)
         widest = max((max(each.shape, default=1) for each in self._module.parameters()), default=1)
         return rounding_of_loss(coarsest([*dtypes, *self._deployment.stage_dtypes]), widest)
 

@@ -171,6 +171,30 @@ class PerThread(Learner):
         return super().leave(hidden) * getattr(self.here, "scale", 1.0)
 
 
+class Casting(Learner):
+    """Enters autocast outside of its step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.cast = torch.autocast("cpu", dtype=torch.bfloat16)
+        self.cast.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.cast.__exit__(None, None, None)
+
+
+class Rounding(Learner):
+    """Saves tensors for its backward in a coarser dtype, by hooks from outside of its step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor.bfloat16().to(tensor.dtype), lambda tensor: tensor
+        )
+        self.hooks.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.hooks.__exit__(None, None, None)
+
+
 DISTURBED = [
     InDictionary, OnStack, InObject, InGlobal, ByHook, Auxiliary, Switching, PerThread
 ]  # fmt: skip
@@ -204,6 +228,21 @@ def test_a_disturbed_step_ends_the_run_and_its_remedy_equals_one_device(
             run(pattern, pattern.strategy(allowing, {}))
     found = run(pattern, pattern.strategy(allowing, {"micro_batching": "boundary"}))
     assert_equal(found, run(pattern))
+
+
+def test_autocast_from_outside_of_the_step_holds_in_it(allowing: list[str]) -> None:
+    pattern = Pattern("", "", Casting)
+    found, expected = run(pattern, pattern.strategy(allowing, {})), run(pattern)
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-2, atol=0)
+    # Without autocast, the weights are apart by far more than by its rounding.
+    assert found.apart(expected) < 0.05
+
+
+def test_hooks_for_saved_tensors_around_layers_away_are_said(allowing: list[str]) -> None:
+    pattern = Pattern("", "", Rounding)
+    with pytest.warns(UserWarning, match="inside of `saved_tensors_hooks`, which see and change"):
+        run(pattern, pattern.strategy(allowing, {}))
 
 
 @pytest.fixture
