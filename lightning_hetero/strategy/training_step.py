@@ -41,7 +41,9 @@ from ..pipeline.results import (
 )
 from ..pipeline.turns import TurnThreads
 from .arguments import StepOptions, scaler_of
+from .batch_kinds import BatchKindReader, BatchKinds
 from .check_schedule import KeptBatch, RunChecks
+from .first_batch import tensors_of
 from .first_gradients import inner_backward
 from .interleaving import InterleavingCheck
 from .step_changes import OwnAttributes, StepChanges, warn_of_changes
@@ -239,6 +241,7 @@ class MicrobatchedStep(BatchStep):
         self._loss_weighting = options.loss_weighting
         self._checks, self._check_batch = checks, check
         self._interleaving = InterleavingCheck(module, deployment, options.batches.check)
+        self._kind_reader = BatchKindReader(coordinator.stages.copies)
         # While a batch runs that was checked, what its micro-batches change.
         self._changes: StepChanges | None = None
         self._has_said_in_part = False
@@ -273,6 +276,7 @@ class MicrobatchedStep(BatchStep):
         self._scaling.check_last()
         batch, *rest = args
         cut, weights = self._cut(batch, rest)
+        kinds = None if self._checks is None else self._kind_reader.read(tensors_of(cut.whole))
         accumulates, step = self.accumulates, self._number_step()
         has_begun = self._check(cut, rest, accumulates, step)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
@@ -302,7 +306,7 @@ class MicrobatchedStep(BatchStep):
                 step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
         self._own_attributes.end_step()
-        self._end_check(log, results, (cut, rest), accumulates)
+        self._end_check(log, results, (cut, rest), accumulates, kinds)
         log.publish(self._module.log)
         merged = self._merge(results, weights.all, shares.all, scale)
         if merged is None:
@@ -382,6 +386,7 @@ class MicrobatchedStep(BatchStep):
         results: Sequence[Any],
         batch: tuple[CutBatch, Sequence[Any]],
         accumulates: bool,
+        kinds: BatchKinds | None,
     ) -> None:
         """Say what the micro-batches have changed, note what they have had, and keep a batch with
         something new that could not be checked."""
@@ -397,6 +402,7 @@ class MicrobatchedStep(BatchStep):
             return
         keys = {key for result in results if isinstance(result, Mapping) for key in result}
         found = {
+            *(() if kinds is None else kinds.names()),
             *(("log", name) for name in log.names),
             *(("result", key) for key in keys),
             *(("gradient", number) for number in self._gradients.found),
