@@ -18,10 +18,9 @@ from lightning_hetero.strategy.interleaving import LossesAlone
 from ..conftest import worker_process
 from ..models import scaled_precision
 from ..pairwise import keeping
-from ..patterns import Pattern, run
+from ..patterns import Pattern, assert_equal, run
 from ..patterns.learner import Learner, cross_entropy
-from .test_dropout import BOTH_ENDS, MODELS, TURN_BY_TURN, plan_of, train
-from .test_patterns import assert_equal
+from .drawing import BOTH_ENDS, MODELS, TURN_BY_TURN, plan_of, train
 
 
 class Sharing(Learner):
