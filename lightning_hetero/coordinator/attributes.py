@@ -72,11 +72,13 @@ class PlainAttributes:
         if number <= max(self._called, default=number - 1):
             self._called = set()
         if not self._state.is_same(number):
-            self._unsent += self._take_changes()
+            self._take_changes()
         self._called.add(number)
 
-    def _take_changes(self) -> list[Change]:
+    def _take_changes(self) -> None:
+        """Note the changes as unsent: they stay so after an error, which a check may catch."""
         changes = self._state.take_changes()
+        self._unsent += changes
         late = next((each for each in changes if each.layer_index in self._called), None)
         if late is not None:
             raise ModelError(
@@ -85,7 +87,6 @@ class PlainAttributes:
                 "it in `on_train_batch_start` or earlier, pass it as an argument, or keep the "
                 "layer with the coordinator."
             )
-        return changes
 
     def _where(self, change: Change) -> str:
         """The full name of the first attribute of a change."""
@@ -112,7 +113,7 @@ class PlainAttributes:
         step = self._connections.step
         present = step, self._connections.first_microbatch
         is_first, self._latest = present != self._latest, present
-        self._unsent += self._take_changes()
+        self._take_changes()
         self._called = set()
         if not self._unsent:
             return

@@ -90,6 +90,7 @@ class Deployment:
         hand_overs: Takes hidden states to the stages and back.
         draws: The random numbers of this process's part of the steps.
         hosted: The layers of which this process is a replica; None if there are none.
+        has_updated_buffers: Whether forwards of layers on workers have updated buffers of theirs.
 
     Raises:
         ModelError: If the layers cannot live apart.
@@ -111,6 +112,7 @@ class Deployment:
         self.coordinator = coordinator
         self.layers = layers
         self.draws = Draws(seed)
+        self.has_updated_buffers = False
         self._root = root
         self._saving = threading.Lock()
         self._converts_weights = converts_weights
@@ -587,6 +589,7 @@ class Deployment:
     def _warn_of_buffers(self) -> None:
         """Name the buffers of layers on workers that are updated more often than on one device."""
         for updates in self.coordinator.layers.take_buffer_updates():
+            self.has_updated_buffers = True
             places = (name.partition(".") for name in updates.names)
             names = [f"{self._names[int(number)]}.{rest}" for number, _, rest in places]
             how_often, remedy = _AGAIN if updates.is_again else _IN_PIECES

@@ -35,6 +35,7 @@ from ..pipeline.handover import (
     takes_sequence_first,
 )
 from ..pipeline.microbatch import GO_ON, STOPPING_DIFFERENCE, BatchOptions
+from ..pipeline.random_numbers import FIRST_TRIAL
 from ..pipeline.recorder import Recorder
 from ..pipeline.tolerance import coarsest, norm_error, rounding_of_hidden
 from ..pipeline.trial_backward import (
@@ -48,6 +49,7 @@ from ..pipeline.trial_backward import (
 from ..pipeline.turns import current_turn
 from ..plan import Plan
 from ..protocol.tensor_bytes import DTYPES
+from .lone_microbatch import LoneMicrobatch
 from .steps import RemoteStages
 
 _NUM_COMPARED = 2
@@ -238,10 +240,6 @@ def _difference(found: Activation, expected: Activation) -> float:
     return max(norm_error(mine, other) for mine, other in pairs)
 
 
-# Trials count their visits from here; no step has so many hand-overs.
-_FIRST_TRIAL = 2**30
-
-
 @dataclass(frozen=True)
 class TriedHandOver:
     """A hand-over of a trial with gradients on.
@@ -264,6 +262,14 @@ def _as_leaf(each: Collected) -> Collected:
     if is_carried(each.kind) or not each.tensor.is_floating_point():
         return each
     return Collected(each.kind, each.tensor.detach().requires_grad_())
+
+
+def _as_leaves(found: Activation) -> Activation:
+    """What came back as leaves that want gradients, while gradients are on."""
+    if not torch.is_grad_enabled():
+        return found
+    collected = tuple(map(_as_leaf, found.collected))
+    return replace(found, hidden=found.hidden.detach().requires_grad_(), collected=collected)
 
 
 class HandOvers:
@@ -298,10 +304,11 @@ class HandOvers:
         self._whole_batches = WholeBatches(layers, plan, options, self._try)
         # Numbers the hand-overs of the present step; None outside of a step.
         self._visits: Iterator[int] | None = None
-        self._trials = count(_FIRST_TRIAL)
+        self._trials = count(FIRST_TRIAL)
         # Whether the trials that run at present are cut into pieces; None while none run.
         self._trial_is_cut: bool | None = None
         self._tried: list[TriedHandOver] = []
+        self._lone: LoneMicrobatch | None = None
         self._is_cutting = False
 
     @contextmanager
@@ -344,7 +351,16 @@ class HandOvers:
     @property
     def are_trials(self) -> bool:
         """Whether the present hand-overs leave nothing behind."""
-        return self._trial_is_cut is not None
+        return self._trial_is_cut is not None or self._lone is not None
+
+    @contextmanager
+    def alone(self, microbatch: LoneMicrobatch) -> Iterator[None]:
+        """Inside, a micro-batch of a step that has begun runs alone, and leaves nothing behind."""
+        self._lone = microbatch
+        try:
+            yield
+        finally:
+            self._lone = None
 
     @contextmanager
     def cut_step(self) -> Iterator[None]:
@@ -373,6 +389,9 @@ class HandOvers:
                 "runs, as the backward of reentrant checkpointing does, or a thread; give "
                 "`checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`."
             )
+        if self._lone is not None:
+            self._follow(False)
+            return _as_leaves(self._lone.exchange(self._stages, request))
         if self._trial_is_cut is not None:
             self._follow(False)
             cut = self._whole_batches.cut(request) if self._trial_is_cut else ([request], 0)
@@ -380,10 +399,8 @@ class HandOvers:
                 return self._try(*cut)
             backwards, found = self._whole_batches.with_backwards(*cut)
             sent = (request.hidden, *request.surroundings.carried.values())
-            back = found.hidden.detach().requires_grad_()
-            collected = tuple(map(_as_leaf, found.collected))
-            found = replace(found, hidden=back, collected=collected)
-            self._tried.append(TriedHandOver(sent, back, found.outputs, backwards))
+            found = _as_leaves(found)
+            self._tried.append(TriedHandOver(sent, found.hidden, found.outputs, backwards))
             return found
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)

@@ -103,7 +103,9 @@ class _Compiled(ForwardOverride):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            args, kwargs = without_cache(args, kwargs)  # which nobody reads in a training step
+            args, kwargs = without_cache(
+                self.module, args, kwargs
+            )  # which nobody reads in a training step
         elif caches_among(args, kwargs):
             return self.below(*args, **kwargs)
         return self._compiled(*args, **kwargs)
@@ -116,7 +118,7 @@ class _Recomputed(ForwardOverride):
         if not torch.is_grad_enabled():
             return self.below(*args, **kwargs)
         # A second forward must not find what the first one left in a cache.
-        args, kwargs = without_cache(args, kwargs)
+        args, kwargs = without_cache(self.module, args, kwargs)
         return checkpoint(
             self.below,
             *args,

@@ -239,22 +239,25 @@ class Snapshot:
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self.held: list[tuple[Any, _Reader, tuple[Any, ...]]] = []
-        self.content = self._look()
-
-    def _look(self) -> Any:
-        """Take a snapshot of the value, and note what it holds."""
         looked_into: list[Any] = []
-        content = frozen(self._value, (), looked_into)
-        readers = ((thing, _reader_for(thing)) for thing in looked_into)
-        self.held = [(thing, read, read(thing)) for thing, read in readers]
-        return content
+        self.content = frozen(value, (), looked_into)
+        self.held = _items_in(looked_into)
 
     def is_same(self) -> bool:
-        """Whether the content is what it was."""
+        """Whether the content is what it was; asked again, the answer is the same."""
         if all([_are_same(read(thing), items) for thing, read, items in self.held]):  # noqa: C419
             return True
-        return bool(self._look() == self.content)
+        looked_into: list[Any] = []
+        if frozen(self._value, (), looked_into) != self.content:
+            return False
+        # Equal items have taken the places of others. The next comparison is quick again.
+        self.held = _items_in(looked_into)
+        return True
+
+
+def _items_in(things: Sequence[Any]) -> list[tuple[Any, _Reader, tuple[Any, ...]]]:
+    readers = ((thing, _reader_for(thing)) for thing in things)
+    return [(thing, read, read(thing)) for thing, read in readers]
 
 
 def _reader_for(thing: Any) -> _Reader:
@@ -349,18 +352,29 @@ class AttributeState:
         of_layer = self._of_layers.get(layer_index, {}).values()
         return all([each.is_same() for each in of_layer])  # noqa: C419 - a list is faster
 
+    def changes(self) -> list[Change]:
+        """The changes since `note`, or since the last ones that were taken."""
+        if self._are_all_same():
+            return []
+        memory: dict[int, Snapshot] = {}
+        present = (_Watched(*each, memory) for each in self._modules)
+        pairs = zip(present, self._watched, strict=True)
+        found = (now.changes_since(before) for now, before in pairs)
+        of_classes = (change for each in self._classes for change in each.changes())
+        return [*of_classes, *(change for change in found if change.names)]
+
     def take_changes(self) -> list[Change]:
-        """The changes since the last call or `note`."""
+        """The changes, which are no changes from now on."""
+        if self._are_all_same():
+            return []
+        found = self.changes()
+        self.note()
+        return found
+
+    def _are_all_same(self) -> bool:
         watched: list[_Watched | Snapshot | _Classes]
         watched = [*self._watched, *self._inside, *self._classes]
-        if all([each.is_same() for each in watched]):  # noqa: C419 - a list is faster
-            return []
-        old = self._watched
-        of_classes = [change for each in self._classes for change in each.changes()]
-        self.note()
-        pairs = zip(self._watched, old, strict=True)
-        changes = (now.changes_since(before) for now, before in pairs)
-        return [*of_classes, *(change for change in changes if change.names)]
+        return all([each.is_same() for each in watched])  # noqa: C419 - a list is faster
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -555,6 +569,11 @@ class Attributes:
                 self._note_class(each)
         for module in modules:
             self._note_items(vars(module), 0)
+
+    @property
+    def has_generators(self) -> bool:
+        """Whether there are random generators in them."""
+        return bool(self._undo_draws)
 
     def restore(self, *, with_generators: bool = True) -> None:
         """Restore everything but the content of tensors, any number of times.

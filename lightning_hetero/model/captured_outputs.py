@@ -9,18 +9,20 @@ No other module uses the private names of transformers that this relies on.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ..errors import ModelError, RemoteProtocolError
 from .four_bit import is_cache_hook
-from .layers import models_around
+from .layers import DecoderLayer, models_around_each
 from .placeholders import is_away
 
 HIDDEN_STATES = "hidden_states"
@@ -101,15 +103,22 @@ def _tensor(value: Any, kind: str) -> Tensor:
 
 
 def install_hooks(root: nn.Module, layer_names: Sequence[str]) -> None:
-    """Install the collecting hooks of transformers in the Hugging Face model with these layers.
+    """Install the collecting hooks of transformers in the Hugging Face models with these layers.
 
     transformers installs them itself when outputs are first wanted. Does nothing if no such model
     has the layers.
     """
-    models = models_around(root, layer_names)
-    # Install on the outermost model: if it collects too, transformers would add a second set later.
-    if models and not getattr(models[-1], _INSTALLED, False):
-        output_capturing.maybe_install_capturing_hooks(models[0])
+    for models in models_around_each(root, layer_names):
+        if not _has_hooks(models[-1]):
+            # On the outermost model, because transformers would add a second set if it collects too
+            # later. But it would also add one to models inside that have theirs already.
+            output_capturing.maybe_install_capturing_hooks(
+                next(each for each in models if not any(map(_has_hooks, each.modules())))
+            )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return getattr(module, _INSTALLED, False)
 
 
 class CollectingHooks:
@@ -124,8 +133,8 @@ class CollectingHooks:
     """
 
     def __init__(self, root: nn.Module, layer_names: Sequence[str], are_cut: bool = False) -> None:
-        models = models_around(root, layer_names)
-        modules = list(models[0].modules()) if models else []
+        chains = models_around_each(root, layer_names)
+        modules = {module for models in chains for module in models[0].modules()}
         before = [
             (module, _INSTALLED in vars(module), {*module._forward_hooks}) for module in modules
         ]
@@ -136,7 +145,7 @@ class CollectingHooks:
                 self._undo.callback(module._forward_hooks.pop, key, None)
             if not was_flagged and _INSTALLED in vars(module):
                 self._undo.callback(delattr, module, _INSTALLED)
-        for model in models[-1:]:
+        for model in (models[-1] for models in chains):
             for check in (_refuse_repeated, _refuse_gathered) if are_cut else (_refuse_repeated,):
                 self._undo.callback(model.register_forward_hook(check).remove)
 
@@ -176,6 +185,64 @@ def _gathered(output: Any) -> list[tuple[Any, ...]]:
     if isinstance(values, Tensor) or not isinstance(values, Iterable):
         return []
     return [value for value in values if isinstance(value, tuple)]
+
+
+class CollectedOutput(msgspec.Struct, frozen=True):
+    """What a hook of transformers collects from one module inside a layer.
+
+    Args:
+        layer: The number of the layer.
+        path: The module's path in the layer.
+        kind: The kind of the outputs.
+        index: The position of the output in the tuple that the module returns.
+        with_input: Whether the first input of all is collected too.
+    """
+
+    layer: int
+    path: str
+    kind: str
+    index: int
+    with_input: bool
+
+
+def collected_in(
+    root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]
+) -> list[CollectedOutput]:
+    """What transformers collects from numbered layers of a LightningModule."""
+    hooks = CollectingHooks(root, [layer.name for _, layer in layers])
+    try:
+        return [
+            CollectedOutput(number, path, *_collected_by(hook))
+            for number, layer in layers
+            for path, module in layer.module.named_modules()
+            for hook in module._forward_hooks.values()
+            if is_collecting(hook)
+        ]
+    finally:
+        hooks.remove()
+
+
+def _collected_by(hook: Callable[..., Any]) -> tuple[str, int, bool]:
+    names = inspect.getclosurevars(inspect.unwrap(hook)).nonlocals
+    return names["key"], names["index"], names["capture_initial_hidden_state"]
+
+
+def collect_from(layers: nn.ModuleDict, outputs: Iterable[CollectedOutput]) -> None:
+    """Let layers that were built outside of their model collect what they collect inside of it.
+
+    Raises:
+        ModelError: If an output is of a module that does not exist.
+    """
+    for output in outputs:
+        try:
+            module = layers.get_submodule(f"{output.layer}.{output.path}".strip("."))
+        except AttributeError as error:
+            raise ModelError(
+                f"The recipe collects {output.kind!r} from a module that does not exist: {error}."
+            ) from error
+        output_capturing.install_output_capuring_hook(
+            module, output.kind, output.index, output.with_input
+        )
 
 
 class SilencedHooks:

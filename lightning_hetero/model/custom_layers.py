@@ -38,6 +38,7 @@ from .attribute_values import (
     read_value,
     write_value,
 )
+from .captured_outputs import CollectedOutput
 from .layer_code import code_of
 from .layers import DecoderLayer
 
@@ -81,6 +82,7 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
         parameters: All parameters.
         imports: The Python modules besides torch's that define the classes and functions.
         code: The digest of each function that the layers run; see `layer_code`.
+        outputs: What transformers collects from inside the layers.
     """
 
     layers: dict[int, Number]
@@ -88,6 +90,7 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
     parameters: list[EmptyTensorNode]
     imports: list[str]
     code: dict[str, str] = {}
+    outputs: list[CollectedOutput] = []
 
     def to_json(self) -> str:
         """The recipe as text for the wire.

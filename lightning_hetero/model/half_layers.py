@@ -143,7 +143,7 @@ class _InHalves(ForwardOverride):
             _follow(half, self.module)
         result = first(hidden, *args, **kwargs)
         # Only the attention uses the cache.
-        args, kwargs = without_cache(args, kwargs)
+        args, kwargs = without_cache(self.module, args, kwargs)
         if not isinstance(result, tuple):
             return second(result, *args, **kwargs)
         hidden, *others = second(result[0], *args, **kwargs)

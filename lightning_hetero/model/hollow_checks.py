@@ -165,6 +165,17 @@ def warn_of_modes() -> None:
                 "sees and changes nothing of what the worker computes. If it changes numbers, "
                 "leave it before the layers, or let the coordinator alone have them."
             )
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and _package_of(hooks[0]) not in _LIBRARIES:
+        rank_zero_warn(
+            "A layer that lives on a worker was called inside of `saved_tensors_hooks`, which see "
+            "and change nothing of what the worker saves for its backward. If they change numbers, "
+            "leave them before the layers, or let the coordinator alone have them."
+        )
+
+
+def _package_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__module__", None) or "").partition(".")[0]
 
 
 def hook_away(name: str) -> ModelError:

@@ -97,13 +97,13 @@ class HollowStateDicts:
     def changed_key(self) -> str | None:
         """The key of a tensor that a state dict got from a worker and that was changed in place
         since, which on one device changes the weight itself; None if there is none."""
-        changed = (each.key for each, count in self._given if each.alias._version != count)
-        found = next(changed, None)
-        # What was changed is named once; what nobody has any more cannot change.
-        self._given = (
-            [] if found else [each for each in self._given if each[0].tensor() is not None]
-        )
-        return found
+        # What nobody has any more cannot change; what was changed before stays so.
+        self._given = [
+            (each, count)
+            for each, count in self._given
+            if each.alias._version != count or each.tensor() is not None
+        ]
+        return next((each.key for each, count in self._given if each.alias._version != count), None)
 
     def _fill(
         self,

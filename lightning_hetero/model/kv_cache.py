@@ -211,7 +211,7 @@ class HollowCaches:
         """A call's arguments without the cache, and the stage's use of the cache if it is kept."""
         found = caches_among(args, kwargs)
         if not found or not getattr(self._here, "is_kept", False):
-            return *without_cache(args, kwargs), None
+            return *without_cache(layer, args, kwargs), None
         place, cache = found[0]
         use = self._layer_away(cache, layer).extend(hidden, place)
         args = tuple(None if value is cache else value for value in args)

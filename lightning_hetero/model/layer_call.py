@@ -6,13 +6,15 @@ the arguments of a call `Carried` stands for such a tensor, by its name; see `ca
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
+import transformers
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from transformers import Cache
@@ -241,13 +243,24 @@ def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place
 
 
 def without_cache(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with None in the place of each key-value cache."""
+    """The arguments with None in the place of each key-value cache.
+
+    The argument ``use_cache`` becomes False where it asks for such a cache. A layer of the user's
+    own may have another meaning for this name.
+    """
     kept = {k: None if isinstance(v, Cache) else v for k, v in kwargs.items()}
-    if "use_cache" in kept:
+    if "use_cache" in kept and (caches_among(args, kwargs) or _asks_for_cache(type(layer).forward)):
         kept["use_cache"] = False
     return tuple(None if isinstance(value, Cache) else value for value in args), kept
+
+
+@cache
+def _asks_for_cache(forward: Callable[..., Any]) -> bool:
+    """Whether the argument ``use_cache`` of a layer's forward is the one of transformers."""
+    package = getattr(forward, "__module__", "").partition(".")[0]
+    return package == transformers.__name__ and "use_cache" in inspect.signature(forward).parameters
 
 
 @dataclass(frozen=True)

@@ -245,12 +245,29 @@ def _is_layer_list(model: nn.Module, module: nn.Module) -> bool:
 
 def models_around(root: nn.Module, layer_names: Sequence[str]) -> list[PreTrainedModel]:
     """The Hugging Face models that hold all the layers, from the outermost to the innermost."""
-    return [
-        module
-        for name, module in root.named_modules()
-        if isinstance(module, PreTrainedModel)
-        and all(layer.startswith(f"{name}." if name else "") for layer in layer_names)
-    ]
+    return _holding(_models_in(root), layer_names)
+
+
+def models_around_each(root: nn.Module, layer_names: Sequence[str]) -> list[list[PreTrainedModel]]:
+    """The Hugging Face models that hold some of the layers, one list for each innermost one.
+
+    A module may have several models, such as a student and its teacher, or an encoder and a decoder
+    in one model. Each list goes from the outermost model to the innermost.
+    """
+    models = _models_in(root)
+    lists = (_holding(models, [name]) for name in layer_names)
+    return [*{id(found[-1]): found for found in lists if found}.values()]
+
+
+def _models_in(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+    return [(n, each) for n, each in root.named_modules() if isinstance(each, PreTrainedModel)]
+
+
+def _holding(
+    models: Sequence[tuple[str, PreTrainedModel]], layer_names: Sequence[str]
+) -> list[PreTrainedModel]:
+    starts = ((f"{name}." if name else "", model) for name, model in models)
+    return [model for start, model in starts if all(n.startswith(start) for n in layer_names)]
 
 
 def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderLayer]]) -> None:

@@ -407,6 +407,23 @@ _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 _REFUSED = {f"__i{name}__" for name in _OPERATORS} | {"__setitem__", "data ="}
 
 
+_DEVICE = Tensor.device.__get__
+_ADDRESSES = frozenset({"data_ptr", "storage", "untyped_storage", "numpy", "__array__"})
+# Code that reads the device of a tensor, and takes random numbers in the place of one on `meta`.
+_INVENTING = frozenset({"torch.utils.tensorboard._convert_np"})
+
+
+def _reader(function: Any) -> str:
+    """What asks for the device of a tensor and would invent its content, in words; mostly empty."""
+    if function != _DEVICE:
+        return ""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    invents = frame is not None and frame.f_globals.get("__name__") in _INVENTING
+    return "The `SummaryWriter` of TensorBoard" if invents else ""
+
+
 class _Away:
     """Refuses changes, and computations together with tensors that are here."""
 
@@ -419,7 +436,11 @@ class _Away:
                 known = function(*args)
                 if not isinstance(known, Tensor):
                     return known
+            if reader := _reader(function):
+                raise ModelError(f"{reader} {_SENTENCE}")
             name, kwargs = _name_of(function), kwargs or {}
+            if name in _ADDRESSES:
+                raise ModelError(f"`{name}` {_SENTENCE}")
             if name == "__reduce_ex__":
                 raise ModelError(
                     "A parameter or buffer of a layer that lives on a worker cannot be copied or "
@@ -516,6 +537,8 @@ class GradientAway(Tensor):
             for gradient in gradients:
                 gradient.parameter.grad = None
             return args[0]
+        if reader := _reader(function):
+            raise ModelError(f"{reader} {_OF_GRADIENT}")
         if function not in _OF_FORM_OF_GRADIENTS and name not in _KNOWN_OF_GRADIENTS:
             raise ModelError(f"`{name}` {_OF_GRADIENT}")
         with torch._C.DisableTorchFunctionSubclass():

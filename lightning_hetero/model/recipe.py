@@ -27,7 +27,7 @@ from transformers import (
 from ..errors import ModelError
 from .adapters import Adapters, describe_adapters, inject_adapters, without_wrappers
 from .allowed_imports import Allowed
-from .captured_outputs import install_hooks
+from .captured_outputs import collect_from, collected_in, install_hooks
 from .compiled_layers import without_wrapper_names
 from .custom_layers import BlocksRecipe, build_blocks, describe_blocks
 from .four_bit import FourBit, apply_four_bit, describe_four_bit
@@ -112,7 +112,8 @@ def write_recipe(
             "build halves of it. Leave out `cut_layers`."
         )
     if found is None:
-        return describe_blocks(layers)
+        outputs = collected_in(root, layers)
+        return msgspec.structs.replace(describe_blocks(layers), outputs=outputs)
     owner_name, owner = found
     prefix = f"{owner_name}." if owner_name else ""
     paths = {
@@ -188,6 +189,7 @@ def build_layers(
     """
     if isinstance(recipe, BlocksRecipe):
         layers = build_blocks(recipe, allowed)
+        collect_from(layers, recipe.outputs)
         check_code(code_of(layers.values()), recipe.code)
         return layers
     model_class = getattr(transformers, recipe.model_class, None)

@@ -52,9 +52,9 @@ class _Original:
             return False
         if self.content is not None:
             # The first time: it may have moved to its device since.
-            content, self.content = self.content, None
-            self.seen = tensor, _version(tensor)
-            return torch.equal(tensor.detach().to(content), content)
+            if not torch.equal(tensor.detach().to(self.content), self.content):
+                return False
+            self.seen, self.content = (tensor, _version(tensor)), None
         if self.seen is None:
             return False
         before, version = self.seen
@@ -114,7 +114,7 @@ class SharedParts:
         for original in self._originals.values():
             if not original.is_as_copied():
                 raise self._changed(original.owner, original.leaf)
-        for change in self._attributes.take_changes() if self._originals else ():
+        for change in self._attributes.changes() if self._originals else ():
             raise self._changed(change.module, change.names[0])
 
     def _changed(self, owner: nn.Module, name: str) -> ModelError:

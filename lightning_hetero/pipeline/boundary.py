@@ -147,6 +147,8 @@ class Surroundings:
         collect: The kinds of outputs that the model collects besides the hidden states.
         land: Call this before you compute with the tensors.
         is_trial: Whether the forward leaves nothing behind; see `on_trial`.
+        keeps_modes: Whether a trial computes in the modes of its calls and with the random numbers
+            of its micro-batch, and not in evaluation mode.
         place: How many forwards of the same visit the stage's process runs in it before this one;
             None for those whose arguments have come.
         numerics: The settings that change numbers.
@@ -165,6 +167,7 @@ class Surroundings:
     collect: Sequence[str] = ()
     land: Land = field(default=already_here, compare=False, repr=False)
     is_trial: bool = False
+    keeps_modes: bool = False
     place: int | None = None
     numerics: Numerics = Numerics()
     default_dtype: torch.dtype = torch.float32

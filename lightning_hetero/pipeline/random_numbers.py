@@ -39,6 +39,9 @@ from ..errors import ModelError
 from ..model.layers import describe_layer
 from ..model.placeholders import tensors_in
 
+# Trials count their visits from here; no step has so many hand-overs.
+FIRST_TRIAL = 2**30
+
 
 def seed_action(seed: int, *place: int | str) -> None:
     """Seed torch by a place: step, layer, micro-batch and visit for a layer, and with ``"behind"``

@@ -29,7 +29,7 @@ from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
-from .random_numbers import PythonStreams, seed_action, seed_elsewhere
+from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
 from .trial_backward import TRIED, has_own_code, tried_backward
 
@@ -78,18 +78,22 @@ class CompiledLayers:
 
 
 @contextmanager
-def on_trial(layer: nn.Module) -> Iterator[None]:
+def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
     """Inside, a layer computes as in training, without dropout; afterwards it is as before.
 
     Batch norms keep their mode, all other modules evaluate. Buffers are copies inside, so the
     layer's own buffers do not count as changed.
+
+    Args:
+        layer: The layer.
+        keeps_modes: Whether all modules keep their mode, so that dropout is as in training too.
     """
     modes = {module: module.training for module in layer.modules()}
     buffers = {module: dict(module._buffers) for module in modes}
     copies: dict[Tensor, Tensor] = {}
     try:
         for module in modes:
-            if not isinstance(module, _BatchNorm):
+            if not keeps_modes and not isinstance(module, _BatchNorm):
                 module.training = False
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -535,7 +539,8 @@ class Stage:
         tries_backward = surroundings.is_trial and TRIED in surroundings.collect
         backwards: list[Tensor] = []
         dropout_step, first = surroundings.batch or BatchNumbers()
-        place = key.microbatch - first, key.visit
+        visit = key.visit % FIRST_TRIAL if surroundings.keeps_modes else key.visit
+        place = key.microbatch - first, visit
         with (
             torch.set_grad_enabled(keep_graph),
             self._autocast(self.dtype or surroundings.autocast_dtype),
@@ -555,7 +560,11 @@ class Stage:
                 if self._has_own_code:  # torch and transformers draw from torch alone
                     seed_elsewhere(self.seed, dropout_step, call.layer_index, *place)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
-                with on_trial(layer) if surroundings.is_trial else nullcontext():
+                with (
+                    on_trial(layer, surroundings.keeps_modes)
+                    if surroundings.is_trial
+                    else nullcontext()
+                ):
                     if tries_backward:
                         backwards += tried_backward(layer, call, hidden)
                     hidden = along.take(tensors_of(run(*args, **kwargs), layer, call), call)

@@ -7,9 +7,9 @@
     Finished(result) ◀───────── returns
 
 At any time either the driver or one such thread runs, never two. These are threads and not
-greenlets, because torch keeps grad mode and autocast per thread. It keeps the device, the stream
-and the default device per thread too, and a turn takes them over from its driver. torch has a
-single default dtype for all threads, so each turn sets its own.
+greenlets, because torch keeps grad mode and autocast per thread. A turn begins with what its driver
+has: the device, the stream, the default device, autocast and the hooks for saved tensors. torch has
+a single default dtype for all threads, so each turn sets its own.
 
 A thread whose function has ended runs the next one, also in the next step. To start a thread takes
 up to a millisecond, and cuDNN's attention makes its plans anew for each thread, which takes tens of
@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -111,6 +112,8 @@ class Turn:
         self.has_left_state = False
         self._default_dtype = torch.get_default_dtype()
         self._device = ThreadDevice.present()
+        self._casts = casts_here()
+        self._saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._to_thread: SimpleQueue[Any] = SimpleQueue()
         self._to_driver: SimpleQueue[HandedOver | Finished | _Raised] = SimpleQueue()
         # The thread sees the user's context variables as the driver does.
@@ -175,20 +178,45 @@ class Turn:
             if self._is_abandoned:
                 raise _Abandoned
             self._device.take_over()
-            state = _state_of_torch()
-            try:
-                return Finished(self._function())
-            finally:
-                self.has_left_state = _state_of_torch() != state
+            with self._state_of_driver():
+                state = _state_of_torch()
+                try:
+                    return Finished(self._function())
+                finally:
+                    self.has_left_state = _state_of_torch() != state
         except BaseException as error:
             return _Raised(error)
+
+    @contextmanager
+    def _state_of_driver(self) -> Iterator[None]:
+        """Inside, this thread has what its driver had entered when it made the turn."""
+        with ExitStack() as stack:
+            for kind, dtype in self._casts:
+                # A cached cast of a weight would outlive its next step.
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            if self._saved_tensors_hooks is not None:
+                hooks = torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks)
+                stack.enter_context(hooks)
+            yield
+
+
+def casts_here() -> list[tuple[str, torch.dtype]]:
+    """The kinds of devices with autocast in this thread, each with its dtype."""
+    kinds = _kinds_of_devices()
+    return [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+
+
+def _kinds_of_devices() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def _state_of_torch() -> tuple[Any, ...]:
     """What torch keeps per thread, and a function may change without changing it back."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    casts = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in _kinds_of_devices()
+    ]
     return (
         casts,
         torch.is_autocast_cache_enabled(),

@@ -107,6 +107,10 @@ def _modules_in(value: Any, place: str, depth: int = 0) -> Iterator[tuple[str, n
                 yield from _modules_in(item, f"{place}[{key!r}]", depth + 1)
 
 
+# The generators of Python and numpy, as Lightning names them.
+_NOT_TORCH = frozenset({"python", "numpy"})
+
+
 class Runs:
     """Runs of a module's code inside of `no_trace`.
 
@@ -134,6 +138,15 @@ class Runs:
     def has_written(self) -> bool:
         """Whether a run has written to a logger by itself."""
         return self._logger.was_asked
+
+    @property
+    def may_have_drawn_elsewhere(self) -> bool:
+        """Whether a run may have drawn random numbers that torch's own generators do not give."""
+        states = {
+            name: state for name, state in _collect_rng_states().items() if name in _NOT_TORCH
+        }
+        before = {name: state for name, state in self._draws.items() if name in _NOT_TORCH}
+        return self._before.has_generators or repr(states) != repr(before)
 
     def prepare(self) -> None:
         """Let a run log nothing, and find no gradients."""

@@ -177,7 +177,7 @@ class PassingLayers:
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a layer's ``forward``."""
         hidden, args, kwargs, place = take_hidden(number, args, kwargs, self._is_passed_on)
-        args, kwargs = without_cache(args, kwargs)
+        args, kwargs = without_cache(self.layers[number].module, args, kwargs)
         # What a layer computes with does not depend on who wants gradients.
         args, kwargs = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
         training = self.layers[number].module.training

@@ -416,7 +416,8 @@ class Arguments(MicrobatchMessage, frozen=True):
     The hidden states come from the process ``upstream`` and go to the process ``downstream``; 0 is
     the coordinator. ``place`` counts the forwards of the same visit that the process runs in this
     stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
-    later. A trial (``is_trial``) leaves nothing behind in the layers. The stage computes with the
+    later. A trial (``is_trial``) leaves nothing behind in the layers, and computes in evaluation
+    mode unless it ``keeps_modes``. The stage computes with the
     settings ``numerics``, and makes tensors of ``default_dtype`` where layers name none.
     ``passes`` names what goes downstream with the hidden states, and ``entering`` names the hidden
     states that come. By ``dropout_step`` and ``first_microbatch``, the numbers of the batch, the
@@ -429,6 +430,7 @@ class Arguments(MicrobatchMessage, frozen=True):
     calls: list[LayerArguments]
     kept: dict[Count, Slot] = {}
     is_trial: bool = False
+    keeps_modes: bool = False
     upstream: Count = 0
     downstream: Count = 0
     place: Count = 0

@@ -33,6 +33,7 @@ from ..launch.launcher import Launcher
 from ..model.compiled_layers import compiles_only
 from ..model.layers import DecoderLayer
 from ..pipeline.microbatch import BatchOptions, LossWeighting
+from ..pipeline.turns import casts_here
 from ..plan import Plan
 from ..recovery import Recovery
 
@@ -353,6 +354,14 @@ def autocast_dtype(plugin: Precision) -> torch.dtype | None:
     if not isinstance(plugin, MixedPrecision):
         return None
     return torch.bfloat16 if "bf16" in plugin.precision else torch.float16
+
+
+def computing_dtypes(module: pl.LightningModule) -> list[torch.dtype]:
+    """The dtypes in which a step of a module may compute, with autocast that is entered outside."""
+    found = [parameter.dtype for parameter in module.parameters()]
+    found += [dtype for _, dtype in casts_here()]
+    autocast = autocast_dtype(module.trainer.precision_plugin)
+    return found if autocast is None else [*found, autocast]
 
 
 def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:

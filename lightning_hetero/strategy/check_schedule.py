@@ -3,10 +3,10 @@
     batch    1   2 ... 10 ... 100 ... 1000      and behind a batch with something new
     check    x          x      x       x
 
-What is new is a log, a returned value, or a parameter with a gradient that no checked batch has
-had. The next batch is checked then, or the one that should have it again if it comes now and then.
-If that batch cannot be checked, as the last one of an accumulation window, it is kept for the next
-check.
+What is new is a log, a returned value, a parameter with a gradient, or a kind of data
+(`batch_kinds`) that no checked batch has had. The next batch is checked then, or the one that
+should have it again if it comes now and then. If that batch cannot be checked, as the last one of
+an accumulation window, it is kept for the next check.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from ..pipeline.parameter_hooks import ParameterHooks
 from ..pipeline.results import BatchMetrics, StepLog, loss_of, merge_results
 from ..pipeline.tolerance import coarsest, rounding_of_hidden, rounding_of_loss
 from ..profiler.dry_run import no_trace
-from .arguments import autocast_dtype, scaler_of
+from .arguments import computing_dtypes, scaler_of
 from .check_schedule import RunChecks
 from .first_gradients import Gradients, WatchesBackwards
 from .first_logs import Logged, differing, differing_results, form_of, metrics_of
@@ -571,7 +571,7 @@ class FirstBatchCheck:
         if batch.samples is None or batch.samples.are_listed or batch.samples.is_told:
             return
         other = 1 - batch.samples.dim
-        shapes = [t.shape for t in _tensors_of(batch.whole).values() if t.ndim > other]
+        shapes = [t.shape for t in tensors_of(batch.whole).values() if t.ndim > other]
         if not shapes:
             return
         samples = Samples(shapes[0][other], other)
@@ -597,10 +597,7 @@ class FirstBatchCheck:
 
     def _coarsest(self) -> tuple[torch.dtype, int]:
         """The coarsest dtype of the computation, and the terms of its longest sum."""
-        dtypes = [parameter.dtype for parameter in self.module.parameters()]
-        autocast = autocast_dtype(self.module.trainer.precision_plugin)
-        if autocast is not None:
-            dtypes.append(autocast)
+        dtypes = computing_dtypes(self.module)
         widths = (max(p.shape, default=1) for p in self.module.parameters())
         return coarsest([*dtypes, *self.deployment.stage_dtypes]), max(widths, default=1)
 
@@ -661,7 +658,7 @@ def _said(
 
 def _counts_in(microbatches: Sequence[Any]) -> Iterator[tuple[str, list[float]]]:
     """Numbers that may weight the micro-batches, each with the code that counts it."""
-    tensors = [_tensors_of(microbatch) for microbatch in microbatches]
+    tensors = [tensors_of(microbatch) for microbatch in microbatches]
     for path in tensors[0]:
         each = [found[path] for found in tensors if path in found]
         if len(each) < len(tensors) or any(t.ndim == 0 or t.is_complex() for t in each):
@@ -680,7 +677,7 @@ def _may_count(tensor: Tensor) -> bool:
     return is_small and bool((tensor >= 0).all())
 
 
-def _tensors_of(part: Any, path: str = "batch") -> dict[str, Tensor]:
+def tensors_of(part: Any, path: str = "batch") -> dict[str, Tensor]:
     """The tensors of a batch by the code that reads them."""
     if isinstance(part, Tensor):
         return {path: part}
@@ -691,4 +688,4 @@ def _tensors_of(part: Any, path: str = "batch") -> dict[str, Tensor]:
         inside = [(f"{path}[{place}]", value) for place, value in enumerate(part)]
     elif is_dataclass(part) and not isinstance(part, type):
         inside = [(f"{path}.{each.name}", getattr(part, each.name)) for each in fields(part)]
-    return {key: t for name, value in inside for key, t in _tensors_of(value, name).items()}
+    return {key: t for name, value in inside for key, t in tensors_of(value, name).items()}

@@ -44,8 +44,11 @@ from ..pipeline.turns import TurnThreads
 from ..window import Window, Windows
 from .accumulation_window import AccumulationWindow, starts_next_first
 from .arguments import StepOptions, scaler_of
+from .batch_kinds import BatchKindReader, BatchKinds
 from .check_schedule import KeptBatch, RunChecks
+from .first_batch import tensors_of
 from .first_gradients import inner_backward
+from .interleaving import InterleavingCheck
 from .loaders import sizes_of
 from .step_changes import OwnAttributes, StepChanges, warn_of_changes
 
@@ -270,6 +273,8 @@ class MicrobatchedStep(BatchStep):
         coordinator = deployment.coordinator
         self._loss_weighting = options.loss_weighting
         self._checks, self._check_batch = checks, check
+        self._interleaving = InterleavingCheck(module, deployment, options.batches.check)
+        self._kind_reader = BatchKindReader(coordinator.stages.copies)
         # While a batch runs that was checked, what its micro-batches change.
         self._changes: StepChanges | None = None
         self._has_said_in_part = False
@@ -348,8 +353,10 @@ class MicrobatchedStep(BatchStep):
             first: The number of the first micro-batch in the accumulation window.
         """
         batch, *rest = args
+        entries = tensors_of(cut.to_check.whole)
+        kinds = None if self._checks is None else self._kind_reader.read(entries)
         accumulates, step = self.accumulates, self._number_step()
-        has_begun = self._check(cut.to_check, rest, accumulates)
+        has_begun = self._check(cut, rest, accumulates, step)
         self._look_for_changes(cut)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         scale = self._loss_scale
@@ -382,7 +389,7 @@ class MicrobatchedStep(BatchStep):
                 self._accumulation.may_leave(is_last),
             )
         self._own_attributes.end_step()
-        self._end_check(log, results, (cut.to_check, rest), accumulates)
+        self._end_check(log, results, (cut.to_check, rest), accumulates, kinds)
         log.publish(self._module.log)
         merged = self._merge(results, weights.all, shares.all, scale)
         if merged is not None:
@@ -437,7 +444,9 @@ class MicrobatchedStep(BatchStep):
         samples = None if self._reader.gives_lists else self._reader.find(batch, rest, piece)
         return CutBatch.of(batch, count or self._deployment.plan.micro_batches, samples)
 
-    def _check(self, batch: CutBatch, rest: Sequence[Any], accumulates: bool) -> bool:
+    def _check(
+        self, cut: CutBatch | CutWindow, rest: Sequence[Any], accumulates: bool, step: int
+    ) -> bool:
         """Check the batch if it is its turn.
 
         A batch that adds to gradients of others is not checked: where a check fails, workers drop
@@ -451,11 +460,11 @@ class MicrobatchedStep(BatchStep):
         checks = self._checks
         if checks is None or checks.are_over:
             return False
-        schedule, kept = checks.schedule, checks.kept
+        batch, schedule, kept = cut.to_check, checks.schedule, checks.kept
         is_free = not accumulates or schedule.number == 0
         if is_free:
             checks.kept = None
-        may_check = is_free and (kept is not None or len(batch.microbatches) > 1)
+        may_check = is_free and (kept is not None or len(cut.microbatches) > 1)
         if not schedule.begin_batch(may_check, kept is not None):
             return False
         checked, its_rest = batch, rest
@@ -465,7 +474,15 @@ class MicrobatchedStep(BatchStep):
         stages, plan = self._deployment.coordinator.stages, self._deployment.plan
         begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
         begin(is_trial=not checks.is_first)
-        self._check_batch(checks, checked, its_rest, partial(begin, is_trial=True))
+        begin_again = partial(begin, is_trial=True)
+        if len(checked.microbatches) > 1:  # the pieces of a window need not be cut
+            self._check_batch(checks, checked, its_rest, begin_again)
+        if len(cut.microbatches) > 1:
+            if not checks.is_first:
+                stages.dropout_step = step
+                begin(is_trial=True)
+            self._interleaving.run_alone(checks, cut, rest, step, begin_again)
+            stages.dropout_step = step - (not checks.is_first)
         away = self._deployment.modules_away
         self._changes = StepChanges(self._module, away, batch.num_samples)
         return checks.is_first
@@ -486,12 +503,14 @@ class MicrobatchedStep(BatchStep):
         results: Sequence[Any],
         batch: tuple[CutBatch, Sequence[Any]],
         accumulates: bool,
+        kinds: BatchKinds | None,
     ) -> None:
         """Say what the micro-batches have changed, note what they have had, and keep a batch with
         something new that could not be checked."""
         checks = self._checks
         if checks is None:
             return
+        self._interleaving.compare(checks, results)
         if self._changes is not None:
             new = [name for name in self._changes.repeated if checks.is_new("changed", name)]
             warn_of_changes(new, are_whole=len(batch[0].microbatches) == 1)
@@ -500,6 +519,7 @@ class MicrobatchedStep(BatchStep):
             return
         keys = {key for result in results if isinstance(result, Mapping) for key in result}
         found = {
+            *(() if kinds is None else kinds.names()),
             *(("log", name) for name in log.names),
             *(("result", key) for key in keys),
             # While backwards are left, gradients are not all there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from torch import Tensor, nn
@@ -17,15 +17,19 @@ from lightning_hetero.errors import ModelError
 from lightning_hetero.model.attributes import Change
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
+from lightning_hetero.protocol import messages as m
 
 from ..families import CONFIGS, tiny_model
 from ..qlora import in_four_bits
 
 
-def attributes_of(layer: DecoderLayer) -> PlainAttributes:
+def attributes_of(layer: DecoderLayer, connections: Any = None) -> PlainAttributes:
     stage = SimpleNamespace(layers={0: layer.module})
-    connections = SimpleNamespace(step=1, first_microbatch=0, check_usable=lambda: None)
-    remote = SimpleNamespace(holdings=SimpleNamespace(stages={object(): stage}))
+    connections = connections or SimpleNamespace(
+        step=1, first_microbatch=0, check_usable=lambda: None
+    )
+    holdings = SimpleNamespace(stages={object(): stage}, holders=lambda _stage: ["worker"])
+    remote = SimpleNamespace(holdings=holdings)
     return PlainAttributes(
         {0: layer}, cast(Connections, connections), cast(RemoteLayers, remote), lambda _: {}, []
     )
@@ -37,6 +41,25 @@ def test_an_attribute_that_cannot_be_sent_is_named_with_its_module() -> None:
     layer.module[0].extra = object()
     with pytest.raises(ModelError, match=r"model\.layers\.0\.0\.extra"):
         attributes.follow()
+
+
+def test_a_late_change_that_was_refused_is_sent_before_the_next_step() -> None:
+    """A check of a later batch goes on after the error."""
+    layer = DecoderLayer("layers.0", nn.Linear(2, 2))
+    sent: list[m.SetAttributes] = []
+    connections = SimpleNamespace(
+        step=1, check_usable=lambda: None, send=lambda _worker, message: sent.append(message)
+    )
+    attributes = attributes_of(layer, connections)
+    attributes.follow()
+    attributes.note_call(0)
+    layer.module.in_features = 3
+    with pytest.raises(ModelError, match=r"layers\.0\.in_features was changed after the model had"):
+        attributes.follow()
+    assert sent == []
+    connections.step += 1
+    attributes.follow()
+    assert [message.values for message in sent] == ['{"in_features":3}']
 
 
 SCALE = 1.0

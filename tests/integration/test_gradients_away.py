@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.utils.tensorboard.summary import histogram
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
@@ -123,6 +124,7 @@ LOOKS: dict[str, Act] = {
     "Lightning's norms": lambda m: grad_norm(m, 2),
     "are they finite": lambda m: all(bool(g.isfinite().all()) for g in all_gradients(m)),
     "noise": lambda m: [g.add_(0.1) for g in all_gradients(m)],
+    "histogram": lambda m: [histogram("g", g, "auto") for g in all_gradients(m)],
     "scale": lambda m: [p.grad.mul_(0.5) for p in away(m)],  # type: ignore[union-attr]
     "foreach": lambda m: torch._foreach_mul_(all_gradients(m), 0.5),
     "another one": lambda m: [setattr(p, "grad", torch.ones_like(p)) for p in away(m)],

@@ -158,6 +158,34 @@ class Refusing(Changing):
         return loss if len(hidden) < 4 else "none"
 
 
+class Masked(Learner):
+    """Has a mean over a mask, which the strategy takes for one over samples."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets, mask = batch
+        losses = functional.cross_entropy(
+            self(inputs).flatten(0, -2), targets.flatten(), reduction="none"
+        )
+        return (losses * mask.flatten()).sum() / mask.sum()
+
+
+def test_data_of_a_new_kind_are_checked(allowing: list[str], checked: list[int]) -> None:
+    """The mask is one everywhere in the first four batches."""
+    items: list[Any] = []
+    for number in range(4 * 6):
+        inputs, targets = sample(number)
+        mask = torch.ones(len(targets))
+        mask[: number % 4] = float(number < 16)
+        items.append((inputs, targets, mask))
+    strategy = Pattern("", "", Masked).strategy(allowing, {"micro_batches": 2})
+    sentence = (
+        r"The loss of the 6th batch is .* but its micro-batches combine to .* batch\[2\]\.sum"
+    )
+    with pytest.warns(UserWarning, match=sentence):
+        fit(Masked(), strategy, batches_of(items, batch_size=4))
+    assert checked == [1, 6]
+
+
 COUPLED = (
     r"The loss of the {} batch is [\d.]+, but its micro-batches combine to [\d.]+, a difference of "
     r"[\d.]+ %\. It seems that the loss couples the samples of a batch; "

@@ -11,15 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ..conftest import worker_process
 from ..pairwise import keeping
-from ..patterns import PATTERNS, Outcome, Pattern, run
-
-TOLERANCE = 1e-5
-# Relative to how far training has moved the weights, which rounding does not know.
-TOLERANCE_OF_MOVES = 2e-4
+from ..patterns import PATTERNS, TOLERANCE_OF_MOVES, Outcome, Pattern, assert_equal, run
 
 AS_THEY_ARE = [(pattern, False) for pattern in PATTERNS]
 REMEDIED = [(pattern, True) for pattern in PATTERNS if pattern.remedy is not None]
@@ -77,17 +72,6 @@ def assert_said(sentence: str | None, warned: list[str], logged: str) -> None:
     else:
         assert re.search(sentence, "\n".join([*warned, logged]))
         assert all(re.search(sentence, each) for each in warned)
-
-
-def assert_equal(found: Outcome, expected: Outcome) -> None:
-    torch.testing.assert_close(found.losses, expected.losses, rtol=TOLERANCE, atol=1e-6)
-    for mine, other in ((found.values, expected.values), (found.weights, expected.weights)):
-        assert mine.keys() == other.keys()
-        for name, tensor in other.items():
-            difference = (mine[name].double() - tensor.double()).norm()
-            error = float(difference / tensor.double().norm().clamp(min=0.1))
-            assert error <= TOLERANCE, f"{name} is off by {error:.1e}"
-    assert found.apart(expected) <= TOLERANCE_OF_MOVES
 
 
 def test_the_page_has_every_pattern() -> None:

@@ -8,9 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.tensorboard._convert_np import make_np
+from torch.utils.tensorboard.summary import histogram, scalar
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
@@ -64,6 +67,12 @@ REFUSED: dict[str, Callable[[Averaging], object]] = {
     "noise": lambda m: [p.add_(0.1 * torch.randn_like(p)) for p in m.model.parameters()],
     "init": lambda m: [nn.init.zeros_(p) for p in m.model.parameters()],
     "rows": lambda m: m.model.model.layers[3].mlp.up_proj.weight.__setitem__(0, 0.0),
+    "histogram": lambda m: histogram("p", away_and_here(m)[0], "auto"),
+    "histogram of data": lambda m: histogram("p", away_and_here(m)[0].data, "auto"),
+    "scalar": lambda m: scalar("norm", away_and_here(m)[0].norm()),
+    "address": lambda m: {p.data_ptr(): p for p in m.model.parameters()},
+    "memory": lambda m: [p.untyped_storage().nbytes() for p in m.model.parameters()],
+    "array": lambda m: [np.asarray(p.detach()) for p in m.model.parameters()],
     "pickle": lambda m: torch.save(list(m.model.parameters()), io.BytesIO()),
 }
 
@@ -94,6 +103,10 @@ GOES_ON: dict[str, Callable[[Averaging], object]] = {
         e.lerp_(content, 1 - DECAY)
         for content, e in zip(m.model.state_dict().values(), m.average, strict=True)
     ],
+    "histograms of a state dict": lambda m: [
+        e.copy_(torch.from_numpy(make_np(content)))
+        for content, e in zip(m.model.state_dict().values(), m.average, strict=True)
+    ],
     "load_state_dict": lambda m: m.model.load_state_dict(
         {name: 0.5 * content for name, content in m.model.state_dict().items()}
     ),
@@ -103,7 +116,7 @@ GOES_ON: dict[str, Callable[[Averaging], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", keeping([*GOES_ON][:3], GOES_ON))
+@pytest.mark.parametrize("way", keeping([*GOES_ON][:4], GOES_ON))
 def test_an_operation_with_effect_equals_one_device(way: str, workers: list[str]) -> None:
     expected = fit(Averaging(GOES_ON[way]), data=loader(8, 4))
     strategy = HeteroPipelineStrategy(workers[:1], "even")

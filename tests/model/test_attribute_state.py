@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import enum
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.model.attributes import AttributeState, Change, differences, frozen
+from lightning_hetero.model.attributes import (
+    AttributeState,
+    Change,
+    Snapshot,
+    differences,
+    frozen,
+)
 from lightning_hetero.model.layers import find_decoder_layers
 
 from ..families import CONFIGS, tiny_model
@@ -157,6 +164,49 @@ def test_every_change_is_found_and_told_once(code: str) -> None:
     path, name = CHANGES[code]
     assert state.take_changes() == [Change(3, path, layer.get_submodule(path), (name,))]
     assert state.take_changes() == []
+
+
+@pytest.mark.parametrize("code", CHANGES)
+def test_a_question_takes_no_change_away(code: str) -> None:
+    layer = Layer()
+    state = watched(layer)
+    change(layer, code)
+    assert [state.is_same(3) for _ in range(3)] == [False] * 3
+    found = state.changes()
+    assert found == state.changes()
+    assert found == state.take_changes() != []
+    assert state.is_same(3)
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        ({"t": 1.0}, "value['t'] = 2.0"),
+        ([1, [2]], "value[1].append(3)"),
+        (Settings(), "value.factor = 2.0"),
+        (Slotted(), "value.count = 5"),
+        ({1}, "value.add(2)"),
+        (torch.zeros(2), "value.add_(1)"),
+    ],
+    ids=["dict", "list", "record", "object", "set", "tensor"],
+)
+def test_a_snapshot_answers_the_same_question_alike(value: Any, code: str) -> None:
+    value = copy.deepcopy(value)
+    snapshot = Snapshot(value)
+    assert snapshot.is_same()
+    exec(code, {"value": value})  # noqa: S102
+    assert [snapshot.is_same() for _ in range(3)] == [False] * 3
+
+
+def test_a_change_that_is_undone_is_none() -> None:
+    value = {"t": [1.0]}
+    snapshot = Snapshot(value)
+    value["t"] = [2.0]
+    assert not snapshot.is_same()
+    value["t"] = [1.0]
+    assert snapshot.is_same()
+    value["t"].append(3.0)
+    assert not snapshot.is_same()
 
 
 @pytest.mark.parametrize(

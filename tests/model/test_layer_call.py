@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.carried_tensors import Carried
@@ -35,9 +36,45 @@ def test_every_tensor_of_a_call_is_named_by_its_argument() -> None:
 
 def test_no_cache_is_left_among_the_arguments() -> None:
     cache = DynamicCache()
-    args, kwargs = without_cache((cache, 1), {"past_key_values": cache, "use_cache": True, "x": 2})
+    given = {"past_key_values": cache, "use_cache": True, "x": 2}
+    args, kwargs = without_cache(LAYER, (cache, 1), given)
     assert args == (None, 1)
     assert kwargs == {"past_key_values": None, "use_cache": False, "x": 2}
+
+
+class OwnLayer(nn.Module):
+    """Means by `use_cache` something of its own."""
+
+    def forward(self, hidden: Tensor, use_cache: bool = False) -> Tensor:
+        return hidden * 2 if use_cache else hidden
+
+
+class OwnLlamaLayer(LlamaDecoderLayer):
+    """Another meaning than that of the class that it derives from."""
+
+    def forward(self, hidden: Tensor, use_cache: bool = False) -> Tensor:
+        return hidden * 2 if use_cache else hidden
+
+
+class LlamaLayer(LlamaDecoderLayer):
+    """The meaning of transformers."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_kept"),
+    [
+        (OwnLayer, True),
+        (OwnLlamaLayer, True),
+        (nn.TransformerEncoderLayer, True),
+        (LlamaDecoderLayer, False),
+        (LlamaLayer, False),
+    ],
+)
+def test_only_layers_of_transformers_are_told_to_use_no_cache(
+    kind: type[nn.Module], is_kept: bool
+) -> None:
+    layer = kind.__new__(kind)
+    assert without_cache(layer, (), {"use_cache": True}) == ((), {"use_cache": is_kept})
 
 
 @pytest.mark.parametrize(

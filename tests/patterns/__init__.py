@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import batches, hidden_states, losses, methods, state
-from .pattern import Outcome, Pattern, run
+from .pattern import TOLERANCE_OF_MOVES, Outcome, Pattern, assert_equal, run
 
 PATTERNS = [
     *hidden_states.PATTERNS,
@@ -13,4 +13,4 @@ PATTERNS = [
     *methods.PATTERNS,
 ]
 
-__all__ = ["PATTERNS", "Outcome", "Pattern", "run"]
+__all__ = ["PATTERNS", "TOLERANCE_OF_MOVES", "Outcome", "Pattern", "assert_equal", "run"]

@@ -18,6 +18,9 @@ from ..models import trainer
 from .learner import NUM_LAYERS, NUM_STEPS, samples
 
 MICRO_BATCHES = 4
+TOLERANCE = 1e-5
+# Relative to how far training has moved the weights, which rounding does not know.
+TOLERANCE_OF_MOVES = 2e-4
 
 
 @dataclass(frozen=True)
@@ -140,3 +143,15 @@ def run(pattern: Pattern, strategy: Any = "auto") -> Outcome:
 def _copies(module: pl.LightningModule) -> dict[str, Tensor]:
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    """Compare losses, values and weights of two runs."""
+    torch.testing.assert_close(found.losses, expected.losses, rtol=TOLERANCE, atol=1e-6)
+    for mine, other in ((found.values, expected.values), (found.weights, expected.weights)):
+        assert mine.keys() == other.keys()
+        for name, tensor in other.items():
+            difference = (mine[name].double() - tensor.double()).norm()
+            error = float(difference / tensor.double().norm().clamp(min=0.1))
+            assert error <= TOLERANCE, f"{name} is off by {error:.1e}"
+    assert found.apart(expected) <= TOLERANCE_OF_MOVES

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from .learner import FEATURES, WIDTH, Block, Learner
+from .learner import FEATURES, WIDTH, Block, Evaluated, Learner
 from .pattern import Pattern
 
 NO_STATE = r"changed its attribute '\w+'"
@@ -157,6 +158,65 @@ class Cooling(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         for layer in module.layers:
             layer.temperature = 1.0 + 0.5 * trainer.global_step
+
+
+class SettingsBlock(Block):
+    """Reads what is in a dictionary, in a list and in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = {"temperature": 1.0}
+        self.scales = [1.0]
+        self.schedule = Schedule()
+
+    def update(self, hidden: Tensor) -> Tensor:
+        scale = self.scales[0] * self.schedule.scale / self.options["temperature"]
+        return super().update(hidden) * scale
+
+
+@dataclass
+class Schedule:
+    """Has a scale that others set."""
+
+    scale: float = 1.0
+
+
+class Adjusted(Learner):
+    """A callback changes what its layers read, and sets no attribute anew."""
+
+    layer = SettingsBlock
+
+
+class Adjusting(pl.Callback):
+    """Changes one thing in place before each batch."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        for layer in module.layers:
+            if batch_idx == 0:
+                layer.options["temperature"] = 2.0
+            elif batch_idx == 1:
+                layer.scales[0] = 3.0
+            else:
+                layer.schedule.scale = 0.5
+
+
+class FlaggedBlock(Block):
+    """Means by `use_cache` that its update counts twice."""
+
+    def forward(self, hidden: Tensor, use_cache: bool = False) -> Tensor:
+        return hidden + (2 if use_cache else 1) * self.update(hidden)
+
+
+class Flagged(Evaluated):
+    """Gives its layers a keyword that layers of transformers have too."""
+
+    layer = FlaggedBlock
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.enter(inputs)
+        for layer in self.layers:
+            hidden = layer(hidden, use_cache=True)
+        return self.leave(hidden)
 
 
 class Averaging(Learner):
@@ -310,6 +370,17 @@ PATTERNS = [
         "An attribute of layers changes from batch to batch.",
         Cooled,
         callbacks=[Cooling],
+    ),
+    Pattern(
+        "settings changed in place by a callback",
+        "What layers read in a dictionary, a list and an object changes from batch to batch.",
+        Adjusted,
+        callbacks=[Adjusting],
+    ),
+    Pattern(
+        "keyword `use_cache` of its own",
+        "Layers get an argument of this name, and mean something else by it.",
+        Flagged,
     ),
     Pattern(
         "running mean in a buffer",

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_hetero.pipeline.turns import Finished, HandedOver, Turn, TurnThreads, current_turn
 
@@ -111,6 +112,31 @@ def test_grad_mode_and_autocast_stay_the_threads_own() -> None:
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
     assert turn.resume(None) == Finished(False)
+
+
+def test_a_turn_begins_with_the_autocast_and_the_saved_tensors_hooks_of_its_driver() -> None:
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    def step() -> torch.dtype:
+        ask(None)
+        product = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
+        return product.dtype
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.autocast("cpu", dtype=torch.bfloat16), hooks:
+        turn = made(step, "inside")
+        turn.start()
+    assert turn.resume(None) == Finished(torch.bfloat16)
+    assert packed
+    packed.clear()
+    after = made(step, "outside")
+    after.start()
+    assert after.resume(None) == Finished(torch.float32)
+    assert not packed
 
 
 def test_only_the_turns_own_thread_is_in_a_turn() -> None:

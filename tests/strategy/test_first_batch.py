@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.strategy.first_batch import Losses, _counts_in, _tensors_of
+from lightning_hetero.strategy.first_batch import Losses, _counts_in, tensors_of
 
 ROUNDING = 1e-5
 HALVES = [0.5, 0.5]
@@ -58,9 +58,9 @@ class Batch:
 
 def test_tensors_are_named_by_the_code_that_reads_them() -> None:
     one = torch.ones(1)
-    found = _tensors_of(({"x": one, "y": [one]}, Batch(one), "text"))
+    found = tensors_of(({"x": one, "y": [one]}, Batch(one), "text"))
     assert list(found) == ["batch[0]['x']", "batch[0]['y'][0]", "batch[1].mask"]
-    assert list(_tensors_of(one)) == ["batch"]
+    assert list(tensors_of(one)) == ["batch"]
 
 
 def test_each_count_that_a_mean_may_use_comes_with_its_code() -> None:
