@@ -83,6 +83,7 @@ SECOND_TIER = frozenset(
         "integration/test_moving_weights.py",
         "integration/test_namespaces.py",
         "integration/test_narrowing.py",
+        "integration/test_objects_in_layers.py",
         "integration/test_observing.py",
         "integration/test_odd_decoders.py",
         "integration/test_own_layers.py::test_a_script_without_a_main_guard_is_told_to_have_one",

@@ -5,16 +5,16 @@
 
 Functions and classes travel by name. A function that was made inside another one travels as the way
 to its code from a function that can be imported, with the variables that it uses: a worker takes
-the code from its own files. A module inside the one with the attribute travels as its path there.
+the code from its own files. An object travels as the name of its class, with its attributes; see
+`plain_objects`. A module inside the one with the attribute travels as its path there.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Literal, TypeGuard, Union
@@ -36,6 +36,15 @@ from .allowed_imports import (
     path_of,
 )
 from .hf_config import plain_config, read_config
+from .plain_objects import (
+    content_of,
+    hidden_by,
+    is_object,
+    is_value,
+    made_of,
+    reason_to_refuse,
+    values_in,
+)
 
 # Deeper than any real setting, and far below Python's recursion limit.
 MOST_DEPTH = 32
@@ -89,11 +98,11 @@ class EnumMember(msgspec.Struct, frozen=True, tag="member"):
     name: str
 
 
-class DataclassRecord(msgspec.Struct, frozen=True, tag="record"):
-    """An instance of a dataclass, with what its own code has set besides its fields."""
+class ObjectRecord(msgspec.Struct, frozen=True, tag="record"):
+    """An object by its attributes: the fields, if its class is a dataclass, and the others."""
 
     path: ImportPath
-    fields: dict[str, Value]
+    fields: dict[str, Value] = {}
     others: dict[str, Value] = {}
 
 
@@ -174,7 +183,7 @@ Value = Union[  # noqa: UP007 - the names are known only later
     Text,
     Function,
     EnumMember,
-    DataclassRecord,
+    ObjectRecord,
     Class,
     ModulePart,
     Loose,
@@ -219,6 +228,8 @@ def write_value(
         return value if math.isfinite(value) else Text("float", str(value))
     if kind is torch.dtype:
         return Text("dtype", dtype_name(value))
+    if kind in (set, frozenset, dict):
+        _check_keys(value, where)
     if kind in _CONTAINERS.values():
         return Items(kind.__name__, [write(item) for item in value])
     if kind is dict:
@@ -242,12 +253,37 @@ def write_value(
     if isinstance(value, PretrainedConfig):
         path = noted_path(kind, "config class", where, paths)
         return Config(path, plain_config(value), value._attn_implementation or "eager")
-    if dataclasses.is_dataclass(value):
-        content, others = (
-            {name: write(item) for name, item in items.items()} for items in _content_of(value)
-        )
-        return DataclassRecord(noted_path(kind, "dataclass", where, paths), content, others)
+    if is_object(value):
+        return _write_object(value, where, paths, owner, depth)
     raise _refusal(where, *_cause_and_remedy(value))
+
+
+def _write_object(
+    value: Any, where: str, paths: set[ImportPath], owner: nn.Module | None, depth: int
+) -> ObjectRecord:
+    """Encode an object by its attributes."""
+    kind = type(value)
+    content = content_of(value)
+    for name in content[1]:
+        if reason := hidden_by(kind, name):
+            raise _refusal(f"{where}.{name}", f"{reason} {kind.__name__}", "rename it")
+    fields, others = (
+        {n: write_value(v, f"{where}.{n}", paths, owner, depth + 1) for n, v in part.items()}
+        for part in content
+    )
+    return ObjectRecord(noted_path(kind, "class", where, paths), fields, others)
+
+
+def _check_keys(container: Iterable[Any], where: str) -> None:
+    """Refuse objects as keys: rebuilt, each would be another key."""
+    for key in container:
+        for each in values_in(key):
+            if is_object(each) and not is_value(type(each)):
+                raise _refusal(
+                    where,
+                    f"has a {type(each).__name__} as a key or in a set",
+                    "use plain values as keys",
+                )
 
 
 def noted_path(thing: Any, what: str, where: str, paths: set[ImportPath]) -> ImportPath:
@@ -258,23 +294,6 @@ def noted_path(thing: Any, what: str, where: str, paths: set[ImportPath]) -> Imp
         raise ModelError(f"{where} cannot be rebuilt on a worker. {error}") from error
     paths.add(path)
     return path
-
-
-def _content_of(record: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of an instance of a dataclass, and what its own code has set besides them."""
-    names = [field.name for field in dataclasses.fields(record)]
-    fields = {name: getattr(record, name) for name in names if hasattr(record, name)}
-    others = {
-        name: item
-        for name, item in getattr(record, "__dict__", {}).items()
-        if name not in names and not is_computed(type(record), name)
-    }
-    return fields, others
-
-
-def is_computed(kind: type, name: str) -> bool:
-    """Whether an attribute is a cached property, which a worker computes by itself."""
-    return isinstance(getattr(kind, name, None), functools.cached_property)
 
 
 def is_loose(value: Any) -> TypeGuard[nn.Module]:
@@ -376,7 +395,8 @@ def _is_too_large(value: Any) -> bool:
 
 def _cause_and_remedy(value: Any) -> tuple[str, str]:
     if isinstance(value, Tensor):
-        return f"is a {type(value).__name__}", "register it as a buffer (`register_buffer`)"
+        remedy = "register it as a buffer (`register_buffer`) of a module"
+        return f"is a {type(value).__name__}", remedy
     if isinstance(value, nn.Module):
         return (
             f"refers to a {type(value).__name__} outside of the module that has it",
@@ -384,9 +404,13 @@ def _cause_and_remedy(value: Any) -> tuple[str, str]:
         )
     if isinstance(value, torch.device):
         return "is a device, and a worker has its own", "use that of the hidden states"
+    if _is_too_large(value):
+        return "is an int of more than 64 bits", "use a smaller number, or a float"
+    kind: Any = type(value)
+    home = "" if kind.__module__ == "builtins" else f" of {kind.__module__}"
     return (
-        f"is a {type(value).__name__}",
-        "keep plain numbers, strings, lists, dataclasses and named functions in it",
+        f"is a {kind.__name__}{home} ({reason_to_refuse(kind)})",
+        "keep numbers, strings, lists, named functions and objects of plain attributes in it",
     )
 
 
@@ -422,9 +446,9 @@ def read_value(
             return find_function(allowed, path)
         case EnumMember(path, name):
             return _member(find_class(allowed, path, Enum, "enumeration"), name)
-        case DataclassRecord(path, fields, others):
+        case ObjectRecord(path, fields, others):
             found = ({n: read(item) for n, item in items.items()} for items in (fields, others))
-            return _record(find_class(allowed, path, object, "dataclass"), *found)
+            return made_of(_object_class(path, allowed), *found)
         case Class(path):
             return find_class(allowed, path, object, "class")
         case ModulePart(path):
@@ -477,6 +501,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def _hashed(make: Callable[[Any], Any], items: list[Any]) -> Any:
+    if make in (set, frozenset, dict):
+        _check_keys((item[0] if make is dict else item for item in items), "The recipe")
     try:
         return make(items)
     except TypeError as error:
@@ -494,30 +520,6 @@ def _member(enumeration: Any, name: str) -> Any:
     if name not in members:
         raise ModelError(f"{enumeration.__name__} on this worker has no member {name!r}.")
     return members[name]
-
-
-def _record(dataclass: Any, content: dict[str, Any], others: dict[str, Any]) -> Any:
-    try:
-        fields = dataclasses.fields(dataclass)
-    except TypeError:
-        raise ModelError(f"{dataclass.__name__} is not a dataclass.") from None
-    names = {field.name for field in fields}
-    # A field that no constructor fills may be missing.
-    if not {field.name for field in fields if field.init} <= content.keys() <= names:
-        raise ModelError(
-            f"{dataclass.__name__} on this worker has the fields {sorted(names)} and the "
-            f"coordinator's has {sorted(content)}; install the coordinator's version here."
-        )
-    for name in others:
-        if name in names or not name.isidentifier() or hasattr(dataclass, name):
-            raise ModelError(
-                f"The recipe gives a {dataclass.__name__} the attribute {name!r}, which would hide "
-                "one of its class; rename it."
-            )
-    made = object.__new__(dataclass)
-    for name, item in (*content.items(), *others.items()):
-        object.__setattr__(made, name, item)
-    return made
 
 
 def _part(owner: nn.Module | None, path: str) -> nn.Module:
@@ -569,6 +571,13 @@ def _closure(closure: Closure, outer: Any, read: Callable[[Value], Any]) -> Func
 
 def _qualname(closure: Closure) -> str:
     return LOCALS.join([closure.path.qualname, *(name for name, _ in closure.inner)])
+
+
+def _object_class(path: ImportPath, allowed: Allowed) -> Any:
+    """A class of an allowed package; torch's own, which all may name, have no plain objects."""
+    if path.is_of_torch:
+        raise ModelError(f"The recipe has an object of {path}, and workers make none of torch's.")
+    return find_class(allowed, path, object, "class")
 
 
 def _config_class(path: ImportPath, allowed: Allowed) -> Any:

@@ -33,13 +33,13 @@ from .attribute_values import (
     Value,
     dtype_name,
     dtype_named,
-    is_computed,
     noted_path,
     read_value,
     write_value,
 )
 from .layer_code import code_of
 from .layers import DecoderLayer
+from .plain_objects import is_computed
 
 # A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
 MOST_MODULES = 2**16
