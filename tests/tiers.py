@@ -29,6 +29,7 @@ SECOND_TIER = frozenset(
         "fake_device/test_recovery.py",
         "integration/test_8bit_optimizers.py",
         "integration/test_adapters.py::test_every_kind_of_adapter_equals_one_device",
+        "integration/test_adapters_in_own_layers.py",
         "integration/test_along.py",
         "integration/test_before_backward.py",
         "integration/test_callbacks.py::test_a_callback_has_the_effect_that_it_has_on_one_device",

@@ -61,6 +61,7 @@ CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_fu
 _CONTAINERS: dict[Any, Any] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
 }
+META = torch.device("meta")
 _SCALARS = (type(None), bool, int, str)
 _METHODS_OF_TORCH = frozenset(dir(nn.Module))
 
@@ -79,10 +80,16 @@ class DictionaryTable(msgspec.Struct, frozen=True, tag="table"):
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
-    """A dtype, or a float that JSON lacks, as text."""
+    """A dtype, a float that JSON lacks, or a complex number, as text."""
 
-    kind: Literal["dtype", "float"]
+    kind: Literal["dtype", "float", "complex"]
     text: str
+
+
+class Device(msgspec.Struct, frozen=True, tag="device"):
+    """A device: the one of the layer, or else main memory or no memory at all."""
+
+    kind: Literal["layer", "cpu", "meta"]
 
 
 class Function(msgspec.Struct, frozen=True, tag="function"):
@@ -181,6 +188,7 @@ Value = Union[  # noqa: UP007 - the names are known only later
     Items,
     DictionaryTable,
     Text,
+    Device,
     Function,
     EnumMember,
     ObjectRecord,
@@ -226,8 +234,12 @@ def write_value(
         return plain
     if kind is float:
         return value if math.isfinite(value) else Text("float", str(value))
+    if kind is complex:
+        return Text("complex", str(value))
     if kind is torch.dtype:
         return Text("dtype", dtype_name(value))
+    if kind is torch.device:
+        return _write_device(value, where, owner)
     if kind in (set, frozenset, dict):
         _check_keys(value, where)
     if kind in _CONTAINERS.values():
@@ -272,6 +284,26 @@ def _write_object(
         for part in content
     )
     return ObjectRecord(noted_path(kind, "class", where, paths), fields, others)
+
+
+def _write_device(device: torch.device, where: str, owner: nn.Module | None) -> Device:
+    """Encode a device: where the module has its tensors is where a worker has the layer's.
+
+    A module whose tensors are elsewhere does not say where it was; a worker's device is as good.
+    """
+    tensors = () if owner is None else (*owner.parameters(), *owner.buffers())
+    kinds = {tensor.device.type for tensor in tensors} - {"meta"}
+    if device.type == "meta":
+        return Device("meta")
+    if not kinds or device.type in kinds:
+        return Device("layer")
+    if device.type == "cpu":
+        return Device("cpu")
+    raise _refusal(
+        where,
+        f"is the device {str(device)!r}, and the module's tensors are on {min(kinds)!r}",
+        "use the device of the hidden states",
+    )
 
 
 def _check_keys(container: Iterable[Any], where: str) -> None:
@@ -402,8 +434,6 @@ def _cause_and_remedy(value: Any) -> tuple[str, str]:
             f"refers to a {type(value).__name__} outside of the module that has it",
             "make that a child (assign it, or use nn.ModuleList or nn.ModuleDict)",
         )
-    if isinstance(value, torch.device):
-        return "is a device, and a worker has its own", "use that of the hidden states"
     if _is_too_large(value):
         return "is an int of more than 64 bits", "use a smaller number, or a float"
     kind: Any = type(value)
@@ -422,16 +452,27 @@ def _refusal(where: str, cause: str, remedy: str) -> ModelError:
 
 
 def read_value(
-    value: Value, allowed: Allowed, owner: nn.Module | None = None, depth: int = 0
+    value: Value,
+    allowed: Allowed,
+    owner: nn.Module | None = None,
+    depth: int = 0,
+    device: torch.device = META,
 ) -> Any:
     """Decode a value for an attribute of the module ``owner``.
+
+    Args:
+        value: Of `write_value`.
+        allowed: The imports that are allowed.
+        owner: The module that gets the attribute.
+        depth: How deep the value is nested.
+        device: Where the layer will compute.
 
     Raises:
         ModelError: If the data is not from `write_value`, or names code that is not allowed here.
     """
 
     def read(item: Value) -> Any:
-        return read_value(item, allowed, owner, depth + 1)
+        return read_value(item, allowed, owner, depth + 1, device)
 
     if depth > MOST_DEPTH:
         raise ModelError(f"The recipe has a value that is nested deeper than {MOST_DEPTH}.")
@@ -441,7 +482,9 @@ def read_value(
         case DictionaryTable(items):
             return _hashed(dict, [(read(key), read(item)) for key, item in items])
         case Text(kind, text):
-            return dtype_named(text) if kind == "dtype" else _special_float(text)
+            return _TEXTS[kind](text)
+        case Device(kind):
+            return device if kind == "layer" else torch.device(kind)
         case Function(path):
             return find_function(allowed, path)
         case EnumMember(path, name):
@@ -513,6 +556,20 @@ def _special_float(text: str) -> float:
     if text not in ("inf", "-inf", "nan"):
         raise ModelError(f"The recipe has {text!r} instead of inf, -inf or nan.")
     return float(text)
+
+
+def _complex(text: str) -> complex:
+    try:
+        return complex(text)
+    except ValueError as error:
+        raise ModelError(f"The recipe has {text!r} instead of a complex number.") from error
+
+
+_TEXTS: dict[str, Callable[[str], Any]] = {
+    "dtype": dtype_named,
+    "float": _special_float,
+    "complex": _complex,
+}
 
 
 def _member(enumeration: Any, name: str) -> Any:

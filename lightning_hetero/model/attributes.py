@@ -34,6 +34,7 @@ from .allowed_imports import Allowed, ImportPath
 from .attribute_values import (
     BOOKKEEPING,
     CHECKPOINTING,
+    META,
     MOST_CHARACTERS,
     MOST_DEPTH,
     NAMES_OF_TORCH,
@@ -464,8 +465,14 @@ def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
     return text, [name for name in change.names if name not in here]
 
 
-def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed: Allowed) -> None:
-    """Decode the text of `write_change` and apply it to a module.
+def set_attributes(
+    module: nn.Module,
+    text: str,
+    gone: Collection[str],
+    allowed: Allowed,
+    device: torch.device = META,
+) -> None:
+    """Decode the text of `write_change` and apply it to a module of a layer on ``device``.
 
     Raises:
         ModelError: If the text cannot be decoded, or an attribute must not be set here.
@@ -479,7 +486,7 @@ def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed:
             raise ModelError(
                 f"The attribute {name!r} of a {type(module).__name__} is not set here: {reason}."
             )
-    values = {name: read_value(value, allowed, module) for name, value in written.items()}
+    values = {n: read_value(value, allowed, module, 0, device) for n, value in written.items()}
     own = vars(module)
     for name, value in values.items():
         if isinstance(value, PretrainedConfig) and isinstance(own.get(name), PretrainedConfig):

@@ -6,6 +6,7 @@ import math
 import threading
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -47,6 +48,8 @@ def there_and_back(value: Any, allowed: Allowed = OWN) -> Any:
         squared_relu,
         math.inf,
         -math.inf,
+        1.5 - 2j,
+        complex(math.inf, 0.0),
         {1: "a", "b": 2.0, None: (True, 1, 1.0)},
         {(1, 2): frozenset({3})},
         nn.LayerNorm,
@@ -85,6 +88,26 @@ def test_modules_of_torch_in_a_list_arrive() -> None:
     assert [each.training for each in found] == [True, False, True]
     x = torch.linspace(-1.0, 1.0, 5)
     assert all(torch.equal(one(x), other(x)) for one, other in zip(loose, found, strict=True))
+
+
+def test_a_device_of_the_layer_is_that_of_the_workers_layer() -> None:
+    here, worker = torch.device("cpu"), torch.device("cuda", 1)
+    for owner in (nn.Linear(1, 1), nn.Linear(1, 1, device="meta"), nn.ReLU(), None):
+        written = a.write_value({"device": here}, "It", set(), owner)
+        assert a.read_value(written, OWN, owner, device=worker) == {"device": worker}
+
+
+@pytest.mark.parametrize("name", ["cpu", "meta"])
+def test_a_device_of_another_kind_stays_what_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = nn.Linear(1, 1)
+    on_card = [SimpleNamespace(device=torch.device("cuda"))]
+    monkeypatch.setattr(owner, "parameters", lambda: on_card)
+    written = a.write_value(torch.device(name), "It", set(), owner)
+    assert a.read_value(written, OWN, owner, device=torch.device("mps")) == torch.device(name)
+    with pytest.raises(ModelError, match="is the device 'xpu:0', .* tensors are on 'cuda'"):
+        a.write_value(torch.device("xpu", 0), "It", set(), owner)
 
 
 def test_a_child_is_no_module_of_its_own() -> None:
@@ -141,7 +164,6 @@ NOT_PLAIN: dict[str, tuple[Any, str]] = {
     "parameter list": ([nn.Parameter(torch.ones(2))], "is a Parameter.*register_buffer"),
     "dropout": ([nn.Dropout(0.1)], "refers to a Dropout.*nn.ModuleList"),
     "module list": ([nn.Linear(1, 1)], "refers to a Linear.*nn.ModuleList"),
-    "device": (torch.device("cuda"), "device, and a worker has its own"),
     "generator": (torch.Generator(), "a Generator"),
     "dataclass with more": (WithMore(threading.Lock()), "a lock"),
     "huge": (2**64, "an? int"),
@@ -226,6 +248,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "not allowed on a worker",
     ),
     "no dtype": (a.Text("dtype", "load"), "no dtype 'load'"),
+    "no complex number": (a.Text("complex", "1+2k"), "instead of a complex number"),
     "no number": (a.Text("float", "1e5"), "has '1e5' instead of inf"),
     "a set of lists": (a.Items("set", [a.Items("list", [])]), "cannot be built"),
     "a dictionary of lists": (a.DictionaryTable([(a.Items("list", []), 1)]), "cannot be built"),
