@@ -89,6 +89,7 @@ SECOND_TIER = frozenset(
         "integration/test_odd_decoders.py",
         "integration/test_own_layers.py::test_a_script_without_a_main_guard_is_told_to_have_one",
         "integration/test_own_layers.py::test_local_workers_allow_the_layers_by_themselves",
+        "integration/test_other_dtypes.py",
         "integration/test_patched_code.py",
         "integration/test_patterns.py",
         "integration/test_placements.py::test_layers_move_from_every_shape_to_every_other",

@@ -83,6 +83,7 @@ from .tensors import (
     check_can_be_emptied,
     emptied,
     empty_tensors,
+    may_have_gradient,
     named_tensors,
     set_tensor,
     state_in,
@@ -377,7 +378,7 @@ class HollowLayers:
         trains = grad_enabled and any(tensor.requires_grad for tensor in inputs)
         return {
             at: Form(
-                torch.empty_like(tensor, requires_grad=trains and tensor.is_floating_point()),
+                torch.empty_like(tensor, requires_grad=trains and may_have_gradient(tensor)),
                 frozenset(uncertain),
             )
             for at, tensor in found.items()
