@@ -420,7 +420,8 @@ class HollowLayers:
         """The length of the tuple that the layer's own forward would return, and the positions of
         tensors in it, found by trying it.
 
-        They depend on the layer's class and on flags among the arguments.
+        They depend on the layer and on flags among the arguments: the last block of SD3 returns
+        None in the place of the text, and only an attribute tells it from the others.
         """
         number, layer = call.layer_index, self._modules[call.layer_index]
         named = [*enumerate(call.args), *call.kwargs.items()]
@@ -429,7 +430,7 @@ class HollowLayers:
             for k, v in named
             if v is None or (isinstance(v, (bool, str)) and not isinstance(v, Carried))
         ]
-        key = (type(layer), layer.training, len(call.args), tuple(flags))
+        key = (number, layer.training, len(call.args), tuple(flags))
         if key not in self._result_forms:
             if isinstance(hidden, HiddenStatesAway):
                 hidden = hidden.form().on_meta
