@@ -101,6 +101,7 @@ SECOND_TIER = frozenset(
         "integration/test_round_trips.py",
         "integration/test_shape_faults.py",
         "integration/test_shapes.py",
+        "integration/test_shared_states.py",
         "integration/test_states_away.py",
         "integration/test_strategy.py::test_copies_are_made_before_training_or_after_it",
         "integration/test_takeovers.py",

@@ -54,7 +54,14 @@ from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_h
 from .carried_tensors import Carried, is_carried, returned
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
-from .hollow_checks import HeldParts, check_hooks_of_all_modules, hook_away, observes, warn_of_modes
+from .hollow_checks import (
+    HeldParts,
+    check_hooks_of_all_modules,
+    check_shared_states,
+    hook_away,
+    observes,
+    warn_of_modes,
+)
 from .hollow_forward import HollowSpan, Records, list_begins
 from .hollow_state_dicts import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches
@@ -238,6 +245,7 @@ class HollowLayers:
     def _check_layers(self) -> None:
         for layer in self._layers.values():
             _check_has_no_code_of_its_own(layer)
+        check_shared_states(self._layers)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the layers ordinary again and fill their tensors."""
