@@ -49,7 +49,7 @@ def check_shared_states(layers: Mapping[int, DecoderLayer]) -> None:
     Raises:
         ModelError: With the plan that works.
     """
-    storing = {
+    storing: dict[int, Any] = {
         number: module.config
         for number, layer in layers.items()
         for module in layer.module.modules()
