@@ -38,6 +38,7 @@ SECOND_TIER = frozenset(
         "integration/test_compiling.py",
         "integration/test_coordinator_last.py::test_layers_move_with_and_without_the_embedding",
         "integration/test_delayed_links.py",
+        "integration/test_diffusion.py",
         "integration/test_dropout.py::test_every_kind_of_dropout_has_the_bits_of_the_run_without_workers",
         "integration/test_failures.py::test_no_local_worker_is_left_behind",
         "integration/test_failures.py::test_sigterm_ends_a_coordinator_whose_worker_never_answers",
