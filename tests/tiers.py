@@ -17,6 +17,7 @@ SECOND_TIER = frozenset(
         "devices/test_numerics.py::test_newer_settings_travel_too",
         "devices/test_numerics.py::test_the_precision_of_convolutions_travels_whichever_setting_was_used",
         "examples/test_clusters.py",
+        "examples/test_diffusion.py::test_the_adapter_of_two_workers_is_that_of_one_device_and_diffusers_loads_it",
         "examples/test_fine_tune_run.py::test_recomputation_changes_no_weight",
         "examples/test_fine_tune_run.py::test_the_instructions_are_distinct_and_about_other_modules_than_the_corpus",
         "examples/test_fine_tune_run.py::test_two_workers_train_as_one_device",
