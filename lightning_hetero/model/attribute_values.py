@@ -62,6 +62,7 @@ _CONTAINERS: dict[Any, Any] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
 }
 META = torch.device("meta")
+_CPU = torch.device("cpu")
 _SCALARS = (type(None), bool, int, str)
 _METHODS_OF_TORCH = frozenset(dir(nn.Module))
 
@@ -292,18 +293,23 @@ def _write_device(device: torch.device, where: str, owner: nn.Module | None) -> 
     A module whose tensors are elsewhere does not say where it was; a worker's device is as good.
     """
     tensors = () if owner is None else (*owner.parameters(), *owner.buffers())
-    kinds = {tensor.device.type for tensor in tensors} - {"meta"}
-    if device.type == "meta":
+    places = {_without_number(tensor.device) for tensor in tensors} - {META}
+    place = _without_number(device)
+    if place == META:
         return Device("meta")
-    if not kinds or device.type in kinds:
+    if not places or place in places:
         return Device("layer")
-    if device.type == "cpu":
+    if place == _CPU:
         return Device("cpu")
     raise _refusal(
         where,
-        f"is the device {str(device)!r}, and the module's tensors are on {min(kinds)!r}",
+        f"is the device {str(device)!r}, and the module's tensors are on {min(map(str, places))!r}",
         "use the device of the hidden states",
     )
+
+
+def _without_number(device: torch.device) -> torch.device:
+    return torch.device(device.type)
 
 
 def _check_keys(container: Iterable[Any], where: str) -> None:
