@@ -126,6 +126,37 @@ class Shared(Biases):
         return hidden + bias.mean()
 
 
+class Joint(nn.Module):
+    """Two streams, as in SD3: the last layer returns None for the first, and the first layer of all
+    makes it."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.text, self.image = line(), line()
+
+    def forward(self, hidden: Tensor, text: Tensor | None = None) -> Any:
+        text = self.text(hidden if text is None else text)
+        hidden = hidden + torch.tanh(self.image(hidden + text))
+        if self.place == "first":
+            return hidden
+        return (None if self.place == "last" else text + hidden), hidden
+
+
+class Joints(Base):
+    """Layers of one class whose results differ in their form."""
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList(map(Joint, ("first", "inner", "inner", "last")))
+
+    def run(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        hidden, text = self.layers[0](hidden), hidden
+        for layer in self.layers[1:]:
+            text, hidden = layer(hidden, text)
+        assert text is None
+        return hidden
+
+
 class Normed(nn.Module):
     """Returns the hidden states behind the residual, as in Mamba's own blocks."""
 

@@ -22,6 +22,7 @@ from ..model.tensors import (
     dtypes_on_stage,
     first_names,
     has_four_bit,
+    is_storage_only,
     locate,
     named_contents,
     named_tensors,
@@ -118,6 +119,9 @@ def shortcomings(
     wanted = {dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point}
     found = [
         f"its device {equipment.device} does not compute in {name}; give its stage another `dtype`."
+        if not is_storage_only(DTYPES[name])
+        else f"its device {equipment.device} cannot hold weights in {name}; convert them to "
+        "bfloat16, or give its layers to another device."
         for name in sorted(wanted - set(equipment.dtypes))
     ]
     if isinstance(recipe, BlocksRecipe):

@@ -26,6 +26,7 @@ from ..version import __version__
 from .device import Device, backends, device_for
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_STORED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OPTIONAL_LIBRARIES = ("peft", "bitsandbytes")
 
 # A dtype in which a device multiplies so many times slower than in float32 is of no use there.
@@ -41,7 +42,10 @@ def equipment_here(torch_device: torch.device) -> Equipment:
         device=str(torch_device),
         device_name=device.name,
         memory_bytes=device.total_bytes(),
-        dtypes=[dtype_name(dtype) for dtype in _DTYPES if _computes_in(torch_device, dtype)],
+        dtypes=[
+            *(dtype_name(dtype) for dtype in _DTYPES if _computes_in(torch_device, dtype)),
+            *(dtype_name(dtype) for dtype in _STORED_DTYPES if _stores(torch_device, dtype)),
+        ],
         capabilities=_capabilities(device, versions),
         host=platform.node(),
         machine=_machine(),
@@ -67,6 +71,14 @@ def _version_of(library: str) -> str | None:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _stores(torch_device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device holds tensors of a dtype, and casts them to the one that it computes in."""
+    try:
+        return bool(torch.ones(2, device=torch_device).to(dtype).float().sum() == 2)
+    except (RuntimeError, TypeError):
+        return False
 
 
 def _computes_in(torch_device: torch.device, dtype: torch.dtype) -> bool:

@@ -17,6 +17,7 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ..errors import ModelError
@@ -24,6 +25,9 @@ from .attributes import ATOMS, Snapshot, version_of
 from .layer_call import LayerCall
 from .layers import describe_layer
 from .placeholders import HiddenStatesAway, training_flags
+
+# Older versions of transformers have none.
+_SHARED_STATES = getattr(transformers.cache_utils, "KVSharingDict", None)
 
 
 class Modes(NamedTuple):
@@ -223,7 +227,13 @@ def _address(tensor: Tensor) -> int:
 
 def copied(value: Any) -> Any:
     """Nested lists, tuples and dictionaries as they are now, also those of classes derived from
-    these; what else they hold is not copied."""
+    these; what else they hold is not copied.
+
+    The keys and values that layers of Gemma 3n and 4 share are in a dictionary of transformers that
+    can do nothing else; its copy is an ordinary one.
+    """
+    if type(value) is _SHARED_STATES:
+        return {key: copied(item) for key, item in value.items()}
     if isinstance(value, dict):
         found = copy(value)
         for key, item in value.items():

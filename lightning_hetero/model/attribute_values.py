@@ -5,16 +5,16 @@
 
 Functions and classes travel by name. A function that was made inside another one travels as the way
 to its code from a function that can be imported, with the variables that it uses: a worker takes
-the code from its own files. A module inside the one with the attribute travels as its path there.
+the code from its own files. An object travels as the name of its class, with its attributes; see
+`plain_objects`. A module inside the one with the attribute travels as its path there.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Literal, TypeGuard, Union
@@ -36,6 +36,15 @@ from .allowed_imports import (
     path_of,
 )
 from .hf_config import plain_config, read_config
+from .plain_objects import (
+    content_of,
+    hidden_by,
+    is_object,
+    is_value,
+    made_of,
+    reason_to_refuse,
+    values_in,
+)
 
 # Deeper than any real setting, and far below Python's recursion limit.
 MOST_DEPTH = 32
@@ -52,6 +61,8 @@ CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_fu
 _CONTAINERS: dict[Any, Any] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
 }
+META = torch.device("meta")
+_CPU = torch.device("cpu")
 _SCALARS = (type(None), bool, int, str)
 _METHODS_OF_TORCH = frozenset(dir(nn.Module))
 
@@ -70,10 +81,16 @@ class DictionaryTable(msgspec.Struct, frozen=True, tag="table"):
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
-    """A dtype, or a float that JSON lacks, as text."""
+    """A dtype, a float that JSON lacks, or a complex number, as text."""
 
-    kind: Literal["dtype", "float"]
+    kind: Literal["dtype", "float", "complex"]
     text: str
+
+
+class Device(msgspec.Struct, frozen=True, tag="device"):
+    """A device: the one of the layer, or else main memory or no memory at all."""
+
+    kind: Literal["layer", "cpu", "meta"]
 
 
 class Function(msgspec.Struct, frozen=True, tag="function"):
@@ -89,11 +106,11 @@ class EnumMember(msgspec.Struct, frozen=True, tag="member"):
     name: str
 
 
-class DataclassRecord(msgspec.Struct, frozen=True, tag="record"):
-    """An instance of a dataclass, with what its own code has set besides its fields."""
+class ObjectRecord(msgspec.Struct, frozen=True, tag="record"):
+    """An object by its attributes: the fields, if its class is a dataclass, and the others."""
 
     path: ImportPath
-    fields: dict[str, Value]
+    fields: dict[str, Value] = {}
     others: dict[str, Value] = {}
 
 
@@ -172,9 +189,10 @@ Value = Union[  # noqa: UP007 - the names are known only later
     Items,
     DictionaryTable,
     Text,
+    Device,
     Function,
     EnumMember,
-    DataclassRecord,
+    ObjectRecord,
     Class,
     ModulePart,
     Loose,
@@ -217,8 +235,14 @@ def write_value(
         return plain
     if kind is float:
         return value if math.isfinite(value) else Text("float", str(value))
+    if kind is complex:
+        return Text("complex", str(value))
     if kind is torch.dtype:
         return Text("dtype", dtype_name(value))
+    if kind is torch.device:
+        return _write_device(value, where, owner)
+    if kind in (set, frozenset, dict):
+        _check_keys(value, where)
     if kind in _CONTAINERS.values():
         return Items(kind.__name__, [write(item) for item in value])
     if kind is dict:
@@ -242,12 +266,62 @@ def write_value(
     if isinstance(value, PretrainedConfig):
         path = noted_path(kind, "config class", where, paths)
         return Config(path, plain_config(value), value._attn_implementation or "eager")
-    if dataclasses.is_dataclass(value):
-        content, others = (
-            {name: write(item) for name, item in items.items()} for items in _content_of(value)
-        )
-        return DataclassRecord(noted_path(kind, "dataclass", where, paths), content, others)
+    if is_object(value):
+        return _write_object(value, where, paths, owner, depth)
     raise _refusal(where, *_cause_and_remedy(value))
+
+
+def _write_object(
+    value: Any, where: str, paths: set[ImportPath], owner: nn.Module | None, depth: int
+) -> ObjectRecord:
+    """Encode an object by its attributes."""
+    kind = type(value)
+    content = content_of(value)
+    for name in content[1]:
+        if reason := hidden_by(kind, name):
+            raise _refusal(f"{where}.{name}", f"{reason} {kind.__name__}", "rename it")
+    fields, others = (
+        {n: write_value(v, f"{where}.{n}", paths, owner, depth + 1) for n, v in part.items()}
+        for part in content
+    )
+    return ObjectRecord(noted_path(kind, "class", where, paths), fields, others)
+
+
+def _write_device(device: torch.device, where: str, owner: nn.Module | None) -> Device:
+    """Encode a device: where the module has its tensors is where a worker has the layer's.
+
+    A module whose tensors are elsewhere does not say where it was; a worker's device is as good.
+    """
+    tensors = () if owner is None else (*owner.parameters(), *owner.buffers())
+    places = {_without_number(tensor.device) for tensor in tensors} - {META}
+    place = _without_number(device)
+    if place == META:
+        return Device("meta")
+    if not places or place in places:
+        return Device("layer")
+    if place == _CPU:
+        return Device("cpu")
+    raise _refusal(
+        where,
+        f"is the device {str(device)!r}, and the module's tensors are on {min(map(str, places))!r}",
+        "use the device of the hidden states",
+    )
+
+
+def _without_number(device: torch.device) -> torch.device:
+    return torch.device(device.type)
+
+
+def _check_keys(container: Iterable[Any], where: str) -> None:
+    """Refuse objects as keys: rebuilt, each would be another key."""
+    for key in container:
+        for each in values_in(key):
+            if is_object(each) and not is_value(type(each)):
+                raise _refusal(
+                    where,
+                    f"has a {type(each).__name__} as a key or in a set",
+                    "use plain values as keys",
+                )
 
 
 def noted_path(thing: Any, what: str, where: str, paths: set[ImportPath]) -> ImportPath:
@@ -258,23 +332,6 @@ def noted_path(thing: Any, what: str, where: str, paths: set[ImportPath]) -> Imp
         raise ModelError(f"{where} cannot be rebuilt on a worker. {error}") from error
     paths.add(path)
     return path
-
-
-def _content_of(record: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of an instance of a dataclass, and what its own code has set besides them."""
-    names = [field.name for field in dataclasses.fields(record)]
-    fields = {name: getattr(record, name) for name in names if hasattr(record, name)}
-    others = {
-        name: item
-        for name, item in getattr(record, "__dict__", {}).items()
-        if name not in names and not is_computed(type(record), name)
-    }
-    return fields, others
-
-
-def is_computed(kind: type, name: str) -> bool:
-    """Whether an attribute is a cached property, which a worker computes by itself."""
-    return isinstance(getattr(kind, name, None), functools.cached_property)
 
 
 def is_loose(value: Any) -> TypeGuard[nn.Module]:
@@ -376,17 +433,20 @@ def _is_too_large(value: Any) -> bool:
 
 def _cause_and_remedy(value: Any) -> tuple[str, str]:
     if isinstance(value, Tensor):
-        return f"is a {type(value).__name__}", "register it as a buffer (`register_buffer`)"
+        remedy = "register it as a buffer (`register_buffer`) of a module"
+        return f"is a {type(value).__name__}", remedy
     if isinstance(value, nn.Module):
         return (
             f"refers to a {type(value).__name__} outside of the module that has it",
             "make that a child (assign it, or use nn.ModuleList or nn.ModuleDict)",
         )
-    if isinstance(value, torch.device):
-        return "is a device, and a worker has its own", "use that of the hidden states"
+    if _is_too_large(value):
+        return "is an int of more than 64 bits", "use a smaller number, or a float"
+    kind: Any = type(value)
+    home = "" if kind.__module__ == "builtins" else f" of {kind.__module__}"
     return (
-        f"is a {type(value).__name__}",
-        "keep plain numbers, strings, lists, dataclasses and named functions in it",
+        f"is a {kind.__name__}{home} ({reason_to_refuse(kind)})",
+        "keep numbers, strings, lists, named functions and objects of plain attributes in it",
     )
 
 
@@ -398,16 +458,27 @@ def _refusal(where: str, cause: str, remedy: str) -> ModelError:
 
 
 def read_value(
-    value: Value, allowed: Allowed, owner: nn.Module | None = None, depth: int = 0
+    value: Value,
+    allowed: Allowed,
+    owner: nn.Module | None = None,
+    depth: int = 0,
+    device: torch.device = META,
 ) -> Any:
     """Decode a value for an attribute of the module ``owner``.
+
+    Args:
+        value: Of `write_value`.
+        allowed: The imports that are allowed.
+        owner: The module that gets the attribute.
+        depth: How deep the value is nested.
+        device: Where the layer will compute.
 
     Raises:
         ModelError: If the data is not from `write_value`, or names code that is not allowed here.
     """
 
     def read(item: Value) -> Any:
-        return read_value(item, allowed, owner, depth + 1)
+        return read_value(item, allowed, owner, depth + 1, device)
 
     if depth > MOST_DEPTH:
         raise ModelError(f"The recipe has a value that is nested deeper than {MOST_DEPTH}.")
@@ -417,14 +488,16 @@ def read_value(
         case DictionaryTable(items):
             return _hashed(dict, [(read(key), read(item)) for key, item in items])
         case Text(kind, text):
-            return dtype_named(text) if kind == "dtype" else _special_float(text)
+            return _TEXTS[kind](text)
+        case Device(kind):
+            return device if kind == "layer" else torch.device(kind)
         case Function(path):
             return find_function(allowed, path)
         case EnumMember(path, name):
             return _member(find_class(allowed, path, Enum, "enumeration"), name)
-        case DataclassRecord(path, fields, others):
+        case ObjectRecord(path, fields, others):
             found = ({n: read(item) for n, item in items.items()} for items in (fields, others))
-            return _record(find_class(allowed, path, object, "dataclass"), *found)
+            return made_of(_object_class(path, allowed), *found)
         case Class(path):
             return find_class(allowed, path, object, "class")
         case ModulePart(path):
@@ -477,6 +550,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def _hashed(make: Callable[[Any], Any], items: list[Any]) -> Any:
+    if make in (set, frozenset, dict):
+        _check_keys((item[0] if make is dict else item for item in items), "The recipe")
     try:
         return make(items)
     except TypeError as error:
@@ -489,35 +564,25 @@ def _special_float(text: str) -> float:
     return float(text)
 
 
+def _complex(text: str) -> complex:
+    try:
+        return complex(text)
+    except ValueError as error:
+        raise ModelError(f"The recipe has {text!r} instead of a complex number.") from error
+
+
+_TEXTS: dict[str, Callable[[str], Any]] = {
+    "dtype": dtype_named,
+    "float": _special_float,
+    "complex": _complex,
+}
+
+
 def _member(enumeration: Any, name: str) -> Any:
     members = enumeration.__members__
     if name not in members:
         raise ModelError(f"{enumeration.__name__} on this worker has no member {name!r}.")
     return members[name]
-
-
-def _record(dataclass: Any, content: dict[str, Any], others: dict[str, Any]) -> Any:
-    try:
-        fields = dataclasses.fields(dataclass)
-    except TypeError:
-        raise ModelError(f"{dataclass.__name__} is not a dataclass.") from None
-    names = {field.name for field in fields}
-    # A field that no constructor fills may be missing.
-    if not {field.name for field in fields if field.init} <= content.keys() <= names:
-        raise ModelError(
-            f"{dataclass.__name__} on this worker has the fields {sorted(names)} and the "
-            f"coordinator's has {sorted(content)}; install the coordinator's version here."
-        )
-    for name in others:
-        if name in names or not name.isidentifier() or hasattr(dataclass, name):
-            raise ModelError(
-                f"The recipe gives a {dataclass.__name__} the attribute {name!r}, which would hide "
-                "one of its class; rename it."
-            )
-    made = object.__new__(dataclass)
-    for name, item in (*content.items(), *others.items()):
-        object.__setattr__(made, name, item)
-    return made
 
 
 def _part(owner: nn.Module | None, path: str) -> nn.Module:
@@ -569,6 +634,13 @@ def _closure(closure: Closure, outer: Any, read: Callable[[Value], Any]) -> Func
 
 def _qualname(closure: Closure) -> str:
     return LOCALS.join([closure.path.qualname, *(name for name, _ in closure.inner)])
+
+
+def _object_class(path: ImportPath, allowed: Allowed) -> Any:
+    """A class of an allowed package; torch's own, which all may name, have no plain objects."""
+    if path.is_of_torch:
+        raise ModelError(f"The recipe has an object of {path}, and workers make none of torch's.")
+    return find_class(allowed, path, object, "class")
 
 
 def _config_class(path: ImportPath, allowed: Allowed) -> Any:

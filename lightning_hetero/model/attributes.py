@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 from operator import is_, itemgetter
 from types import ModuleType
 from typing import Any
@@ -34,15 +34,16 @@ from .allowed_imports import Allowed, ImportPath
 from .attribute_values import (
     BOOKKEEPING,
     CHECKPOINTING,
+    META,
     MOST_CHARACTERS,
     MOST_DEPTH,
     NAMES_OF_TORCH,
     Value,
-    is_computed,
     is_loose,
     read_value,
     write_value,
 )
+from .plain_objects import is_computed, is_object, values_in
 
 # Under manual optimization the strategy overrides a layer's `zero_grad`; no forward calls it.
 _NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}
@@ -111,8 +112,9 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
     if isinstance(value, _FIXED) or inspect.isroutine(value):
         return _Same(value)
     is_record = is_dataclass(value) or isinstance(value, PretrainedConfig)
-    # Of other objects only the outermost is entered: the next may refer to the whole program.
-    is_known = is_record or isinstance(value, _CONTAINERS) or not around
+    # Of objects that cannot travel only the outermost is entered: the next may refer to the whole
+    # program.
+    is_known = is_record or isinstance(value, _CONTAINERS) or not around or _is_plain_object(value)
     if not is_known or _is_ours(kind) or id(value) in around or len(around) > MOST_DEPTH:
         return _Same(value)
     around = (*around, id(value))
@@ -134,6 +136,15 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
 def _is_ours(kind: type) -> bool:
     """Whether a class is of this package, such as an override of a layer's forward."""
     return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether a value is an object that has nothing but what a worker can have too."""
+    if not is_object(value):
+        return False
+    inside = islice(values_in(value), _MOST_ENTRIES)
+    leaves = (each for each in inside if not is_object(each) and not inspect.isroutine(each))
+    return all(type(each) in ATOMS or isinstance(each, (*_FIXED, *_CONTAINERS)) for each in leaves)
 
 
 def _frozen_items(items: Any, around: tuple[int, ...], looked_into: list[Any]) -> Any:
@@ -468,8 +479,14 @@ def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
     return text, [name for name in change.names if name not in here]
 
 
-def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed: Allowed) -> None:
-    """Decode the text of `write_change` and apply it to a module.
+def set_attributes(
+    module: nn.Module,
+    text: str,
+    gone: Collection[str],
+    allowed: Allowed,
+    device: torch.device = META,
+) -> None:
+    """Decode the text of `write_change` and apply it to a module of a layer on ``device``.
 
     Raises:
         ModelError: If the text cannot be decoded, or an attribute must not be set here.
@@ -483,7 +500,7 @@ def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed:
             raise ModelError(
                 f"The attribute {name!r} of a {type(module).__name__} is not set here: {reason}."
             )
-    values = {name: read_value(value, allowed, module) for name, value in written.items()}
+    values = {n: read_value(value, allowed, module, 0, device) for n, value in written.items()}
     own = vars(module)
     for name, value in values.items():
         if isinstance(value, PretrainedConfig) and isinstance(own.get(name), PretrainedConfig):

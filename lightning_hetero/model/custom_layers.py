@@ -27,13 +27,13 @@ from .allowed_imports import Allowed, ImportPath, find_class
 from .attribute_values import (
     BOOKKEEPING,
     CHECKPOINTING,
+    META,
     MOST_CHARACTERS,
     MOST_DEPTH,
     NAMES_OF_TORCH,
     Value,
     dtype_name,
     dtype_named,
-    is_computed,
     noted_path,
     read_value,
     write_value,
@@ -41,6 +41,7 @@ from .attribute_values import (
 from .captured_outputs import CollectedOutput
 from .layer_code import code_of
 from .layers import DecoderLayer
+from .plain_objects import is_computed
 
 # A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
 MOST_MODULES = 2**16
@@ -210,8 +211,15 @@ def _buffers(module: nn.Module) -> dict[str, BufferNode | None]:
     return nodes
 
 
-def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
+def build_blocks(
+    recipe: BlocksRecipe, allowed: Allowed, device: torch.device = META
+) -> nn.ModuleDict:
     """Build the layers of a recipe on the ``meta`` device, keyed by their numbers.
+
+    Args:
+        recipe: Of `describe_blocks`.
+        allowed: The imports that are allowed.
+        device: Where the layers will compute.
 
     Raises:
         ModelError: If the recipe is not a tree, or names code that is missing or not allowed.
@@ -226,7 +234,8 @@ def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
         _check_names(node, classes[node.layer_class])
         made = _module(classes[node.layer_class], node, parameters, built)
         # Behind the children, which attributes may refer to.
-        vars(made).update({n: read_value(v, allowed, made) for n, v in node.attributes.items()})
+        attributes = node.attributes.items()
+        vars(made).update({n: read_value(v, allowed, made, 0, device) for n, v in attributes})
         built.append(made)
     return nn.ModuleDict({str(number): built[index] for number, index in recipe.layers.items()})
 

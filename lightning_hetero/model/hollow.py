@@ -54,7 +54,14 @@ from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_h
 from .carried_tensors import Carried, is_carried, returned
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
-from .hollow_checks import HeldParts, check_hooks_of_all_modules, hook_away, observes, warn_of_modes
+from .hollow_checks import (
+    HeldParts,
+    check_hooks_of_all_modules,
+    check_shared_states,
+    hook_away,
+    observes,
+    warn_of_modes,
+)
 from .hollow_forward import HollowSpan, Records, list_begins
 from .hollow_state_dicts import HollowStateDicts, RemoteTensors
 from .kv_cache import HollowCaches
@@ -83,6 +90,7 @@ from .tensors import (
     check_can_be_emptied,
     emptied,
     empty_tensors,
+    may_have_gradient,
     named_tensors,
     set_tensor,
     state_in,
@@ -237,6 +245,7 @@ class HollowLayers:
     def _check_layers(self) -> None:
         for layer in self._layers.values():
             _check_has_no_code_of_its_own(layer)
+        check_shared_states(self._layers)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the layers ordinary again and fill their tensors."""
@@ -377,7 +386,7 @@ class HollowLayers:
         trains = grad_enabled and any(tensor.requires_grad for tensor in inputs)
         return {
             at: Form(
-                torch.empty_like(tensor, requires_grad=trains and tensor.is_floating_point()),
+                torch.empty_like(tensor, requires_grad=trains and may_have_gradient(tensor)),
                 frozenset(uncertain),
             )
             for at, tensor in found.items()
@@ -419,7 +428,8 @@ class HollowLayers:
         """The length of the tuple that the layer's own forward would return, and the positions of
         tensors in it, found by trying it.
 
-        They depend on the layer's class and on flags among the arguments.
+        They depend on the layer and on flags among the arguments: the last block of SD3 returns
+        None in the place of the text, and only an attribute tells it from the others.
         """
         number, layer = call.layer_index, self._modules[call.layer_index]
         named = [*enumerate(call.args), *call.kwargs.items()]
@@ -428,7 +438,7 @@ class HollowLayers:
             for k, v in named
             if v is None or (isinstance(v, (bool, str)) and not isinstance(v, Carried))
         ]
-        key = (type(layer), layer.training, len(call.args), tuple(flags))
+        key = (number, layer.training, len(call.args), tuple(flags))
         if key not in self._result_forms:
             if isinstance(hidden, HiddenStatesAway):
                 hidden = hidden.form().on_meta

@@ -40,6 +40,31 @@ _HOOKS_OF_ALL_MODULES = (
 )
 
 
+def check_shared_states(layers: Mapping[int, DecoderLayer]) -> None:
+    """Refuse layers on workers that store their keys and values for later layers, as in Gemma 3n
+    and in small models of Gemma 4. The model would not get them.
+
+    The layers that share them may be on workers: the keys and values go along.
+
+    Raises:
+        ModelError: With the plan that works.
+    """
+    storing: dict[int, Any] = {
+        number: module.config
+        for number, layer in layers.items()
+        for module in layer.module.modules()
+        if getattr(module, "store_full_length_kv", False) is True
+    }
+    if storing:
+        number, config = next(iter(storing.items()))
+        last = config.num_hidden_layers - config.num_kv_shared_layers - 1
+        raise ModelError(
+            f"Layer {number} ({layers[number].name}) keeps its keys and values for later layers, "
+            "which get them from the model, and no worker can return them. Give the coordinator "
+            f"layers 0 to {last} in the plan; those from {last + 1} on may be on workers."
+        )
+
+
 class HeldParts:
     """The tensors, modules and classes of layers that workers have.
 

@@ -31,6 +31,7 @@ from .placeholders import (
     PlaceholderContent,
     refuse_away,
 )
+from .tensors import may_have_gradient
 
 
 class Records(threading.local):
@@ -223,7 +224,7 @@ def _form_of_result(
     there = step._replace(operands=apply_to_collection(step.operands, Tensor, _to_meta))
     result = there.run(on_meta)
     trains = grad_enabled and any(form.on_meta.requires_grad for form in found.values())
-    result = torch.empty_like(result, requires_grad=trains and result.is_floating_point())
+    result = torch.empty_like(result, requires_grad=trains and may_have_gradient(result))
     return Form(result, frozenset().union(*(form.uncertain for form in found.values())))
 
 

@@ -302,6 +302,8 @@ def _is_filled(cache: Cache, index: int) -> bool:
     layers = getattr(cache, "layers", ())
     if index < len(layers) and isinstance(layers[index], LinearAttentionCacheLayerMixin):
         return any(layers[index].has_previous_state.values())
+    if index < len(layers) and not hasattr(layers[index], "get_seq_length"):
+        return False  # a layer that gets the keys and values of an earlier one
     return bool(cache.get_seq_length(index) > 0)
 
 

@@ -51,6 +51,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import ModelError
 from .allowed_imports import MAIN, SCRIPT
+from .attribute_values import NAMES_OF_TORCH
 from .outer_values import (
     OuterValue,
     OuterValues,
@@ -59,6 +60,7 @@ from .outer_values import (
     global_value,
     readings_in,
 )
+from .plain_objects import is_object, values_in
 
 # Their code is not compared. What stands in the place of a method of theirs is.
 _PLATFORM = frozenset({"torch", "bitsandbytes", "kernels"})
@@ -216,11 +218,23 @@ class _Survey:
     def add_module(self, module: nn.Module) -> None:
         """The methods of a module's class, and the functions among its attributes."""
         self.add_class(type(module))
-        for value in vars(module).values():
-            for function in _functions_in(getattr(value, "__func__", value)):
-                home = _defined_in(function)
-                if not _is_of_platform(home):
-                    self.add(f"{_told(home)}.{function.__qualname__}", function)
+        for name, value in vars(module).items():
+            for each in [value] if name in NAMES_OF_TORCH else values_in(value):
+                self._add_functions(each)
+                if is_object(each):
+                    self._add_object(type(each))
+
+    def _add_functions(self, value: Any) -> None:
+        for function in _functions_in(getattr(value, "__func__", value)):
+            home = _defined_in(function)
+            if not _is_of_platform(home):
+                self.add(f"{_told(home)}.{function.__qualname__}", function)
+
+    def _add_object(self, kind: type) -> None:
+        """The methods of an object's class; operators call those with underscores unnamed."""
+        self.add_class(kind)
+        methods = (name for base in kind.__mro__ for name in vars(base))
+        self._name(name for name in methods if name.startswith("__"))
 
     def add_class(self, kind: type) -> None:
         """The methods of a class that torch calls, and those that what is followed names."""

@@ -27,6 +27,7 @@ from transformers import (
 from ..errors import ModelError
 from .adapters import Adapters, describe_adapters, inject_adapters, without_wrappers
 from .allowed_imports import Allowed
+from .attribute_values import META
 from .captured_outputs import collect_from, collected_in, install_hooks
 from .compiled_layers import without_wrapper_names
 from .custom_layers import BlocksRecipe, build_blocks, describe_blocks
@@ -179,16 +180,23 @@ def _model_of(recipe: Recipe) -> Any:
 
 
 def build_layers(
-    recipe: Recipe | BlocksRecipe, allowed: Allowed = NOTHING_ALLOWED
+    recipe: Recipe | BlocksRecipe,
+    allowed: Allowed = NOTHING_ALLOWED,
+    device: torch.device = META,
 ) -> nn.ModuleDict:
     """Build the layers of a recipe on the ``meta`` device, keyed by their numbers.
+
+    Args:
+        recipe: Of `write_recipe`.
+        allowed: The imports that are allowed.
+        device: Where the layers will compute.
 
     Raises:
         ModelError: If the recipe names code, layers or options that are missing or not allowed, or
             if the layers' code is not the coordinator's.
     """
     if isinstance(recipe, BlocksRecipe):
-        layers = build_blocks(recipe, allowed)
+        layers = build_blocks(recipe, allowed, device)
         collect_from(layers, recipe.outputs)
         check_code(code_of(layers.values()), recipe.code)
         return layers

@@ -77,13 +77,23 @@ def has_four_bit(layers: Mapping[int, nn.Module]) -> bool:
     return any(stored_in_four_bits(layers, name) for name, _ in named_tensors(layers))
 
 
+def is_storage_only(dtype: torch.dtype) -> bool:
+    """Whether layers keep weights in a dtype and cast them to another one to compute."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def may_have_gradient(tensor: Tensor) -> bool:
+    """Whether torch can compute a gradient of a tensor of this dtype."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def dtypes_on_stage(
     layers: Mapping[int, nn.Module], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """The dtype of each tensor on a stage that computes in ``dtype``.
 
     Frozen parameters take that dtype. Parameters that train take it only if it is float32. Buffers
-    and tensors in 4 bits keep their own.
+    and tensors in 4 or 8 bits keep their own.
     """
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(layers)}
     if dtype is None:
@@ -91,7 +101,8 @@ def dtypes_on_stage(
     for name, tensor in named_tensors(layers):
         is_plain = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         is_taken = not tensor.requires_grad or dtype == torch.float32
-        if is_plain and is_taken and not stored_in_four_bits(layers, name):
+        is_packed = is_storage_only(tensor.dtype) or stored_in_four_bits(layers, name)
+        if is_plain and is_taken and not is_packed:
             dtypes[name] = dtype
     return dtypes
 
@@ -330,6 +341,8 @@ def _unpacked_dtype(layers: Mapping[int, nn.Module]) -> torch.dtype:
 
 def _made_up(leaf: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random values for a matrix; for a vector, zeros if it is a bias, else ones, as in a norm."""
+    if is_storage_only(dtype):  # torch has no operation that fills it
+        return _made_up(leaf, shape, torch.float32, device).to(dtype)
     content = torch.empty(shape, dtype=dtype, device=device)
     if not dtype.is_floating_point:
         return content.zero_()

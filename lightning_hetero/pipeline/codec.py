@@ -19,6 +19,7 @@ from ..errors import RemoteProtocolError
 from ..model.carried_tensors import Arithmetic, Carried, is_arithmetic, is_carried
 from ..model.layer_call import CacheUse, LayerCall
 from ..model.placeholders import replaced
+from ..model.tensors import may_have_gradient
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -285,7 +286,7 @@ def decode_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Act
     if not len(tensors) == len(message.requires_grad) == len(message.collected) + 1:
         raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
     for tensor, requires_grad in zip(tensors, message.requires_grad, strict=True):
-        tensor.requires_grad_(requires_grad and tensor.is_floating_point())
+        tensor.requires_grad_(requires_grad and may_have_gradient(tensor))
     hidden, *others = tensors
     collected = map(Collected, message.collected, others)
     names = [kind for kind in message.collected if is_carried(kind)]

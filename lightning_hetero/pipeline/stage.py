@@ -28,6 +28,7 @@ from ..model.carried_tensors import returned
 from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
+from ..model.tensors import may_have_gradient
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
@@ -439,7 +440,7 @@ class Stage:
             inputs = (*entered, *self.layers.parameters())
             wanted = any(tensor.requires_grad for tensor in inputs)
             outgoing = output.map(
-                lambda tensor: tensor.detach().requires_grad_(wanted and tensor.is_floating_point())
+                lambda tensor: tensor.detach().requires_grad_(wanted and may_have_gradient(tensor))
             )
         else:
             outgoing = output.map(leaf_of)

@@ -12,18 +12,24 @@ from ..model.allowed_imports import Allowed
 from ..model.recipe import Recipe, build_layers
 from ..model.tensors import first_names, named_tensors, set_tensor, stored_in_four_bits
 from ..protocol import messages as m
-from ..protocol.tensor_bytes import TensorSpec, dtype_name
+from ..protocol.tensor_bytes import DTYPES, TensorSpec, dtype_name
 
 
 def build_described(
-    recipe: str, parameters: Sequence[m.ParameterSpec], allowed: Allowed
+    recipe: str, parameters: Sequence[m.ParameterSpec], allowed: Allowed, device: torch.device
 ) -> nn.ModuleDict:
     """Build the layers of a recipe on ``meta``, with ``requires_grad`` as described.
+
+    Args:
+        recipe: As text.
+        parameters: Describe the layers' tensors.
+        allowed: The imports that are allowed.
+        device: Where the layers will compute.
 
     Raises:
         ModelError: If the layers cannot be built, or differ from the description.
     """
-    layers = build_layers(Recipe.from_json(recipe), allowed)
+    layers = build_layers(Recipe.from_json(recipe), allowed, device)
     specs = {spec.name: spec for spec in parameters}
     numbered = numbered_layers(layers)
     _check_parameters(numbered, specs)
@@ -34,10 +40,10 @@ def build_described(
 
 
 def build_for_values(
-    recipe: str, parameters: Sequence[m.ParameterSpec], allowed: Allowed
+    recipe: str, parameters: Sequence[m.ParameterSpec], allowed: Allowed, device: torch.device
 ) -> nn.ModuleDict:
     """Build the layers of a recipe on ``meta``, in the described dtypes, for made-up values."""
-    layers = build_described(recipe, parameters, allowed)
+    layers = build_described(recipe, parameters, allowed, device)
     numbered = numbered_layers(layers)
     dtypes = {spec.name: spec.tensor.torch_dtype for spec in parameters}
     for name, tensor in list(named_tensors(numbered)):
@@ -49,7 +55,18 @@ def build_for_values(
 def describe_parameters(
     layers: Mapping[int, nn.Module], dtypes: Mapping[str, torch.dtype] | None = None
 ) -> list[m.ParameterSpec]:
-    """Describe the tensors of layers for `build_described`; ``dtypes`` replace their own."""
+    """Describe the tensors of layers for `build_described`; ``dtypes`` replace their own.
+
+    Raises:
+        ModelError: If a worker cannot get one of them, because of its dtype.
+    """
+    for name, tensor in named_tensors(layers):
+        if dtype_name(tensor.dtype) not in DTYPES:
+            raise ModelError(
+                f"The tensor {name} (the layer's number and the path in it) has the dtype "
+                f"{dtype_name(tensor.dtype)}, which cannot be sent to a worker; convert it to one "
+                f"of {', '.join(DTYPES)}, or keep the layer with the coordinator."
+            )
     ties = _ties(layers)
     return [
         m.ParameterSpec(

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, cast, get_args
 
 import lightning.pytorch as pl
@@ -116,21 +117,21 @@ class Blueprint:
         """The number of a kind's sample layer."""
         return next(number for number in self.layers if self.kinds[number] == kind)
 
-    def build(self) -> nn.ModuleDict:
-        """The layers without content."""
+    def build(self, device: torch.device) -> nn.ModuleDict:
+        """The layers without content, to compute on a device."""
         specs = describe_parameters(self.layers)
-        return build_for_values(self.recipe.to_json(), specs, ImportedHere())
+        return build_for_values(self.recipe.to_json(), specs, ImportedHere(), device)
 
     def on_meta(self) -> dict[int, nn.Module]:
         """For each layer of the model, the sample layer of its kind, without content."""
-        built = self.build()
+        built = self.build(torch.device("meta"))
         for layer in built.values():
             SilencedHooks(layer)  # Their outputs must not be collected.
         return {n: built[str(self.number_of(kind))] for n, kind in enumerate(self.kinds)}
 
     def bench(self, device: torch.device) -> Bench:
         """The bench that measures the layers in this process."""
-        return Bench(device, self.build, self.buffers, allowed=ImportedHere())
+        return Bench(device, partial(self.build, device), self.buffers, allowed=ImportedHere())
 
     def for_workers(self) -> Content:
         """The message from which a worker builds the layers."""

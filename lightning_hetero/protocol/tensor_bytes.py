@@ -31,6 +31,10 @@ DTYPES = {
         torch.int8,
         torch.uint8,
         torch.bool,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
     )
 }
 
@@ -59,7 +63,8 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name = dtype_name(tensor.dtype)
         if name not in DTYPES:
             raise LocalProtocolError(
-                f"A tensor of dtype {name} cannot be sent; the dtypes are {', '.join(DTYPES)}."
+                f"A tensor of dtype {name} cannot be sent; convert it to one of "
+                f"{', '.join(DTYPES)}."
             )
         return cls(name, list(tensor.shape))
 
@@ -108,12 +113,18 @@ def body_layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor: its own memory if it is contiguous and on the CPU, else a copy.
 
-    Booleans are packed.
+    Booleans are packed. Complex numbers are pairs of real ones.
     """
-    dense = tensor.detach().cpu().contiguous()
+    dense = _materialized(tensor.detach().cpu()).contiguous()
     # Not reshape(-1): a tensor of one element may have any stride and still count as contiguous.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
     return numpy.packbits(flat).data if tensor.dtype == torch.bool else flat.data
+
+
+def _materialized(tensor: Tensor) -> Tensor:
+    """A tensor whose memory has its numbers: torch conjugates and negates some only when it reads
+    them."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def tensor_behind(buffer: memoryview) -> Tensor | None:
@@ -207,7 +218,7 @@ def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     """The sum of a tensor's words of eight bytes, and of the bytes behind them."""
-    content = tensor.contiguous().view(-1).view(torch.uint8)
+    content = _materialized(tensor).contiguous().view(-1).view(torch.uint8)
     end = len(content) // 8 * 8
     words = content[:end]
     if words.storage_offset() % 8:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError
 from ..plan import Dtype, WireDtype
 from .fields import Count, LayerNumber, Name, Text
-from .tensor_bytes import TensorSpec, tensor_bytes
+from .tensor_bytes import DTYPES, TensorSpec, dtype_name, tensor_bytes
 
 NUM_SLOTS = 32
 MOST_BYTES = 4 * 2**20
@@ -331,6 +331,12 @@ class Packer:
         if tree is None or isinstance(tree, (bool, CarriedNode)):
             return tree
         if isinstance(tree, Tensor):
+            if dtype_name(tree.dtype) not in DTYPES:
+                raise LocalProtocolError(
+                    f"{where} is a tensor of dtype {dtype_name(tree.dtype)}, which cannot be sent "
+                    f"to a worker; convert it to one of {', '.join(DTYPES)} before the layer, or "
+                    "keep the layer with the coordinator."
+                )
             return self._pack_tensor(tree)
         # Subclasses, such as numpy's float or an enum's members, are sent as their plain type.
         for plain in (int, float, str):

@@ -64,7 +64,7 @@ class StageLayers:
                 go on with is not here. Nothing has changed then.
         """
         built = [
-            build_described(stage.recipe, stage.parameters, self._host.allowed)
+            build_described(stage.recipe, stage.parameters, self._host.allowed, self._host.device)
             for stage in message.stages
         ]
         numbers = Counter(number for layers in built for number in layers)
@@ -194,7 +194,8 @@ class StageLayers:
             raise ModelError(
                 f"There is no module {message.path!r} in a layer {message.layer_index} here."
             )
-        set_attributes(found[message.path], message.values, message.gone, self._host.allowed)
+        module, host = found[message.path], self._host
+        set_attributes(module, message.values, message.gone, host.allowed, host.device)
 
     def check_complete(self) -> None:
         """Refuse to serve before all tensors have come; drop held tensors that were not offered,

@@ -76,10 +76,10 @@ class MeasuredSide:
 
     def _prepare_layers(self, message: m.PrepareLayers, tensors: tuple[Tensor, ...]) -> m.Message:
         buffers = dict(zip(message.buffers, tensors, strict=True))
-        build = partial(build_for_values, message.recipe, message.parameters, self._host.allowed)
+        device, allowed = self._host.device, self._host.allowed
+        build = partial(build_for_values, message.recipe, message.parameters, allowed, device)
         build()  # fails now if the layers cannot be built
         self._host.kept.forget()  # layers are measured as if the worker had just started
-        device, allowed = self._host.device, self._host.allowed
         self._bench = Bench(device, build, buffers, allowed=allowed)
         return m.Done()
 

@@ -33,6 +33,7 @@ ONE_LIST = (
     models.ByName,
     models.Biases,
     models.Shared,
+    models.Joints,
     models.Residuals,
     models.Tables,
     models.Skips,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -276,18 +277,18 @@ def test_a_config_counts_but_for_what_no_layer_reads() -> None:
     assert len(state.take_changes()) == 2
 
 
-def test_only_the_outermost_object_is_looked_into() -> None:
+def test_only_the_outermost_object_of_those_that_cannot_travel_is_looked_into() -> None:
     """Behind it may be a Trainer, and everything else."""
 
     class Node:
         def __init__(self, following: Any) -> None:
             self.following = following
 
-    inner = Node(1)
+    inner = Node(threading.Lock())
     layer = Layer()
     layer.node = Node(inner)
     state = watched(layer)
-    inner.following = 2
+    inner.more = 2
     assert state.take_changes() == []
     layer.node.following = None
     assert [c.names for c in state.take_changes()] == [("node",)]

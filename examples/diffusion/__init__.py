@@ -1,0 +1,1 @@
+"""LoRA of a diffusion transformer over unlike devices."""
