@@ -38,7 +38,7 @@ from ..protocol.frames import Frame
 from ..recovery import Recovery, too_few
 from .connections import Connections
 from .layers import Names, RemoteLayers
-from .lost_workers import Loss
+from .lost_workers import Loss, why_not_again
 from .member import Member
 from .snapshots import Snapshots, check_snapshot
 from .takeover import Takeovers, needed_bytes
@@ -389,11 +389,21 @@ class Replacements:
         if (obstacle := self._obstacle(worker.journal, worker.cannot_reach)) is not None:
             raise WorkerError(obstacle)
         self._begin_loss(worker, cause, lost)
+        self._check_may_come_again(worker)
         rank_zero_info(
             f"{worker} was lost in step {self._connections.step}, and the run waits up to "
             f"{self._settings.wait_seconds:g} s for it to come back. {cause}"
         )
         self.on_lost(worker.name, self._connections.step)
+
+    def _check_may_come_again(self, worker: Member) -> None:
+        """Refuse to replace a worker that is lost again and again in the present step.
+
+        Raises:
+            WorkerError: With the number of its losses.
+        """
+        if reason := why_not_again(self.losses, worker, self._connections.step):
+            raise WorkerError(reason)
 
     def _begin_loss(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
         now = time.perf_counter()
@@ -448,6 +458,8 @@ class Replacements:
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
             num_lost = len(lost)
+            if has_dialed:
+                self._note_failed(lost)
             for other in self._connections.workers:
                 if other not in lost and not other.channel.peer_answers(connections.leaving()):
                     self._note_lost(other, error, lost)
@@ -473,6 +485,17 @@ class Replacements:
             )
         self.on_change()
         return True
+
+    def _note_failed(self, lost: Mapping[Member, Loss]) -> None:
+        """Note the new processes that were lost while they got the layers of lost workers.
+
+        Raises:
+            WorkerError: If that was so too often.
+        """
+        for worker, loss in lost.items():
+            if not self._are_there([worker]):
+                loss.note_failed()
+                self._check_may_come_again(worker)
 
     def _are_there(self, workers: Collection[Member]) -> bool:
         leaving = self._connections.leaving()

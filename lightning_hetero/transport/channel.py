@@ -291,6 +291,11 @@ class Channel:
         """Whether a `Goodbye` or `Failure` ended the conversation."""
         return self._session.state is State.CLOSED
 
+    def report_activity(self, activity: str) -> None:
+        """Tell the peer at once what this end does; otherwise the next sign of life tells it."""
+        self.activity = activity
+        self.send(self._sign_of_life())
+
     def peer_answers(self, look: Callable[[], None] | None = None) -> bool:
         """Ask for a sign of life; wait until the peer says anything or the channel is over.
 

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -443,6 +444,8 @@ def serve_one_session(
         place: What this process has from the warm process.
     """
     _end_with_parent()
+    # A fault in native code, which Python does not see, leaves the place where Python was.
+    faulthandler.enable()
     pipe, second = _Voice(place.pipe), place.second
     try:
         worker = make_worker(place, KeptTensors(place.shelf))

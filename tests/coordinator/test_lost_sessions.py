@@ -14,12 +14,16 @@ import pytest
 from torch import Tensor
 
 from lightning_hetero.coordinator import deployment, moves
+from lightning_hetero.coordinator.lost_workers import MOST_LOSSES_IN_A_STEP
 from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles
 from lightning_hetero.errors import MoveUndone, WorkerLost
+from lightning_hetero.pipeline.rule import Action
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.transport.channel import Encode
+from lightning_hetero.transport.channel import Encode, of_action
 from lightning_hetero.worker import neighbors
+from lightning_hetero.worker.layers import StageLayers
+from lightning_hetero.worker.session import StageSession
 
 from ..pairwise import covering, keeping
 from .lost_schedules import (
@@ -158,6 +162,47 @@ def test_the_loss_of_the_last_machine_ends_the_run_with_a_sentence(tmp_path: Pat
     kills = {third: A, 2 * third: C, 3 * third: B}
     faults = Faults(3.0, has_spare=False, kills=kills, gone={A, B, C})
     with pytest.raises(WorkerLost, match="No other machine of the run can take its layers"):
+        run(net, "a line", "plain", tmp_path, faults)
+
+
+def test_a_layer_that_ends_its_process_again_and_again_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the action in which it does so, which the process reports as it repeats the step."""
+    perform, net = StageSession._perform, Net(4)
+
+    def dying(self: StageSession, action: Action) -> None:
+        self._note_activity(of_action(action, self._runner.step))
+        if (self._runner.step, action.stage_index, action.kind) == (3, 2, "B"):
+            net.kill(B)
+        else:
+            perform(self, action)
+
+    monkeypatch.setattr(StageSession, "_perform", dying)
+    expected = (
+        f"stage 2 on {B} was lost in step 3.*the backward of micro-batch . in step 3.*"
+        "lost 5 times in step 3, and .*SIGSEGV.*SIGKILL.*fewer layers"
+    )
+    with pytest.raises(WorkerLost, match=expected):
+        run(net, "a line", "plain", tmp_path, Faults(has_spare=False))
+    assert net.counts["kill"] == MOST_LOSSES_IN_A_STEP
+
+
+def test_processes_that_are_lost_as_they_get_their_layers_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, net = undisturbed("a line", "plain"), Net(4)
+    load = StageLayers._on_load_tensor
+
+    def dying(self: StageLayers, message: Any, tensors: Any) -> None:
+        if net.counts["kill"]:
+            net.kill(B)
+        else:
+            load(self, message, tensors)
+
+    monkeypatch.setattr(StageLayers, "_on_load_tensor", dying)
+    faults = Faults(3600.0, has_spare=False, kills={expected.num_events // 2: B})
+    with pytest.raises(WorkerLost, match="5 times in step ., 4 times while it got its layers"):
         run(net, "a line", "plain", tmp_path, faults)
 
 
