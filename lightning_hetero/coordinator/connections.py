@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import (
     ChannelError,
+    CheckpointError,
     HeteroError,
     LinkLost,
     MoveUndone,
@@ -452,8 +453,8 @@ class Connections:
 
     def _why_not_replaced(self, worker: Member, cause: HeteroError) -> str | None:
         """Put another worker in the place of a lost one, or say why not; None if that is done."""
-        if worker not in self.workers or isinstance(cause, ProtocolError):
-            return ""
+        if worker not in self.workers or isinstance(cause, ProtocolError | CheckpointError):
+            return ""  # the next process would be lost by the same
         try:
             return self.replace(worker, cause)
         except MoveUndone:

@@ -120,6 +120,8 @@ class Channel:
         self._num_queued = 0
         self._num_passed_on = 0
         self._is_over = False
+        # Why a frame could not be made, where that has ended the channel.
+        self._encode_error: HeteroError | None = None
         self.clock = PeerClock(self.send)
         self.on_sent: Callable[[m.Message, int, float], None] | None = None
         self.forward: Callable[[Frame], bool] | None = None
@@ -447,6 +449,7 @@ class Channel:
             with contextlib.suppress(HeteroError):
                 self.send(m.Failure(reason=str(error)))
         if not self._is_closing:
+            error = self._encode_error or error
             if not isinstance(error, HeteroError):
                 error = ChannelError(reason_of(error, self.peer))
             inbox.put(Arrival(self, error))
@@ -482,13 +485,22 @@ class Channel:
                 self.send(self._sign_of_life())
 
     def _send_now(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
-        self._is_encoding = True
-        buffers = encode()
-        self._is_encoding = False
+        buffers = self._encoded(encode)
         start, num_bytes = time.perf_counter(), sum(map(len, buffers))
         self.line.send(type(message).__name__, buffers)
         if self.on_sent is not None:
             self.on_sent(message, num_bytes, start)
+
+    def _encoded(self, encode: Encode) -> list[memoryview]:
+        self._is_encoding = True
+        try:
+            return encode()
+        except HeteroError as error:
+            # The inbox hears of it: what the peer sees is only that the connection ends.
+            self._encode_error = error
+            raise
+        finally:
+            self._is_encoding = False
 
     def _note_sent(self) -> None:
         with self._progress:

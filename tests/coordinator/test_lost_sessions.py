@@ -17,7 +17,9 @@ from lightning_hetero.coordinator import deployment, moves
 from lightning_hetero.coordinator.lost_workers import MOST_LOSSES_IN_A_STEP
 from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles
-from lightning_hetero.errors import MoveUndone, WorkerLost
+from lightning_hetero.errors import HeteroError, MoveUndone, WorkerLost
+from lightning_hetero.pipeline import journal
+from lightning_hetero.pipeline.journal import FrameStore, _FrameFile
 from lightning_hetero.pipeline.rule import Action
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode, of_action
@@ -203,6 +205,37 @@ def test_processes_that_are_lost_as_they_get_their_layers_end_the_run(
     monkeypatch.setattr(StageLayers, "_on_load_tensor", dying)
     faults = Faults(3600.0, has_spare=False, kills={expected.num_events // 2: B})
     with pytest.raises(WorkerLost, match="5 times in step ., 4 times while it got its layers"):
+        run(net, "a line", "plain", tmp_path, faults)
+
+
+@pytest.mark.parametrize("file", ["snapshot", "base", "temporary"])
+def test_bytes_that_change_on_the_disk_end_the_run_and_change_no_weight(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit has turned when a lost worker's state is read, or what is said to it again."""
+    expected, net = undisturbed("a line", "plain"), Net(4)
+    frames, read = SnapshotFiles._frames, _FrameFile.read
+
+    def turned(self: SnapshotFiles, path: Path) -> Any:
+        if path.name.endswith("-base") == (file == "base"):
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 4
+            path.write_bytes(content)
+        return frames(self, path)
+
+    def read_turned(self: _FrameFile, position: int, num_bytes: int) -> bytes:
+        return read(self, position, num_bytes)[:-1] + b"?"
+
+    if file == "temporary":
+        monkeypatch.setattr(journal, "MOST_IN_MEMORY_BYTES", 0)
+        monkeypatch.setattr(FrameStore.__init__, "__defaults__", (0,))
+        monkeypatch.setattr(_FrameFile, "read", read_turned)
+    else:
+        monkeypatch.setattr(SnapshotFiles, "_frames", turned)
+    every_seconds = 0.0 if file == "snapshot" else 3600.0
+    faults = Faults(every_seconds, has_spare=False, kills={expected.num_events // 2: B})
+    name = {"snapshot": "The file '.*/2-.'", "base": "The file '.*/2-base'"}.get(file, "temporary")
+    with pytest.raises(HeteroError, match=f"{name}.* has other bytes than this run"):
         run(net, "a line", "plain", tmp_path, faults)
 
 

@@ -20,6 +20,7 @@ from lightning_hetero.coordinator.steps import OutgoingArguments
 from lightning_hetero.devices.copies import Copies, PlainCopies, StreamedCopies
 from lightning_hetero.errors import (
     ChannelError,
+    CheckpointError,
     HeteroError,
     LocalProtocolError,
     RemoteProtocolError,
@@ -133,6 +134,16 @@ def test_a_small_frame_over_a_broken_connection_ends_the_channel() -> None:
     assert isinstance(inbox.get(timeout=PATIENCE_SECONDS).content, ChannelError)
     assert channel.is_over
     channel.close()
+
+
+def test_a_kept_frame_that_cannot_be_read_ends_the_channel_by_its_own_words() -> None:
+    def damaged() -> list[memoryview]:
+        raise CheckpointError("The file 'x' has other bytes.")
+
+    with channel_pair() as (up, down):
+        up.channel.send_later(activation(0), damaged)
+        assert isinstance(up.next().content, CheckpointError)
+        assert isinstance(down.next().content, ChannelError)
 
 
 def test_both_directions_at_once() -> None:
