@@ -241,6 +241,25 @@ def test_a_frozen_process_is_distinguished_from_a_lost_machine(
     assert expected in str(error)
 
 
+@pytest.mark.parametrize("answer_seconds", [0.0, 99.0])
+def test_a_process_here_that_computes_is_slow_and_not_frozen(
+    answer_seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is given up when it has computed nothing for the silence that ends a channel."""
+    num_waits = round(3 * QUICK.silence_seconds / QUICK.heartbeat_seconds)
+    mine, _theirs = memory_pair()
+    mine.answer_seconds = answer_seconds
+    mine.cpu_seconds.extend(0.01 * number for number in range(num_waits))
+    channel = Channel(mine, linked_sessions()[1], "upstream", QUICK)
+    inbox: Inbox = SimpleQueue()
+    channel.start(inbox)
+    error = inbox.get(timeout=PATIENCE_SECONDS).content
+    channel.close()
+    assert list(mine.cpu_seconds) == [0.01 * (num_waits - 1)]
+    assert "for 0.3 s: its process is frozen, since it has computed nothing on" in str(error)
+    assert caplog.text.count("upstream has said nothing for 0.3 s, and its process on this") == 1
+
+
 def test_a_process_that_was_suspended_does_not_give_up_its_peer() -> None:
     """The process read nothing for longer than the silence that ends a channel."""
     mine, theirs = memory_pair()
