@@ -267,6 +267,11 @@ class StageSession:
         lingering = self._coordinator.line.lingering
         return lingering.seconds if lingering is not None and self._coordinator.is_away else 0.0
 
+    @property
+    def has_lost_coordinator(self) -> bool:
+        """Whether the conversation with the coordinator is over; the session is about to end."""
+        return self._coordinator.is_over
+
     def give_up_coordinator(self, reason: str) -> None:
         """End the session if it waits for a coordinator whose connection broke; any thread may
         call it."""

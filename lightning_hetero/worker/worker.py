@@ -278,6 +278,12 @@ class Worker:
         session = self._session
         return session is not None and session.waits_seconds > 0
 
+    @property
+    def has_lost_coordinator(self) -> bool:
+        """Whether the conversation with the coordinator is over, and the session has not ended."""
+        session = self._session
+        return session is not None and session.has_lost_coordinator
+
     def give_up_coordinator(self, reason: str) -> None:
         """End the session if it waits for a coordinator, which has ended for this reason."""
         session = self._session
