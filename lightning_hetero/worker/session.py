@@ -499,6 +499,8 @@ class StageSession:
         lost = self._neighbors.numbers.get(channel)
         if not lost:
             return  # a neighbor that only measured the link
+        if self._neighbors.has_another(channel):
+            return  # nothing is lost with one of two conversations
         with contextlib.suppress(LocalProtocolError):
             self._coordinator.send(m.NeighborLost(lost, reason))
 
