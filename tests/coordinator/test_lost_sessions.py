@@ -239,6 +239,36 @@ def test_bytes_that_change_on_the_disk_end_the_run_and_change_no_weight(
         run(net, "a line", "plain", tmp_path, faults)
 
 
+@pytest.mark.parametrize("plan", ["a line", "with the coordinator as a replica"])
+def test_a_worker_that_is_lost_while_layers_are_sent_gets_them_again(
+    plan: str, tmp_path: Path
+) -> None:
+    expected, num_again = undisturbed(plan, "plain"), 0
+    for number in range(5, expected.num_events_before, 9):
+        net = Net(number)
+        faults = Faults(3.0, has_spare=False, kills={number: A, number + 4: B})
+        assert_same(run(net, plan, "plain", tmp_path, faults), expected)
+        num_again += net.counts["respawn"]
+    assert num_again >= 3
+
+
+def test_an_idle_worker_gets_the_layers_of_one_that_does_not_come_back(tmp_path: Path) -> None:
+    expected, net = undisturbed("a line", "plain"), Net(5)
+    faults = Faults(3.0, kills={expected.num_events_before // 2: A}, gone={A})
+    assert_same(run(net, "a line", "plain", tmp_path, faults), expected)
+    assert net.counts["spare"] == 1
+
+
+def test_a_worker_that_is_lost_whenever_layers_are_sent_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net(6)
+    monkeypatch.setattr(StageLayers, "_on_load_tensor", lambda *_: net.kill(B))
+    with pytest.raises(WorkerLost, match=f"on {B} was lost before the first step"):
+        run(net, "a line", "plain", tmp_path, Faults(has_spare=False))
+    assert net.counts["kill"] == MOST_LOSSES_IN_A_STEP
+
+
 def test_the_machines_that_are_left_share_the_layers(tmp_path: Path) -> None:
     """The first of three is gone for good, and then the next one is killed once."""
     expected, net = undisturbed("a line", "clipped"), Net(3)
