@@ -507,8 +507,9 @@ def serve_one_session(
         place: What this process has from the warm process.
     """
     _end_with_parent()
-    # A fault in native code, which Python does not see, leaves the place where Python was.
-    faulthandler.enable()
+    # A fault in native code leaves the place where Python was, if there is a log.
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+        faulthandler.enable()
     pipe, second = _Voice(place.pipe), place.second
     try:
         worker = make_worker(place, KeptTensors(place.shelf))
