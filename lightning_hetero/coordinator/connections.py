@@ -633,9 +633,18 @@ class Connections:
         else:
             # It answers a request if one is open; an optimizer step is no request.
             worker.num_unanswered = max(0, worker.num_unanswered - 1)
-        return StageFailed(
-            f"{worker} failed {self.when}: {failure.reason}\n\n"
-            f"The worker's traceback:\n{failure.traceback}"
+        also = self._other_versions(worker) if self.step == 0 else ""
+        text = f"{worker} failed {self.when}: {failure.reason}{also}"
+        return StageFailed.with_traceback_there(text, failure.traceback)
+
+    def _other_versions(self, worker: Member) -> str:
+        """A sentence on the libraries of a worker that could not begin; empty if they are ours."""
+        found = differences(self.equipment, worker.equipment)
+        if not found:
+            return ""
+        return (
+            f" {worker.name} has other versions than this process: {', '.join(found)}. If that is "
+            "why it cannot build or run a layer, install the same versions on both."
         )
 
     def numbered(self, number: int) -> Member | None:

@@ -498,9 +498,10 @@ class Worker:
                 "this worker serves this run already; if two of the run's addresses lead to it, "
                 "name one of them only."
             )
+        whose = "" if self._session is None else f" ({self._session.record.whose})"
         return WorkerError(
-            "this worker is busy with another coordinator; wait for its run to end, or use "
-            "another worker."
+            f"this worker is busy with another coordinator{whose}; wait for its run to end, or use "
+            "another worker. `lightning-hetero top` shows what it does."
         )
 
     def _session_named(self, name: str) -> StageSession:
