@@ -275,7 +275,7 @@ def test_a_process_that_was_not_forked_is_told_of_the_device() -> None:
 QUICK_TO_END = """
 from lightning_hetero.worker import supervisor
 supervisor._LIVING_SECONDS = supervisor._LOOKING_SECONDS = 0.1
-supervisor._SILENT_SECONDS = 2.0
+supervisor._SILENT_SECONDS = 8.0
 """
 # A session that does not end when its coordinator has gone, as one whose driver hangs.
 HANGING = """
