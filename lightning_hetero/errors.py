@@ -18,6 +18,7 @@ HeteroError
 ├─ MeshError                 a WireGuard mesh that cannot work, or its files
 ├─ SaveError                 a checkpoint that could not be written
 ├─ PictureError              a picture or a report that cannot be made here
+├─ WorkerTraceback           the traceback of a worker's error; only the cause of another one
 └─ WorkerError
    ├─ WorkerUnreachable      a worker did not answer, or refused the conversation
    ├─ JoinError              a worker cannot join a run, or too few workers have joined it
@@ -25,7 +26,7 @@ HeteroError
    │  └─ WeightsLost         weights or optimizer state were lost with workers
    ├─ MoveUndone             a worker was lost or failed while layers moved, which are back
    ├─ LinkLost               two workers are alive and cannot reach each other
-   └─ StageFailed            a worker's own code raised; carries the worker's traceback
+   └─ StageFailed            a worker's own code raised; its cause is a WorkerTraceback
 """
 
 from difflib import get_close_matches
@@ -148,7 +149,22 @@ class LinkLost(WorkerError):
 
 
 class StageFailed(WorkerError):
-    """A worker's own code raised; the text carries the worker's traceback."""
+    """A worker's own code raised; its cause is a `WorkerTraceback`."""
+
+    @classmethod
+    def with_traceback_there(cls, text: str, traceback: str) -> "StageFailed":
+        """The error, before which Python prints what the worker's Python would have printed."""
+        found = cls(text)
+        found.__cause__ = WorkerTraceback(traceback)
+        return found
+
+
+class WorkerTraceback(HeteroError):
+    """The traceback of a worker's error, as text. It is the cause of another error, so that the
+    sentence of that one comes last."""
+
+    def __str__(self) -> str:
+        return f"\n{super().__str__()}"
 
 
 def did_you_mean(text: str, *known: str) -> str:

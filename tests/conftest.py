@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import IO
+from typing import IO, Any
 
 import hypothesis
 import psutil
@@ -181,3 +181,26 @@ def workers(worker_processes: list[WorkerProcess]) -> list[str]:
     """The addresses of the shared workers, which must all be alive."""
     assert all(worker.process.poll() is None for worker in worker_processes)
     return [worker.address for worker in worker_processes]
+
+
+# What a test says that is skipped for want of a program. The continuous build installs them all.
+_WANTS = (
+    "Chromium, which is not installed",
+    "no sshd is installed",
+    "iproute2 and util-linux are not installed",
+    "wireguard-tools and wireguard-go are not installed",
+    "there is no systemd here",
+    "C++ compiler",
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Let a test that lacks a program fail where `TESTS_HAVE_PROGRAMS` is set."""
+    report: Any = yield
+    if os.environ.get("TESTS_HAVE_PROGRAMS") and report.skipped and not hasattr(report, "wasxfail"):
+        reason = str(report.longrepr[2])
+        if any(want in reason for want in _WANTS):
+            report.outcome = "failed"
+            report.longrepr = f"This machine should have what the test needs. {reason}"
+    return report

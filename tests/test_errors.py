@@ -18,7 +18,7 @@ def drawn_parents() -> dict[str, str | None]:
     for line in (errors.__doc__ or "").splitlines():
         bare = line.lstrip("│├└─ ")
         if not bare or not bare.split()[0].endswith(
-            ("Error", "Failed", "Lost", "Undone", "Unreachable")
+            ("Error", "Failed", "Lost", "Traceback", "Undone", "Unreachable")
         ):
             continue
         depth = (len(line) - len(bare)) // INDENT

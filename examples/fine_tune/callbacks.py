@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,29 @@ from .writing import write
 class SaveAdapter(L.Callback):
     """Write the adapter, as PEFT reads it, and the tokenizer when training ends.
 
+    The adapter of an earlier run stays: a later one gets the next free name, such as `adapter-2`.
+
     Args:
-        folder: Where they are written.
+        folder: Where they are written; by default `adapter` in the Trainer's `default_root_dir`.
     """
 
-    def __init__(self, folder: Path = Path("output/adapter")) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         module, data = _ours(trainer, pl_module)
-        module.model.save_pretrained(str(self.folder))
-        data.tokenizer.save_pretrained(self.folder)
-        print(f"The adapter is in {self.folder}.")
+        wanted = self.folder or Path(trainer.default_root_dir, "adapter")
+        folder = _free(wanted)
+        module.model.save_pretrained(str(folder))
+        data.tokenizer.save_pretrained(folder)
+        former = "" if folder == wanted else f" {wanted} has that of an earlier run."
+        print(f"The adapter is in {folder}.{former}")
+
+
+def _free(folder: Path) -> Path:
+    """The folder, or the next one beside it of which no run has made use."""
+    names = chain([folder.name], (f"{folder.name}-{number}" for number in count(2)))
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 class Samples(L.Callback):

@@ -66,11 +66,12 @@ def run(options: argparse.Namespace) -> None:
         make_for = partial(_maker, options, token_file)
         joiner = _joiner(options, address_of(place.listener))
         serve_one_session_anew(make_for, _say_when_it_ends, joiner, place)
-    for name in Allowed(tuple(options.allow)).absent():
+    for name in _absent(tuple(options.allow)):
         logger.warning(
-            "no package %r is installed here or on PYTHONPATH, which --allow names; layers of it "
-            "will be refused",
+            "--allow names the package %r, which is not installed here, nor in the current folder "
+            "%s; layers of it will be refused: install it, or start the worker in its folder",
             name,
+            os.getcwd(),
         )
     secret = _read_secret() if options.stop_with_stdin else ""
     credentials = _credentials(token_file, secret)
@@ -79,6 +80,7 @@ def run(options: argparse.Namespace) -> None:
         listener = listen(_where(options), credentials)
     else:
         listener = socket.socket(fileno=options.listen_fd)
+    _warn_of_loopback(options.listen, address_of(listener))
     joiner = _joiner(options, address_of(listener))
     supervisor = Supervisor(
         listener,
@@ -96,6 +98,14 @@ def run(options: argparse.Namespace) -> None:
     wanted = False if options.join is not None and options.announce is None else options.announce
     with announced_worker(wanted, address_of(listener), token_file):
         supervisor.serve_forever(saying.on_ready, saying.on_signal)
+
+
+def _absent(allowed: tuple[str, ...]) -> list[str]:
+    """The allowed packages that are nowhere. One in the current folder is found, as it is by
+    `python -m`; the command's own folder stands first there."""
+    if Allowed(allowed).absent():
+        sys.path.append(os.getcwd())
+    return Allowed(allowed).absent()
 
 
 def _peers(token_file: Path | None, is_started_by_run: bool) -> str:
@@ -120,6 +130,18 @@ def _where(options: argparse.Namespace) -> Address:
     if options.join.is_loopback:
         return Address("127.0.0.1", 0)
     return Address("::" if ":" in options.join.host else "0.0.0.0", 0)  # noqa: S104
+
+
+def _warn_of_loopback(wanted: Address | None, where: Address) -> None:
+    """Warn of a machine's name that stands for loopback on that machine, as Debian has it."""
+    if wanted is not None and where.is_loopback and not wanted.is_loopback:
+        logger.warning(
+            "%s stands for %s on this machine (/etc/hosts), so no other machine reaches this "
+            "worker; start it with `--listen 0.0.0.0:%d`",
+            wanted.host,
+            where.host,
+            where.port,
+        )
 
 
 def _joiner(options: argparse.Namespace, where: Address) -> Joiner | None:

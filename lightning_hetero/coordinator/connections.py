@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import (
     ChannelError,
+    CheckpointError,
     HeteroError,
     LinkLost,
     MoveUndone,
@@ -494,8 +495,8 @@ class Connections:
 
     def _why_not_replaced(self, worker: Member, cause: HeteroError) -> str | None:
         """Put another worker in the place of a lost one, or say why not; None if that is done."""
-        if worker not in self.workers or isinstance(cause, ProtocolError):
-            return ""
+        if worker not in self.workers or isinstance(cause, ProtocolError | CheckpointError):
+            return ""  # the next process would be lost by the same
         try:
             return self.replace(worker, cause)
         except MoveUndone:
@@ -675,9 +676,18 @@ class Connections:
         else:
             # It answers a request if one is open; an optimizer step is no request.
             worker.num_unanswered = max(0, worker.num_unanswered - 1)
-        return StageFailed(
-            f"{worker} failed {self.when}: {failure.reason}\n\n"
-            f"The worker's traceback:\n{failure.traceback}"
+        also = self._other_versions(worker) if self.step == 0 else ""
+        text = f"{worker} failed {self.when}: {failure.reason}{also}"
+        return StageFailed.with_traceback_there(text, failure.traceback)
+
+    def _other_versions(self, worker: Member) -> str:
+        """A sentence on the libraries of a worker that could not begin; empty if they are ours."""
+        found = differences(self.equipment, worker.equipment)
+        if not found:
+            return ""
+        return (
+            f" {worker.name} has other versions than this process: {', '.join(found)}. If that is "
+            "why it cannot build or run a layer, install the same versions on both."
         )
 
     def numbered(self, number: int) -> Member | None:

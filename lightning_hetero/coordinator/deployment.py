@@ -17,7 +17,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from ..errors import HeteroError, ModelError, StageFailed, WeightsLost
+from ..errors import HeteroError, ModelError, StageFailed, WeightsLost, WorkerLost
 from ..model.captured_outputs import CollectingHooks
 from ..model.compiled_layers import uncompile
 from ..model.half_layers import absent_in
@@ -220,10 +220,16 @@ class Deployment:
             len(placed.workers) * sum(tensor.nbytes for _, tensor in named_tensors(stage.layers))
             for stage, placed in zip(stages, placement.stages, strict=True)
         )
-        what = "Sending layers to the workers"
-        with closing(self.coordinator.layers.progress(what, num_bytes)) as progress:
-            for name in self.coordinator.layers.deploy(stages, placement, seed):
-                progress.advance(sizes[name])
+        what, num_losses = "Sending layers to the workers", 0
+        while True:
+            try:
+                with closing(self.coordinator.layers.progress(what, num_bytes)) as progress:
+                    for name in self.coordinator.layers.deploy(stages, placement, seed):
+                        progress.advance(sizes[name])
+                return
+            except WorkerLost as cause:
+                num_losses += 1
+                self.coordinator.connect_again(cause, num_losses)
 
     def _move(self, stages: Sequence[RemoteStage], seed: int) -> None:
         """Let the workers pass on what changes hands."""

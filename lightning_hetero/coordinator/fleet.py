@@ -19,7 +19,7 @@ from ..discovery.find import Lookout, find_workers
 from ..errors import WorkerUnreachable
 from ..launch.cluster import ClusterFile, read_cluster
 from ..launch.join import Door, open_door
-from ..launch.launcher import Joining, Launcher
+from ..launch.launcher import Joining, Launcher, RestartingLauncher
 from ..launch.local import (
     START_SECONDS,
     LocalWorker,
@@ -29,13 +29,37 @@ from ..launch.local import (
     threads_per_process,
 )
 from ..model.allowed_imports import Allowed
+from ..protocol import messages as m
 from ..transport.address import Address
+from ..transport.channel import Channel
 from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import Token, find_token_file
 from .member import Source
 from .session import Coordinator, Listening
+
+
+class _Relaunching:
+    """The door of a launcher that starts an ended worker again when the run looks for it."""
+
+    def __init__(self, door: Door, launcher: RestartingLauncher) -> None:
+        self._door = door
+        self._launcher = launcher
+
+    def names(self) -> Sequence[str]:
+        return self._door.names()
+
+    def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
+        try:
+            return self._door.admit(name, session_name)
+        except WorkerUnreachable:
+            if said := self._launcher.start_again(name):
+                rank_zero_info(said)
+            raise
+
+    def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
+        return self._door.admit_beside(address, session_name)
 
 
 class Fleet:
@@ -130,6 +154,8 @@ class Fleet:
             deadlines = dataclasses.replace(deadlines, connect_seconds=seconds)
         elif self._door is not None:
             addresses, source = self._found, self._door
+            if isinstance(self._workers, RestartingLauncher):
+                source = _Relaunching(self._door, self._workers)
         else:
             named = self._workers if isinstance(self._workers, (list, tuple)) else ()
             addresses = self._found or {text: Address.parse(text) for text in named}

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from .member import Member
 
+# A stage whose processes are lost so often in one step is lost by what the step does.
+MOST_LOSSES_IN_A_STEP = 5
+
 
 @dataclass(eq=False)
 class Loss:
@@ -30,6 +33,7 @@ class Loss:
         has_caught_up: Whether the process has repeated all that the lost one had done.
         first_step: The first step that the process repeats.
         num_bytes: What was sent to the process before it began to repeat.
+        num_failed: The processes that were lost while they got the layers.
     """
 
     worker: Member
@@ -44,6 +48,11 @@ class Loss:
     has_caught_up: bool = False
     first_step: int = 0
     num_bytes: int = 0
+    num_failed: int = 0
+
+    def note_failed(self) -> None:
+        """Another process was lost while it got the layers."""
+        self.num_failed += 1
 
     def note_restored(self, served_seconds: float, now: float, behind: int, num_bytes: int) -> None:
         """A process has the layers and the snapshot behind a step, and begins to repeat."""
@@ -63,6 +72,31 @@ class Loss:
         if self.first_step == self.step:
             return f"step {self.step}"
         return f"steps {self.first_step} to {self.step}"
+
+
+def why_not_again(losses: Sequence[Loss], worker: Member, step: int) -> str:
+    """Why a worker is not replaced once more, as sentences; empty if it may be.
+
+    A layer that ends its process ends the next process at the same place, for ever.
+
+    Args:
+        losses: All of the run.
+        worker: The worker that is lost now; the losses may have this loss already.
+        step: The present step.
+    """
+    own = [loss for loss in losses if loss.worker is worker and loss.step == step]
+    num_losses = sum(1 + loss.num_failed for loss in own)
+    if num_losses < MOST_LOSSES_IN_A_STEP:
+        return ""
+    num_failed = sum(loss.num_failed for loss in own)
+    loading = f", {num_failed} times while it got its layers" if num_failed else ""
+    return (
+        f"It was lost {num_losses} times in step {step}{loading}, and the step was not done, so "
+        "the next process would be lost too. The worker's log says by which signal each process "
+        "ended: SIGSEGV, SIGABRT or SIGILL is a fault in native code that a layer calls, which the "
+        "traceback there names; SIGKILL is most often the system, which had no memory left: give "
+        "this worker fewer layers in the plan, or use smaller micro-batches."
+    )
 
 
 def seconds_of(losses: Sequence[Loss], start_seconds: float, end_seconds: float) -> float:

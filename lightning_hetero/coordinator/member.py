@@ -65,6 +65,12 @@ class Member:
         with self.constants_lock:
             self.constants.clear()
 
+    def begin_again(self) -> None:
+        """Forget a conversation in which no step has run: another one is open."""
+        self.loss, self.num_unanswered = None, 0
+        self.cannot_reach.clear()
+        self.forget_constants()
+
     @property
     def is_cut_off(self) -> bool:
         """Whether a connection of it is broken, and may come back."""

@@ -30,6 +30,7 @@ from ..errors import (
     MoveUndone,
     StageFailed,
     WorkerError,
+    WorkerLost,
     WorkerUnreachable,
 )
 from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
@@ -38,7 +39,7 @@ from ..protocol.frames import Frame
 from ..recovery import Recovery, too_few
 from .connections import Connections
 from .layers import Names, RemoteLayers
-from .lost_workers import Loss
+from .lost_workers import MOST_LOSSES_IN_A_STEP, Loss, why_not_again
 from .member import Member
 from .snapshots import Snapshots, check_snapshot
 from .takeover import Takeovers, needed_bytes
@@ -144,6 +145,40 @@ class Replacements:
             worker.journal = Journal(self._store, partial(self._stages.stamp, worker))
             worker.channel.keep = worker.journal.keep
 
+    def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
+        """Open a session anew with each worker, since one was lost while the layers were sent.
+
+        Nothing has run yet, and all layers are here or in their checkpoint: send them again.
+
+        Args:
+            cause: The loss.
+            num_losses: How many there were, this one included.
+
+        Raises:
+            WorkerLost: If there were too many, or no process is there in time.
+        """
+        connections, workers = self._connections, [*self._connections.workers]
+        if num_losses >= MOST_LOSSES_IN_A_STEP or connections.is_ending():
+            raise cause
+        wait_seconds = self._settings.wait_seconds
+        rank_zero_info(
+            f"{cause} The layers are sent again when all workers are there, within "
+            f"{wait_seconds:g} s"
+        )
+        lost = {worker: self._loss_of(worker, cause) for worker in workers}
+        while True:
+            is_late = self._is_late(lost)
+            try:
+                self._dial(workers, is_late)
+                self._check_enough()
+                break
+            except (WorkerUnreachable, ChannelError) as error:
+                if is_late or connections.is_ending():
+                    raise WorkerLost(f"{cause} It did not come back: {error}") from error
+            time.sleep(_BETWEEN_DIALS_SECONDS)
+        for worker in workers:
+            worker.begin_again()
+
     # moves
 
     def _before_move(self) -> None:
@@ -220,6 +255,8 @@ class Replacements:
         Raises:
             MoveUndone: If layers were moving. All are where they were before.
         """
+        if not self._kinds:
+            return ""  # `connect_again` follows, as layers are being sent
         before, self._before = self._before, None
         if before is not None:
             return self._no_way_back(before) or self._undo(before, worker, cause)
@@ -389,11 +426,21 @@ class Replacements:
         if (obstacle := self._obstacle(worker.journal, worker.cannot_reach)) is not None:
             raise WorkerError(obstacle)
         self._begin_loss(worker, cause, lost)
+        self._check_may_come_again(worker)
         rank_zero_info(
             f"{worker} was lost in step {self._connections.step}, and the run waits up to "
             f"{self._settings.wait_seconds:g} s for it to come back. {cause}"
         )
         self.on_lost(worker.name, self._connections.step)
+
+    def _check_may_come_again(self, worker: Member) -> None:
+        """Refuse to replace a worker that is lost again and again in the present step.
+
+        Raises:
+            WorkerError: With the number of its losses.
+        """
+        if reason := why_not_again(self.losses, worker, self._connections.step):
+            raise WorkerError(reason)
 
     def _begin_loss(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
         now = time.perf_counter()
@@ -413,7 +460,7 @@ class Replacements:
         if self._layers.is_between_plans and journal is None:
             return "Layers were moving."
         if journal is None:
-            return "It was lost before all layers were sent."
+            return "Nothing was kept of what was said to it."
         if self._connections.has_torn_step:
             return "An optimizer's step has failed."
         if not self._files.are_there:
@@ -448,6 +495,8 @@ class Replacements:
             num_bytes = self._restore(lost)
         except (WorkerUnreachable, ChannelError) as error:
             num_lost = len(lost)
+            if has_dialed:
+                self._note_failed(lost)
             for other in self._connections.workers:
                 if other not in lost and not other.channel.peer_answers(connections.leaving()):
                     self._note_lost(other, error, lost)
@@ -473,6 +522,17 @@ class Replacements:
             )
         self.on_change()
         return True
+
+    def _note_failed(self, lost: Mapping[Member, Loss]) -> None:
+        """Note the new processes that were lost while they got the layers of lost workers.
+
+        Raises:
+            WorkerError: If that was so too often.
+        """
+        for worker, loss in lost.items():
+            if not self._are_there([worker]):
+                loss.note_failed()
+                self._check_may_come_again(worker)
 
     def _are_there(self, workers: Collection[Member]) -> bool:
         leaving = self._connections.leaving()
@@ -574,7 +634,9 @@ class Replacements:
         holdings = self._layers.holdings
         for stage in holdings.stages_of(worker):
             stage.check_can_be_held(worker)
-        has_other_kind = kind_of(worker.equipment) != self._kinds[worker]
+        # Before the layers are sent, nothing depends on the kind.
+        kind = kind_of(worker.equipment)
+        has_other_kind = kind != self._kinds.get(worker, kind)
         if has_other_kind and any(holdings.steps_alike(number) for number in worker.stages):
             raise WorkerError(
                 f"It is another device than {worker.name} was, or has another torch, so the "

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from ..devices.device import check_has_backend, device_for
+from ..errors import WorkerLost
 from ..plan import Narrowing
 from ..protocol import messages as m
 from ..recovery import Recovery
@@ -124,6 +125,16 @@ class Coordinator:
         self._has_served = True
         self.stages.norms_due.clear()
         self.stages.narrowings = narrowings
+
+    def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
+        """Open a session anew with each worker, as `Replacements.connect_again` does.
+
+        Raises:
+            WorkerLost: If the user wants no lost worker to be replaced, or nobody comes.
+        """
+        if self.replacements is None:
+            raise cause
+        self.replacements.connect_again(cause, num_losses)
 
     def replace_lost(self, settings: Recovery, folder: Path) -> Replacements:
         """Put other workers in the place of lost ones; call it before layers are sent.

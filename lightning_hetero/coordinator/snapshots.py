@@ -7,6 +7,8 @@ their files.
 A snapshot is of use when every worker's part of it is in its file. All parts are of the same place
 between two steps. A thread of its own writes the files, so that no step waits for a disk.
 
+The digest of every block stays in memory: a file that has other bytes when it is read ends the run.
+
 When layers have moved, the next snapshot also tells what a worker got from others. That part of it
 is kept beside the base, as long as it has a tensor that the worker still holds.
 """
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from ..errors import RemoteProtocolError, SaveError
+from ..errors import CheckpointError, RemoteProtocolError, SaveError
 from ..model.four_bit import State
 from ..model.tensors import named_tensors
 from ..pipeline.journal import Journal
@@ -39,6 +41,7 @@ from ..protocol.tensor_bytes import tensor_bytes
 from ..protocol.values import unpack
 from ..recovery import Recovery
 from ..transport.channel import LOOK_SECONDS
+from ..written_blocks import WrittenBlock, read_blocks, write_blocks
 
 if TYPE_CHECKING:
     from .connections import Connections
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
 
 # Locked by the process whose folder it is in; the lock goes with the process.
 _CLAIM = "claim"
+# What the file says, so that no other program's folder is removed.
+_CLAIMED = b"This folder has the snapshots of a run of lightning-hetero.\n"
 
 Contents = Iterator[tuple[str, Tensor, State]]
 
@@ -124,6 +129,8 @@ class SnapshotFiles:
         # Of each worker that has one, the number of its latest whole snapshot.
         self._latest: dict[int, int] = {}
         self._bases: dict[int, Bases] = {}
+        # What was written to each file. The writing thread adds to one that nobody reads yet.
+        self._blocks: dict[Path, list[WrittenBlock]] = {}
 
     def close(self) -> None:
         """Remove all files. May be called twice."""
@@ -152,19 +159,27 @@ class SnapshotFiles:
         Raises:
             SaveError: If the file cannot be written.
         """
+        path = self.base(worker)
+        blocks = self._blocks[path] = []
         try:
-            with self.base(worker).open("wb") as file:
+            with path.open("wb") as file:
                 for name, tensor, state in contents:
                     if is_wanted(name):
                         said = m.LoadTensor(name, list(state))
-                        file.writelines(encode_frame(Frame(said, (tensor, *state.values()))))
+                        for buffer in encode_frame(Frame(said, (tensor, *state.values()))):
+                            blocks.extend(write_blocks(file, buffer))
                     yield name, tensor, state
         except OSError as error:
-            raise _not_written(self.base(worker), error) from error
+            raise _not_written(path, error) from error
 
     def add(self, worker: int, number: int, piece: Tensor) -> Future[None]:
         """Write a piece of a worker's part behind those before."""
-        return self._writer.submit(_append, self.part(worker, number), tensor_bytes(piece))
+        path = self.part(worker, number)
+        return self._writer.submit(self._append, path, tensor_bytes(piece))
+
+    def _append(self, path: Path, content: memoryview) -> None:
+        with path.open("ab") as file:
+            self._blocks.setdefault(path, []).extend(write_blocks(file, content))
 
     def bases_of(self, worker: int) -> Bases:
         """Which files of a worker have the tensors that its latest snapshot lacks."""
@@ -196,7 +211,11 @@ class SnapshotFiles:
 
     def drop(self, worker: int, number: int) -> None:
         """Remove a worker's part of a snapshot."""
-        self._writer.submit(self.part(worker, number).unlink, missing_ok=True)
+        self._writer.submit(self._remove, self.part(worker, number))
+
+    def _remove(self, path: Path) -> None:
+        self._blocks.pop(path, None)
+        path.unlink(missing_ok=True)
 
     def num_bytes(self, worker: int) -> int:
         """The size of a worker's latest snapshot; 0 if there is none yet."""
@@ -204,21 +223,46 @@ class SnapshotFiles:
         return 0 if number is None else self.part(worker, number).stat().st_size
 
     def latest(self, worker: int) -> Iterator[Frame]:
-        """The frames of a worker's latest snapshot; none if there is no snapshot yet."""
+        """The frames of a worker's latest snapshot; none if there is no snapshot yet.
+
+        Raises:
+            CheckpointError: When used, if the file has not what was written.
+        """
         number = self._latest.get(worker)
-        return iter(()) if number is None else _frames(self.part(worker, number))
+        return iter(()) if number is None else self._frames(self.part(worker, number))
 
     def base_frames(self, worker: int) -> Iterator[Frame]:
         """The tensors of a worker that its latest snapshot may lack, each as a `LoadTensor`.
 
         A tensor may come several times; the first one is the latest.
+
+        Raises:
+            CheckpointError: When used, if a file has not what was written.
         """
         for number, names in self.bases_of(worker).newest_first():
             path = self.part(worker, number)
-            for frame in _frames(path) if path.exists() else ():
+            for frame in self._frames(path):
                 loaded = frame if number == _BASE else _as_load(frame)
                 if names is None or getattr(loaded.message, "name", "") in names:
                     yield loaded
+
+    def _frames(self, path: Path) -> Iterator[Frame]:
+        """The frames of a file, one by one; none of a file to which nothing was written."""
+        blocks = self._blocks.get(path, [])
+        if not blocks:
+            return
+        reader = FrameReader()
+        try:
+            with path.open("rb") as file:
+                for content in read_blocks(file, blocks, f"The file {str(path)!r}"):
+                    yield from _frames_in(content, reader)
+        except OSError as error:
+            raise CheckpointError(
+                f"The file {str(path)!r} from which a lost worker would come back cannot be read: "
+                f"{error.strerror or error}. Let nothing clean its folder up, or name another one "
+                "(`recovery=Recovery(folder=...)`), and go on from the last checkpoint of the run."
+            ) from error
+        reader.close()
 
 
 @dataclass
@@ -498,6 +542,8 @@ def _claimed(folder: Path) -> BinaryIO:
     """
     unnamed = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
     claim = (unnamed / _CLAIM).open("wb")
+    claim.write(_CLAIMED)
+    claim.flush()
     # Without locks on this file system nobody sweeps there, as `_sweep` needs the lock.
     with suppress(OSError):
         fcntl.flock(claim, fcntl.LOCK_EX)
@@ -510,30 +556,19 @@ def _sweep(folder: Path) -> None:
     for claim_of_other in folder.glob(f"run-*/{_CLAIM}"):
         with suppress(OSError), claim_of_other.open("r+b") as claim:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(claim_of_other.parent, ignore_errors=True)
+            if claim.read(len(_CLAIMED) + 1) == _CLAIMED:
+                shutil.rmtree(claim_of_other.parent, ignore_errors=True)
 
 
-def _append(path: Path, content: memoryview) -> None:
-    with path.open("ab") as file:
-        file.write(content)
-
-
-def _frames(path: Path) -> Iterator[Frame]:
-    """The frames of a file, one by one.
-
-    Raises:
-        RemoteProtocolError: If it holds anything else.
-    """
-    with path.open("rb") as file:
-        reader = FrameReader()
-        while num_bytes := _read_into(file, reader.buffer()):
-            if (frame := reader.advance(num_bytes)) is not None:
-                yield frame
-        reader.close()
-
-
-def _read_into(file: BinaryIO, buffer: memoryview) -> int:
-    return file.readinto(buffer)  # type: ignore[attr-defined, no-any-return]
+def _frames_in(content: memoryview, reader: FrameReader) -> Iterator[Frame]:
+    """The frames that end in the next bytes of a file."""
+    while content:
+        buffer = reader.buffer()
+        part = content[: len(buffer)]
+        buffer[: len(part)] = part
+        content = content[len(part) :]
+        if (frame := reader.advance(len(part))) is not None:
+            yield frame
 
 
 def _not_written(path: Path, error: OSError) -> SaveError:

@@ -124,7 +124,10 @@ def completed(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def advice(reports: Sequence[Report]) -> list[str]:
-    """For each worker that several addresses lead to: a sentence on which address to use."""
+    """For each port of a machine that several addresses lead to: a sentence on which to use.
+
+    Nobody can tell one worker from two in containers of that machine.
+    """
     ways: defaultdict[tuple[str, str], list[Report]] = defaultdict(list)
     for report in reports:
         if report.machine and report.is_usable:
@@ -133,13 +136,16 @@ def advice(reports: Sequence[Report]) -> list[str]:
     return [_choice(alike) for alike in ways.values() if len(alike) > 1]
 
 
+_SAME = "the same worker, unless they are containers of one machine"
+
+
 def _choice(alike: Sequence[Report]) -> str:
     best, *others = sorted(alike, key=lambda report: -report.bytes_per_second)
     names = " and ".join(report.address for report in [best, *others])
     times = best.bytes_per_second / max(others[0].bytes_per_second, 1e-9)
     if times < _MUCH_FASTER:
-        return f"{names} are the same worker, reached equally fast; name one of them."
-    return f"{names} are the same worker; use {best.address}, {times:.1f} times as fast."
+        return f"{names} are {_SAME}, reached equally fast; then name one of them."
+    return f"{names} are {_SAME}; then use {best.address}, {times:.1f} times as fast."
 
 
 @dataclass(frozen=True)

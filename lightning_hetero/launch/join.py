@@ -542,15 +542,17 @@ class Door:
         with self._changed:
             here, refused = list(self._guests), list(self._refused)
         came = f"{_listed(here)} joined" if here else "no worker joined"
-        where = reachable(self.address)
+        # A launcher has started what it tells of, and nobody has to do that by hand.
+        command = f"lightning-hetero worker --join {reachable(self.address)}"
+        start = f"Start `{command}` on each machine, with the same token file; or take"
+        remedy = "Take" if faults else start
         words = [
             f"The run waited {seconds:g} s at {self.address} for workers: {came}. Missing: "
             f"{missing}.",
             *refused,
             *faults,
-            f"Start `lightning-hetero worker --join {where}` on each machine, with the same token "
-            "file; or take fewer workers with `least`, or wait longer with `wait_seconds`. A "
-            "worker whose coordinator was killed at another address waits for it, for that run's "
+            f"{remedy} fewer workers with `least`, or wait longer with `wait_seconds`. A worker "
+            "whose coordinator was killed at another address waits for it, for that run's "
             "`linger_seconds`.",
         ]
         return " ".join(words)

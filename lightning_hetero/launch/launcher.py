@@ -85,6 +85,18 @@ class Launcher(Protocol):
         """
 
 
+@runtime_checkable
+class RestartingLauncher(Launcher, Protocol):
+    """A launcher whose engine does not start an ended worker again by itself."""
+
+    def start_again(self, name: str) -> str:
+        """Start the worker of a name once more if what this launcher started for it has ended.
+
+        Returns:
+            A sentence on what was started and why; empty if nothing was.
+        """
+
+
 @dataclass
 class Joining:
     """Waits for workers that somebody else starts, by ``lightning-hetero worker --join``.
@@ -193,12 +205,14 @@ class Command:
         words: The program and its arguments.
         process: The process.
         printed: What it prints.
+        about: What it was started for, in words.
     """
 
     name: str
     words: Sequence[str]
     process: subprocess.Popen[bytes]
     printed: IO[bytes]
+    about: str = ""
 
     def say(self, line: str) -> None:
         """Send a line to its standard input, which stays open."""
@@ -211,6 +225,11 @@ class Command:
     def status(self) -> int | None:
         """Its exit status; None while it runs."""
         return self.process.poll()
+
+    @property
+    def printed_words(self) -> str:
+        """The last lines that it has printed, as a sentence after another one; empty if none."""
+        return f" It printed: {self.last_words}" if self.last_words else ""
 
     @property
     def last_words(self) -> str:
@@ -244,12 +263,15 @@ class Command:
         self.printed.close()
 
 
-def start_command(name: str, words: Sequence[str], ends_with_us: bool = False) -> Command:
+def start_command(
+    name: str, words: Sequence[str], ends_with_us: bool = False, about: str = ""
+) -> Command:
     """Start a command; Ctrl-C does not reach it.
 
     Args:
         name: Its name for people.
         words: The program and its arguments.
+        about: What it is started for, in words.
         ends_with_us: Whether the end of this process, or of the calling thread, ends the command by
             SIGTERM where the system can do that. A command that ends with its input needs it not.
 
@@ -272,7 +294,7 @@ def start_command(name: str, words: Sequence[str], ends_with_us: bool = False) -
             f"{words[0]!r} cannot be started: {error.strerror or error}. Install it, or name its "
             "path."
         ) from error
-    return Command(name, words, process, printed)
+    return Command(name, words, process, printed, about)
 
 
 def _ending_with_us(words: Sequence[str]) -> Sequence[str]:

@@ -91,7 +91,7 @@ class SlurmWorkers:
         """A sentence on srun if it has ended, or if the wait is over."""
         found = []
         for command in self._commands:
-            said = f" It printed: {command.last_words}" if command.last_words else ""
+            said = command.printed_words
             if command.status is not None:
                 found.append(
                     f"srun ended with status {command.status}.{said} Start that command by hand to "

@@ -13,9 +13,11 @@ import contextlib
 import re
 import shlex
 import subprocess
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..errors import PlanError, WorkerError
 from ..transport.address import Address
@@ -27,6 +29,8 @@ _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "Serve
 # A worker whose coordinator is gone, and whose ssh has not noticed, ends by itself after this time.
 _REJOIN_SECONDS = 60
 _CONFIG_SECONDS = 10.0
+# A machine that is starting refuses at once; it is asked again after this time.
+_BETWEEN_STARTS_SECONDS = 3.0
 # Exit statuses: of ssh for its own failures, and of a shell that does not find a command.
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
@@ -82,7 +86,11 @@ class SshWorkers:
         if self.join is not None:
             Address.parse(self.join)
         check_wishes(self, len(self.hosts))
-        self._commands: list[Command] = []
+        # By the workers' names; and what starts the worker of a machine and a name.
+        self._commands: dict[str, Command] = {}
+        self._start: Callable[[str, str], Command] | None = None
+        # When a worker may be started once more.
+        self._again_seconds: dict[str, float] = {}
 
     def start(self, join: Address, token: Token | None) -> None:
         """Start ssh for each machine.
@@ -90,24 +98,53 @@ class SshWorkers:
         Raises:
             WorkerError: If there is no ssh here.
         """
+        self._start = partial(self._started, join, token)
         for host, name in zip(self.hosts, names_of(self.hosts), strict=True):
-            where = Address.parse(self.join) if self.join else self._seen_from(host, join)
-            words = [*self.ssh, *_OPTIONS, host, self._remote_command(where, name)]
-            started = start_command(f"ssh {host}", words)
-            self._commands.append(started)
-            started.say("" if token is None else token.to_text())
+            self._commands[name] = self._start(host, name)
+
+    def start_again(self, name: str) -> str:
+        """Start ssh once more for a worker whose ssh has ended, at most every few seconds.
+
+        Returns:
+            A sentence on that; empty if ssh still runs, or is no matter of this launcher.
+        """
+        command, now_seconds = self._commands.get(name), time.monotonic()
+        is_early = now_seconds < self._again_seconds.get(name, 0.0)
+        if command is None or command.status is None or is_early or self._start is None:
+            return ""
+        self._again_seconds[name] = now_seconds + _BETWEEN_STARTS_SECONDS
+        host = dict(zip(names_of(self.hosts), self.hosts, strict=True))[name]
+        said = f"`{command.name}` has ended with status {command.status}.{command.printed_words}"
+        command.stop()
+        self._commands[name] = self._start(host, name)
+        return f"{said} It is started once more, for the worker {name}."
 
     def stop(self) -> None:
         """End ssh, and with it the workers. May be called twice."""
-        commands, self._commands = self._commands, []
-        stop_commands(commands)
+        commands, self._commands, self._start = self._commands, {}, None
+        stop_commands([*commands.values()])
 
     def faults(self, is_late: bool) -> list[str]:
-        """A sentence for each ssh that has ended, if fewer than ``least`` still run."""
-        ended = [command for command in self._commands if command.status is not None]
-        if not is_late and len(self._commands) - len(ended) >= self.least:
+        """A sentence for each ssh that has ended, if fewer than ``least`` still run; at last one
+        for each that runs too."""
+        commands = self._commands.values()
+        ended = [command for command in commands if command.status is not None]
+        if not is_late and len(commands) - len(ended) >= self.least:
             return []
-        return [self._why(command) for command in ended]
+        running = [command for command in commands if is_late and command.status is None]
+        return [*map(self._why, ended), *map(_why_not_yet, running)]
+
+    def _started(self, join: Address, token: Token | None, host: str, name: str) -> Command:
+        """Start ssh for a machine.
+
+        Raises:
+            WorkerError: If there is no ssh here.
+        """
+        where = Address.parse(self.join) if self.join else self._seen_from(host, join)
+        words = [*self.ssh, *_OPTIONS, host, self._remote_command(where, name)]
+        started = start_command(f"ssh {host}", words, about=f"to join {where}")
+        started.say("" if token is None else token.to_text())
+        return started
 
     def _remote_command(self, join: Address, name: str) -> str:
         """The command for the machine's shell."""
@@ -133,14 +170,24 @@ class SshWorkers:
 
     def _why(self, command: Command) -> str:
         """A sentence on an ssh that has ended."""
-        said = f" It printed: {command.last_words}" if command.last_words else ""
         if command.status == _SSH_FAILED:
             remedy = f"Try `{command.name} true`, which must work without a question."
         elif command.status in _NOT_FOUND:
             remedy = f"Name the path of {self.command!r} on the machine with `command=`."
         else:
             remedy = "Start that command on the machine to see more."
-        return f"`{command.name}` ended with status {command.status}.{said} {remedy}"
+        return (
+            f"`{command.name}` ended with status {command.status}.{command.printed_words} {remedy}"
+        )
+
+
+def _why_not_yet(command: Command) -> str:
+    """A sentence on an ssh that runs, and whose worker has not come."""
+    return (
+        f"`{command.name}` still runs, and its worker was started {command.about}."
+        f"{command.printed_words} Check that the machine reaches this address, or name another one "
+        "with `join=`."
+    )
 
 
 def names_of(hosts: Sequence[str]) -> list[str]:

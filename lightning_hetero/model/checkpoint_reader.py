@@ -102,11 +102,18 @@ def _hub_files(name: str, hub_options: Mapping[str, Any]) -> list[Path]:
 
 def _shards_of(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        strange = [shard for shard in shards if Path(shard).name != shard or shard == ".."]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index} is not the index of a checkpoint: {error!r}. Download it again."
         ) from error
+    if strange:
+        raise CheckpointError(
+            f"{index} names files outside of its own folder: {some(strange)}. A checkpoint has all "
+            "of its files beside the index; download it from a source that you trust."
+        )
+    return shards
 
 
 def read_headers(files: Iterable[Path]) -> list[StoredTensor]:

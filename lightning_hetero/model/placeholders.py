@@ -394,8 +394,9 @@ def _name_of(function: Any) -> str:
 _SENTENCE = (
     "wants the content of a parameter or buffer of a layer that lives on a worker, which is not "
     "here; read it with `state_dict()` and write it with `load_state_dict()`, average weights with "
-    "`lightning_hetero.callbacks.StageWeightAveraging`, or keep the layer with the coordinator. If "
-    "the model calls parts of the layer itself, name these parts as `layers`."
+    "`lightning_hetero.callbacks.StageWeightAveraging`, let the optimizer's `weight_decay` be a "
+    "penalty on weights, or keep the layer with the coordinator. If the model calls parts of the "
+    "layer itself, name these parts as `layers`."
 )
 # Reads what is known here. Each step reads these of every parameter, so they are not searched for
 # tensors first.

@@ -25,6 +25,7 @@ import msgspec
 from ..protocol import messages as m
 from ..protocol.bases import InstantMessage
 from ..protocol.frames import Frame, encode_frame
+from ..written_blocks import WrittenBlock
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class _FrameFile:
         rest = memoryview(content)
         while rest and (count := self._file.readinto(rest)):
             rest = rest[count:]
-        return bytes(content)
+        return bytes(content[: num_bytes - len(rest)])
 
     def drop(self) -> None:
         """Forget one of the frames."""
@@ -159,7 +160,8 @@ class FrameStore:
             return None
         try:
             file = self._next_file()
-            return StoredFrame(self, len(frame), b"", file.append(frame), file)
+            position, block = file.append(frame), WrittenBlock.of(frame)
+            return StoredFrame(self, len(frame), b"", position, file, block)
         except OSError as error:
             if not self._is_full:
                 self._is_full = True
@@ -185,11 +187,17 @@ class FrameStore:
         return self._files[-1]
 
     def read(self, frame: StoredFrame) -> bytes:
-        """The bytes of a frame."""
-        if frame.file is None:
+        """The bytes of a frame.
+
+        Raises:
+            CheckpointError: If the file has other bytes than were written.
+        """
+        if frame.file is None or frame.block is None:
             return frame.content
         with self._changing:
-            return frame.file.read(frame.position, frame.num_bytes)
+            content = frame.file.read(frame.position, frame.num_bytes)
+        frame.block.check(content, f"A temporary file in {tempfile.gettempdir()!r}")
+        return content
 
     def drop(self, frame: StoredFrame) -> None:
         """Forget a frame."""
@@ -218,6 +226,7 @@ class StoredFrame:
         content: Its bytes; empty if it is in a file.
         position: Where it is in its file.
         file: The file; None if the frame is in memory.
+        block: What was written to the file; None if the frame is in memory.
     """
 
     store: FrameStore
@@ -225,6 +234,7 @@ class StoredFrame:
     content: bytes
     position: int = 0
     file: _FrameFile | None = None
+    block: WrittenBlock | None = None
 
     def read(self) -> bytes:
         """The bytes of the frame."""

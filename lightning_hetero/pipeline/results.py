@@ -293,8 +293,19 @@ class StepLog:
         self._metrics.begin_microbatch()
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Note a value that the micro-batch of this thread logs."""
-        counts: Counter[str] = self._here.counts
+        """Note a value that the micro-batch of this thread logs.
+
+        Raises:
+            BatchError: If this thread has no micro-batch: a backward runs here.
+        """
+        counts: Counter[str] | None = getattr(self._here, "counts", None)
+        if counts is None:
+            raise BatchError(
+                f"A hook has called `self.log({name!r}, ...)` in the backward of a micro-batch, "
+                "and a hook there cannot know the batch's value. Let the hook append to a list, "
+                "and log what the list has in `on_after_backward`; or use "
+                "micro_batching='boundary', which runs one backward for the whole batch."
+            )
         entry = self._logged.setdefault((name, counts[name]), _Logged(args, kwargs))
         counts[name] += 1
         kept = value.detach() if isinstance(value, Tensor) else value

@@ -455,7 +455,7 @@ def _note_failure(
 
 def failure(what: str, answer: m.NotMeasured) -> StageFailed:
     """The error for a failed measurement; ``what`` begins its sentence."""
-    return StageFailed(f"{what}: {answer.reason}\n\nThe traceback there:\n{answer.traceback}")
+    return StageFailed.with_traceback_there(f"{what}: {answer.reason}", answer.traceback)
 
 
 def lead_here(bench: Bench, trials: Trials, tick: Tick) -> DeviceResult:

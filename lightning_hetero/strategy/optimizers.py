@@ -27,6 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
@@ -151,6 +152,7 @@ class RemoteSteps:
             "_after_closure": partial(self._after_closure, plugin._after_closure),
         }
         self._undo = ExitStack()
+        self._undo.callback(register_optimizer_step_pre_hook(self._check_returned).remove)
         for name, ours in diverted.items():
             self._undo.callback(stand_in(plugin, name, ours))
         self._undo.callback(self._gradients.detach)
@@ -285,6 +287,26 @@ class RemoteSteps:
             # Before the step here, so that all step at the same time.
             remote.step()
             self._sent.add(id(remote.optimizer))
+
+    def _check_returned(self, optimizer: Optimizer, *_arguments: Any) -> None:
+        """Refuse a step of an optimizer that nobody has returned for parameters on workers.
+
+        Raises:
+            ModelError: With the name of a parameter and the remedy.
+        """
+        if id(optimizer) in self._remote or self._stepping:
+            return  # one inside of another one's step sees no gradient of them
+        away = [
+            p for p in optimized_parameters(optimizer) if p.requires_grad and p in self._names_of
+        ]
+        if away:
+            raise ModelError(
+                f"`step()` of {type(optimizer).__name__} was called. It has parameters of layers "
+                f"on workers, such as {self._names_of[away[0]]}, and is not among the optimizers "
+                "that `configure_optimizers` has returned. Return it there, and take it from "
+                "`self.optimizers()` under manual optimization; or give it only parameters of "
+                "layers that stay with the coordinator."
+            )
 
     def _hiding(self, act: Callable[..., Any]) -> Callable[..., Any]:
         """A function of torch that is to see the gradients here alone."""

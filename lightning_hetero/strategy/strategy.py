@@ -62,6 +62,8 @@ from .window_step import WindowsAlone
 
 logger = logging.getLogger(__name__)
 
+_NEXT_TIME = " With `recovery=True` the next run goes on by itself."
+
 
 class HeteroPipelineStrategy(SingleDeviceStrategy):
     """Trains one model on this process and on workers; each worker holds some decoder layers.
@@ -461,7 +463,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self.deployment.abort()
         if isinstance(exception, WorkerLost) and not isinstance(exception, WeightsLost):
             steps = [*self._fleet.restart, "build the module anew", "and " + self._remedy()]
-            exception.args = (f"{exception} To go on: {', '.join(steps)}.",)
+            next_time = "" if self._recovery is not None else _NEXT_TIME
+            exception.args = (f"{exception} To go on: {', '.join(steps)}.{next_time}",)
         if self._notes is not None:
             self._notes.note_error(exception)
         super().on_exception(exception)

@@ -426,6 +426,8 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
         return None
     held = {(each.stage, each.worker): each for each in step.stages}
     order = [(stage, name) for stage in placement.stages for name in stage.processes]
+    if any((stage.number, name) not in held for stage, name in order):
+        return None  # a process that was lost has recorded nothing
     entries = [first, *(held[stage.number, name] for stage, name in order)]
     there, back = _hops(entries, "Activation", 1), _hops(entries, "Gradient", -1)
     replicas = None

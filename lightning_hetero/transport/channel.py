@@ -35,7 +35,7 @@ from ..protocol.bases import InstantMessage, State
 from ..protocol.frames import Content, Frame, FrameReader, encode_body, encode_frame, encode_head
 from ..protocol.session import Session
 from ..protocol.tensor_bytes import BufferPool
-from .connection import MOST_BYTES_AT_ONCE, Connection, Traffic
+from .connection import MOST_BYTES_AT_ONCE, Connection, PeerWork, Traffic
 from .deadlines import Deadlines
 from .link_probe import Exchange, PeerClock, payload
 from .reconnection import Line, Lingering, reason_of
@@ -55,6 +55,8 @@ LOOK_SECONDS = 1.0
 # Relative to the silence. A machine that is up acknowledges something at least twice in it, even
 # while its receive window is closed and it only gets window probes.
 _SHARE_OF_SILENCE = 0.7
+
+_FROZEN_HERE = ": its process is frozen, since it has computed nothing on this machine meanwhile"
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ class Channel:
         self._num_queued = 0
         self._num_passed_on = 0
         self._is_over = False
+        # Why a frame could not be made, where that has ended the channel.
+        self._encode_error: HeteroError | None = None
         self.clock = PeerClock(self.send)
         self.on_sent: Callable[[m.Message, int, float], None] | None = None
         self.forward: Callable[[Frame], bool] | None = None
@@ -129,6 +133,9 @@ class Channel:
         self._is_closing = False
         self._num_heard = 0
         self._num_silent_waits = 0
+        # Looks at the peer's process while the peer is silent; how often that has computed then.
+        self._peer_work: PeerWork | None = None
+        self._num_slow_waits = 0
         # The writing thread, then the reading one; fewer if the system gives none.
         self._threads: list[threading.Thread] = []
 
@@ -291,6 +298,11 @@ class Channel:
         """Whether a `Goodbye` or `Failure` ended the conversation."""
         return self._session.state is State.CLOSED
 
+    def report_activity(self, activity: str) -> None:
+        """Tell the peer at once what this end does; otherwise the next sign of life tells it."""
+        self.activity = activity
+        self.send(self._sign_of_life())
+
     def peer_answers(self, look: Callable[[], None] | None = None) -> bool:
         """Ask for a sign of life; wait until the peer says anything or the channel is over.
 
@@ -363,7 +375,7 @@ class Channel:
             except (OSError, ChannelError) as error:
                 self.line.recover(error)
                 reader.begin_again()
-                self._num_silent_waits = 0
+                self._num_silent_waits, self._peer_work = 0, None
                 # It wakes the writing thread, which sends again what the peer has not received.
                 self._send_at_once(self._sign_of_life())
                 continue
@@ -380,7 +392,7 @@ class Channel:
         except TimeoutError:
             self._on_silence()
             return None
-        self._num_silent_waits = 0
+        self._num_silent_waits, self._num_slow_waits, self._peer_work = 0, 0, None
         return frame
 
     def _note(self, message: m.Message) -> None:
@@ -423,16 +435,45 @@ class Channel:
         # not declare its peer lost.
         self._num_silent_waits += 1
         silence_seconds = self._num_silent_waits * self._deadlines.heartbeat_seconds
-        if silence_seconds < self._deadlines.silence_seconds:
-            # The peer may be set to send its signs of life less often than we look.
-            self._send_at_once(m.Ping())
-            return
+        work = self._peer_work = self._peer_work or PeerWork(self.line.connection)
+        if work.has_advanced():
+            self._note_slow()
+        elif silence_seconds >= self._deadlines.silence_seconds:
+            self._check_silence(silence_seconds, work.is_visible)
+        # The peer may be set to send its signs of life less often than we look.
+        self._send_at_once(m.Ping())
+
+    def _note_slow(self) -> None:
+        """The peer computes on this machine without a word: that is no silence."""
+        self._num_silent_waits = 0
+        self._num_slow_waits += 1
+        heartbeat_seconds = self._deadlines.heartbeat_seconds
+        slow_seconds = self._num_slow_waits * heartbeat_seconds
+        if slow_seconds - heartbeat_seconds < self._deadlines.silence_seconds <= slow_seconds:
+            logger.warning(
+                "%s has said nothing for %.3g s, and its process on this machine computes, so it "
+                "is waited for; run less on this machine, or start workers with fewer `--threads`",
+                self.peer,
+                slow_seconds,
+            )
+
+    def _check_silence(self, silence_seconds: float, is_here: bool) -> None:
+        """Give the peer up if its machine is silent too, or its process for too long.
+
+        Args:
+            silence_seconds: For how long it has said nothing.
+            is_here: Whether its process runs on this machine.
+
+        Raises:
+            ChannelError: With the reason.
+        """
         since_answer = self.line.connection.seconds_since_answer()
-        is_cut_off = since_answer is not None and since_answer > _SHARE_OF_SILENCE * silence_seconds
+        is_long = since_answer is not None and since_answer > _SHARE_OF_SILENCE * silence_seconds
+        is_cut_off = is_long and not is_here
         if is_cut_off or silence_seconds >= self._frozen_seconds:
+            reason = _FROZEN_HERE if is_here else _reason_of_silence(since_answer, is_cut_off)
             raise ChannelError(
-                f"No sign of life from {self.peer} for {silence_seconds:.3g} s"
-                f"{_reason_of_silence(since_answer, is_cut_off)}."
+                f"No sign of life from {self.peer} for {silence_seconds:.3g} s{reason}."
             )
 
     def _end(self, inbox: Inbox, error: Exception) -> None:
@@ -442,6 +483,7 @@ class Channel:
             with contextlib.suppress(HeteroError):
                 self.send(m.Failure(reason=str(error)))
         if not self._is_closing:
+            error = self._encode_error or error
             if not isinstance(error, HeteroError):
                 error = ChannelError(reason_of(error, self.peer))
             inbox.put(Arrival(self, error))
@@ -477,13 +519,22 @@ class Channel:
                 self.send(self._sign_of_life())
 
     def _send_now(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
-        self._is_encoding = True
-        buffers = encode()
-        self._is_encoding = False
+        buffers = self._encoded(encode)
         start, num_bytes = time.perf_counter(), sum(map(len, buffers))
         self.line.send(type(message).__name__, buffers)
         if self.on_sent is not None:
             self.on_sent(message, num_bytes, start)
+
+    def _encoded(self, encode: Encode) -> list[memoryview]:
+        self._is_encoding = True
+        try:
+            return encode()
+        except HeteroError as error:
+            # The inbox hears of it: what the peer sees is only that the connection ends.
+            self._encode_error = error
+            raise
+        finally:
+            self._is_encoding = False
 
     def _note_sent(self) -> None:
         with self._progress:

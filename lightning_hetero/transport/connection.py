@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import psutil  # type: ignore[import-untyped]
+
 from ..errors import ChannelError
+from .peer_process import cpu_seconds_of, find_peer_process
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,9 @@ class Connection(Protocol):
         The machine does that even while its process is frozen.
         """
 
+    def peer_cpu_seconds(self) -> float | None:
+        """The CPU time of the peer's process; None if it runs elsewhere or cannot be seen."""
+
     def finish_sending(self) -> None:
         """End one direction: the peer reads what was sent, and then an end."""
 
@@ -103,6 +109,8 @@ class SocketConnection:
         self._scratch = memoryview(bytearray(_READ_AHEAD_BYTES))
         # What has been read before a caller has asked for it.
         self._ahead = self._scratch[:0]
+        self._has_looked = False
+        self._peer: psutil.Process | None = None
         self.traffic = Traffic()
 
     @property
@@ -152,6 +160,11 @@ class SocketConnection:
             return None
         (milliseconds,) = _LAST_ACK.unpack(told)
         return float(milliseconds) / 1000
+
+    def peer_cpu_seconds(self) -> float | None:
+        if not self._has_looked:
+            self._has_looked, self._peer = True, find_peer_process(self._socket)
+        return cpu_seconds_of(self._peer)
 
     def finish_sending(self) -> None:
         with contextlib.suppress(OSError):
@@ -245,21 +258,53 @@ def prepare_socket(connected: socket.socket) -> None:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDLOWAT, MOST_BYTES_AT_ONCE)
 
 
+class PeerWork:
+    """Whether the peer's process computes, which it may do without a word for a long time."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._cpu_seconds = connection.peer_cpu_seconds()
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether the process runs on this machine, and can be seen."""
+        return self._cpu_seconds is not None
+
+    def has_advanced(self) -> bool:
+        """Whether the process has used CPU time since the last question."""
+        before, self._cpu_seconds = self._cpu_seconds, self._connection.peer_cpu_seconds()
+        return before is not None and self._cpu_seconds is not None and self._cpu_seconds > before
+
+
 def send_buffers(
-    connection: Connection, buffers: list[memoryview], patience_seconds: float
+    connection: Connection,
+    buffers: list[memoryview],
+    patience_seconds: float,
+    waits_for_work: bool = False,
 ) -> None:
     """Send buffers one after the other from their own memory; the list is empty afterwards.
+
+    Args:
+        connection: The connection.
+        buffers: What to send.
+        patience_seconds: How long the peer may read nothing.
+        waits_for_work: Whether the time in which the peer's process computes does not count.
 
     Raises:
         ChannelError: If the peer reads nothing for ``patience_seconds``.
     """
     last_progress = time.monotonic()
+    work: PeerWork | None = None
     while buffers:
         try:
             num_bytes = connection.send(buffers)
             last_progress = time.monotonic()
         except TimeoutError:
-            if time.monotonic() - last_progress > patience_seconds:
+            if waits_for_work:
+                work = work or PeerWork(connection)
+            if work is not None and work.has_advanced():
+                last_progress = time.monotonic()
+            elif time.monotonic() - last_progress > patience_seconds:
                 raise ChannelError(f"The peer read nothing for {patience_seconds} s.") from None
             continue
         while buffers and num_bytes >= len(buffers[0]):

@@ -18,7 +18,8 @@ class Deadlines:
             while its process computes.
         silence_seconds: Silence after which a channel gives its peer up. It counts in whole
             heartbeats, one more if the silence begins inside a tensor, so that a lost peer is named
-            within ten seconds. It does not limit how long a step takes.
+            within ten seconds. It does not limit how long a step takes. Time in which the
+            process of a peer on this machine computes does not count.
         frozen_seconds: Silence after which a worker gives up a coordinator whose machine still
             answers. User code may silence a whole process, for example by reading a large JSON
             file, and a person may suspend it (Ctrl-Z).

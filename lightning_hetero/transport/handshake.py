@@ -454,6 +454,13 @@ def _greet_door(
         return connection, _ask_to_talk(connection, session, hello, far.name, seconds)
 
 
+def _anywhere(address: Address) -> Address:
+    """Where a worker has to listen that is dialled at an address. A machine's own name may stand
+    for loopback on that machine, as on Debian."""
+    everywhere = "::" if ":" in address.host else "0.0.0.0"  # noqa: S104
+    return address if address.is_loopback else Address(everywhere, address.port)
+
+
 def _reachable(listener: Address, own_host: str) -> Address:
     """The address that others may dial, if this process reaches them from ``own_host``."""
     is_any = listener.host in ("0.0.0.0", "::")  # noqa: S104 - compared, not listened on
@@ -550,7 +557,8 @@ def _connect(address: Address, deadlines: Deadlines, for_workers: bool = False) 
         is_refused = isinstance(error, ConnectionRefusedError)
         raise (_NobodyListens if is_refused else WorkerUnreachable)(
             f"No worker answers at {address}: {error}. See that `lightning-hetero worker` runs "
-            f"there, with `--listen {address}`, or with `--join` if it dials the coordinator."
+            f"there, with `--listen {_anywhere(address)}`, or with `--join` if it dials the "
+            "coordinator."
         ) from error
     return SocketConnection(connected)
 

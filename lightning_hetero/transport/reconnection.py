@@ -299,7 +299,7 @@ class Line:
     def _write(self, name: str, buffers: list[memoryview]) -> bool:
         """Write a frame; false if the connection is away."""
         if self._lingering is None:
-            send_buffers(self.connection, buffers, self._deadlines.silence_seconds)
+            send_buffers(self.connection, buffers, self._deadlines.silence_seconds, True)
             return True
         self._ledger.keep(name, buffers)
         return self._write_due()
@@ -312,7 +312,7 @@ class Line:
             return False
         try:
             while (due := self._ledger.next_due()) is not None:
-                send_buffers(self.connection, due, self._deadlines.silence_seconds)
+                send_buffers(self.connection, due, self._deadlines.silence_seconds, True)
         except (OSError, ChannelError) as error:
             if self._is_final:
                 raise

@@ -397,6 +397,9 @@ class TlsConnection:
     def seconds_since_answer(self) -> float | None:
         return self._below.seconds_since_answer()
 
+    def peer_cpu_seconds(self) -> float | None:
+        return self._below.peer_cpu_seconds()
+
     def finish_sending(self) -> None:
         self._below.finish_sending()
 

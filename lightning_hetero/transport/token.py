@@ -143,10 +143,12 @@ def read_token_file(path: Path) -> Token:
     """Read the token from a file that only its owner may read.
 
     Raises:
-        TokenError: If the file is missing, open to others, or holds no token.
+        TokenError: If the file is missing, open to others, another user's, or holds no token.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
+            _check_own(file)
+            _check_folders(path)
             check_private(file, "The token file", "use it", TokenError)
             content = file.read(_MOST_FILE_BYTES)
     except FileNotFoundError:
@@ -166,6 +168,48 @@ def read_token_file(path: Path) -> Token:
             f"The token file {str(path)!r} cannot be used: {error}; make one with "
             "`lightning-hetero token`, or copy the one of the other machines again."
         ) from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; a named pipe too, which would wait for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _check_own(file: IO[Any]) -> None:
+    """Refuse what is no plain file, and a file of another user, who may exchange the token.
+
+    Raises:
+        TokenError: With the name and the remedy.
+    """
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode):
+        raise TokenError(
+            f"The token file {str(file.name)!r} is no plain file but a pipe or a device; name a "
+            "file that `lightning-hetero token` wrote."
+        )
+    if found.st_uid not in (os.geteuid(), 0):
+        raise TokenError(
+            f"The token file {str(file.name)!r} belongs to the user with number {found.st_uid}, "
+            f"and this process runs as number {os.geteuid()}, so that another user may exchange "
+            f"the token; copy the file, or `chown {os.geteuid()} {file.name}`."
+        )
+
+
+def _check_folders(path: Path) -> None:
+    """Refuse a token file in a folder in which every user may exchange it.
+
+    Raises:
+        TokenError: With the folder and the remedy.
+    """
+    for folder in path.resolve().parents:
+        mode = folder.stat().st_mode
+        # In a folder such as /tmp only the owner of a file may exchange it.
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise TokenError(
+                f"The token file {str(path)!r} is in {str(folder)!r}, where all users may exchange "
+                f"files (mode {stat.S_IMODE(mode):04o}); `chmod o-w {folder}`, or name a file in a "
+                "folder of your own."
+            )
 
 
 def check_private(file: IO[Any], what: str, danger: str, error: type[HeteroError]) -> None:

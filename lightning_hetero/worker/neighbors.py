@@ -228,6 +228,16 @@ class Neighbors:
         """Whether another worker has opened the channel."""
         return channel in self._upstream
 
+    def has_another(self, channel: Channel) -> bool:
+        """Whether the worker that has opened a channel has opened another one that is open still.
+
+        A process in the place of a lost worker dials before the coordinator says so. Nobody else
+        has a reason to dial twice, and the conversation that was there goes on.
+        """
+        number = self._upstream.get(channel)
+        same = (other for other, each in self._upstream.items() if each == number)
+        return any(other is not channel and not other.is_over for other in same)
+
     def note_way(self, message: m.Arguments) -> None:
         """Note where the activation of a forward comes from and goes to.
 

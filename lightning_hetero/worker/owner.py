@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import msgspec
 import torch
@@ -42,6 +43,11 @@ class ServedRun:
     num_batches: int
     seconds: float
     reason: str
+
+    @property
+    def whose(self) -> str:
+        """Whose conversation it is, and for how long by now."""
+        return f"{self.peer}, for {timedelta(seconds=round(self.seconds))}"
 
 
 def _log(record: ServedRun) -> None:

@@ -167,6 +167,8 @@ class StageSession:
         self._served, self._ended = "", "it failed"
         # What it repeats in the place of a lost worker; any thread may read it.
         self._repetition: _Repetition | None = None
+        # Whether each action is reported as it begins: it may end this process as it ended others.
+        self._reports_actions = False
         self._coordinator = coordinator
         coordinator.forward = self._let_neighbors_go
         self._neighbors = Neighbors(coordinator, self._dial_neighbor)
@@ -264,6 +266,11 @@ class StageSession:
         """How long the session waits for a coordinator whose connection broke; 0 if none did."""
         lingering = self._coordinator.line.lingering
         return lingering.seconds if lingering is not None and self._coordinator.is_away else 0.0
+
+    @property
+    def has_lost_coordinator(self) -> bool:
+        """Whether the conversation with the coordinator is over; the session is about to end."""
+        return self._coordinator.is_over
 
     def give_up_coordinator(self, reason: str) -> None:
         """End the session if it waits for a coordinator whose connection broke; any thread may
@@ -428,7 +435,7 @@ class StageSession:
         message = frame.message
         if self._neighbors.is_former(arrival.channel):
             return
-        self._coordinator.activity = message.requested_activity or self._coordinator.activity
+        self._note_activity(message.requested_activity or self._coordinator.activity)
         try:
             if isinstance(message, (m.Activation, m.Gradient)):
                 if self._runner.is_late(message.step):
@@ -448,7 +455,7 @@ class StageSession:
 
     def _perform(self, action: Action) -> None:
         """Run an action and send its result on."""
-        self._coordinator.activity = of_action(action, self._runner.step)
+        self._note_activity(of_action(action, self._runner.step))
         try:
             if action.kind == "B":
                 self._replicas.note_backward()
@@ -462,6 +469,12 @@ class StageSession:
         except BaseException as error:
             several = len(self._runner.stages) > 1
             self._report(error, where=f" (in stage {action.stage_index})" if several else "")
+
+    def _note_activity(self, activity: str) -> None:
+        if self._reports_actions and activity != self._coordinator.activity:
+            self._coordinator.report_activity(activity)
+        else:
+            self._coordinator.activity = activity
 
     def _sending_early(self, action: Action) -> AbstractContextManager[None]:
         """Inside, gradients leave for their owners, if this is the last backward before that."""
@@ -486,6 +499,8 @@ class StageSession:
         lost = self._neighbors.numbers.get(channel)
         if not lost:
             return  # a neighbor that only measured the link
+        if self._neighbors.has_another(channel):
+            return  # nothing is lost with one of two conversations
         with contextlib.suppress(LocalProtocolError):
             self._coordinator.send(m.NeighborLost(lost, reason))
 
@@ -578,7 +593,7 @@ class StageSession:
             return
         self._runner.repeats = True
         self._repetition = _Repetition(message.step + 1, time.monotonic())
-        self._replicas.is_repeating = True
+        self._replicas.is_repeating = self._reports_actions = True
 
     def _on_wait(self, message: m.Wait, _tensors: tuple[Tensor, ...]) -> None:
         if message.is_end:
@@ -608,6 +623,7 @@ class StageSession:
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._training.check_nothing_waits()
+        self._reports_actions = self._replicas.is_repeating
         self._copies.keep_for(message.in_flight)
         self._neighbors.begin_step(message.step)
         self._recorder.begin_step()

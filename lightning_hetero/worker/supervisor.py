@@ -15,7 +15,7 @@ The two processes talk through a pipe, in words:
 
     warm process   "go SECRET SECOND EQUIPMENT" (to a process that was not forked), pause, resume,
                    drain
-    session        "ready DEVICE EQUIPMENT", "failed REASON", "over",
+    session        "ready DEVICE EQUIPMENT", "failed REASON", "over", "alive" every few seconds,
                    "alone REASON" (nobody lets it join)
 
 A run may need a second session here, in the place of a worker that it has lost; see
@@ -28,6 +28,10 @@ it, and second ones, each for one session of a NAME:
                    first; to second ones "retire", as the first session is over, and "first" to one
                    that answers everybody, as no first process is left
 
+A process that hangs, in a driver for example, or that was stopped, would keep the worker from every
+later run. So it says "alive" now and then, but not when its session has lost its coordinator and
+does not end. One that says nothing for long, and computes nothing, is ended.
+
 The first process of a session looks what its device is and can. Later ones have it from there, so
 that they answer at once: a GPU takes seconds to begin, and memory as long as a process uses it.
 """
@@ -36,6 +40,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -53,10 +58,12 @@ from types import FrameType
 from typing import NoReturn
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 
 from ..devices.device import is_any_in_use
 from ..errors import HeteroError, WorkerError
 from ..protocol.fields import Equipment
+from ..transport.deadlines import Deadlines
 from .join import Joiner
 from .kept_tensors import KeptTensors, SharedShelf, open_shelf
 from .second_processes import Second, SecondStatus
@@ -70,6 +77,12 @@ _ENDING_SECONDS = 120.0
 _LOOKING_SECONDS = 5.0
 # Between two words of a second process on what it does.
 _TELLING_SECONDS = 1.0
+# Between two words of a process that lives.
+_LIVING_SECONDS = 5.0
+# A process that says nothing for so long is ended. Its coordinator has given it up by then.
+_SILENT_SECONDS = 2 * Deadlines().frozen_seconds
+# Of the time that it says nothing, the share that a process computes which is only slow.
+_SLOW_SHARE = 0.01
 _PR_SET_PDEATHSIG = 1
 OWNERS_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
@@ -127,6 +140,33 @@ class _Member:
         self.second = second
         # The moment by which it has to be gone; None until its session is over.
         self.end_seconds: float | None = None
+        self._silent_seconds = 0.0
+        self._cpu_seconds = self._used_seconds()
+
+    def note_heard(self) -> None:
+        """It has said something, or was found to compute."""
+        self._silent_seconds, self._cpu_seconds = 0.0, self._used_seconds()
+
+    def hangs(self, passed_seconds: float) -> bool:
+        """Whether it has said nothing for long, and has computed nothing meanwhile.
+
+        Args:
+            passed_seconds: The time since the last question.
+        """
+        self._silent_seconds += passed_seconds
+        if self._silent_seconds < _SILENT_SECONDS:
+            return False
+        computed_seconds = self._used_seconds() - self._cpu_seconds
+        if computed_seconds < _SLOW_SHARE * self._silent_seconds:
+            return True
+        self.note_heard()
+        return False
+
+    def _used_seconds(self) -> float:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            times = psutil.Process(self.pid).cpu_times()
+            return float(times.user + times.system)
+        return 0.0
 
     def tell(self, wish: str) -> None:
         with contextlib.suppress(OSError):  # it has ended
@@ -176,6 +216,7 @@ class Supervisor:
         self._has_served = False
         # Why the worker ends although nobody has told it to; empty while it does not.
         self._alone = ""
+        self._looked_seconds = time.monotonic()
         self._events = selectors.DefaultSelector()
 
     def pause(self) -> None:
@@ -235,6 +276,26 @@ class Supervisor:
             elif not os.read(key.fd, 2**16):
                 self._end_at_once()
         self._bury()
+        self._end_hanging()
+
+    def _end_hanging(self) -> None:
+        """End processes that hang, and start another one in the place of the first."""
+        # Where this process was stopped too, no time has passed for the others.
+        now_seconds = time.monotonic()
+        passed_seconds = min(now_seconds - self._looked_seconds, 2 * _LOOKING_SECONDS)
+        self._looked_seconds = now_seconds
+        for member in [*self._members]:
+            if member.end_seconds is None and member.hangs(passed_seconds):
+                logger.warning(
+                    "a session's process has said nothing for %.0f s and computed nothing; killing "
+                    "it",
+                    _SILENT_SECONDS,
+                )
+                os.kill(member.pid, signal.SIGKILL)
+                # The system may take long to end it, and the next one must not wait for that.
+                member.note_over()
+                if member.second is None:
+                    self._follow_first()
 
     def _hear(self, member: _Member, on_ready: Callable[[str], None]) -> None:
         """Take the next words of a session's process."""
@@ -242,6 +303,9 @@ class Supervisor:
             word, _, rest = member.pipe.recv_bytes().decode().partition(" ")
         except (EOFError, OSError):
             self._hang_up(member)
+            return
+        member.note_heard()
+        if word == "alive":
             return
         if word == "beside":
             self._start_second(Second.parse(rest))
@@ -443,6 +507,9 @@ def serve_one_session(
         place: What this process has from the warm process.
     """
     _end_with_parent()
+    # A fault in native code leaves the place where Python was, if there is a log.
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+        faulthandler.enable()
     pipe, second = _Voice(place.pipe), place.second
     try:
         worker = make_worker(place, KeptTensors(place.shelf))
@@ -457,6 +524,7 @@ def serve_one_session(
     threading.Thread(target=_obey, args=(worker, on_drain, place.pipe), daemon=True).start()
     equipment = msgspec.json.encode(worker.equipment).decode()
     pipe.say(f"ready {worker.device} {equipment}")
+    threading.Thread(target=_live, args=(worker, pipe), daemon=True).start()
     if second is not None:
         threading.Thread(target=_tell, args=(worker, second, pipe), daemon=True).start()
     if joiner is not None:
@@ -560,6 +628,14 @@ def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) ->
         else:
             session, _, text = rest.partition(" ")
             news[word](session, text)
+
+
+def _live(worker: Worker, pipe: _Voice) -> None:
+    """Tell the warm process that this one lives, unless its session hangs."""
+    while not worker.is_stopped:
+        if not worker.has_lost_coordinator:
+            pipe.say("alive")
+        worker.wait_until_stopped(_LIVING_SECONDS)
 
 
 def _tell(worker: Worker, second: Second, pipe: _Voice) -> None:

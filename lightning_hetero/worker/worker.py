@@ -278,6 +278,12 @@ class Worker:
         session = self._session
         return session is not None and session.waits_seconds > 0
 
+    @property
+    def has_lost_coordinator(self) -> bool:
+        """Whether the conversation with the coordinator is over, and the session has not ended."""
+        session = self._session
+        return session is not None and session.has_lost_coordinator
+
     def give_up_coordinator(self, reason: str) -> None:
         """End the session if it waits for a coordinator, which has ended for this reason."""
         session = self._session
@@ -492,9 +498,10 @@ class Worker:
                 "this worker serves this run already; if two of the run's addresses lead to it, "
                 "name one of them only."
             )
+        whose = "" if self._session is None else f" ({self._session.record.whose})"
         return WorkerError(
-            "this worker is busy with another coordinator; wait for its run to end, or use "
-            "another worker."
+            f"this worker is busy with another coordinator{whose}; wait for its run to end, or use "
+            "another worker. `lightning-hetero top` shows what it does."
         )
 
     def _session_named(self, name: str) -> StageSession:

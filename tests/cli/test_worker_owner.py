@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import plistlib
 import shutil
 import signal
@@ -15,6 +16,7 @@ from queue import SimpleQueue
 import pytest
 
 from lightning_hetero import cli
+from lightning_hetero.cli import worker as cli_worker
 from lightning_hetero.cli.worker import line_of
 from lightning_hetero.errors import WorkerError
 from lightning_hetero.launch.manifests import ServiceManager, manifest_text
@@ -235,3 +237,39 @@ def test_no_control_character_gets_into_a_file_of_the_system(
     ):
         with pytest.raises(WorkerError, match="control character"):
             manifest_text(kind, command, folder, environment, "[::1]:9999")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "bound", "is_warned"),
+    [
+        ("tower", "127.0.1.1", True),  # as Debian has a machine's own name in /etc/hosts
+        ("tower", "192.168.1.7", False),
+        ("localhost", "127.0.0.1", False),
+        ("127.0.1.1", "127.0.1.1", False),
+        (None, "127.0.0.1", False),
+    ],
+)
+def test_a_name_that_stands_for_loopback_is_warned_of(
+    wanted: str | None, bound: str, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = None if wanted is None else Address(wanted, 9998)
+    cli_worker._warn_of_loopback(given, Address(bound, 9998))
+    expected = "no other machine reaches this worker; start it with `--listen 0.0.0.0:9998`"
+    assert (expected in caplog.text) == is_warned
+
+
+def test_an_allowed_package_in_the_current_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command's own folder stands first where Python looks, and not the current one."""
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    monkeypatch.chdir(tmp_path)
+    assert cli_worker._absent(("my_layers_here.blocks", "nowhere_at_all")) == [
+        "my_layers_here.blocks",
+        "nowhere_at_all",
+    ]
+    (tmp_path / "my_layers_here").mkdir()
+    (tmp_path / "my_layers_here" / "blocks.py").touch()
+    importlib.invalidate_caches()
+    assert cli_worker._absent(("my_layers_here.blocks", "nowhere_at_all")) == ["nowhere_at_all"]
+    assert cli_worker._absent(("torch",)) == []

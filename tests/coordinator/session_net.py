@@ -116,6 +116,9 @@ class NetChannel(Channel):
             self.ledger.keep(type(message).__name__, [memoryview(frame)])
             self.send_due()
 
+    def report_activity(self, activity: str) -> None:
+        self.activity = self.other.peer_activity = activity
+
     def send_due(self) -> None:
         """Send what is due, unless the connection is away."""
         while not self.line.is_away and (due := self.ledger.next_due()) is not None:

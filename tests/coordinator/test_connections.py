@@ -167,3 +167,21 @@ def test_a_worker_that_allows_less_time_is_named() -> None:
         connected(allowed_seconds=5.0) as (connections, _),
     ):
         assert len(connections.workers) == 2
+
+
+def test_a_worker_that_cannot_begin_with_other_libraries_is_said_to_have_them() -> None:
+    """Only before the first step: what has run once is not ended by a version."""
+    with connected() as (connections, _):
+        worker = connections.members[0]
+        worker.equipment = m.Equipment(versions={"transformers": "5.21.0", "torch": "2.13.0"})
+        connections.equipment = m.Equipment(versions={"transformers": "5.24.0", "torch": "2.13.0"})
+        failure = m.Failure("ImportError: no such layer", traceback="in build")
+        error = connections._stage_failed(worker, failure)
+        assert str(error).endswith(
+            f"failed before the first step: ImportError: no such layer {worker.name} has other "
+            "versions than this process: transformers 5.21.0 (5.24.0 here). If that is why it "
+            "cannot build or run a layer, install the same versions on both."
+        )
+        assert "in build" in str(error.__cause__)
+        connections.step = 1
+        assert "versions" not in str(connections._stage_failed(worker, failure))

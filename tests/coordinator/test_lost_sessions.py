@@ -14,12 +14,18 @@ import pytest
 from torch import Tensor
 
 from lightning_hetero.coordinator import deployment, moves
+from lightning_hetero.coordinator.lost_workers import MOST_LOSSES_IN_A_STEP
 from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles
-from lightning_hetero.errors import MoveUndone, WorkerLost
+from lightning_hetero.errors import HeteroError, MoveUndone, WorkerLost
+from lightning_hetero.pipeline import journal
+from lightning_hetero.pipeline.journal import FrameStore, _FrameFile
+from lightning_hetero.pipeline.rule import Action
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.transport.channel import Encode
+from lightning_hetero.transport.channel import Encode, of_action
 from lightning_hetero.worker import neighbors
+from lightning_hetero.worker.layers import StageLayers
+from lightning_hetero.worker.session import StageSession
 
 from ..pairwise import covering, keeping
 from .lost_schedules import (
@@ -159,6 +165,108 @@ def test_the_loss_of_the_last_machine_ends_the_run_with_a_sentence(tmp_path: Pat
     faults = Faults(3.0, has_spare=False, kills=kills, gone={A, B, C})
     with pytest.raises(WorkerLost, match="No other machine of the run can take its layers"):
         run(net, "a line", "plain", tmp_path, faults)
+
+
+def test_a_layer_that_ends_its_process_again_and_again_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the action in which it does so, which the process reports as it repeats the step."""
+    perform, net = StageSession._perform, Net(4)
+
+    def dying(self: StageSession, action: Action) -> None:
+        self._note_activity(of_action(action, self._runner.step))
+        if (self._runner.step, action.stage_index, action.kind) == (3, 2, "B"):
+            net.kill(B)
+        else:
+            perform(self, action)
+
+    monkeypatch.setattr(StageSession, "_perform", dying)
+    expected = (
+        f"stage 2 on {B} was lost in step 3.*the backward of micro-batch . in step 3.*"
+        "lost 5 times in step 3, and .*SIGSEGV.*SIGKILL.*fewer layers"
+    )
+    with pytest.raises(WorkerLost, match=expected):
+        run(net, "a line", "plain", tmp_path, Faults(has_spare=False))
+    assert net.counts["kill"] == MOST_LOSSES_IN_A_STEP
+
+
+def test_processes_that_are_lost_as_they_get_their_layers_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, net = undisturbed("a line", "plain"), Net(4)
+    load = StageLayers._on_load_tensor
+
+    def dying(self: StageLayers, message: Any, tensors: Any) -> None:
+        if net.counts["kill"]:
+            net.kill(B)
+        else:
+            load(self, message, tensors)
+
+    monkeypatch.setattr(StageLayers, "_on_load_tensor", dying)
+    faults = Faults(3600.0, has_spare=False, kills={expected.num_events // 2: B})
+    with pytest.raises(WorkerLost, match="5 times in step ., 4 times while it got its layers"):
+        run(net, "a line", "plain", tmp_path, faults)
+
+
+@pytest.mark.parametrize("file", ["snapshot", "base", "temporary"])
+def test_bytes_that_change_on_the_disk_end_the_run_and_change_no_weight(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit has turned when a lost worker's state is read, or what is said to it again."""
+    expected, net = undisturbed("a line", "plain"), Net(4)
+    frames, read = SnapshotFiles._frames, _FrameFile.read
+
+    def turned(self: SnapshotFiles, path: Path) -> Any:
+        if path.name.endswith("-base") == (file == "base"):
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 4
+            path.write_bytes(content)
+        return frames(self, path)
+
+    def read_turned(self: _FrameFile, position: int, num_bytes: int) -> bytes:
+        return read(self, position, num_bytes)[:-1] + b"?"
+
+    if file == "temporary":
+        monkeypatch.setattr(journal, "MOST_IN_MEMORY_BYTES", 0)
+        monkeypatch.setattr(FrameStore.__init__, "__defaults__", (0,))
+        monkeypatch.setattr(_FrameFile, "read", read_turned)
+    else:
+        monkeypatch.setattr(SnapshotFiles, "_frames", turned)
+    every_seconds = 0.0 if file == "snapshot" else 3600.0
+    faults = Faults(every_seconds, has_spare=False, kills={expected.num_events // 2: B})
+    name = {"snapshot": "The file '.*/2-.'", "base": "The file '.*/2-base'"}.get(file, "temporary")
+    with pytest.raises(HeteroError, match=f"{name}.* has other bytes than this run"):
+        run(net, "a line", "plain", tmp_path, faults)
+
+
+@pytest.mark.parametrize("plan", ["a line", "with the coordinator as a replica"])
+def test_a_worker_that_is_lost_while_layers_are_sent_gets_them_again(
+    plan: str, tmp_path: Path
+) -> None:
+    expected, num_again = undisturbed(plan, "plain"), 0
+    for number in range(5, expected.num_events_before, 9):
+        net = Net(number)
+        faults = Faults(3.0, has_spare=False, kills={number: A, number + 4: B})
+        assert_same(run(net, plan, "plain", tmp_path, faults), expected)
+        num_again += net.counts["respawn"]
+    assert num_again >= 3
+
+
+def test_an_idle_worker_gets_the_layers_of_one_that_does_not_come_back(tmp_path: Path) -> None:
+    expected, net = undisturbed("a line", "plain"), Net(5)
+    faults = Faults(3.0, kills={expected.num_events_before // 2: A}, gone={A})
+    assert_same(run(net, "a line", "plain", tmp_path, faults), expected)
+    assert net.counts["spare"] == 1
+
+
+def test_a_worker_that_is_lost_whenever_layers_are_sent_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net(6)
+    monkeypatch.setattr(StageLayers, "_on_load_tensor", lambda *_: net.kill(B))
+    with pytest.raises(WorkerLost, match=f"on {B} was lost before the first step"):
+        run(net, "a line", "plain", tmp_path, Faults(has_spare=False))
+    assert net.counts["kill"] == MOST_LOSSES_IN_A_STEP
 
 
 def test_the_machines_that_are_left_share_the_layers(tmp_path: Path) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.coordinator.lost_workers import Loss, lost_between, seconds_of
+from lightning_hetero.coordinator.lost_workers import (
+    MOST_LOSSES_IN_A_STEP,
+    Loss,
+    lost_between,
+    seconds_of,
+    why_not_again,
+)
 
 
 @dataclass
@@ -56,3 +62,25 @@ def test_what_is_repeated_lies_behind_the_snapshot(behind: int, said: str) -> No
     loss.note_end(2.5, has_caught_up=True)
     assert (loss.end_seconds, loss.has_caught_up) == (2.5, True)
     assert (loss.place, loss.served_by) == ("a", "a (spare:9999)")
+
+
+def test_a_worker_is_not_replaced_for_ever_in_one_step() -> None:
+    place, other = Place("a"), Place("b")
+    worker: Any = place
+    losses = [Loss(worker, 7, "", 0.0, "a") for _ in range(MOST_LOSSES_IN_A_STEP)]
+    assert why_not_again(losses[1:], worker, 7) == ""
+    assert "lost 5 times in step 7, and" in why_not_again(losses, worker, 7)
+    # A step was gained, and the loss of another worker is another matter.
+    assert why_not_again(losses, worker, 8) == ""
+    stranger: Any = other
+    assert why_not_again(losses, stranger, 7) == ""
+
+
+def test_processes_that_are_lost_while_they_get_layers_count_too() -> None:
+    worker: Any = Place("a")
+    loss = Loss(worker, 7, "", 0.0, "a")
+    for _ in range(MOST_LOSSES_IN_A_STEP - 2):
+        loss.note_failed()
+    assert why_not_again([loss], worker, 7) == ""
+    loss.note_failed()
+    assert "5 times in step 7, 4 times while it got" in why_not_again([loss], worker, 7)

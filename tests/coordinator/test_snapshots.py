@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_hetero.coordinator.snapshots import Bases, SnapshotFiles
-from lightning_hetero.errors import RemoteProtocolError, SaveError
+from lightning_hetero.errors import CheckpointError, RemoteProtocolError, SaveError
 from lightning_hetero.model.four_bit import State
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
@@ -127,6 +128,72 @@ def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
     files.close()
 
 
+def written(folder: Path) -> tuple[SnapshotFiles, list[Path]]:
+    """The files of a worker with a base and a snapshot."""
+    files = SnapshotFiles(folder)
+    assert [*files.spooled(1, sent(a=1), lambda _name: True)]
+    files.add(1, 1, part(t=5)).result()
+    files.note_whole(1, 1)
+    return files, [files.base(1), files.part(1, 1)]
+
+
+def read_all(files: SnapshotFiles) -> list[Frame]:
+    return [*files.latest(1), *files.base_frames(1)]
+
+
+def test_every_byte_that_changes_on_the_disk_is_found(tmp_path: Path) -> None:
+    files, paths = written(tmp_path / "run")
+    assert len(read_all(files)) == 2
+    for path in paths:
+        content = path.read_bytes()
+        for position in range(len(content)):
+            for bit in (0, 7):
+                changed = bytearray(content)
+                changed[position] ^= 1 << bit
+                path.write_bytes(changed)
+                with pytest.raises(
+                    CheckpointError, match=f"'{path}' has other bytes than this run"
+                ):
+                    read_all(files)
+        path.write_bytes(content)
+    assert len(read_all(files)) == 2
+    files.close()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda c: c[:-1], lambda c: c[:40], lambda c: b"", lambda c: c * 2]
+)
+def test_a_file_of_another_length_is_found(change: Any, tmp_path: Path) -> None:
+    files, paths = written(tmp_path / "run")
+    for path in paths:
+        content = path.read_bytes()
+        path.write_bytes(change(content))
+        with pytest.raises(CheckpointError, match=f"'{path}' has other bytes than this run"):
+            read_all(files)
+        path.write_bytes(content)
+    files.close()
+
+
+def test_a_file_of_another_run_is_found(tmp_path: Path) -> None:
+    files, paths = written(tmp_path / "run-1")
+    other = SnapshotFiles(tmp_path / "run-2")
+    assert [*other.spooled(1, sent(a=2), lambda _name: True)]
+    other.base(1).rename(paths[0])
+    with pytest.raises(CheckpointError, match="has other bytes than this run"):
+        read_all(files)
+    other.close()
+    files.close()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_file_that_is_gone_is_named(number: int, tmp_path: Path) -> None:
+    files, paths = written(tmp_path / "run")
+    paths[number].unlink()
+    with pytest.raises(CheckpointError, match=f"'{paths[number]}' .* cannot be read: No such file"):
+        read_all(files)
+    files.close()
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -158,9 +225,11 @@ def test_what_a_living_run_has_stays(tmp_path: Path) -> None:
     (tmp_path / "run-of-mine").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "claim").touch()
+    (tmp_path / "run-notes").mkdir()
+    (tmp_path / "run-notes" / "claim").write_bytes(b"My own claim.")
     second = SnapshotFiles(tmp_path / "run-2")
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"run-1", "run-2", "run-of-mine", "notes"}
+    assert names == {"run-1", "run-2", "run-of-mine", "notes", "run-notes"}
     second.close()
     first.close()
 

@@ -188,7 +188,8 @@ def test_of_two_ways_to_one_worker_the_faster_one_is_named() -> None:
         [slow, fast, report("other:9999", "xyz", 1.0), report("10.8.0.2:9998", "abc", 1)]
     )
     assert line == (
-        "192.168.1.2:9999 and 10.8.0.2:9999 are the same worker; use 192.168.1.2:9999, 9.0 times "
+        "192.168.1.2:9999 and 10.8.0.2:9999 are the same worker, unless they are containers of one "
+        "machine; then use 192.168.1.2:9999, 9.0 times "
         "as fast."
     )
     [line] = advice([slow, report("b:9999", "abc", 1.1e6)])

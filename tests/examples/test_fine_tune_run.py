@@ -85,8 +85,31 @@ def fit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fit:
     return run
 
 
-def learnt(folder: Path = Path("output/adapter")) -> dict[str, Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
+def learnt() -> dict[str, Tensor]:
+    """The adapter of the latest run."""
+    files = Path("output").glob("adapter*/adapter_model.safetensors")
+    return load_file(max(files, key=lambda file: file.stat().st_mtime_ns))
+
+
+def test_each_run_has_a_folder_of_its_own_for_its_adapter(
+    fit: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        (line,) = re.findall(r"^The adapter is in .*$", capsys.readouterr().out, re.M)
+        return str(line)
+
+    options = {"workers": 0, "trainer.default_root_dir": "elsewhere", "trainer.max_epochs": 1}
+    fit(**options)
+    assert said() == "The adapter is in elsewhere/adapter."
+    expected = load_file("elsewhere/adapter/adapter_model.safetensors")
+    fit(**options, **{"seed_everything": 3})
+    assert said().endswith("elsewhere/adapter-2. elsewhere/adapter has that of an earlier run.")
+    assert not equal(load_file("elsewhere/adapter-2/adapter_model.safetensors"), expected)
+    assert equal(load_file("elsewhere/adapter/adapter_model.safetensors"), expected)
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_two_workers_train_as_one_device(

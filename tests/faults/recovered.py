@@ -41,7 +41,6 @@ LINGER_SECONDS = 60.0
 SHORT_SECONDS = 0.2
 # An attempt to connect takes at most so long.
 ATTEMPT_SECONDS = 1.0
-NOTHING_KEPT = "It was lost before all layers were sent."
 
 
 def _nothing(_victim: Victim) -> None:
@@ -266,11 +265,10 @@ class Report:
         self.wrong: list[str] = []
 
     def add(self, name: tuple[str, str], place: str, seconds: float, wrong: str) -> None:
-        is_refused = NOTHING_KEPT in wrong and place == "load"
-        shown = "refused" if is_refused else "no" if wrong else f"{seconds:.1f} s"
+        shown = "no" if wrong else f"{seconds:.1f} s"
         self.rows.setdefault(name, {})[place] = shown
         where = f"{', '.join(name)}, {place}"
-        if wrong and not is_refused:
+        if wrong:
             self.wrong.append(f"{where}: {wrong}")
         sys.stderr.write(f"{where}: {wrong or 'equal'} ({seconds:.1f} s)\n")
 

@@ -1,6 +1,6 @@
-"""Workers that kill the process of their session once, at a chosen call of a function.
+"""Workers that kill the process of their session at a chosen call of a function, once or always.
 
-The process in its place lives on: a file tells that the first one has died.
+Where they do so once, the process in its place lives on: a file tells that the first one has died.
 """
 
 from __future__ import annotations
@@ -45,6 +45,38 @@ def dying(place: str, call: int, died: Path, is_whole: bool = False) -> str:
     """
     words = f"{place!r}, {call}, {str(died)!r}, {is_whole}"
     return f"from {__name__} import prepare; prepare({words})"
+
+
+def always_dying(place: str, call: int, errors: Path) -> str:
+    """Code for a worker each of whose processes dies at the call of that number by a fault in
+    native code; what it then writes to standard error goes to a file.
+
+    Args:
+        place: One of `PLACES`.
+        call: From 1 on, counted in each process.
+        errors: The file.
+    """
+    words = f"{place!r}, {call}, {str(errors)!r}"
+    return f"from {__name__} import prepare_for_ever; prepare_for_ever({words})"
+
+
+def prepare_for_ever(place: str, call: int, errors: str) -> None:
+    """Let each process of this worker die at a call; see `always_dying`."""
+    module, owner, name = PLACES[place]
+    kind = getattr(import_module(f"lightning_hetero.{module}"), owner)
+    called: Callable[..., Any] = getattr(kind, name)
+    num_calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == call:
+            with open(errors, "ab") as file:
+                os.dup2(file.fileno(), 2)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return called(*args, **kwargs)
+
+    setattr(kind, name, counted)
 
 
 def prepare(place: str, call: int, died: str, is_whole: bool) -> None:

@@ -27,7 +27,7 @@ from ..conftest import WorkerProcess, worker_process
 from ..faults.relay import relay_to
 from ..models import TinyModule, fit, loader
 from ..pairwise import keeping, repeats
-from .dying_worker import dying
+from .dying_worker import always_dying, dying
 from .lost_runs import (
     ALWAYS,
     NEVER,
@@ -175,6 +175,30 @@ def test_a_worker_whose_files_were_removed_ends_the_run(tmp_path: Path) -> None:
         expected = r"cannot be replaced: The folder '.*recovery.run-.*'.* was removed during"
         with pytest.raises(WorkerLost, match=expected):
             fit(TinyModule(), strategy, loader(36, 12), callbacks=callbacks)
+
+
+@repeats(
+    "coordinator/test_lost_sessions.py::test_a_layer_that_ends_its_process_again_and_again_ends_the_run"
+)
+def test_a_layer_that_ends_its_process_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    """The run names its last action, and the worker's log the place in its code."""
+    errors = tmp_path / "errors"
+    with (
+        worker_process() as first,
+        worker_process(before=always_dying("forward", 9, errors)) as bad,
+    ):
+        names = [first.address, bad.address]
+        settings = Recovery(folder=tmp_path / "recovery", every_seconds=NEVER)
+        strategy = HeteroPipelineStrategy(names, turn_by_turn(names), recovery=settings)
+        expected = (
+            f"stage 2 on {bad.address} was lost in step .*the forward of micro-batch . in step .*"
+            "It was lost 5 times in step .*SIGSEGV"
+        )
+        with pytest.raises(WorkerLost, match=expected):
+            fit(TinyModule(), strategy, loader(36, 6))
+    said = errors.read_text()
+    assert said.count("Fatal Python error: Segmentation fault") == 5
+    assert "dying_worker.py" in said
 
 
 def moved_plan_over(names: Sequence[str]) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringDataModule, ManualOptimBoringModel
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
@@ -150,8 +152,38 @@ def test_clipping_by_hand_is_refused(workers: list[str]) -> None:
         train(clip_by_hand, over(workers))
 
 
+def own_optimizer_of(part: str, module: Any, batch: Any, _: int) -> Tensor:
+    """Step an optimizer that only this function knows."""
+    loss: Tensor = module.loss(batch)
+    optimizer = torch.optim.Adagrad(module.get_submodule(part).parameters(), lr=0.1)
+    module.manual_backward(loss)
+    optimizer.step()
+    return loss
+
+
+def test_an_optimizer_that_was_not_returned_is_refused_by_name(workers: list[str]) -> None:
+    expected = r"`step\(\)` of Adagrad was called.*`configure_optimizers` has returned\. Return it"
+    with pytest.raises(ModelError, match=expected):
+        train(partial(own_optimizer_of, ""), over(workers))
+    # The other way of the sentence: one of parameters that stay here.
+    stays = partial(own_optimizer_of, "model.lm_head")
+    found, plain = train(stays, over(workers))[0], train(stays, "auto")[0]
+    assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_a_penalty_on_weights_by_hand_is_refused_with_the_way(workers: list[str]) -> None:
+    def penalized(module: Any, batch: Any, _: int) -> Tensor:
+        weights = sum(parameter.square().sum() for parameter in module.parameters())
+        loss: Tensor = module.loss(batch) + 1e-3 * weights
+        return loss
+
+    with pytest.raises(ModelError, match="let the optimizer's `weight_decay` be a penalty on"):
+        train(penalized, over(workers))
+
+
 def test_the_run_leaves_no_hooks_on_optimizers(workers: list[str]) -> None:
     module, _ = train(both_step, over(workers))
+    assert not _global_optimizer_pre_hooks
     assert not [name for name, part in module.named_modules() if "zero_grad" in vars(part)]
     for optimizer in module.optimizers(use_pl_optimizer=False):  # type: ignore[union-attr]
         assert "zero_grad" not in vars(optimizer)

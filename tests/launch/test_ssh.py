@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_hetero import HeteroPipelineStrategy, SshWorkers
+from lightning_hetero import HeteroPipelineStrategy, Recovery, SshWorkers
 from lightning_hetero.coordinator.fleet import Fleet
 from lightning_hetero.errors import JoinError, PlanError, WorkerError
 from lightning_hetero.launch.ssh import names_of
@@ -103,8 +103,8 @@ def test_ctrl_c_during_the_wait_ends_them(tmp_path: Path, monkeypatch: pytest.Mo
     started: list[psutil.Process] = []
 
     def interrupted(is_late: bool) -> list[str]:
-        started.extend(psutil.Process(each.process.pid) for each in launcher._commands)
-        launcher._commands[0].process.kill()  # a worker ends with its input; this one sleeps
+        started.extend(psutil.Process(each.process.pid) for each in launcher._commands.values())
+        launcher._commands["gpu1"].process.kill()  # a worker ends with its input; this one sleeps
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launcher, "faults", interrupted)
@@ -121,14 +121,81 @@ def test_one_machine_less_is_no_fault_if_enough_are_left(tmp_path: Path) -> None
     launcher = SshWorkers(["gpu1", "nowhere"], "sleep 60; :", ssh=stand_in(tmp_path), least=1)
     launcher.start(Address("127.0.0.1", 1), Token.new())
     try:
-        launcher._commands[1].process.wait(20)
+        launcher._commands["nowhere"].process.wait(20)
         assert launcher.faults(is_late=False) == []
-        [told] = launcher.faults(is_late=True)
+        told, other = launcher.faults(is_late=True)
         assert "`ssh nowhere` ended with status 255" in told
+        assert "`ssh gpu1` still runs, and its worker was started to join 127.0.0.1:1." in other
+        assert "with `join=`" in other
     finally:
-        launcher._commands[0].process.kill()
+        launcher._commands["gpu1"].process.kill()
         launcher.stop()
         launcher.stop()
+
+
+def test_what_a_late_worker_has_printed_and_where_it_dials_is_in_the_error(tmp_path: Path) -> None:
+    """Nobody is told to start by hand what the launcher has started."""
+    command = "echo No route to the coordinator; sleep 60; :"
+    launcher = SshWorkers(
+        ["gpu1"], command, ssh=stand_in(tmp_path), listen=LOOPBACK, wait_seconds=1.0
+    )
+    expected = (
+        r"`ssh gpu1` still runs, and its worker was started to join 127.0.0.1:\d+\. It printed: No "
+        r"route to the coordinator .*`join=`\. Take fewer workers with `least`, or wait longer"
+    )
+    with pytest.raises(JoinError, match=expected) as refused:
+        fit(TinyModule(), HeteroPipelineStrategy(launcher, "even"))
+    assert "Start `lightning-hetero worker" not in str(refused.value)
+
+
+def test_a_worker_is_started_again_only_when_its_ssh_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = SshWorkers(["gpu1", "gpu1"], "sleep 60; :", ssh=stand_in(tmp_path))
+    launcher.start(Address("127.0.0.1", 1), Token.new())
+    try:
+        first = launcher._commands["gpu1-2"]
+        assert launcher.start_again("gpu1-2") == ""
+        assert launcher.start_again("somebody's own") == ""
+        first.process.kill()
+        first.process.wait(20)
+        assert launcher.start_again("gpu1") == ""
+        said = launcher.start_again("gpu1-2")
+        assert said.startswith("`ssh gpu1` has ended with status -9.")
+        assert said.endswith("It is started once more, for the worker gpu1-2.")
+        second = launcher._commands["gpu1-2"]
+        assert second.status is None
+        assert second.words == first.words
+        second.process.kill()
+        second.process.wait(20)
+        assert launcher.start_again("gpu1-2") == ""  # too early
+        monkeypatch.setattr(launcher, "_again_seconds", {})
+        assert launcher.start_again("gpu1-2")
+    finally:
+        for command in launcher._commands.values():
+            command.process.kill()
+        launcher.stop()
+    assert launcher.start_again("gpu1-2") == ""
+
+
+def test_a_lost_machine_comes_back_by_ssh(workers: list[str], tmp_path: Path) -> None:
+    """Its whole worker is killed, so that ssh ends; the run has the bits of the undisturbed one."""
+    expected = fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even", micro_batches=4))
+    before = remote_workers()
+
+    class Killing(TinyModule):
+        def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+            if batch_idx == 1:
+                for process in remote_workers():
+                    if process not in before:
+                        process.kill()
+
+    launcher = workers_of(stand_in(tmp_path), "gpu1")
+    settings = Recovery(folder=tmp_path / "recovery", every_seconds=3600.0, wait_seconds=60.0)
+    strategy = HeteroPipelineStrategy(launcher, "even", micro_batches=4, recovery=settings)
+    found = fit(Killing(), strategy)
+    assert found.losses == expected.losses
+    assert not differing(found, expected)
 
 
 def test_without_ssh_the_error_names_it() -> None:

@@ -599,6 +599,16 @@ def test_a_damaged_index_is_named(tmp_path: Path, content: str) -> None:
         Checkpoint.open(tmp_path, on_meta(build("llama")))
 
 
+@pytest.mark.parametrize(
+    "shard", ["../x.safetensors", "/etc/x.safetensors", "in/x.safetensors", ".."]
+)
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path, shard: str) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": shard}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"names files outside of its own folder: {shard}"):
+        Checkpoint.open(tmp_path, on_meta(build("llama")))
+
+
 # The hub.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import IO, Any
 import pytest
 import torch
 
+from lightning_hetero.errors import CheckpointError
 from lightning_hetero.pipeline.journal import (
     FrameStore,
     Journal,
@@ -113,6 +115,23 @@ def test_frames_for_which_the_disk_has_no_room_stay_in_memory(
     for each in kept:
         store.drop(each)
     assert store.num_bytes == 0
+    store.close()
+
+
+def test_a_frame_that_has_changed_on_the_disk_is_found() -> None:
+    store = FrameStore(0)
+    kept = store.put(b"weights")
+    assert kept.file is not None
+    assert kept.read() == b"weights"
+    for position in range(7):
+        changed = bytearray(b"weights")
+        changed[position] ^= 1
+        os.pwrite(kept.file._file.fileno(), changed, 0)
+        with pytest.raises(CheckpointError, match="A temporary file in .* has other bytes than"):
+            kept.read()
+    os.ftruncate(kept.file._file.fileno(), 3)
+    with pytest.raises(CheckpointError, match="a block of 7 bytes of which 3 were read"):
+        kept.read()
     store.close()
 
 

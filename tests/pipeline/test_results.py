@@ -214,6 +214,11 @@ def test_each_threads_microbatch_has_its_own_weight() -> None:
     assert logged.calls[0][1] == 4.0
 
 
+def test_a_thread_without_a_micro_batch_is_told_how_a_hook_of_a_backward_can_log() -> None:
+    with pytest.raises(BatchError, match=r"`self\.log\('norm', \.\.\.\)` in the backward .* list"):
+        StepLog(BatchMetrics()).log("norm", 1.0)
+
+
 def test_values_that_are_the_losses_are_known() -> None:
     losses = [torch.tensor(1.5, requires_grad=True), torch.tensor(2.5)]
     assert are_losses([1.5, torch.tensor(2.5)], losses)

@@ -166,6 +166,14 @@ def test_replicas_are_predicted_with_their_own_times() -> None:
     assert seconds == pytest.approx([9.0, 6.0, 7.0])
 
 
+def test_a_step_without_the_record_of_a_process_is_not_predicted() -> None:
+    """The process was lost, or the plan is of another step."""
+    step = turn_by_turn()
+    without = dataclasses.replace(step, processes=step.processes[:-1])
+    assert pipeline_of(without, TURNS) is None
+    assert prediction_of(without, TURNS, None) is None
+
+
 def test_without_a_profile_a_coordinator_that_is_a_replica_is_not_predicted() -> None:
     hosted = dataclasses.replace(REPLICAS.stages[1], workers=["a", "coordinator"])
     assert pipeline_of(with_replicas(), Plan([REPLICAS.stages[0], hosted], 3)) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -93,6 +94,8 @@ class MemoryConnection:
         self._is_over = False
         self._timeout_seconds = PATIENCE_SECONDS
         self.answer_seconds: float | None = None
+        # What the peer's process has used whenever somebody looks; then it stays as it is.
+        self.cpu_seconds: deque[float] = deque()
         self.other = self
         self.traffic = Traffic()
 
@@ -126,6 +129,11 @@ class MemoryConnection:
 
     def seconds_since_answer(self) -> float | None:
         return self.answer_seconds
+
+    def peer_cpu_seconds(self) -> float | None:
+        if len(self.cpu_seconds) > 1:
+            return self.cpu_seconds.popleft()
+        return self.cpu_seconds[0] if self.cpu_seconds else None
 
     def finish_sending(self) -> None:
         with self.other._changed:

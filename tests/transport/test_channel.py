@@ -20,6 +20,7 @@ from lightning_hetero.coordinator.steps import OutgoingArguments
 from lightning_hetero.devices.copies import Copies, PlainCopies, StreamedCopies
 from lightning_hetero.errors import (
     ChannelError,
+    CheckpointError,
     HeteroError,
     LocalProtocolError,
     RemoteProtocolError,
@@ -135,6 +136,16 @@ def test_a_small_frame_over_a_broken_connection_ends_the_channel() -> None:
     channel.close()
 
 
+def test_a_kept_frame_that_cannot_be_read_ends_the_channel_by_its_own_words() -> None:
+    def damaged() -> list[memoryview]:
+        raise CheckpointError("The file 'x' has other bytes.")
+
+    with channel_pair() as (up, down):
+        up.channel.send_later(activation(0), damaged)
+        assert isinstance(up.next().content, CheckpointError)
+        assert isinstance(down.next().content, ChannelError)
+
+
 def test_both_directions_at_once() -> None:
     big = torch.randn(2_000_000)
     with channel_pair() as (up, down):
@@ -228,6 +239,25 @@ def test_a_frozen_process_is_distinguished_from_a_lost_machine(
     channel.close()
     assert isinstance(error, ChannelError)
     assert expected in str(error)
+
+
+@pytest.mark.parametrize("answer_seconds", [0.0, 99.0])
+def test_a_process_here_that_computes_is_slow_and_not_frozen(
+    answer_seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is given up when it has computed nothing for the silence that ends a channel."""
+    num_waits = round(3 * QUICK.silence_seconds / QUICK.heartbeat_seconds)
+    mine, _theirs = memory_pair()
+    mine.answer_seconds = answer_seconds
+    mine.cpu_seconds.extend(0.01 * number for number in range(num_waits))
+    channel = Channel(mine, linked_sessions()[1], "upstream", QUICK)
+    inbox: Inbox = SimpleQueue()
+    channel.start(inbox)
+    error = inbox.get(timeout=PATIENCE_SECONDS).content
+    channel.close()
+    assert list(mine.cpu_seconds) == [0.01 * (num_waits - 1)]
+    assert "for 0.3 s: its process is frozen, since it has computed nothing on" in str(error)
+    assert caplog.text.count("upstream has said nothing for 0.3 s, and its process on this") == 1
 
 
 def test_a_process_that_was_suspended_does_not_give_up_its_peer() -> None:

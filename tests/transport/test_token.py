@@ -127,6 +127,65 @@ def test_a_folder_cannot_be_read_as_a_token_file(tmp_path: Path) -> None:
         read_token_file(tmp_path)
 
 
+def test_a_named_pipe_is_refused_at_once(path: Path) -> None:
+    path.parent.mkdir()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(
+        TokenError, match=r"'.*token' is no plain file but a pipe.*lightning-hetero"
+    ):
+        read_token_file(path)
+
+
+def test_a_device_is_refused() -> None:
+    with pytest.raises(TokenError, match="'/dev/null' is no plain file"):
+        read_token_file(Path("/dev/null"))
+
+
+def test_a_file_of_another_user_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_token_file(path, Token.new())
+    if os.geteuid() == 0:
+        os.chown(path, 1234, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(TokenError, match=r"belongs to the user with number .*`chown \d+ .*token`"):
+        read_token_file(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="a file of root is this user's own")
+def test_a_file_of_root_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = Token.new()
+    write_token_file(path, token)
+    stat_of = os.fstat
+    fields = [*stat_of(0)]
+
+    def roots(descriptor: int) -> os.stat_result:
+        fields[:] = stat_of(descriptor)
+        return os.stat_result([*fields[:4], 0, *fields[5:10]])
+
+    monkeypatch.setattr(os, "fstat", roots)
+    assert read_token_file(path) == token
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_folder_in_which_all_may_write_is_refused(path: Path, depth: int) -> None:
+    """Another user could put a token of their own in the file's place; not so in /tmp."""
+    path = path.parent / "inner" / "token"
+    token = Token.new()
+    write_token_file(path, token)
+    folder = path.parents[depth]
+    folder.chmod(0o777)
+    with pytest.raises(
+        TokenError, match=rf"is in '{folder}', where all .* \(mode 0777\); `chmod o-w"
+    ):
+        read_token_file(path)
+    link = path.parents[1] / "link"
+    link.symlink_to(path)
+    with pytest.raises(TokenError, match=rf"is in '{folder}', where all"):
+        read_token_file(link)
+    folder.chmod(0o1777)
+    assert read_token_file(path) == token
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file_is_named(path: Path) -> None:
     write_token_file(path, Token.new())

@@ -76,6 +76,24 @@ def test_without_other_workers_there_is_the_coordinator() -> None:
         assert list(neighbors.traffic) == ["coordinator"]
 
 
+def test_a_worker_that_has_dialled_twice_is_not_lost_with_one_of_its_channels() -> None:
+    with (
+        channel_pair() as (_, coordinator),
+        channel_pair() as (first, _),
+        channel_pair() as (second, _),
+        channel_pair() as (other, _),
+    ):
+        neighbors = Neighbors(coordinator.channel, nobody)
+        for end, number in ((first, 2), (second, 2), (other, 3)):
+            neighbors.attach(end.channel, number)
+        assert neighbors.has_another(second.channel)
+        assert neighbors.has_another(first.channel)
+        assert not neighbors.has_another(other.channel)
+        second.channel.close()
+        assert not neighbors.has_another(first.channel)
+        assert neighbors.has_another(second.channel)
+
+
 def test_each_worker_downstream_is_dialled_once_and_stays() -> None:
     with channel_pair() as (_, coordinator), channel_pair() as (two, _), channel_pair() as (six, _):
         dialled: list[tuple[str, str, int]] = []

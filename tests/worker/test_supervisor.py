@@ -34,6 +34,7 @@ from lightning_hetero.transport.channel import Inbox
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import dial
+from lightning_hetero.worker import supervisor
 from lightning_hetero.worker.supervisor import SessionPlace, hear_turn
 
 from ..conftest import WorkerProcess, worker_process
@@ -269,3 +270,61 @@ def test_a_process_that_was_not_forked_is_told_of_the_device() -> None:
         place = SessionPlace(listener, theirs, None, 0.0)
         ours.send_bytes(b"go the-secret  " + msgspec.json.encode(equipment))
         assert hear_turn(place) == ("the-secret", replace(place, equipment=equipment))
+
+
+QUICK_TO_END = """
+from lightning_hetero.worker import supervisor
+supervisor._LIVING_SECONDS = supervisor._LOOKING_SECONDS = 0.1
+supervisor._SILENT_SECONDS = 8.0
+"""
+# A session that does not end when its coordinator has gone, as one whose driver hangs.
+HANGING = """
+import threading
+from lightning_hetero.worker.session import StageSession
+run = StageSession.run
+def hanging(self):
+    run(self)
+    threading.Event().wait()
+StageSession.run = hanging
+"""
+
+
+def test_a_process_that_is_stopped_keeps_the_worker_from_no_later_run() -> None:
+    with worker_process(before=QUICK_TO_END) as worker:
+        with session(worker):
+            stopped = worker.session
+            stopped.suspend()
+        await_end(stopped)
+        with session(worker, "b"):
+            assert worker.session.pid != stopped.pid
+            # A session that lives is left alone, however long it has nothing to do.
+            served = worker.session
+        await_end(served)
+        stopped = worker.session  # the next one, which serves nobody yet
+        stopped.suspend()
+        await_end(stopped)
+        with session(worker, "c"):
+            pass
+
+
+def test_a_session_that_hangs_without_its_coordinator_is_ended() -> None:
+    with worker_process(before=QUICK_TO_END + HANGING) as worker:
+        with session(worker):
+            hung = worker.session
+        await_end(hung)
+        with session(worker, "b"):
+            assert worker.session.pid != hung.pid
+
+
+def test_a_process_that_says_nothing_and_computes_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = iter([0.0, 50.0, 50.0, 50.001])
+    monkeypatch.setattr(supervisor._Member, "_used_seconds", lambda _self: next(used))
+    ours, theirs = Pipe()
+    with ours, theirs:
+        member = supervisor._Member(0, ours)
+        assert not member.hangs(supervisor._SILENT_SECONDS - 1.0)
+        assert not member.hangs(1.0)  # it has computed
+        assert not member.hangs(supervisor._SILENT_SECONDS - 1.0)
+        assert member.hangs(1.0)

@@ -70,7 +70,10 @@ def test_one_coordinator_at_a_time_and_then_the_next() -> None:
     with worker_thread() as address:
         first, _ = dial(address, "coordinator", "a", QUICK, Identity())
         first.start(SimpleQueue())
-        with pytest.raises(WorkerUnreachable, match="busy with another coordinator"):
+        # Whose run it is, for how long, and where to look.
+        whose = r"127\.0\.0\.1:\d+, for 0:00:\d\d"
+        expected = rf"busy with another coordinator \({whose}\).*`lightning-hetero top`"
+        with pytest.raises(WorkerUnreachable, match=expected):
             dial(address, "coordinator", "b", QUICK, Identity())
         first.close(m.Goodbye())
         second, _ = dial(address, "coordinator", "c", QUICK, Identity())

@@ -1,0 +1,53 @@
+"""The process at the other end of a connection, where it runs on this machine.
+
+A process that computes without a pause, or that shares a busy machine with many others, may say
+nothing for a long time. Its CPU time tells it from a process that is frozen: that one's stands
+still. The system shows the CPU time of the user's own processes alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from contextlib import suppress
+
+import psutil  # type: ignore[import-untyped]
+
+_MAPPED = "::ffff:"
+
+Place = tuple[str, int]
+
+
+def find_peer_process(connected: socket.socket) -> psutil.Process | None:
+    """The peer's process; None if it runs elsewhere, is this one, or cannot be seen."""
+    if connected.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        own, peer = _place(connected.getsockname()), _place(connected.getpeername())
+        if own[0] != peer[0] and not (_is_loopback(own) and _is_loopback(peer)):
+            return None
+        for each in psutil.net_connections("tcp"):
+            is_peers = each.raddr and (_place(each.laddr), _place(each.raddr)) == (peer, own)
+            if is_peers and each.pid not in (None, os.getpid()):
+                return psutil.Process(each.pid)
+    except (OSError, psutil.Error):  # nobody may look, or it has just ended
+        return None
+    return None
+
+
+def cpu_seconds_of(process: psutil.Process | None) -> float | None:
+    """The CPU time that a process has used; None if there is none, or it cannot be seen."""
+    with suppress(psutil.Error):
+        if process is not None:
+            times = process.cpu_times()
+            return float(times.user + times.system)
+    return None
+
+
+def _place(address: tuple[str, int] | tuple[str, int, int, int]) -> Place:
+    return address[0].removeprefix(_MAPPED), address[1]
+
+
+def _is_loopback(place: Place) -> bool:
+    return ipaddress.ip_address(place[0].partition("%")[0]).is_loopback
