@@ -159,6 +159,7 @@ class RemoteStages:
         accumulate: bool,
         is_trial: bool = False,
         first_microbatch: int = 0,
+        forwards_first: bool = False,
     ) -> None:
         """Start a step on every stage; a trial leaves gradients and dropout masks as they are.
 
@@ -167,6 +168,7 @@ class RemoteStages:
             accumulate: Whether the step adds to the present gradients.
             is_trial: Whether it leaves nothing behind.
             first_microbatch: The number of its first micro-batch.
+            forwards_first: Whether workers run forwards before backwards.
 
         Raises:
             ModelError: If workers wait for gradients from here, so that they would not begin.
@@ -188,7 +190,9 @@ class RemoteStages:
         if not keeps_gradients:
             self.norms_due.clear()
             self.has_new_gradients, self.sums_due = False, None
-        begin = partial(m.BeginStep, connections.step, max_in_flight, keeps_gradients)
+        begin = partial(
+            m.BeginStep, connections.step, max_in_flight, keeps_gradients, forwards_first
+        )
         stamps = [(worker, self.stamp(worker)) for worker in connections.members]
         self._counts, connections.ways = _Counts(), {}
         # An idle worker counts the steps too, since it may get layers before a later one.

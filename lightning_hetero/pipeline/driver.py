@@ -192,7 +192,10 @@ class Driver:
             running = _RunningStep(self, limits.started or limits.in_flight, batch.first)
             if not has_begun:
                 self.stages.begin_step(
-                    limits.in_flight, batch.accumulates, first_microbatch=batch.first
+                    limits.in_flight,
+                    batch.accumulates,
+                    first_microbatch=batch.first,
+                    forwards_first=leaves,
                 )
             self.gradients.begin(batch.accumulates, batch.first)
         else:

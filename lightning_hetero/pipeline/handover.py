@@ -49,9 +49,21 @@ class Stages(Protocol):
     """The remote stages, seen from the coordinator's part of the pipeline."""
 
     def begin_step(
-        self, max_in_flight: int, accumulate: bool, *, first_microbatch: int = 0
+        self,
+        max_in_flight: int,
+        accumulate: bool,
+        *,
+        first_microbatch: int = 0,
+        forwards_first: bool = False,
     ) -> None:
-        """Start a step, whose micro-batches are numbered from the first one on, on every stage."""
+        """Start a step on every stage.
+
+        Args:
+            max_in_flight: The most micro-batches in flight on a stage.
+            accumulate: Whether the step adds to the present gradients.
+            first_microbatch: The number of its first micro-batch.
+            forwards_first: Whether workers run forwards before backwards; see `choose`.
+        """
 
     def next_batch(self, first_microbatch: int) -> None:
         """Let the micro-batches of another batch, from this number on, go on with the step."""

@@ -38,11 +38,13 @@ def choose(
     max_in_flight: int,
     starts_first: bool = False,
     not_awaited: Collection[Action] = (),
+    forwards_first: bool = False,
 ) -> Action | None:
     """The next action: of the most urgent kind, and within it of the oldest micro-batch.
 
     A worker runs backwards before forwards. With no micro-batch downstream it runs a forward first,
-    so that the stages behind it get work.
+    so that the stages behind it get work. In a window of several batches forwards always go first:
+    the next batch begins when one has passed all stages, and no batch waits for a backward.
 
     The coordinator first runs what the stages wait for: it continues a returned micro-batch, up to
     its loss and the loss's backward. Then it starts new micro-batches. Last it runs the backwards
@@ -66,6 +68,7 @@ def choose(
             This is right where the coordinator has no layers before the workers' layers: to start
             and to end a micro-batch is little work for it then, and feeds the workers.
         not_awaited: Those of the coordinator's ready actions in which it runs layers as a replica.
+        forwards_first: Whether a worker runs forwards before backwards.
     """
     may_run = [
         action
@@ -79,7 +82,7 @@ def choose(
     if len(may_run) < 2:
         return may_run[0] if may_run else None
     here = {action.key.microbatch for action in ready}
-    feeds_first = here.issuperset(in_flight)
+    feeds_first = forwards_first or here.issuperset(in_flight)
     start, end, go_on = (0, 1, 2) if starts_first else (1, 2, 0)
 
     def rank(action: Action) -> int:

@@ -144,6 +144,7 @@ class Runner:
         self._of = {stage.stage_index: _StageInputs(stage) for stage in stages}
         self.step = step
         self.max_in_flight = 1
+        self._forwards_first = False
         self.num_ready = 0
         self.repeats = False
         self._in_flight: set[int] = set()
@@ -164,18 +165,22 @@ class Runner:
         """
         return self._inputs(number).stage
 
-    def begin(self, step: int, max_in_flight: int, accumulate: bool) -> None:
+    def begin(
+        self, step: int, max_in_flight: int, accumulate: bool, forwards_first: bool = False
+    ) -> None:
         """Start a step.
 
         Args:
             step: Its number.
             max_in_flight: The most micro-batches in flight in this process.
             accumulate: Whether the step adds to the present gradients.
+            forwards_first: Whether forwards run before backwards; see `choose`.
         """
         self._forget()
         self._is_over = False
         self.step = step
         self.max_in_flight = max_in_flight
+        self._forwards_first = forwards_first
         for stage in self.stages:
             stage.begin_batch()
         if not accumulate:
@@ -227,7 +232,8 @@ class Runner:
         if sum(inputs.num_backwards for inputs in self._of.values()) >= most_backwards:
             ready = [action for action in ready if action.kind == "F"]
         self.num_ready = len(ready)
-        return choose(ready, self._in_flight, self.max_in_flight)
+        first = self._forwards_first
+        return choose(ready, self._in_flight, self.max_in_flight, forwards_first=first)
 
     def is_training(self, action: Action) -> bool:
         """Whether an action that `next_action` returned is one of a training step."""

@@ -286,7 +286,9 @@ class SimulatedRun:
         elif number:
             ready = first_ones(process.ready)
         limit, starts_first = self.pipeline.limit(number), self.pipeline.starts_first
-        return choose(ready, process.in_flight, limit, starts_first and number == 0)
+        starts_first &= number == 0
+        first = self.pipeline.num_batches > 1
+        return choose(ready, process.in_flight, limit, starts_first, forwards_first=first)
 
     def _waiting_loss(self, ready: Collection[Action]) -> Action | None:
         """The backward of the last loss of a batch that is not the last one of the window."""

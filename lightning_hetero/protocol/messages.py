@@ -376,13 +376,15 @@ class Launch(Message, frozen=True):
 
 class BeginStep(StampedRequest, frozen=True):
     """A new step; without ``accumulate`` the worker drops the gradients of earlier steps. Work that
-    is left over from the step before is dropped."""
+    is left over from the step before is dropped. With ``forwards_first`` forwards run before
+    backwards, as in a window of several batches."""
 
     begins_step = True
     is_exact = False
     step: Count
     in_flight: Annotated[int, msgspec.Meta(ge=1)]
     accumulate: bool
+    forwards_first: bool = False
 
 
 class SetAttributes(StampedRequest, frozen=True):

@@ -627,7 +627,8 @@ class StageSession:
         self._copies.keep_for(message.in_flight)
         self._neighbors.begin_step(message.step)
         self._recorder.begin_step()
-        self._runner.begin(message.step, message.in_flight, message.accumulate)
+        first = message.forwards_first
+        self._runner.begin(message.step, message.in_flight, message.accumulate, first)
 
     def _on_reduce_gradients(
         self, message: m.ReduceGradients, _tensors: tuple[Tensor, ...]

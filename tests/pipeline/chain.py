@@ -76,13 +76,18 @@ class Chain:
     # what the coordinator says
 
     def begin_step(
-        self, max_in_flight: int, accumulate: bool, *, first_microbatch: int = 0
+        self,
+        max_in_flight: int,
+        accumulate: bool,
+        *,
+        first_microbatch: int = 0,
+        forwards_first: bool = False,
     ) -> None:
         self.step += 1
         self._batch = BatchNumbers(self._batch.dropout_step + 1, first_microbatch)
         self._unfinished.clear()
         for process, runner in self.runners.items():
-            begin = partial(runner.begin, self.step, max_in_flight, accumulate)
+            begin = partial(runner.begin, self.step, max_in_flight, accumulate, forwards_first)
             self._links[COORDINATOR, process].append(begin)
 
     def next_batch(self, first_microbatch: int) -> None:

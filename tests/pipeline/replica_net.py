@@ -56,9 +56,19 @@ class ReplicaNet(Chain):
         self._counts: Counter[tuple[object, ...]] = Counter()
 
     def begin_step(
-        self, max_in_flight: int, accumulate: bool, *, first_microbatch: int = 0
+        self,
+        max_in_flight: int,
+        accumulate: bool,
+        *,
+        first_microbatch: int = 0,
+        forwards_first: bool = False,
     ) -> None:
-        super().begin_step(max_in_flight, accumulate, first_microbatch=first_microbatch)
+        super().begin_step(
+            max_in_flight,
+            accumulate,
+            first_microbatch=first_microbatch,
+            forwards_first=forwards_first,
+        )
         self._routes.clear()
         self._counts.clear()
 
