@@ -69,6 +69,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"gradient_clip_val": 0.05},
     "accumulated": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+    # Backwards of its batches are on their way while the next one begins.
+    "one window": {"accumulate_grad_batches": 4},
     "evaluated": {"val_check_interval": 1, "limit_val_batches": 1},
     "averaged": {"val_check_interval": 2, "limit_val_batches": 1},
     "by hand": {},

@@ -75,11 +75,13 @@ _PLACES: dict[type, str] = {
 _BUILT: dict[tuple[str, Allowed], nn.ModuleDict] = {}
 
 
-def _built(recipe: Recipe | BlocksRecipe, allowed: Allowed = NOTHING_ALLOWED) -> nn.ModuleDict:
+def _built(
+    recipe: Recipe | BlocksRecipe, allowed: Allowed = NOTHING_ALLOWED, *device: torch.device
+) -> nn.ModuleDict:
     """A copy of the layers of a recipe: to build them took a quarter of a schedule's time."""
     key = repr(recipe), allowed
     if key not in _BUILT:
-        _BUILT[key] = build_layers(recipe, allowed)
+        _BUILT[key] = build_layers(recipe, allowed, *device)
     found = _BUILT[key]
     configs = (each for module in found.modules() for each in vars(module).values())
     shared = {id(each): each for each in configs if isinstance(each, PretrainedConfig)}
