@@ -231,10 +231,20 @@ class _Survey:
                 self.add(f"{_told(home)}.{function.__qualname__}", function)
 
     def _add_object(self, kind: type) -> None:
-        """The methods of an object's class; operators call those with underscores unnamed."""
+        """The methods of an object's class; operators call those with underscores unnamed.
+
+        Those of other classes stay unnamed: a worker may lack the object, where it builds the layer
+        by a config.
+        """
         self.add_class(kind)
-        methods = (name for base in kind.__mro__ for name in vars(base))
-        self._name(name for name in methods if name.startswith("__"))
+        for base in kind.__mro__:
+            start = f"{_told(base.__module__)}.{base.__qualname__}"
+            for name in filter(lambda each: each.startswith("__"), vars(base)):
+                found = self._unnamed[name]
+                self._unnamed[name] = [each for each in found if each.place != f"{start}.{name}"]
+                for each in found:
+                    if each.place == f"{start}.{name}":
+                        self.add(*each)
 
     def add_class(self, kind: type) -> None:
         """The methods of a class that torch calls, and those that what is followed names."""
