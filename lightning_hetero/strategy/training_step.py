@@ -357,7 +357,6 @@ class MicrobatchedStep(BatchStep):
         kinds = None if self._checks is None else self._kind_reader.read(entries)
         accumulates, step = self.accumulates, self._number_step()
         has_begun = self._check(cut, rest, accumulates, step)
-        self._look_for_changes(cut)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         scale = self._loss_scale
         metrics = BatchMetrics()
@@ -486,16 +485,6 @@ class MicrobatchedStep(BatchStep):
         away = self._deployment.modules_away
         self._changes = StepChanges(self._module, away, batch.num_samples)
         return checks.is_first
-
-    def _look_for_changes(self, cut: CutBatch | CutWindow) -> None:
-        """In the first window of a run, see what its batches change: later ones begin before
-        earlier ones have ended."""
-        checks = self._checks
-        if checks is None or self._changes is not None or not isinstance(cut, CutWindow):
-            return
-        is_at_once = len(cut.pieces) > 1 and bool(self._deployment.plan.workers)
-        if is_at_once and checks.is_new("window"):
-            self._changes = StepChanges(self._module, self._deployment.modules_away)
 
     def _end_check(
         self,

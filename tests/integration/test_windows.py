@@ -17,6 +17,7 @@ from lightning_hetero import (
     StagePlan,
     windows,
 )
+from lightning_hetero.errors import BatchError
 
 from ..equality import assert_close, differing, weights_of
 from ..models import TinyModule, fit, loader, scaled_precision
@@ -123,10 +124,16 @@ class Carrying(TinyModule):
         return loss
 
 
-def test_what_goes_from_piece_to_piece_is_warned_of(workers: list[str]) -> None:
-    strategy = HeteroPipelineStrategy(workers, plan_over(workers, 2, 1, 1))
-    with pytest.warns(UserWarning, match="changes carried in place, and a batch of a window"):
-        fit(Carrying(NUM_LAYERS), strategy, windows(loader(4, 1), 4))
+def test_what_goes_from_piece_to_piece_is_refused_and_boundary_trains_it(
+    workers: list[str],
+) -> None:
+    plan = plan_over(workers, 2, 1, 1)
+    with pytest.raises(BatchError, match="other losses in their step than one after the other"):
+        fit(Carrying(NUM_LAYERS), HeteroPipelineStrategy(workers, plan), windows(loader(4, 1), 4))
+    expected = fit(Carrying(NUM_LAYERS), data=loader(4, 1), accumulate_grad_batches=4)
+    strategy = HeteroPipelineStrategy(workers, plan, micro_batching="boundary")
+    found = fit(Carrying(NUM_LAYERS), strategy, windows(loader(4, 1), 4))
+    assert_close(weights_of(found), weights_of(expected))
 
 
 class InFlight(TinyModule):
