@@ -234,8 +234,10 @@ class _Survey:
         """The methods of an object's class; operators call those with underscores unnamed.
 
         Those of other classes stay unnamed: a worker may lack the object, where it builds the layer
-        by a config.
+        by a config. What this package puts into layers, such as weights in 4 bits, is its own affair.
         """
+        if _package(kind.__module__) == _package(__name__):
+            return
         self.add_class(kind)
         for base in kind.__mro__:
             start = f"{_told(base.__module__)}.{base.__qualname__}"

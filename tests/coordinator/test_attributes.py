@@ -48,7 +48,10 @@ def test_a_late_change_that_was_refused_is_sent_before_the_next_step() -> None:
     layer = DecoderLayer("layers.0", nn.Linear(2, 2))
     sent: list[m.SetAttributes] = []
     connections = SimpleNamespace(
-        step=1, check_usable=lambda: None, send=lambda _worker, message: sent.append(message)
+        step=1,
+        first_microbatch=0,
+        check_usable=lambda: None,
+        send=lambda _worker, message: sent.append(message),
     )
     attributes = attributes_of(layer, connections)
     attributes.follow()
