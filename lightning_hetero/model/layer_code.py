@@ -234,7 +234,7 @@ class _Survey:
         """The methods of an object's class; operators call those with underscores unnamed.
 
         Those of other classes stay unnamed: a worker may lack the object, where it builds the layer
-        by a config. What this package puts into layers, such as weights in 4 bits, is its own affair.
+        by a config. What this package puts into layers, such as weights in 4 bits, does not count.
         """
         if _package(kind.__module__) == _package(__name__):
             return
