@@ -31,21 +31,9 @@ def may_change(module: nn.Module) -> bool:
     return isinstance(module, (Metric, _NormBase))
 
 
-def warn_of_changes(names: Sequence[str], are_whole: bool = False) -> None:
-    """Warn of what each micro-batch changes, if there is any.
-
-    Args:
-        names: The names of the attributes.
-        are_whole: Whether micro-batches are whole batches, those of a window.
-    """
-    if names and are_whole:
-        rank_zero_warn(
-            f"`training_step` changes {', '.join(names)} in place, and a batch of a window begins "
-            "before those before it have ended. So it may see an older value than on one device. "
-            "If that makes a difference, do it in `on_train_batch_end`, or use "
-            "`micro_batching='boundary'`."
-        )
-    elif names:
+def warn_of_changes(names: Sequence[str]) -> None:
+    """Warn of what each micro-batch changes, if there is any."""
+    if names:
         rank_zero_warn(
             f"`training_step` changes {', '.join(names)} in place, which happens once for each "
             "micro-batch and not once for each batch. If that makes a difference, do it in "

@@ -482,8 +482,9 @@ class MicrobatchedStep(BatchStep):
                 begin(is_trial=True)
             self._interleaving.run_alone(checks, cut, rest, step, begin_again)
             stages.dropout_step = step - (not checks.is_first)
-        away = self._deployment.modules_away
-        self._changes = StepChanges(self._module, away, batch.num_samples)
+        if len(batch.microbatches) > 1:
+            away = self._deployment.modules_away
+            self._changes = StepChanges(self._module, away, batch.num_samples)
         return checks.is_first
 
     def _end_check(
@@ -502,7 +503,7 @@ class MicrobatchedStep(BatchStep):
         self._interleaving.compare(checks, results)
         if self._changes is not None:
             new = [name for name in self._changes.repeated if checks.is_new("changed", name)]
-            warn_of_changes(new, are_whole=len(batch[0].microbatches) == 1)
+            warn_of_changes(new)
             self._changes = None
         if checks.are_over:
             return

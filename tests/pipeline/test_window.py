@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_hetero.pipeline.driver import BatchWork, Limits, MicrobatchStep, StepGradients
 from lightning_hetero.pipeline.turns import current_turn
 
-from .test_driver import (
+from .driven import (
     Model,
     Pipeline,
     Step,

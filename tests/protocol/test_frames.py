@@ -154,8 +154,8 @@ def test_a_frame_over_a_limit_is_neither_sent_nor_received(
 
 
 def test_a_dtype_that_cannot_be_sent_is_a_local_fault() -> None:
-    frame = Frame(m.LoadTensor("phase"), (torch.zeros(2, dtype=torch.complex64),))
-    with pytest.raises(LocalProtocolError, match="complex64"):
+    frame = Frame(m.LoadTensor("phase"), (torch.zeros(2, dtype=torch.complex32),))
+    with pytest.raises(LocalProtocolError, match="complex32"):
         encode_frame(frame)
 
 
@@ -180,7 +180,7 @@ LIES = {
         raw_frame(with_tensors(message={"type": "Failure", "reason": NO_TEXT})),
         "header",
     ),
-    "an unknown dtype": (raw_frame(with_tensors(("complex64", [1])), b"12345678"), "complex64"),
+    "an unknown dtype": (raw_frame(with_tensors(("complex32", [1])), b"1234"), "complex32"),
     "a dtype that is no text": (raw_frame(with_tensors((7, [1]))), "dtype"),
     "a negative dimension": (raw_frame(with_tensors(("uint8", [-1]))), "shape"),
     "a huge dimension": (raw_frame(with_tensors(("uint8", [2**62]))), "shape"),

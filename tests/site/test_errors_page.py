@@ -27,6 +27,7 @@ HANDED_ON = {
     "content.message.reason",
     "self._alone",
     "rest",
+    "traceback",
 }
 
 
