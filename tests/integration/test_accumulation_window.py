@@ -103,12 +103,14 @@ def runs(
         plan: dict[str, Any] = options.pop("plan", {})
         data: Any = options.pop("data", None)
         callbacks: Any = options.pop("callbacks", list)
+        plugins: Any = options.pop("plugins", list)
         found = []
         for leaves in (True, False):
             counted.left = 0
             if not leaves:
                 monkeypatch.setattr(AccumulationWindow, "may_leave", lambda *_: False)
-            chosen = {"accumulate_grad_batches": WINDOW, **options, "callbacks": callbacks()}
+            chosen = {"accumulate_grad_batches": WINDOW, **options}
+            chosen |= {"callbacks": callbacks(), "plugins": plugins()}
             strategy = piped(workers, **plan)
             own = loader(14, 1) if data is None else data()
             found.append(Run(fit(make(), strategy, own, **chosen), counted.left))
@@ -296,10 +298,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", [*OPTIONS])
 def test_options_of_the_trainer_have_the_bits_of_batches_that_wait(runs: Any, option: str) -> None:
-    options = dict(OPTIONS[option])
-    if "plugins" in options:
-        options["plugins"] = options["plugins"]()
-    runs(lambda: Seeing(attention_dropout=0.2), **options)
+    runs(lambda: Seeing(attention_dropout=0.2), **OPTIONS[option])
 
 
 def test_under_anomaly_detection_no_backward_is_left(workers: list[str], counted: Counted) -> None:
