@@ -362,12 +362,13 @@ class Supervisor:
         if member.second is not None:
             self._tell_first(f"gone {member.second.session}")
             return
-        if not member.is_ready and not self._is_draining:
+        was_ended = member.end_seconds is not None  # by this process, which has followed it
+        if not member.is_ready and not self._is_draining and not was_ended:
             raise WorkerError(
                 f"The process of a session ended {how} before it could serve; start the worker "
                 "with `--log-level DEBUG` to see more."
             )
-        if member.end_seconds is None:
+        if not was_ended:
             logger.warning("the process that serves sessions ended %s; another one serves", how)
             self._follow_first()
 
