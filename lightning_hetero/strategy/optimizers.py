@@ -120,6 +120,7 @@ class RemoteSteps:
         zero_gradients: Drops the gradients of parameters with these names on stages, or makes them
             zero.
         kept_here: Parameters that are stepped here, of layers of which workers step the others.
+        returned: All optimizers of the run.
     """
 
     def __init__(
@@ -129,8 +130,10 @@ class RemoteSteps:
         names_of: Mapping[Tensor, str],
         zero_gradients: Callable[[Sequence[str], bool], None],
         kept_here: Sequence[Tensor] = (),
+        returned: Sequence[Optimizer] = (),
     ) -> None:
         self.optimizers = optimizers
+        self._returned = returned
         self._names_of = names_of
         self._zero_gradients = zero_gradients
         self._gradients = GradientsAway(names_of)
@@ -299,6 +302,8 @@ class RemoteSteps:
         away = [
             p for p in optimized_parameters(optimizer) if p.requires_grad and p in self._names_of
         ]
+        if away and any(optimizer is each for each in self._returned):
+            raise changed_parameters(optimizer)
         if away:
             raise ModelError(
                 f"`step()` of {type(optimizer).__name__} was called. It has parameters of layers "

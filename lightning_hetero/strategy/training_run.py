@@ -342,7 +342,7 @@ class TrainingRun(Run):
         for each in remote:
             check_precision(plugin, each.optimizer)
         zero, kept_here = training.zero_gradients, deployment.kept_here
-        remote_steps = RemoteSteps(plugin, remote, names_of, zero, kept_here)
+        remote_steps = RemoteSteps(plugin, remote, names_of, zero, kept_here, optimizers)
         module, options = self._module, self._options
         if not options.cuts_step(module):
             return remote_steps, WindowStep(module, deployment, options)

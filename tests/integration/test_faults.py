@@ -158,8 +158,11 @@ class Holding(TinyModule):
 def test_a_slow_step_is_no_dead_worker(scene: Scene) -> None:
     """A worker that computes answers, and waits for a coordinator that cannot; one that lets no
     thread run is taken for frozen."""
-    long = str(2 * SILENCE_SECONDS)
-    slow = {"SLOW_SECONDS": long, "HOLD_SECONDS": long}
+    # What the process has computed before counts as a sign of life once.
+    slow = {
+        "SLOW_SECONDS": str(2 * SILENCE_SECONDS),
+        "HOLD_SECONDS": str(8 * SILENCE_SECONDS),
+    }
     with worker_process(before=IMPATIENT_AND_SLOW, **slow) as worker:
         assert replace(scene, deadlines=Deadlines()).serves([worker.address])
         strategy = scene.strategy([worker.address])
