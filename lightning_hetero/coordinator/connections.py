@@ -451,6 +451,7 @@ class Connections:
             StageFailed: If a worker's code raised.
             WorkerLost: If a worker is gone, or no message comes in time.
         """
+        self.settle()  # what comes for the backwards that are left must not be lost
         arrival = self._next_arrival(patience_seconds or self.deadlines.request_seconds)
         content = arrival.content
         if (worker := self._by_channel.get(arrival.channel)) is None:

@@ -235,6 +235,7 @@ class OptimizerParts:
         Raises:
             ModelError: If gradients of the latest batch are on workers, and not here yet.
         """
+        self._connections.settle()
         self.check_published()
         if self.hosted is not None and self._stages.sums_due is None:
             # Only this process may have run micro-batches.

@@ -70,6 +70,8 @@ class AccumulationWindow:
         self._left: dict[int, _Left] = {}
         self._num_microbatches = 0
         self._is_inside = False
+        # Whether the gradients of the latest batch that was left are in `.grad`.
+        self._is_guarded = False
 
     @property
     def has_left(self) -> bool:
@@ -101,6 +103,7 @@ class AccumulationWindow:
             self.finish()  # of a window without an optimizer step
             self._num_microbatches = 0
         self._connections.take_up()
+        self._is_guarded = False
         if self.has_left:
             self._awaited.begin(while_step_runs=True)
         first = self._num_microbatches
@@ -120,6 +123,7 @@ class AccumulationWindow:
     def guard(self) -> None:
         """Let code that looks at gradients wait from now on: `.grad` has those of the batch."""
         if self.has_left:
+            self._is_guarded = True
             self._awaited.begin(while_step_runs=False)
 
     def finish(self) -> None:
@@ -130,15 +134,17 @@ class AccumulationWindow:
         """
         self._connections.take_up()
         self._awaited.end()
+        was_guarded, self._is_guarded = self._is_guarded, False
         if self.has_left:
             self._driver.finish()
-            if self._hosted is not None:
+            if self._hosted is not None and was_guarded:
                 self._hosted.note_gradients()
         self._left.clear()
 
     def drop(self) -> None:
         """Forget the backwards that are left, after an error."""
         self._awaited.end()
+        self._is_guarded = False
         self._driver.drop()
         self._left.clear()
 
