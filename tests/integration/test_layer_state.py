@@ -194,7 +194,7 @@ class Setting(pl.Callback):
     ("name", "value", "sentence"),
     [
         ("mask", torch.ones(2), r"blocks\.2\.mask is a Tensor, which cannot .*`register_buffer`"),
-        ("note", object(), r"blocks\.2\.note is a object, which cannot be rebuilt on a worker"),
+        ("note", object(), r"blocks\.2\.note is a object .*, which cannot be rebuilt on a worker"),
         ("factor", abs, r"blocks\.2\.factor was changed .* hide a method or a property of Scaled"),
         ("add_module", 1, r"blocks\.2\.add_module was changed .*nn\.Module\.add_module is torch's"),
         ("line", 1, r"blocks\.2\.line was changed .* it is the name of a tensor or of a child"),
