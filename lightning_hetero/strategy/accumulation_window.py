@@ -31,6 +31,8 @@ from ..pipeline.rule import loss_waits
 from ..pipeline.turns import current_turn
 from ..plan import COORDINATOR, Plan
 
+_NOTHING = object()
+
 
 @dataclass(frozen=True)
 class _Left:
@@ -61,7 +63,8 @@ class AccumulationWindow:
     ) -> None:
         self._driver = driver
         self._parameters = parameters
-        self._attributes = [vars(module) for module in modules]
+        self._modules = [*modules]
+        self._attributes = [vars(module) for module in self._modules]
         self._ignored = {*vars(pl.LightningModule())} - {"training"}
         self._connections = connections
         self._hosted = hosted
@@ -89,6 +92,8 @@ class AccumulationWindow:
             and self._driver.gradients.can_be_left
             and may_be_awaited(self._parameters)
             and not torch.is_anomaly_enabled()
+            # What these keep is read in hooks of the batch.
+            and not any(each._backward_hooks or each._backward_pre_hooks for each in self._modules)
         )
 
     @contextmanager
@@ -158,12 +163,12 @@ class AccumulationWindow:
         Args:
             first: The number of the batch's first micro-batch.
         """
-        present = self._present()
-        self._become(self._left[first])
+        present, left = self._present(), self._left[first]
+        self._become(left, present)
         try:
             yield
         finally:
-            self._become(present)
+            self._become(present, left)
 
     def _present(self) -> _Left:
         attributes = [
@@ -172,14 +177,22 @@ class AccumulationWindow:
         ]
         return _Left(training_flags(self._parameters), attributes)
 
-    def _become(self, wanted: _Left) -> None:
+    def _become(self, wanted: _Left, before: _Left) -> None:
+        """Change what differs, but for attributes that a hook of a backward has set meanwhile."""
         for parameter, flag in zip(self._parameters, wanted.flags, strict=True):
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
-        for held, attributes in zip(self._attributes, wanted.attributes, strict=True):
-            for name in [n for n in held if n not in self._ignored and n not in attributes]:
-                del held[name]
-            held.update(attributes)
+        for held, new, old in zip(
+            self._attributes, wanted.attributes, before.attributes, strict=True
+        ):
+            for name in new.keys() | old.keys():
+                value, former = new.get(name, _NOTHING), old.get(name, _NOTHING)
+                if value is former or held.get(name, _NOTHING) is not former:
+                    continue
+                if value is _NOTHING:
+                    del held[name]
+                else:
+                    held[name] = value
 
     def _wait(self) -> None:
         """Wait for the gradients that code looks at."""

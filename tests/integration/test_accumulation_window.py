@@ -341,15 +341,47 @@ def test_an_error_within_a_window_leaves_the_workers_free_and_ordinary_parameter
     assert all(not parameter.is_meta for parameter in found.parameters())
 
 
+class NoSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("no slope")
+
+
 class Failing(Callback):
-    """Lets the backward of a layer of the coordinator fail from one batch on."""
+    """Lets the backward of the embedding fail from one batch on."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        def fail(*_args: Any) -> None:
-            raise ValueError("no slope")
-
         if batch_idx == 5:
-            module.model.model.layers[0].register_full_backward_hook(fail)
+            module.model.model.embed_tokens.register_forward_hook(
+                lambda _module, _args, hidden: NoSlope.apply(hidden)
+            )
+
+
+class Keeping(Seeing):
+    """Keeps what a backward hook of a module sees, and reads it in a hook of the batch."""
+
+    def on_fit_start(self) -> None:
+        self.model.model.layers[0].register_full_backward_hook(self.keep)
+
+    def keep(self, _module: Any, _given: Any, gradients: Any) -> None:
+        self.kept = gradients[0].norm()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.seen.append(self.kept)
+
+
+def test_what_a_backward_hook_keeps_is_there_at_the_end_of_its_batch(
+    workers: list[str], counted: Counted
+) -> None:
+    found = fit(Keeping(), piped(workers), loader(8, 1), accumulate_grad_batches=WINDOW)
+    expected = fit(Keeping(), data=loader(8, 1), accumulate_grad_batches=WINDOW)
+    torch.testing.assert_close(found.seen, expected.seen, rtol=1e-5, atol=1e-7)
+    assert counted.left == 0
 
 
 def test_an_error_in_a_late_backward_names_its_batch(workers: list[str]) -> None:
