@@ -12,13 +12,17 @@ parameter stays the same object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..model.placeholders import instances_in
+from .turns import current_turn
 
 _GRADIENT: Any = Tensor.grad
 _WAIT = "wait_for_gradients"
@@ -128,3 +132,32 @@ class AwaitedGradients:
             parameter.__class__ = nn.Parameter
             vars(parameter).pop(_WAIT, None)
         self._waiting.clear()
+
+
+@contextmanager
+def asking_for_gradients(note: Callable[[], None]) -> Iterator[None]:
+    """Inside, `note` is called where code of a micro-batch wants the gradient of a tensor, by
+    `register_hook` or `retain_grad`: nobody knows when it looks at what it gets."""
+    own = {name: vars(Tensor).get(name) for name in ("register_hook", "retain_grad")}
+    for name in own:
+        setattr(Tensor, name, _noted(getattr(Tensor, name), note))
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            delattr(Tensor, name)
+            if value is not None:
+                setattr(Tensor, name, value)
+
+
+def _noted(ask: Any, note: Callable[[], None]) -> Any:
+    @wraps(ask)
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if current_turn() is not None:
+            note()
+        # Subclasses know the function of torch, and not this one.
+        if has_torch_function((tensor,)):
+            return handle_torch_function(ask, (tensor,), tensor, *args, **kwargs)
+        return ask(tensor, *args, **kwargs)
+
+    return noted

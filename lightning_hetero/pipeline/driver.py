@@ -164,9 +164,9 @@ class Driver:
     hosted: HostedLayers | None = None
     as_left: Callable[[int], AbstractContextManager[None]] = lambda _first: nullcontext()
     starts_next_first: bool = False
-    # The step of which backwards are left, and whether it runs at present.
+    # The step of which backwards are left, and the one that runs at present.
     _left: _RunningStep | None = field(default=None, init=False)
-    _is_running: bool = field(default=False, init=False)
+    _running: _RunningStep | None = field(default=None, init=False)
 
     @property
     def has_left(self) -> bool:
@@ -216,9 +216,14 @@ class Driver:
 
     def drop(self) -> None:
         """Forget the backwards that are left, after an error."""
-        if not self._is_running and self._left is not None:
+        if self._running is None and self._left is not None:
             self._left = None
             self.gradients.finish()
+
+    def stay(self) -> None:
+        """Leave no backward of the batch that runs at present."""
+        if self._running is not None:
+            self._running.leaves = False
 
     def wait_for_earlier(self) -> None:
         """Wait until the backwards of the batches before have run. Code of a `training_step` that
@@ -232,7 +237,7 @@ class Driver:
     @contextmanager
     def _inside(self, running: _RunningStep) -> Iterator[None]:
         """Inside, micro-batches run."""
-        self._is_running = True
+        self._running = running
         # Micro-batches are seeded; the user's own random numbers go on undisturbed.
         with forked_generators():
             try:
@@ -244,7 +249,7 @@ class Driver:
                 self.gradients.finish()
                 raise
             finally:
-                self._is_running = False
+                self._running = None
         self._left = running if running.is_left else None
         if running.is_left:
             self.gradients.leave()
@@ -315,7 +320,7 @@ class _RunningStep:
 
     def __post_init__(self) -> None:
         self._batch = BatchWork([], 0, accumulates=True, first=self.first)
-        self._leaves = False
+        self.leaves = False
         self._in_flight: dict[int, _Microbatch] = {}
         self._results: dict[int, Any] = {}
         self._activations: dict[Key, Activation] = {}
@@ -348,13 +353,13 @@ class _RunningStep:
 
     def run(self, leaves: bool) -> list[Any]:
         """Run the present batch, to its results or to the end of its backwards."""
-        self._leaves = leaves
-        self._run_while(lambda: self._awaits_results or (not leaves and self.is_left))
+        self.leaves = leaves
+        self._run_while(lambda: self._awaits_results or (not self.leaves and self.is_left))
         return [self._results[index] for index in self._batch.numbers]
 
     def finish(self) -> None:
         """Run the backwards that are left."""
-        self._leaves = False
+        self.leaves = False
         self._batch = replace(self._batch, microbatches=[], first=self._next)
         self._run_while(lambda: self.is_left)
 
@@ -603,7 +608,7 @@ class _RunningStep:
         microbatch.is_summed_apart |= len(microbatch.visits) > 1
         self._losses[index] = self.driver.loss_of(result)
         is_last = index == self._batch.numbers.stop - 1
-        if not (is_last and self._leaves and self.driver.starts_next_first):
+        if not (is_last and self.leaves and self.driver.starts_next_first):
             self._go_back()
 
     def _go_back(self, chosen: int | None = None) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from ..coordinator.connections import Connections
 from ..coordinator.replicas import HostedReplicas
 from ..model.placeholders import training_flags
-from ..pipeline.awaited import AwaitedGradients, may_be_awaited
+from ..pipeline.awaited import AwaitedGradients, asking_for_gradients, may_be_awaited
 from ..pipeline.driver import Driver
 from ..pipeline.rule import loss_waits
 from ..pipeline.turns import current_turn
@@ -115,7 +115,8 @@ class AccumulationWindow:
         self._num_microbatches += num_microbatches
         self._is_inside = True
         try:
-            yield first
+            with asking_for_gradients(self._driver.stay):
+                yield first
         except BaseException:
             self._is_inside = False
             self.drop()

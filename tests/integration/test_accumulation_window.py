@@ -375,6 +375,39 @@ class Keeping(Seeing):
         self.seen.append(self.kept)
 
 
+class KeepingTensors(Seeing):
+    """Looks at the gradient of a tensor of its step in a hook of the batch."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.model.model.embed_tokens(batch["input_ids"])
+        self.kept = hidden
+        if self.way == "retain_grad":
+            hidden.retain_grad()
+        else:
+            hidden.register_hook(lambda gradient: setattr(self, "norm", gradient.norm()))
+        loss: Tensor = self.model(inputs_embeds=hidden, labels=batch["labels"]).loss
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        gradient = self.kept.grad
+        self.seen.append(self.norm if gradient is None else gradient.norm())
+
+
+@pytest.mark.parametrize("way", ["retain_grad", "register_hook"])
+def test_the_gradient_of_a_tensor_of_the_step_is_there_at_the_end_of_its_batch(
+    workers: list[str], counted: Counted, way: str
+) -> None:
+    strategy = piped(workers)
+    found = fit(KeepingTensors(way), strategy, loader(8, 1), accumulate_grad_batches=WINDOW)
+    expected = fit(KeepingTensors(way), data=loader(8, 1), accumulate_grad_batches=WINDOW)
+    torch.testing.assert_close(found.seen, expected.seen, rtol=1e-5, atol=1e-7)
+    assert counted.left == 0
+
+
 def test_what_a_backward_hook_keeps_is_there_at_the_end_of_its_batch(
     workers: list[str], counted: Counted
 ) -> None:
