@@ -301,8 +301,9 @@ class OptimizerParts:
         """Freeze remote parameters, or train them, from the next forward on.
 
         Backwards of an earlier batch may be on their way, and a parameter that is frozen gets no
-        gradient: the workers run them first.
+        gradient. Between two batches this waits for them; within one the workers run them first.
         """
+        self._connections.settle()
         for worker, own in self.layers.holdings.names_by_holder(names):
             message = m.SetTrained(own, requires_grad, **self._stages.stamp_of_earlier(worker))
             self._connections.send(worker, message)
