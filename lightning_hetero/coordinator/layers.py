@@ -247,6 +247,7 @@ class RemoteLayers:
         Raises:
             ModelError: If a tensor is stored in 4 bits and comes without its state.
         """
+        self.connections.settle()
         self.connections.check_usable()
         loads = [
             TensorLoad(worker, iter(self._contents_for(own, tensors)), is_built=True)

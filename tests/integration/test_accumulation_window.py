@@ -239,6 +239,25 @@ def test_an_attribute_that_changes_within_a_window_holds_from_its_batch_on(
     runs(Changing, plan={"recompute": recompute})
 
 
+class Loading(Seeing):
+    """Loads other weights into a layer on a worker in the middle of a window."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % WINDOW == 2:
+            layer = self.model.model.layers[2]
+            layer.load_state_dict({name: 1.01 * each for name, each in self.kept.items()})
+
+    def on_fit_start(self) -> None:
+        self.kept = {n: t.clone() for n, t in self.model.model.layers[2].state_dict().items()}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_that_are_loaded_within_a_window_hold_from_their_batch_on(
+    runs: Any, recompute: bool
+) -> None:
+    runs(Loading, plan={"recompute": recompute})
+
+
 class Swapping(Callback):
     """Puts other weights in place for each validation, as averages are, without a trace."""
 
