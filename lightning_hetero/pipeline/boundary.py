@@ -158,7 +158,7 @@ class Surroundings:
             coordinator has it here.
         passes: The names of what leaves the stage along with the hidden states.
         entering: The name of the hidden states that enter the stage.
-        batch: The numbers of the batch; None for those of the present whole batch.
+        batch: The numbers of the batch, which the stages give it on its way out.
     """
 
     grad_enabled: bool
@@ -174,7 +174,7 @@ class Surroundings:
     carried: Mapping[str, Tensor] = field(default_factory=dict)
     passes: Sequence[str] = ()
     entering: str = ENTERED
-    batch: BatchNumbers | None = None
+    batch: BatchNumbers = BatchNumbers()
 
     @property
     def tensors(self) -> Sequence[Tensor]:

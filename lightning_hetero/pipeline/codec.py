@@ -129,7 +129,7 @@ def encode_arguments(
         for call in surroundings.calls
         if call.layer_index in layers
     ]
-    autocast, batch = surroundings.autocast_dtype, surroundings.batch or BatchNumbers()
+    autocast, batch = surroundings.autocast_dtype, surroundings.batch
     message = m.Arguments(
         step,
         *key,

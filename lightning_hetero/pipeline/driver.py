@@ -148,7 +148,7 @@ class Driver:
         hosted: The layers that run here for some micro-batches; None if there are none.
         as_left: Gives a context for a backward that runs after its batch was left, from the number
             of the batch's first micro-batch. Inside, the module is as the batch has left it.
-        starts_next_first: Whether the last loss of a batch that is left waits with its backward
+        loss_waits: Whether the last loss of a batch that is left waits with its backward
             until the first micro-batch of the next batch has started.
     """
 
@@ -163,7 +163,7 @@ class Driver:
     part: Callable[[int], AbstractContextManager[None]] = lambda _microbatch: nullcontext()
     hosted: HostedLayers | None = None
     as_left: Callable[[int], AbstractContextManager[None]] = lambda _first: nullcontext()
-    starts_next_first: bool = False
+    loss_waits: bool = False
     # The step of which backwards are left, and the one that runs at present.
     _left: _RunningStep | None = field(default=None, init=False)
     _running: _RunningStep | None = field(default=None, init=False)
@@ -174,7 +174,7 @@ class Driver:
         return self._left is not None
 
     def run(
-        self, batch: BatchWork, limits: Limits, has_begun: bool = False, leaves: bool = False
+        self, batch: BatchWork, limits: Limits, has_begun: bool = False, may_leave: bool = False
     ) -> list[Any]:
         """Run a batch and return the results of its micro-batches; ``gradients`` holds gradients.
 
@@ -185,7 +185,7 @@ class Driver:
             batch: The batch.
             limits: How many micro-batches may be under way.
             has_begun: Whether the stages have begun the step already.
-            leaves: Whether to return when all results are there, though backwards may be left.
+            may_leave: Whether to return when all results are there, though backwards are left.
         """
         running = self._left
         if running is None:
@@ -195,7 +195,7 @@ class Driver:
                     limits.in_flight,
                     batch.accumulates,
                     first_microbatch=batch.first,
-                    forwards_first=leaves,
+                    forwards_first=may_leave,
                 )
             self.gradients.begin(batch.accumulates, batch.first)
         else:
@@ -203,7 +203,7 @@ class Driver:
             self.gradients.go_on()
         running.add(batch)
         with self._inside(running):
-            return running.run(leaves)
+            return running.run(may_leave)
 
     def finish(self) -> None:
         """Wait for the backwards that are left, if there are any."""
@@ -220,10 +220,13 @@ class Driver:
             self._left = None
             self.gradients.finish()
 
-    def stay(self) -> None:
-        """Leave no backward of the batch that runs at present."""
-        if self._running is not None:
-            self._running.leaves = False
+    def stay(self) -> bool:
+        """Leave no backward of the batch that runs at present; returns whether some might be."""
+        running = self._running
+        if running is None or not running.may_leave:
+            return False
+        running.may_leave = False
+        return True
 
     def wait_for_earlier(self) -> None:
         """Wait until the backwards of the batches before have run. Code of a `training_step` that
@@ -320,7 +323,7 @@ class _RunningStep:
 
     def __post_init__(self) -> None:
         self._batch = BatchWork([], 0, accumulates=True, first=self.first)
-        self.leaves = False
+        self.may_leave = False
         self._in_flight: dict[int, _Microbatch] = {}
         self._results: dict[int, Any] = {}
         self._activations: dict[Key, Activation] = {}
@@ -351,15 +354,15 @@ class _RunningStep:
         """Whether backwards have still to run."""
         return bool(self._in_flight)
 
-    def run(self, leaves: bool) -> list[Any]:
+    def run(self, may_leave: bool) -> list[Any]:
         """Run the present batch, to its results or to the end of its backwards."""
-        self.leaves = leaves
-        self._run_while(lambda: self._awaits_results or (not self.leaves and self.is_left))
+        self.may_leave = may_leave
+        self._run_while(lambda: self._awaits_results or (not self.may_leave and self.is_left))
         return [self._results[index] for index in self._batch.numbers]
 
     def finish(self) -> None:
         """Run the backwards that are left."""
-        self.leaves = False
+        self.may_leave = False
         self._batch = replace(self._batch, microbatches=[], first=self._next)
         self._run_while(lambda: self.is_left)
 
@@ -437,7 +440,7 @@ class _RunningStep:
         """Whether the loss of a micro-batch waits until the next batch has started."""
         may_start = self._next in self._batch.numbers and len(self._in_flight) < self.max_started
         is_first = self._next == self._batch.first
-        return self.driver.starts_next_first and self._is_earlier(index) and is_first and may_start
+        return self.driver.loss_waits and self._is_earlier(index) and is_first and may_start
 
     def _ready_forwards(self) -> Iterator[Key]:
         if self._next in self._batch.numbers:
@@ -608,7 +611,7 @@ class _RunningStep:
         microbatch.is_summed_apart |= len(microbatch.visits) > 1
         self._losses[index] = self.driver.loss_of(result)
         is_last = index == self._batch.numbers.stop - 1
-        if not (is_last and self.leaves and self.driver.starts_next_first):
+        if not (is_last and self.may_leave and self.driver.loss_waits):
             self._go_back()
 
     def _go_back(self, chosen: int | None = None) -> None:
@@ -781,15 +784,22 @@ class StepGradients:
 
     @property
     def can_be_left(self) -> bool:
-        """Whether backwards of a batch can be left for the time of the next one with equal sums.
+        """Whether backwards of a batch can be left for the time of the next one with equal sums, as
+        far as a first step shows."""
+        return self._has_ended and not self.obstacle
 
-        They cannot if a loss and what comes back add to the same gradient, which a first step
-        shows: all of a batch would no longer be added before the next batch. Hooks on parameters
-        want the batch's whole gradient.
+    @property
+    def obstacle(self) -> str:
+        """Why backwards cannot be left, in words; empty if they can.
+
+        All of a batch would no longer be added before the next batch, where a loss and what comes
+        back add to the same gradient. Hooks on parameters want the batch's whole gradient.
         """
-        is_apart_throughout = self._first_apart in (None, self._first)
-        is_known = self._has_ended and not self._has_mixed
-        return is_known and not self._kept_hooks and is_apart_throughout
+        if self._kept_hooks:
+            return "a parameter here has a hook"
+        if self._has_mixed or self._first_apart not in (None, self._first):
+            return "a loss and the layers before the workers' add to the same gradient"
+        return ""
 
     @property
     def adds_to_former(self) -> bool:

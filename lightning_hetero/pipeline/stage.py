@@ -539,7 +539,7 @@ class Stage:
         compiled = None if is_plain else self.compiled
         tries_backward = surroundings.is_trial and TRIED in surroundings.collect
         backwards: list[Tensor] = []
-        dropout_step, first = surroundings.batch or BatchNumbers()
+        dropout_step, first = surroundings.batch
         visit = key.visit % FIRST_TRIAL if surroundings.keeps_modes else key.visit
         place = key.microbatch - first, visit
         with (

@@ -20,6 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from ..coordinator.connections import Connections
@@ -75,6 +76,7 @@ class AccumulationWindow:
         self._is_inside = False
         # Whether the gradients of the latest batch that was left are in `.grad`.
         self._is_guarded = False
+        self._has_said = False
 
     @property
     def has_left(self) -> bool:
@@ -87,14 +89,36 @@ class AccumulationWindow:
         Args:
             is_last: Whether the optimizer steps behind the batch.
         """
-        return (
-            not is_last
-            and self._driver.gradients.can_be_left
-            and may_be_awaited(self._parameters)
-            and not torch.is_anomaly_enabled()
-            # What these keep is read in hooks of the batch.
-            and not any(each._backward_hooks or each._backward_pre_hooks for each in self._modules)
-        )
+        if is_last:
+            return False
+        if obstacle := self._obstacle():
+            self._say(obstacle)
+            return False
+        return self._driver.gradients.can_be_left
+
+    def _obstacle(self) -> str:
+        """Why no backward can be left, in words; empty if nothing forbids it."""
+        if torch.is_anomaly_enabled():
+            return "anomaly detection is on"
+        if any(each._backward_hooks or each._backward_pre_hooks for each in self._modules):
+            return "a module here has a backward hook"  # hooks of the batch read what it keeps
+        if not may_be_awaited(self._parameters):
+            return "a parameter that trains here is of a class of its own"
+        return self._driver.gradients.obstacle
+
+    def _say(self, obstacle: str) -> None:
+        """Say once why each batch of a window waits for its backwards."""
+        if not self._has_said:
+            self._has_said = True
+            rank_zero_info(
+                "each batch of an accumulation window waits for its backwards, so that stages work "
+                f"one after the other: {obstacle}; `lightning_hetero.windows(loader, n)` fills them"
+            )
+
+    def _stay(self) -> None:
+        """Let the present batch wait for its backwards, of which code has asked for a gradient."""
+        if self._driver.stay():
+            self._say("`training_step` asks for gradients of tensors by a hook or `retain_grad`")
 
     @contextmanager
     def batch(self, accumulates: bool, num_microbatches: int) -> Iterator[int]:
@@ -115,7 +139,7 @@ class AccumulationWindow:
         self._num_microbatches += num_microbatches
         self._is_inside = True
         try:
-            with asking_for_gradients(self._driver.stay):
+            with asking_for_gradients(self._stay):
                 yield first
         except BaseException:
             self._is_inside = False
@@ -204,8 +228,8 @@ class AccumulationWindow:
             self._awaited.end()
 
 
-def starts_next_first(plan: Plan) -> bool:
-    """Whether the next batch of a window starts before the last loss goes backward."""
+def loss_waits_under(plan: Plan) -> bool:
+    """Whether the last loss of a batch waits with its backward until the next batch has started."""
     away = [number for stage in plan.remote_stages for number in stage.layer_indices]
     here = [stage for stage in plan.stages if COORDINATOR in stage.workers]
     own = [number for stage in here for number in stage.layer_indices]

@@ -42,7 +42,7 @@ from ..pipeline.results import (
 )
 from ..pipeline.turns import TurnThreads
 from ..window import Window, Windows
-from .accumulation_window import AccumulationWindow, starts_next_first
+from .accumulation_window import AccumulationWindow, loss_waits_under
 from .arguments import StepOptions, scaler_of
 from .batch_kinds import BatchKindReader, BatchKinds
 from .check_schedule import KeptBatch, RunChecks
@@ -298,7 +298,7 @@ class MicrobatchedStep(BatchStep):
             self._own_attributes.part,
             deployment.hosted,
             lambda first: self._accumulation.as_left(first),
-            starts_next_first(deployment.plan),
+            loss_waits_under(deployment.plan),
         )
         away = {inner for each in deployment.modules_away for inner in each.modules()}
         self._accumulation = AccumulationWindow(
@@ -353,8 +353,7 @@ class MicrobatchedStep(BatchStep):
             first: The number of the first micro-batch in the accumulation window.
         """
         batch, *rest = args
-        entries = tensors_of(cut.to_check.whole)
-        kinds = None if self._checks is None else self._kind_reader.read(entries)
+        kinds = self._kinds_of(cut)
         accumulates, step = self.accumulates, self._number_step()
         has_begun = self._check(cut, rest, accumulates, step)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
@@ -394,6 +393,12 @@ class MicrobatchedStep(BatchStep):
         if merged is not None:
             self._say_if_in_part(results, weights.all, cut.batch_of)
         return merged
+
+    def _kinds_of(self, cut: CutBatch | CutWindow) -> BatchKinds | None:
+        """Of what kind a batch is; None if no check asks for it."""
+        if self._checks is None or self._checks.are_over:
+            return None
+        return self._kind_reader.read(tensors_of(cut.to_check.whole))
 
     @property
     def _adds_up(self) -> bool:

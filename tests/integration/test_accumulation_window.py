@@ -61,15 +61,19 @@ def test_weights_are_bit_equal_to_lightning_alone(
     assert counted.left >= 8
 
 
+def near_lightning_alone(workers: list[str], shape: Any) -> None:
+    """A run over these processes has the weights of Lightning alone, but for the order of sums."""
+    data = loader(14, 1)
+    expected = fit(TinyModule(NUM_LAYERS), data=data, accumulate_grad_batches=WINDOW)
+    found = fit(TinyModule(NUM_LAYERS), piped(workers, shape), data, accumulate_grad_batches=WINDOW)
+    assert_close(weights_of(found), weights_of(expected), floor=1e-2)
+
+
 @pytest.mark.parametrize("shape", ["two stages of replicas", "replicas behind a worker"])
 def test_replicas_share_the_micro_batches_of_a_window(
     workers: list[str], counted: Counted, shape: str
 ) -> None:
-    data = loader(14, 1)
-    expected = fit(TinyModule(NUM_LAYERS), data=data, accumulate_grad_batches=WINDOW)
-    strategy = piped(workers, REPLICAS[shape])
-    found = fit(TinyModule(NUM_LAYERS), strategy, data, accumulate_grad_batches=WINDOW)
-    assert_close(weights_of(found), weights_of(expected), floor=1e-2)
+    near_lightning_alone(workers, REPLICAS[shape])
     assert counted.left >= 8
 
 
@@ -77,11 +81,7 @@ def test_replicas_share_the_micro_batches_of_a_window(
 def test_so_does_the_coordinator_as_a_replica(
     workers: list[str], counted: Counted, shape: str
 ) -> None:
-    data = loader(14, 1)
-    expected = fit(TinyModule(NUM_LAYERS), data=data, accumulate_grad_batches=WINDOW)
-    strategy = piped(workers, HOSTED[shape])
-    found = fit(TinyModule(NUM_LAYERS), strategy, data, accumulate_grad_batches=WINDOW)
-    assert_close(weights_of(found), weights_of(expected), floor=1e-2)
+    near_lightning_alone(workers, HOSTED[shape])
     assert counted.left > 0
 
 
@@ -419,10 +419,12 @@ class KeepingTensors(Seeing):
 
 @pytest.mark.parametrize("way", ["retain_grad", "register_hook"])
 def test_the_gradient_of_a_tensor_of_the_step_is_there_at_the_end_of_its_batch(
-    workers: list[str], counted: Counted, way: str
+    workers: list[str], counted: Counted, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     strategy = piped(workers)
-    found = fit(KeepingTensors(way), strategy, loader(8, 1), accumulate_grad_batches=WINDOW)
+    with caplog.at_level("INFO"):
+        found = fit(KeepingTensors(way), strategy, loader(8, 1), accumulate_grad_batches=WINDOW)
+    assert caplog.text.count("waits for its backwards") == 1
     expected = fit(KeepingTensors(way), data=loader(8, 1), accumulate_grad_batches=WINDOW)
     torch.testing.assert_close(found.seen, expected.seen, rtol=1e-5, atol=1e-7)
     assert counted.left == 0

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,20 +56,8 @@ class ReplicaNet(Chain):
         self._routes: dict[Key, dict[int, str]] = {}
         self._counts: Counter[tuple[object, ...]] = Counter()
 
-    def begin_step(
-        self,
-        max_in_flight: int,
-        accumulate: bool,
-        *,
-        first_microbatch: int = 0,
-        forwards_first: bool = False,
-    ) -> None:
-        super().begin_step(
-            max_in_flight,
-            accumulate,
-            first_microbatch=first_microbatch,
-            forwards_first=forwards_first,
-        )
+    def begin_step(self, *given: Any, **options: Any) -> None:
+        super().begin_step(*given, **options)
         self._routes.clear()
         self._counts.clear()
 

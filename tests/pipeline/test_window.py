@@ -66,7 +66,7 @@ def _run_batches(
         ]
         batch = BatchWork(work, number + 1, accumulates=number > 0, first=first)
         may_leave = leaves and number < len(sizes) - 1 and driver.gradients.can_be_left
-        found.append(driver.run(batch, Limits(limit, pipeline.max_started), leaves=may_leave))
+        found.append(driver.run(batch, Limits(limit, pipeline.max_started), may_leave=may_leave))
         if number == 0:
             pipeline.model.zero_grad()
         driver.gradients.publish()
@@ -98,12 +98,12 @@ def test_a_window_has_the_bits_of_its_batches_one_after_the_other(
     sizes: list[int],
     limit: int,
     timing: int,
-    starts_next_first: bool,
+    loss_waits: bool,
     tied: bool,
     dropout: float,
 ) -> None:
     pipeline = Pipeline(num_stages, timing, tied=tied, dropout=dropout)
-    pipeline.driver.starts_next_first = starts_next_first
+    pipeline.driver.loss_waits = loss_waits
     assert_same_bits(pipeline, sizes, limit)
     assert max(pipeline.chain.most_in_flight.values()) <= limit
 
@@ -117,10 +117,10 @@ def test_a_window_has_the_bits_of_its_batches_one_after_the_other(
     st.booleans(),
 )
 def test_so_has_one_whose_micro_batches_visit_the_stages_several_times(
-    training_step: Step, sizes: list[int], limit: int, timing: int, starts_next_first: bool
+    training_step: Step, sizes: list[int], limit: int, timing: int, loss_waits: bool
 ) -> None:
     pipeline = Pipeline(2, timing, training_step)
-    pipeline.driver.starts_next_first = starts_next_first
+    pipeline.driver.loss_waits = loss_waits
     assert_same_bits(pipeline, sizes, limit)
 
 
@@ -159,7 +159,7 @@ def test_the_last_loss_may_wait_until_the_next_batch_has_started() -> None:
         return Noted.apply(ordinary_step(model, through, tokens))
 
     pipeline = Pipeline(1, training_step=step)
-    pipeline.driver.starts_next_first = True
+    pipeline.driver.loss_waits = True
     run_window(pipeline, [1, 1, 1], limit=3, leaves=True)
     backward = "loss backward"
     assert started[2:] == ["start", "start", backward, "start", backward, backward]
@@ -210,7 +210,7 @@ def test_finish_waits_for_what_is_left(timing: int) -> None:
                 )
             ]
             batch = BatchWork(work, number + 1, accumulates=number > 0, first=number)
-            each.driver.run(batch, Limits(4), leaves=leaves)
+            each.driver.run(batch, Limits(4), may_leave=leaves)
             each.driver.gradients.publish()
         if leaves:
             assert each.driver.has_left
@@ -243,7 +243,7 @@ def test_an_error_in_a_late_backward_names_its_batch() -> None:
         work = [MicrobatchStep(run, lambda: 1.0)]
         batch = BatchWork(work, number + 1, number > 0, number, f"batch {number}")
         if number == 0:
-            pipeline.driver.run(batch, Limits(4), leaves=True)
+            pipeline.driver.run(batch, Limits(4), may_leave=True)
             pipeline.driver.gradients.publish()
         else:
             with pytest.raises(ValueError, match=r"no slope \(in a backward of batch 0\)"):
@@ -255,7 +255,7 @@ def test_after_drop_the_next_batch_begins_a_step_of_its_own() -> None:
     pipeline = Pipeline(1)
     run = partial(pipeline.training_step, pipeline.model, pipeline.hand_over, microbatches(1)[0])
     work = [MicrobatchStep(run, lambda: 1.0)]
-    pipeline.driver.run(BatchWork(work, 1, accumulates=False), Limits(4), leaves=True)
+    pipeline.driver.run(BatchWork(work, 1, accumulates=False), Limits(4), may_leave=True)
     assert pipeline.driver.has_left
     pipeline.chain.abort_step()
     pipeline.driver.drop()
