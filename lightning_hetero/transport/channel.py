@@ -56,7 +56,7 @@ LOOK_SECONDS = 1.0
 # while its receive window is closed and it only gets window probes.
 _SHARE_OF_SILENCE = 0.7
 
-_FROZEN_HERE = ": its process is frozen, since it has computed nothing on this machine meanwhile"
+_FROZEN_HERE = ": its process is frozen, since it has computed next to nothing on this machine"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Protocol
 import psutil  # type: ignore[import-untyped]
 
 from ..errors import ChannelError
-from .peer_process import cpu_seconds_of, find_peer_process
+from .peer_process import cpu_seconds_of, fair_share, find_peer_process
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ _READ_AHEAD_BYTES = 2**15
 # Linux calls a socket writable when a third of its buffer is free, which is more than this. macOS
 # has a mark for it, which `prepare_socket` sets.
 MOST_BYTES_AT_ONCE = 2**15
+_SHARE_OF_WORK = 0.2
 # Where Linux's `struct tcp_info` has the milliseconds since the last acknowledgement came.
 _LAST_ACK = struct.Struct("=56xI")
 
@@ -264,6 +265,7 @@ class PeerWork:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._cpu_seconds = connection.peer_cpu_seconds()
+        self._looked_at = time.monotonic()
 
     @property
     def is_visible(self) -> bool:
@@ -271,9 +273,17 @@ class PeerWork:
         return self._cpu_seconds is not None
 
     def has_advanced(self) -> bool:
-        """Whether the process has used CPU time since the last question."""
+        """Whether the process has computed since the last question.
+
+        Threads that wait for the interpreter use a little CPU time too (1 to 5 % of a core), so a
+        process counts as frozen below a fifth of its share of this machine.
+        """
         before, self._cpu_seconds = self._cpu_seconds, self._connection.peer_cpu_seconds()
-        return before is not None and self._cpu_seconds is not None and self._cpu_seconds > before
+        since, self._looked_at = self._looked_at, time.monotonic()
+        if before is None or self._cpu_seconds is None:
+            return False
+        least_seconds = _SHARE_OF_WORK * fair_share() * (self._looked_at - since)
+        return self._cpu_seconds - before > least_seconds
 
 
 def send_buffers(

@@ -45,6 +45,12 @@ def cpu_seconds_of(process: psutil.Process | None) -> float | None:
     return None
 
 
+def fair_share() -> float:
+    """The share of one core that a thread gets on this machine at its present load, 0 to 1."""
+    load = psutil.getloadavg()[0]
+    return min(1.0, (os.cpu_count() or 1) / max(load, 1.0))
+
+
 def _place(address: tuple[str, int] | tuple[str, int, int, int]) -> Place:
     return address[0].removeprefix(_MAPPED), address[1]
 

@@ -249,14 +249,14 @@ def test_a_process_here_that_computes_is_slow_and_not_frozen(
     num_waits = round(3 * QUICK.silence_seconds / QUICK.heartbeat_seconds)
     mine, _theirs = memory_pair()
     mine.answer_seconds = answer_seconds
-    mine.cpu_seconds.extend(0.01 * number for number in range(num_waits))
+    mine.cpu_seconds.extend(float(number) for number in range(num_waits))
     channel = Channel(mine, linked_sessions()[1], "upstream", QUICK)
     inbox: Inbox = SimpleQueue()
     channel.start(inbox)
     error = inbox.get(timeout=PATIENCE_SECONDS).content
     channel.close()
-    assert list(mine.cpu_seconds) == [0.01 * (num_waits - 1)]
-    assert "for 0.3 s: its process is frozen, since it has computed nothing on" in str(error)
+    assert list(mine.cpu_seconds) == [num_waits - 1]
+    assert "for 0.3 s: its process is frozen, since it has computed next to nothing" in str(error)
     assert caplog.text.count("upstream has said nothing for 0.3 s, and its process on this") == 1
 
 

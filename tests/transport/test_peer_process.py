@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -82,6 +83,24 @@ def test_this_process_itself_and_one_that_has_ended_are_not_looked_at() -> None:
             pass
         work.has_advanced()
         assert not work.has_advanced()
+
+
+def test_threads_that_wait_for_the_interpreter_are_no_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine less CPU time is work."""
+    mine, _theirs = memory_pair()
+    load = 1.0
+    monkeypatch.setattr("psutil.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    clock = count(100.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    mine.cpu_seconds.extend([0.0, 0.05, 0.95, 1.0])
+    work = PeerWork(mine)
+    assert not work.has_advanced()
+    assert work.has_advanced()
+    load = 60.0
+    assert work.has_advanced()
 
 
 def test_what_is_sent_waits_for_a_process_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
