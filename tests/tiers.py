@@ -121,6 +121,7 @@ SECOND_TIER = frozenset(
         "integration/test_tunnels.py",
         "integration/test_views.py",
         "integration/test_weight_averaging.py",
+        "integration/test_window_as_lightning.py::test_several_loaders_have_the_weights_of_one_device",
         "integration/test_windows.py::test_a_measured_plan_counts_pieces",
         "integration/test_windows.py::test_pieces_that_are_cut_equal_one_device",
         "integration/test_windows.py::test_replicas_share_the_pieces_of_a_window",

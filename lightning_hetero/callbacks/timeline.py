@@ -99,6 +99,7 @@ class PipelineTimeline(pl.Callback):
         self._recorded: deque[StepAndPrediction] = deque(maxlen=max_steps)
         # The step that is being recorded, and when it began.
         self._open: tuple[int, float] | None = None
+        self._num_batches = 0
 
     @property
     def recorded(self) -> list[RecordedStep]:
@@ -115,13 +116,14 @@ class PipelineTimeline(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_args: Any, **_kwargs: Any) -> None:
         """Begin to record if this step is one of the chosen ones."""
+        self._num_batches += 1
         deployment, step = deployment_of(trainer), trainer.global_step
         if deployment is None or self._open is not None or not self._wants(step):
             return
         telemetry = deployment.coordinator.telemetry
         telemetry.start_recording(_WHO, keeps_spans=True)
         telemetry.compare_clocks()
-        self._open = step, telemetry.recorder.now()
+        self._open, self._num_batches = (step, telemetry.recorder.now()), 1
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_args: Any, **_kwargs: Any) -> None:
@@ -131,7 +133,7 @@ class PipelineTimeline(pl.Callback):
             return
         opened, self._open = self._open, None
         telemetry, names = deployment.coordinator.telemetry, process_names(deployment)
-        recorded = _gather(telemetry, deployment.plan, names, *opened)
+        recorded = _gather(telemetry, deployment.plan, names, *opened, self._num_batches)
         if (replacements := deployment.coordinator.replacements) is not None:
             recorded = recorded.with_absences(map(_absence, replacements.losses))
         telemetry.stop_recording(_WHO)
@@ -156,7 +158,12 @@ class PipelineTimeline(pl.Callback):
 
 
 def _gather(
-    telemetry: Telemetry, plan: Plan, names: Mapping[int, str], step: int, start_seconds: float
+    telemetry: Telemetry,
+    plan: Plan,
+    names: Mapping[int, str],
+    step: int,
+    start_seconds: float,
+    num_batches: int,
 ) -> RecordedStep:
     """The spans of all processes, on this process's clock."""
     telemetry.compare_clocks()
@@ -164,7 +171,7 @@ def _gather(
     clocks = {number: align(found) for number, found in telemetry.clock_samples().items()}
     spans = {number: record.spans for number, record in records.items()}
     dropped = sum(record.num_dropped for record in records.values())
-    return recorded_step(step, start_seconds, plan, names, spans, clocks, dropped)
+    return recorded_step(step, start_seconds, plan, names, spans, clocks, dropped, num_batches)
 
 
 def _absence(loss: Loss) -> Absence:

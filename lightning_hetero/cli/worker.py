@@ -272,8 +272,8 @@ def line_of(record: ServedRun, ended_at: str) -> Text:
     text = Text(f"{ended_at}  ")
     text.append(record.peer, style="bold")
     if record.what:
-        batches = "1 batch" if record.num_batches == 1 else f"{record.num_batches} batches"
-        text.append(f"  {record.what}: {batches} in {lasted}, ")
+        steps = "1 step" if record.num_steps == 1 else f"{record.num_steps} steps"
+        text.append(f"  {record.what}: {steps} in {lasted}, ")
     else:
         text.append(f"  had no layers here: {lasted}, ")
     text.append(

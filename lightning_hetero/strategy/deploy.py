@@ -48,6 +48,7 @@ from ..profiler.profiling_run import NewcomerTrials, ProfilingRun
 from ..recovery import Recovery, too_few
 from ..telemetry.layer_ranges import share_as_text
 from ..transport.deadlines import Deadlines
+from ..units import in_micro_batches
 from .arguments import (
     NAMED_PLANS,
     StepOptions,
@@ -450,8 +451,8 @@ class Site:
                 )
         what = "training_step runs on each" if self._cuts_step else "boundary only"
         rank_zero_info(
-            f"each batch is cut into {plan.micro_batches} micro-batches, or into single samples if "
-            f"it has fewer ({what}), at most {plan.max_in_flight} in flight"
+            f"each batch is cut into {in_micro_batches(plan.micro_batches)}, or into single "
+            f"samples if it has fewer ({what}), at most {plan.max_in_flight} in flight"
         )
 
 

@@ -212,6 +212,7 @@ class RecordedStep:
         processes: The coordinator, then the workers that have layers.
         num_dropped: How many spans the recorders dropped because their memory was full.
         absences: When workers were lost in the step, and replaced.
+        num_batches: The batches of its accumulation window.
     """
 
     step: int
@@ -219,6 +220,7 @@ class RecordedStep:
     processes: Sequence[ProcessSpans]
     num_dropped: int = 0
     absences: Sequence[Absence] = ()
+    num_batches: int = 1
 
     @property
     def first_action_seconds(self) -> float:
@@ -308,6 +310,7 @@ def recorded_step(
     spans: Mapping[int, Iterable[Span]],
     clocks: Mapping[int, ClockMap],
     num_dropped: int = 0,
+    num_batches: int = 1,
 ) -> RecordedStep:
     """A step from the spans of its processes, each on the clock of its process.
 
@@ -324,7 +327,7 @@ def recorded_step(
         found.append(ProcessSpans(number, name, ranges[name], ours, clock))
     whole = RecordedStep(step, start_seconds, found, num_dropped)
     cut = [_within(each, start_seconds, whole.end_seconds) for each in found]
-    return RecordedStep(step, start_seconds, cut, num_dropped)
+    return RecordedStep(step, start_seconds, cut, num_dropped, num_batches=num_batches)
 
 
 def _on_our_clock(span: Span, clock: ClockMap) -> Span:
@@ -389,12 +392,14 @@ def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Pr
     """The prediction of a step.
 
     It is None for steps that the simulator does not know: a micro-batch passes through the stages
-    several times, or the batch is cut at the boundary only. Without a profile it is None too where
-    the coordinator is a replica: the step does not tell what its layers alone take there.
+    several times, the batch is cut at the boundary only, or the batches of the window have
+    different numbers of micro-batches. Without a profile it is None too where the coordinator is a
+    replica: the step does not tell what its layers alone take there.
     """
     if profile is not None:
         try:
-            candidate = candidate_of(plan, profile.of_one_batch)
+            window = replace(profile, accumulate_grad_batches=step.num_batches)
+            candidate = candidate_of(plan, window)
         except PlanError:
             pass
         else:
@@ -416,9 +421,13 @@ def bound_seconds(plan: Plan, profile: Profile) -> float:
 
 def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
     """The pipeline whose times are the mean times of the step; None if it cannot be simulated."""
-    first = step.stages[0]
+    first, num_batches = step.stages[0], step.num_batches
     count = _count(first, "forward")
-    is_plain = all(not span.visit for stage in step.stages for span in stage.actions)
+    # A loss whose backward waits for the next batch has it apart.
+    backwards = [span for span in first.spans if span.kind == "backward"]
+    late = [span for span in backwards if span.visit] if num_batches > 1 else []
+    actions = [span for stage in step.stages for span in stage.actions]
+    is_plain = count % num_batches == 0 and sum(bool(span.visit) for span in actions) == len(late)
     placement = Placement.of(plan)
     if len(step.stages) < 2 or not is_plain or not 0 < count == _count(first, "loss"):
         return None
@@ -428,15 +437,17 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
     order = [(stage, name) for stage in placement.stages for name in stage.processes]
     if any((stage.number, name) not in held for stage, name in order):
         return None  # a process that was lost has recorded nothing
-    entries = [first, *(held[stage.number, name] for stage, name in order)]
+    own = dataclasses.replace(first, spans=[span for span in first.spans if span not in late])
+    entries = [own, *(held[stage.number, name] for stage, name in order)]
     there, back = _hops(entries, "Activation", 1), _hops(entries, "Gradient", -1)
     replicas = None
     if placement.has_replicas:
         shares = [share for stage in placement.stages for share in stage.shares]
         replicas = Replicas([each.stage for each in entries], [1, *shares], there, back)
+    late_seconds = _mean_seconds(late)
     return Pipeline(
         [*map(_times, entries)],
-        _mean(first, "loss"),
+        (first.seconds("loss") + len(late) * late_seconds) / count,
         [] if replicas else [*there.values()],
         [] if replicas else [*back.values()],
         count,
@@ -445,6 +456,9 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
         max_started=plan.max_started,
         processes=[placement.processes.index(each.worker) for each in entries],
         replicas=replicas,
+        num_batches=num_batches,
+        loss_backward_seconds=late_seconds,
+        loss_waits=bool(late),
     )
 
 
@@ -505,8 +519,9 @@ def _prediction(
     for action, start_seconds, end_seconds in played.spans:
         microbatch, stage = action.key.microbatch, action.stage_index
         name = names[pipeline.process_of[pipeline.entries[stage][microbatch]]]
+        kind, visit = _shown(action)
         spans[name].append(
-            Span(_kind_of(action), start_seconds, end_seconds, microbatch, stage=stage)
+            Span(kind, start_seconds, end_seconds, microbatch, visit=visit, stage=stage)
         )
     last = pipeline.sums([times.optimizer_seconds for times in pipeline.stages])
     for name, seconds in zip(names, last, strict=True):
@@ -519,7 +534,8 @@ def _prediction(
     return Prediction(source, played.step_seconds, played.bubble, found)
 
 
-def _kind_of(action: Action) -> SpanKind:
+def _shown(action: Action) -> tuple[SpanKind, int]:
+    """The kind and the visit with which the runtime records an action."""
     if action.stage_index == 0 and action.key.visit == LOSS:
-        return "loss"
-    return "backward" if action.kind == "B" else "forward"
+        return ("loss", 0) if action.kind == "F" else ("backward", LOSS)
+    return ("backward" if action.kind == "B" else "forward"), 0

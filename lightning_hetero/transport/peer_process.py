@@ -47,7 +47,7 @@ def cpu_seconds_of(process: psutil.Process | None) -> float | None:
 
 def fair_share() -> float:
     """The share of one core that a thread gets on this machine at its present load, 0 to 1."""
-    load = psutil.getloadavg()[0]
+    load = float(psutil.getloadavg()[0])
     return min(1.0, (os.cpu_count() or 1) / max(load, 1.0))
 
 

@@ -33,14 +33,15 @@ class ServedRun:
     Args:
         peer: The coordinator's address.
         what: The stage's number, its layers and their class; empty if nothing was deployed.
-        num_batches: Batches whose step the coordinator began, those of evaluation and checks too.
+        num_steps: Steps that the coordinator began, those of evaluation and checks too. The batches
+            of an accumulation window are one step.
         seconds: How long the conversation lasted.
         reason: Why it ended.
     """
 
     peer: str
     what: str
-    num_batches: int
+    num_steps: int
     seconds: float
     reason: str
 

@@ -137,12 +137,12 @@ def test_a_second_sigterm_ends_a_worker_at_once() -> None:
     [
         (
             ServedRun("10.0.0.1:5", "stage 1, layers 2 to 4 (X)", 117, 3725.0, "goodbye"),
-            "now  10.0.0.1:5  stage 1, layers 2 to 4 (X): 117 batches in 1:02:05, ended in good "
+            "now  10.0.0.1:5  stage 1, layers 2 to 4 (X): 117 steps in 1:02:05, ended in good "
             "order",
         ),
         (
             ServedRun("10.0.0.1:5", "stage 1, layers 2 to 2 (X)", 1, 1.2, "it broke"),
-            "now  10.0.0.1:5  stage 1, layers 2 to 2 (X): 1 batch in 0:00:01, ended: it broke",
+            "now  10.0.0.1:5  stage 1, layers 2 to 2 (X): 1 step in 0:00:01, ended: it broke",
         ),
         (
             ServedRun("10.0.0.1:5", "", 0, 0.2, "goodbye"),

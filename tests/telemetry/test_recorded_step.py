@@ -14,10 +14,17 @@ from msgspec.structs import replace
 from lightning_hetero.errors import ChannelError
 from lightning_hetero.plan import Plan
 from lightning_hetero.protocol.fields import ClockSample, Span
-from lightning_hetero.telemetry.recorded_step import align, name_of, pipeline_of, prediction_of
+from lightning_hetero.telemetry.recorded_step import (
+    RecordedStep,
+    align,
+    name_of,
+    pipeline_of,
+    prediction_of,
+)
 
 from .made_up import (
     COORDINATOR,
+    PLAN,
     REPLICAS,
     TURNS,
     WORKER,
@@ -172,6 +179,35 @@ def test_a_step_without_the_record_of_a_process_is_not_predicted() -> None:
     without = dataclasses.replace(step, processes=step.processes[:-1])
     assert pipeline_of(without, TURNS) is None
     assert prediction_of(without, TURNS, None) is None
+
+
+def window(waits: bool) -> RecordedStep:
+    """Two batches of one micro-batch; the first loss goes backward in the second batch."""
+    here = [Span("forward", 0, 2, 0), Span("loss", 6, 7 if waits else 9, 0)]
+    here += [Span("forward", 9, 11, 1), *([Span("backward", 11, 13, 0, visit=1)] * waits)]
+    here += [Span("loss", 15, 18, 1), Span("backward", 20, 24, 0), Span("backward", 24, 28, 1)]
+    away = [
+        Span(kind, 3 + n, 4 + n, n, stage=1) for n in (0, 1) for kind in ("forward", "backward")
+    ]
+    return dataclasses.replace(made_up({0: here, 1: away}), num_batches=2)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_window_is_predicted_as_one_pipeline_of_its_batches(waits: bool) -> None:
+    step = window(waits)
+    pipeline = pipeline_of(step, PLAN)
+    assert pipeline is not None
+    assert (pipeline.num_microbatches, pipeline.num_batches) == (2, 2)
+    assert (pipeline.loss_seconds, pipeline.loss_waits) == (3.0, waits)
+    assert pipeline.loss_backward_seconds == 2.0 * waits
+    assert pipeline.stages[0].backward_seconds == 4.0
+    found = prediction_of(step, PLAN, None)
+    assert found is not None
+    recorded, predicted = (
+        sorted(map(name_of, each.processes[0].actions)) for each in (step, found)
+    )
+    assert predicted == recorded
+    assert pipeline_of(dataclasses.replace(step, num_batches=3), PLAN) is None
 
 
 def test_without_a_profile_a_coordinator_that_is_a_replica_is_not_predicted() -> None:

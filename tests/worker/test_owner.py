@@ -162,7 +162,7 @@ def test_the_owner_is_told_of_each_run() -> None:
         coordinator.close()
         record = records.get(timeout=PATIENCE_SECONDS)
     assert record.what == "stage 1, layers 0 to 3 (LlamaDecoderLayer)"
-    assert (record.num_batches, record.reason) == (1, "goodbye")
+    assert (record.num_steps, record.reason) == (1, "goodbye")
     assert record.peer.startswith("127.0.0.1:")
 
 
