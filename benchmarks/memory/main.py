@@ -164,7 +164,7 @@ class MovingMemory(pl.Callback):
         self.peak = 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == NUM_STEPS - 1:
+        if trainer.global_step == NUM_STEPS - 1 and not self.peak:
             before = memory_bytes("self", "VmRSS")
             start_peak_anew()
             trainer.strategy.move_layers(self.plan)
@@ -221,8 +221,14 @@ def needed_bytes(module: nn.Module, layers: range, num_activation_bytes: int) ->
     return total
 
 
-def fit(module: Decoder, strategy: HeteroPipelineStrategy, callbacks: list[pl.Callback]) -> None:
+def fit(
+    module: Decoder,
+    strategy: HeteroPipelineStrategy,
+    callbacks: list[pl.Callback],
+    accumulate: int,
+) -> None:
     trainer = pl.Trainer(
+        accumulate_grad_batches=accumulate,
         strategy=strategy,
         accelerator="cpu",
         callbacks=callbacks,
@@ -233,10 +239,10 @@ def fit(module: Decoder, strategy: HeteroPipelineStrategy, callbacks: list[pl.Ca
         enable_model_summary=False,
     )
     tokens = torch.randint(CONFIG.vocab_size, (NUM_STEPS * BATCH_SIZE, SEQUENCE_LENGTH))
-    trainer.fit(module, DataLoader(tokens, batch_size=BATCH_SIZE))
+    trainer.fit(module, DataLoader(tokens, batch_size=BATCH_SIZE // accumulate))
 
 
-def train(folder: Path, job: Job) -> list[tuple[str, int, int]]:
+def train(folder: Path, job: Job, accumulate: int) -> list[tuple[str, int, int]]:
     """Needed and peak bytes of every process."""
     num_layers = CONFIG.num_hidden_layers
     of_layer, of_head = activation_bytes(job)
@@ -247,16 +253,21 @@ def train(folder: Path, job: Job) -> list[tuple[str, int, int]]:
             "worker 2": range(num_layers // 2, num_layers),
         }
         addresses = [first.address, second.address]
-        plan = plan_of(addresses, num_layers // 2)
+        plan = plan_of(addresses, num_layers // 2, accumulate)
         before, during = (Memory({"worker 1": first, "worker 2": second}) for _ in range(2))
-        fit(Decoder(folder / "tiny", job), HeteroPipelineStrategy(addresses, plan), [before])
+        fit(
+            Decoder(folder / "tiny", job),
+            HeteroPipelineStrategy(addresses, plan),
+            [before],
+            accumulate,
+        )
         start_peak_anew()
         saving = SavingMemory(folder / "saved.ckpt")
         module = Decoder(folder / "model", job)
-        fit(module, HeteroPipelineStrategy(addresses, plan), [during, saving])
-        moving = MovingMemory(plan_of(addresses, num_layers // 2 - NUM_MOVING))
+        fit(module, HeteroPipelineStrategy(addresses, plan), [during, saving], accumulate)
+        moving = MovingMemory(plan_of(addresses, num_layers // 2 - NUM_MOVING, accumulate))
         again = Decoder(folder / "model", job)
-        fit(again, HeteroPipelineStrategy(addresses, plan), [moving])
+        fit(again, HeteroPipelineStrategy(addresses, plan), [moving], accumulate)
     needed = {
         name: needed_bytes(module, layers, len(layers) * of_layer * IN_FLIGHT)
         for name, layers in ranges.items()
@@ -270,11 +281,11 @@ def train(folder: Path, job: Job) -> list[tuple[str, int, int]]:
     return [*rows, saving.row, ("coordinator, moving layers", moved, moving.peak)]
 
 
-def plan_of(addresses: list[str], num_first: int) -> Plan:
+def plan_of(addresses: list[str], num_first: int, accumulate: int) -> Plan:
     """So many layers on the first worker, and the others on the second one."""
     spans = [(0, num_first), (num_first, CONFIG.num_hidden_layers)]
     stages = [StagePlan([each], span) for each, span in zip(addresses, spans, strict=True)]
-    return Plan(stages, micro_batches=NUM_MICROBATCHES, in_flight=IN_FLIGHT)
+    return Plan(stages, NUM_MICROBATCHES // accumulate, IN_FLIGHT)
 
 
 def layers_of(module: nn.Module, count: int) -> Iterator[nn.Parameter]:
@@ -294,6 +305,13 @@ def make(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     # A process of its own makes the weights, and one each trains: freed memory is not all returned.
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        choices=[1, 2, 4],
+        help="batches of an optimizer step, of which each has fewer micro-batches then",
+    )
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -305,14 +323,15 @@ def main() -> None:
     elif options.train:
         folder, name, allocator = options.train
         (job,) = (job for job in JOBS if job.name == name)
-        report(f"{name}, {allocator}", train(Path(folder), job))
+        report(f"{name}, {allocator}", train(Path(folder), job, options.accumulate))
     else:
         with tempfile.TemporaryDirectory() as folder:
             run = [sys.executable, __file__]
+            more = ["--accumulate", str(options.accumulate)]
             subprocess.run([*run, "--make", folder], check=True)
             for job, (allocator, settings) in itertools.product(JOBS, ALLOCATORS.items()):
                 subprocess.run(
-                    [*run, "--train", folder, job.name, allocator],
+                    [*run, *more, "--train", folder, job.name, allocator],
                     env={**os.environ, **settings},
                     check=True,
                 )

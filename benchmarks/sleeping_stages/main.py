@@ -73,7 +73,7 @@ class Case:
         return len(self.speeds) - 1
 
 
-PROCESSES = "Cabc"
+PROCESSES = "Cabcde"
 CASES = [
     Case.of((1, 1, 1), "C2 a2 b2"),
     Case.of((4, 2, 1), "C4 a2 b1"),

@@ -39,8 +39,7 @@ Way = Literal["accumulated", "windows", "one batch"]
 WAYS: tuple[Way, ...] = ("accumulated", "windows", "one batch")
 
 # Each process has two equal layers.
-SHAPES = {2: "C2 a2", 3: "C2 a2 b2", 4: "C2 a2 b2 c2"}
-BEHIND = {2: "a2 C2", 3: "a2 b2 C2"}
+SHAPES = ("C2 a2", "C2 a2 b2", "C2 a2 b2 c2", "C2 a2 b2 c2 d2 e2", "a2 C2", "a2 b2 C2")
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,8 @@ class Setting:
 
 
 def settings(wanted: str) -> Iterator[Setting]:
-    shapes = [*SHAPES.values(), *BEHIND.values()]
     sizes = [(1, 4), (1, 8), (1, 16), (4, 4), (8, 4)]
-    for shape, (batch, accumulate) in itertools.product(shapes, sizes):
+    for shape, (batch, accumulate) in itertools.product(SHAPES, sizes):
         setting = Setting(shape, batch, accumulate)
         if wanted in f"{shape}, {setting.name}":
             yield setting
@@ -145,7 +143,7 @@ def report(
             f"{alone / bound:.2f} x",
         )
     console.print(table)
-    console.print("C: coordinator; a, b, c: workers; 1 x 8: batches of 1, eight for a step")
+    console.print("C: coordinator; a to e: workers; 1 x 8: batches of 1, eight for a step")
     console.print(machine())
 
 
