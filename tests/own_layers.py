@@ -141,3 +141,22 @@ class OwnModule(TinyModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def pack_into_four_bits(root: nn.Module) -> None:
+    """Store the linear layers of a model in 4 bits, but for those that share a weight."""
+    import bitsandbytes
+
+    weights = [p for module in root.modules() for p in module.parameters(recurse=False)]
+    for module in list(root.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and sum(p is child.weight for p in weights) == 1:
+                linear = bitsandbytes.nn.Linear4bit(
+                    child.in_features,
+                    child.out_features,
+                    bias=child.bias is not None,
+                    compute_dtype=torch.float32,
+                    quant_type="nf4",
+                )
+                linear.load_state_dict(child.state_dict())
+                setattr(module, name, linear.to("cpu"))

@@ -124,10 +124,10 @@ def shortcomings(
         "bfloat16, or give its layers to another device."
         for name in sorted(wanted - set(equipment.dtypes))
     ]
+    if recipe.has_four_bit and "nf4" not in equipment.capabilities:
+        found.append(_missing_library("bitsandbytes", "layers in 4 bits"))
     if isinstance(recipe, BlocksRecipe):
         return found
-    if recipe.four_bit and "nf4" not in equipment.capabilities:
-        found.append(_missing_library("bitsandbytes", "layers in 4 bits"))
     if recipe.adapters is not None and "peft" not in equipment.versions:
         found.append(_missing_library("peft", "adapters"))
     is_flash = recipe.attention.startswith("flash_attention")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -39,12 +39,14 @@ from .attribute_values import (
     write_value,
 )
 from .captured_outputs import CollectedOutput
+from .four_bit import FourBit, described_linear, empty_linear
 from .layer_code import code_of
 from .layers import DecoderLayer
 from .plain_objects import is_computed
 
 # A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
 MOST_MODULES = 2**16
+_LINEAR = ImportPath(nn.Linear.__module__, nn.Linear.__qualname__)
 
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
@@ -65,13 +67,17 @@ class BufferNode(EmptyTensorNode, frozen=True):
 
 
 class ModuleNode(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A module. Children are numbers of earlier nodes; parameters are numbers of tensor nodes."""
+    """A module. Children are numbers of earlier nodes; parameters are numbers of tensor nodes.
+
+    A linear layer in 4 bits is a `Linear` with ``four_bit``, and has no parameter but its bias.
+    """
 
     layer_class: ImportPath
     attributes: dict[str, Value] = {}
     parameters: dict[str, Number | None] = {}
     buffers: dict[str, BufferNode | None] = {}
     children: dict[str, Number | None] = {}
+    four_bit: FourBit | None = None
 
 
 class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
@@ -92,6 +98,11 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
     imports: list[str]
     code: dict[str, str] = {}
     outputs: list[CollectedOutput] = []
+
+    @property
+    def has_four_bit(self) -> bool:
+        """Whether tensors of the layers are stored in 4 bits."""
+        return any(node.four_bit is not None for node in self.modules)
 
     def to_json(self) -> str:
         """The recipe as text for the wire.
@@ -147,6 +158,12 @@ class _Description:
 
     def _node(self, module: nn.Module, name: str, depth: int) -> ModuleNode:
         _check_is_ordinary(module, name)
+        if (four_bit := described_linear(module, name)) is not None:
+            bias: Any = module.bias
+            held: dict[str, int | None] = {}
+            if bias is not None:
+                held["bias"] = self._add_parameter(bias, f"{name}.bias")
+            return ModuleNode(_LINEAR, parameters=held, four_bit=four_bit)
         path = noted_path(type(module), "layer class", name, self.paths)
         children = {
             key: None if child is None else self.add(child, f"{name}.{key}", depth + 1)
@@ -272,6 +289,8 @@ def _module(
     modules: Sequence[nn.Module],
 ) -> nn.Module:
     """Build the module of a node, without attributes and its class's own code."""
+    if node.four_bit is not None:
+        return _linear(node, node.four_bit, parameters)
     module = object.__new__(layer_class)
     nn.Module.__init__(module)
     for name, index in node.parameters.items():
@@ -283,6 +302,19 @@ def _module(
     for name, index in node.children.items():
         module._modules[name] = None if index is None else modules[index]
     return module
+
+
+def _linear(node: ModuleNode, four_bit: FourBit, parameters: Sequence[nn.Parameter]) -> nn.Module:
+    is_plain = node.layer_class == _LINEAR and not (
+        node.attributes or node.buffers or node.children or node.parameters.keys() - {"bias"}
+    )
+    bias = node.parameters.get("bias")
+    if not is_plain or (bias is not None) != four_bit.has_bias:
+        raise ModelError("The recipe has a linear layer in 4 bits with other parts than its bias.")
+    linear = empty_linear(four_bit)
+    if bias is not None:
+        linear.bias = parameters[bias]
+    return linear
 
 
 def _hides_method(layer_class: type[nn.Module], name: str) -> bool:

@@ -236,7 +236,7 @@ def apply_four_bit(model: nn.Module, described: Mapping[str, FourBit]) -> None:
             raise ModelError(f"The model has no {path!r} to be stored in 4 bits.")
         _check_shape(path, four_bit.shape, is_module)
         if is_module:
-            parent.add_module(name, _empty_linear(four_bit))
+            parent.add_module(name, empty_linear(four_bit))
         else:
             _parametrize(parent, name, four_bit)
 
@@ -357,6 +357,29 @@ def _is_parametrization(module: nn.Module) -> bool:
     return isinstance(module[0], library.Bnb4bitParametrization)
 
 
+def described_linear(module: nn.Module, name: str) -> FourBit | None:
+    """How a linear layer is stored in 4 bits; None for any other module.
+
+    Raises:
+        ModelError: If it is not packed yet, or of a class of the user's own.
+    """
+    if not _is_linear(module):
+        return None
+    library: Any = bitsandbytes().nn
+    if type(module) not in (library.Linear4bit, library.LinearNF4, library.LinearFP4):
+        raise ModelError(
+            f"{name} is a {type(module).__name__}, which a worker cannot rebuild in 4 bits; use "
+            "bitsandbytes' Linear4bit itself, or keep the layer with the coordinator."
+        )
+    weight: Any = module.weight
+    if not weight.is_meta and weight.quant_state is None:
+        raise ModelError(
+            f"{name} is a Linear4bit whose weight is not packed into 4 bits yet; call "
+            "`.to('cpu')` on the model when its weights are there."
+        )
+    return _describe_linear(module)
+
+
 def _describe_linear(linear: nn.Module) -> FourBit:
     weight: Any = linear.weight
     return FourBit(
@@ -382,7 +405,13 @@ def _describe_parametrization(parametrization: nn.Module) -> FourBit:
     return FourBit(list(state.shape), state.quant_type, state.nested)
 
 
-def _empty_linear(four_bit: FourBit) -> nn.Module:
+def empty_linear(four_bit: FourBit) -> nn.Module:
+    """A linear layer in 4 bits without content.
+
+    Raises:
+        ModelError: If bitsandbytes is missing, or the shape is impossible.
+    """
+    _check_shape("weight", four_bit.shape, is_linear=True)
     nn4 = bitsandbytes().nn
     dtype = None if four_bit.compute_dtype is None else getattr(torch, four_bit.compute_dtype)
     out_features, in_features = four_bit.shape

@@ -1,4 +1,6 @@
-"""Adapters of PEFT inside layers of one's own: each kind trains as on one device, or is refused."""
+"""Adapters of PEFT inside layers of one's own: each kind trains as on one device, or is refused.
+
+So do adapters on linear layers in 4 bits, which bitsandbytes packs."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from lightning_hetero.errors import HeteroError
 from ..conftest import worker_process
 from ..equality import differing
 from ..models import fit, loader
-from ..own_layers import OwnModule
+from ..own_layers import OwnModule, pack_into_four_bits
 
 Make = Callable[..., peft.PeftConfig]
 
@@ -32,8 +34,11 @@ def allowing() -> Iterator[list[str]]:
 class Adapted(OwnModule):
     """Trains an adapter of the blocks alone."""
 
-    def __init__(self, make: Make, *, wrapped: bool = True) -> None:
+    def __init__(self, make: Make, *, wrapped: bool = True, four_bit: bool = False) -> None:
         super().__init__(3)
+        if four_bit:
+            pack_into_four_bits(self.model.blocks)
+            self.model.is_loaded_in_4bit = True  # as transformers and diffusers mark it for PEFT
         config = make(target_modules=["mix", "grow.0"])
         if wrapped:
             self.model = peft.get_peft_model(self.model, config)  # type: ignore[assignment]
@@ -48,18 +53,14 @@ class Adapted(OwnModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def trained(make: Make, strategy: Any, wrapped: bool, size: int, **options: Any) -> Adapted:
-    return fit(Adapted(make, wrapped=wrapped), strategy, loader(12, size), **options)
-
-
-def assert_equals_one_device(make: Make, workers: list[str], *, wrapped: bool = True) -> None:
+def assert_equals_one_device(make: Make, workers: list[str], **kind: bool) -> None:
     """Equal to the run that accumulates over the same micro-batches, in every bit."""
-    layers = "model.base_model.model.blocks" if wrapped else "model.blocks"
+    layers = "model.base_model.model.blocks" if kind.get("wrapped", True) else "model.blocks"
     strategy = HeteroPipelineStrategy(workers, "even", layers=layers, micro_batches=2)
-    found = trained(make, strategy, wrapped, 4)
-    plain = trained(make, "auto", wrapped, 2, accumulate_grad_batches=2)
+    found = fit(Adapted(make, **kind), strategy, loader(12, 4))
+    plain = fit(Adapted(make, **kind), data=loader(12, 2), accumulate_grad_batches=2)
     assert differing(found, plain) == []
-    start = Adapted(make, wrapped=wrapped).state_dict()
+    start = Adapted(make, **kind).state_dict()
     moved = [name for name, tensor in found.state_dict().items() if not tensor.equal(start[name])]
     assert moved
 
@@ -118,3 +119,9 @@ def test_an_adapter_that_workers_cannot_have_is_refused_by_name(
     make, expected = REFUSED[name]
     with pytest.raises(HeteroError, match=expected):
         assert_equals_one_device(make, allowing)
+
+
+@pytest.mark.parametrize("name", ["LoRA", "DoRA", "IA3"])
+def test_an_adapter_on_four_bits_equals_one_device(name: str, allowing: list[str]) -> None:
+    pytest.importorskip("bitsandbytes")
+    assert_equals_one_device(EQUAL[name], allowing, four_bit=True)

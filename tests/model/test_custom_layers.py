@@ -24,11 +24,12 @@ from lightning_hetero.model.custom_layers import (
     build_blocks,
     describe_blocks,
 )
+from lightning_hetero.model.four_bit import state_of
 from lightning_hetero.model.layers import DecoderLayer
 from lightning_hetero.model.recipe import Recipe
-from lightning_hetero.model.tensors import named_tensors, set_tensor
+from lightning_hetero.model.tensors import locate, named_tensors, set_tensor
 
-from ..own_layers import WIDTH, Block, Gain, Settings
+from ..own_layers import WIDTH, Block, Gain, Settings, pack_into_four_bits
 
 OWN = Allowed(("tests",))
 
@@ -381,3 +382,60 @@ class Shifted(nn.Module):
 def test_layers_without_weights_are_layers_too() -> None:
     first, second = rebuilt(Shifted(1.0), Shifted(2.0))
     assert float(second(first(torch.zeros(())))) == 3.0
+
+
+def packed() -> Block:
+    pytest.importorskip("bitsandbytes")
+    made = block()
+    pack_into_four_bits(made)
+    return made
+
+
+def test_linear_layers_in_four_bits_are_rebuilt_with_their_content() -> None:
+    original = packed()
+    original.grow[0].bias.requires_grad_(False)
+    recipe = described(original)
+    assert recipe.has_four_bit
+    assert all(not path.startswith("bitsandbytes") for path in recipe.imports)
+    (built,) = build_blocks(recipe, OWN).values()
+    for name, content in named_tensors({3: original}):
+        owner, leaf, _ = locate({3: original}, name)
+        set_tensor({3: built}, name, content.detach().clone(), state_of(owner, leaf))
+    hidden = torch.randn(2, 4, WIDTH)
+    torch.testing.assert_close(built(hidden), original(hidden), rtol=0, atol=0)
+    trains = {name: parameter.requires_grad for name, parameter in original.named_parameters()}
+    assert {n: p.requires_grad for n, p in built.named_parameters()} == trains
+
+
+def test_a_linear_layer_in_four_bits_has_nothing_but_its_bias() -> None:
+    recipe = described(packed())
+    number = next(n for n, node in enumerate(recipe.modules) if node.four_bit and node.parameters)
+    node = recipe.modules[number]
+    for change in (
+        {"attributes": {"weight": 1}},
+        {"children": {"weight": 0}},
+        {"parameters": {"weight": 0, **node.parameters}},
+        {"parameters": {}},
+        {"layer_class": ImportPath("torch.nn.modules.linear", "Identity")},
+    ):
+        modules = [*recipe.modules]
+        modules[number] = replace(node, **change)
+        with pytest.raises(ModelError, match="4 bits with other parts than its bias"):
+            build_blocks(replace(recipe, modules=modules), OWN)
+
+
+def test_a_weight_that_is_not_packed_yet_is_refused_with_the_way() -> None:
+    library = pytest.importorskip("bitsandbytes").nn
+    made = block()
+    made.mix = library.LinearNF4(WIDTH, 3 * WIDTH)
+    with pytest.raises(ModelError, match=r"blocks\.3\.mix is a Linear4bit whose weight is not pac"):
+        described(made)
+    made.to("cpu")
+    assert described(made).has_four_bit
+
+    class Own(library.Linear4bit):  # type: ignore[name-defined, misc]
+        pass
+
+    made.mix = Own(WIDTH, 3 * WIDTH)
+    with pytest.raises(ModelError, match=r"blocks\.3\.mix is a Own, which a worker cannot rebuild"):
+        described(made)
