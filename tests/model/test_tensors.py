@@ -30,10 +30,13 @@ from lightning_hetero.model.tensors import (
     narrowed,
     set_tensor,
     state_in,
+    stored_bytes,
     stored_in_four_bits,
     tensors_by_key,
 )
 
+from ..along_layers import WIDTH
+from ..other_dtypes import Stored
 from ..qlora import in_four_bits
 
 
@@ -355,3 +358,10 @@ def test_a_shared_parameter_is_left_out_under_both_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight.requires_grad_(False)
     assert sorted(keys_of(frozen(model), model)) == ["0.weight", "1.weight"]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_weights_in_eight_bits_count_a_byte_in_the_plan(dtype: torch.dtype | None) -> None:
+    layer = Stored(torch.float8_e4m3fn)
+    # The two small matrices train, so that bfloat16 does not take them; the scale is a buffer.
+    assert stored_bytes({0: layer}, dtype) == WIDTH * WIDTH + 2 * 2 * WIDTH * 4 + 4
