@@ -49,6 +49,7 @@ from .local_layers import check_can_be_compiled, is_seeded, prepare_hosted, prep
 from .moves import move
 from .optimizers import TrainedParameters
 from .replicas import HostedReplicas
+from .twins import Twins
 from .worker_stages import RemoteStage, remote_stages
 
 if TYPE_CHECKING:
@@ -149,9 +150,12 @@ class Deployment:
         self._away = {number: layer.module for number, layer in away.items()}
         hosted = self._hosted_layers(away)
         self._look_at_tensors(hosted, before)
-        recorder = coordinator.telemetry.recorder
+        recorder, remote_layers = coordinator.telemetry.recorder, coordinator.layers
+        twins = Twins(
+            self._away, hosted, remote_layers, coordinator.stages, self.draws.seed, batches.check
+        )
         self.hand_overs = HandOvers(
-            coordinator.stages, recorder, self._away, plan, batches, self._follow
+            coordinator.stages, recorder, self._away, plan, batches, self._follow, twins
         )
         self._hollow = HollowLayers(
             away, self._exchange, self.tensors, self._pass_by, hosted, self._follow_attributes

@@ -37,6 +37,7 @@ from ..pipeline.handover import (
 from ..pipeline.microbatch import GO_ON, STOPPING_DIFFERENCE, BatchOptions
 from ..pipeline.random_numbers import FIRST_TRIAL
 from ..pipeline.recorder import Recorder
+from ..pipeline.rule import Key
 from ..pipeline.tolerance import coarsest, norm_error, rounding_of_hidden
 from ..pipeline.trial_backward import (
     TRIED,
@@ -51,7 +52,10 @@ from ..plan import Plan
 from ..protocol.tensor_bytes import DTYPES
 from .lone_microbatch import LoneMicrobatch
 from .steps import RemoteStages
+from .twins import Twins
 
+# No other visit of a step has so large a number.
+_FIRST_TWIN = 8 * FIRST_TRIAL
 _NUM_COMPARED = 2
 
 # Runs pieces without gradients, and joins what comes back along a dimension.
@@ -283,9 +287,11 @@ class HandOvers:
         options: The user's options.
         follow: Brings the stages up to date before hidden states leave; its argument tells whether
             a backward follows.
+        twins: Compares the layers on workers with those here.
 
     Attributes:
         plan: The deployed one.
+        twins: As given.
     """
 
     def __init__(
@@ -296,7 +302,9 @@ class HandOvers:
         plan: Plan,
         options: BatchOptions,
         follow: Callable[[bool], None],
+        twins: Twins,
     ) -> None:
+        self.twins = twins
         self._stages = stages
         self._recorder = recorder
         self.plan = plan
@@ -305,6 +313,7 @@ class HandOvers:
         # Numbers the hand-overs of the present step; None outside of a step.
         self._visits: Iterator[int] | None = None
         self._trials = count(FIRST_TRIAL)
+        self._twin_visits = count(_FIRST_TWIN)
         # Whether the trials that run at present are cut into pieces; None while none run.
         self._trial_is_cut: bool | None = None
         self._tried: list[TriedHandOver] = []
@@ -391,6 +400,8 @@ class HandOvers:
             )
         if self._lone is not None:
             self._follow(False)
+            key = Key(self._lone.index, next(self._twin_visits))
+            self.twins.compare(key, request, self._lone.stays)
             return _as_leaves(self._lone.exchange(self._stages, request))
         if self._trial_is_cut is not None:
             self._follow(False)
@@ -412,12 +423,20 @@ class HandOvers:
         grad_enabled = request.surroundings.grad_enabled
         self._follow(grad_enabled)
         pieces, dim = self._whole_batches.pieces(request)
+        self._compare_twins(pieces, request)
         visit = next(visits)
         if not grad_enabled:
             return self._join(pieces, dim, visit)
         exchange = Exchange(self._stages, visit, self.plan.max_in_flight, dim)
         others = [*request.surroundings.carried.values()]
         return exchange_whole(request.hidden, exchange, pieces, others)
+
+    def _compare_twins(self, pieces: Sequence[Request], request: Request) -> None:
+        """Compare the layers on workers that were not compared, by pieces that reach them."""
+        every = range(len(pieces))
+        for index in self.twins.wanted(len(pieces), every, request):
+            self.twins.compare(Key(index, next(self._twin_visits)), pieces[index], is_whole=True)
+        self.twins.settle()
 
     def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
         """Run pieces so that they leave nothing behind on the stages."""

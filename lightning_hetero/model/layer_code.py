@@ -80,6 +80,8 @@ _PLAIN = frozenset(
 )
 _EMPTY_CLASSES = {object, nn.Module, torch.autograd.Function}
 _MOST_NAMED = 3
+# Names by which code reads environment variables.
+_ENVIRONMENT = frozenset({"environ", "getenv"})
 # In front of what is a value, and no digest of code.
 _IS = "="
 _DIGEST_BYTES = 8
@@ -166,6 +168,51 @@ def check_code(here: Mapping[str, str], wanted: Mapping[str, str]) -> None:
         )
 
 
+class LoadedCode:
+    """The code of layers as it was when they went to their workers; says why a worker's layer may
+    compute something else.
+
+    Args:
+        layers: The layers by their numbers.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        self._layers = layers
+        self._before = code_of(layers.values())
+
+    def why_not_elsewhere(self, number: int) -> str:
+        """What a layer has that its worker lacks, as far as it is known, as a sentence."""
+        layer = self._layers[number]
+        survey = _Survey([layer])
+        now, before = survey.finish(), self._before
+        if changed := [place for place in now if now[place] != before.get(place, now[place])]:
+            return f"{changed[0]} has changed since the layers went to their workers."
+        if survey.environment:
+            return f"Its code reads environment variables ({sorted(survey.environment)[0]})."
+        if cached := [name for module in layer.modules() for name in _cached_in(module)]:
+            return f"Its attribute {cached[0]!r} was computed when something else was different."
+        if called := [type(m).__name__ for m in layer.modules() if _has_own_call(m)]:
+            return f"{called[0]} has a `__call__` of its own, which runs here and on the worker."
+        return (
+            "It seems that it depends on something that the worker does not have: a value that was "
+            "cached earlier or belongs to a thread, or a function of a library that was replaced."
+        )
+
+
+def _cached_in(module: nn.Module) -> list[str]:
+    kinds = type(module).__mro__
+    return [
+        name
+        for name in vars(module)
+        if any(isinstance(vars(kind).get(name), cached_property) for kind in kinds)
+    ]
+
+
+def _has_own_call(module: nn.Module) -> bool:
+    own = next(vars(kind)["__call__"] for kind in type(module).__mro__ if "__call__" in vars(kind))
+    return isinstance(own, FunctionType) and not _is_installed(_defined_in(own))
+
+
 class _Survey:
     """Follows names from function to function."""
 
@@ -183,6 +230,8 @@ class _Survey:
         self._of_classes: dict[str, tuple[str, OuterValue]] = {}
         self._of_modules: dict[str, tuple[str, OuterValue]] = {}
         self._rebound: set[str] = set()
+        # The functions of the user's own that read environment variables.
+        self.environment: set[str] = set()
         for module in (module for layer in layers for module in layer.modules()):
             self.add_module(module)
 
@@ -297,6 +346,8 @@ class _Survey:
         self._rebound |= code.rebound
         if not _is_installed(_defined_in(function)):
             self._note_readings(function, code.readings)
+            if code.attributes & _ENVIRONMENT or any(c[0] in _ENVIRONMENT for c in code.chains):
+                self.environment.add(f"{_told(_defined_in(function))}.{function.__qualname__}")
         for names in code.chains:
             self._follow(function, names)
 

@@ -69,6 +69,14 @@ def overrides_of(module: nn.Module, method: str = "forward") -> Iterator[MethodO
         found = below
 
 
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's ``forward`` below all overrides: its user's, or that of its class."""
+    found: Callable[..., Any] = module.forward
+    for override in overrides_of(module):
+        found = override.below
+    return found
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a module has a ``forward`` of its user's, which hides that of its class."""
     found = vars(module).get("forward")

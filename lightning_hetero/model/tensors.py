@@ -227,6 +227,47 @@ def emptied(layer: nn.Module) -> Iterator[None]:
             tensors.update(before)
 
 
+@contextmanager
+def filled(
+    layers: Mapping[int, nn.Module], contents: Mapping[str, Tensor], device: torch.device
+) -> Iterator[None]:
+    """Inside, other parameters and buffers with this content are in the places of those of layers,
+    which stay as they are.
+
+    The state of a tensor in 4 bits is an attribute of its module: call it inside of `unchanged`.
+
+    Args:
+        layers: The layers by their numbers.
+        contents: The content of all their tensors by name, flattened.
+        device: The device for the content.
+    """
+    held: list[tuple[dict[str, Any], str, Tensor]] = []
+    made: dict[int, Tensor] = {}
+    try:
+        for name, tensor in list(named_tensors(layers)):
+            owner, leaf, _ = locate(layers, name)
+            places: Any = owner._parameters if leaf in owner._parameters else owner._buffers
+            if id(tensor) not in made:
+                content = contents[name].to(device)
+                state = {part: each.to(device) for part, each in state_in(contents, name).items()}
+                made[id(tensor)] = _like(owner, leaf, tensor, content, state)
+            held.append((places, leaf, tensor))
+            places[leaf] = made[id(tensor)]
+        yield
+    finally:
+        for places, leaf, tensor in held:
+            places[leaf] = tensor
+
+
+def _like(owner: nn.Module, leaf: str, tensor: Tensor, content: Tensor, state: State) -> Tensor:
+    """A tensor that can stand in the place of another one, with this content."""
+    if is_four_bit(owner, leaf):
+        return with_state(owner, leaf, content, state)
+    if not isinstance(tensor, nn.Parameter):
+        return content
+    return nn.Parameter(content, requires_grad=tensor.requires_grad)
+
+
 def _on_meta(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None

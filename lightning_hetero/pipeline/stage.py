@@ -33,6 +33,7 @@ from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundin
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from .rule import Key
 from .trial_backward import TRIED, has_own_code, tried_backward
+from .twin import answer_of, kind_of
 
 Call = Callable[..., Any]
 
@@ -538,7 +539,8 @@ class Stage:
         is_plain = surroundings.collect or surroundings.is_trial
         compiled = None if is_plain else self.compiled
         tries_backward = surroundings.is_trial and TRIED in surroundings.collect
-        backwards: list[Tensor] = []
+        twins = surroundings.collect if surroundings.is_trial else ()
+        answers: list[tuple[str, Tensor]] = []
         dropout_step, first = surroundings.batch
         visit = key.visit % FIRST_TRIAL if surroundings.keeps_modes else key.visit
         place = key.microbatch - first, visit
@@ -549,7 +551,8 @@ class Stage:
             collecting(surroundings.collect) as collected,
         ):
             along = Along(hidden, carried, surroundings)
-            for call in map(along.fill, surroundings.calls):
+            for own_call in surroundings.calls:
+                call, names = along.fill(own_call), own_call.carried
                 if inside is not None:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)]
@@ -567,12 +570,18 @@ class Stage:
                     else nullcontext()
                 ):
                     if tries_backward:
-                        backwards += tried_backward(layer, call, hidden)
-                    hidden = along.take(tensors_of(run(*args, **kwargs), layer, call), call)
+                        tried = tried_backward(layer, call, hidden)
+                        answers += [(TRIED, each) for each in tried]
+                    if (kind := kind_of(call.layer_index)) in twins:
+                        tensors, answer = answer_of(layer, layer, call, hidden, along.values(names))
+                        answers += [(kind, each) for each in answer.encoded()]
+                    else:
+                        tensors = tensors_of(run(*args, **kwargs), layer, call)
+                    hidden = along.take(tensors, call)
                 arguments.check(layer)
                 if call.layer_index == EMBEDDING_LAYER:
                     collect_embedded(hidden)
-            found = [*collected(), *((TRIED, each) for each in backwards), *along.leaving()]
+            found = [*collected(), *answers, *along.leaving()]
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in found))
             # Outside the stage all tensors have the dtypes that they would have without its dtype.
@@ -620,6 +629,10 @@ class Along:
         names = call.carried
         self._check_there(names)
         return call.with_carried({name: self._tensors[name] for name in names})
+
+    def values(self, names: Iterable[str]) -> list[Tensor]:
+        """The tensors of these names, which have come."""
+        return [self._tensors[name] for name in names]
 
     def take(self, tensors: Mapping[int, Tensor], call: LayerCall) -> Tensor:
         """Keep what a layer has returned as far as it is wanted, and do the arithmetic behind it.

@@ -189,24 +189,8 @@ class InterleavingCheck:
         needs_gradients: bool,
         run: int = 1,
     ) -> list[float | None]:
-        draws, hosted = self._deployment.draws, self._deployment.hosted
-        plugin = self._module.trainer.precision_plugin
-        found: list[float | None] = []
-        for index, microbatch in enumerate(microbatches):
-            own = draws.microbatch(step, index)
-            stays = hosted is not None and hosted.stays(index)
-            lone = LoneMicrobatch(index, own, run, stays)
-            with (
-                self._deployment.hand_overs.alone(lone),
-                draws.of(own),
-                torch.set_grad_enabled(needs_gradients),
-                plugin.train_step_context(),
-            ):
-                own.go_on()
-                result = self._module.training_step(microbatch, *rest)
-            self._deployment.check_forward_finished()
-            found.append(_number(loss_of(result)))
-        return found
+        runs = MicrobatchesAlone(self._module, self._deployment, rest, step, needs_gradients, run)
+        return [_number(loss_of(runs.run(*each))) for each in enumerate(microbatches)]
 
     def compare(self, checks: RunChecks, results: Sequence[Any]) -> None:
         """Compare the losses of a step with those alone, if these were computed for it.
@@ -252,6 +236,44 @@ class InterleavingCheck:
         dtypes = computing_dtypes(self._module)
         widest = max((max(each.shape, default=1) for each in self._module.parameters()), default=1)
         return rounding_of_loss(coarsest([*dtypes, *self._deployment.stage_dtypes]), widest)
+
+
+@dataclass(frozen=True)
+class MicrobatchesAlone:
+    """Runs micro-batches of a step that has begun one after the other, without a trace on workers.
+
+    Args:
+        module: Attached to its Trainer.
+        deployment: Where its layers are.
+        rest: The other arguments of ``training_step``.
+        step: The number of the step for dropout masks.
+        has_gradients: Whether torch records gradients in this process.
+        run_number: How often the micro-batches of the step have run so, this time included.
+    """
+
+    module: pl.LightningModule
+    deployment: Deployment
+    rest: Sequence[Any]
+    step: int
+    has_gradients: bool
+    run_number: int = 1
+
+    def run(self, index: int, microbatch: Any) -> Any:
+        """Run one of them; returns what ``training_step`` returns."""
+        draws, hosted = self.deployment.draws, self.deployment.hosted
+        own = draws.microbatch(self.step, index)
+        stays = hosted is not None and hosted.stays(index)
+        lone = LoneMicrobatch(index, own, self.run_number, stays)
+        with (
+            self.deployment.hand_overs.alone(lone),
+            draws.of(own),
+            torch.set_grad_enabled(self.has_gradients),
+            self.module.trainer.precision_plugin.train_step_context(),
+        ):
+            own.go_on()
+            result = self.module.training_step(microbatch, *self.rest)
+        self.deployment.check_forward_finished()
+        return result
 
 
 def _number(loss: Tensor | None) -> float | None:

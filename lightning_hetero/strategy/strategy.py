@@ -96,7 +96,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             it: 0, or 1 if layers have ``batch_first=False`` or the data loader's batch size says
             so. A batch without such a dimension stays whole.
         check_first_batch: The strategy compares the loss of the first batch with that of its
-            micro-batches, or the layers' results for a batch with those for its pieces. ``"stop"``
+            micro-batches, or the layers' results for a batch with those for its pieces, and what
+            layers on workers compute of a micro-batch with what they compute here. ``"stop"``
             ends the run above a difference of 1 % and names the remedy; ``"warn"`` only warns;
             ``"off"`` does not compare. The check runs the first batch twice without gradients,
             whole and cut, and its first two micro-batches with gradients, and changes nothing in

@@ -51,6 +51,7 @@ from .first_gradients import inner_backward
 from .interleaving import InterleavingCheck
 from .loaders import sizes_of
 from .step_changes import OwnAttributes, StepChanges, warn_of_changes
+from .twin_check import TwinCheck
 
 
 @dataclass(frozen=True)
@@ -462,23 +463,31 @@ class MicrobatchedStep(BatchStep):
             are steps by themselves, so that no step takes longer in what is measured of a run.
         """
         checks = self._checks
-        if checks is None or checks.are_over:
+        if checks is None:
             return False
         batch, schedule, kept = cut.to_check, checks.schedule, checks.kept
         is_free = not accumulates or schedule.number == 0
         if is_free:
             checks.kept = None
         may_check = is_free and (kept is not None or len(cut.microbatches) > 1)
-        if not schedule.begin_batch(may_check, kept is not None):
+        is_due = not checks.are_over and schedule.begin_batch(may_check, kept is not None)
+        stages, plan = self._deployment.coordinator.stages, self._deployment.plan
+        begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
+        begin_again = partial(begin, is_trial=True)
+        twins = TwinCheck(self._module, self._deployment)
+        wanted = twins.wanted(len(cut.microbatches)) if is_free else []
+        if not is_due and not wanted:
             return False
+        is_first = schedule.number == 1 or (is_due and checks.is_first)
+        begin(is_trial=not is_first)
+        twins.run(wanted, cut, rest, step, begin_again, is_first=is_first)
+        if not is_due:
+            stages.dropout_step = step - (not is_first)
+            return is_first
         checked, its_rest = batch, rest
         if kept is not None:
             schedule.check_instead(kept.number, kept.found)
             checked, its_rest = kept.batch
-        stages, plan = self._deployment.coordinator.stages, self._deployment.plan
-        begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
-        begin(is_trial=not checks.is_first)
-        begin_again = partial(begin, is_trial=True)
         if len(checked.microbatches) > 1:  # the pieces of a window need not be cut
             self._check_batch(checks, checked, its_rest, begin_again)
         if len(cut.microbatches) > 1:

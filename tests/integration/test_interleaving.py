@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.errors import BatchError
+from lightning_hetero.errors import BatchError, ModelError
 from lightning_hetero.strategy.interleaving import LossesAlone
 
 from ..conftest import worker_process
@@ -181,17 +181,22 @@ class Casting(Learner):
         self.cast.__exit__(None, None, None)
 
 
+# What `Rounding` has not left.
+ENTERED: list[Any] = []
+
+
 class Rounding(Learner):
     """Saves tensors for its backward in a coarser dtype, by hooks from outside of its step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(
+        hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: tensor.bfloat16().to(tensor.dtype), lambda tensor: tensor
         )
-        self.hooks.__enter__()
+        hooks.__enter__()
+        ENTERED.append(hooks)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.hooks.__exit__(None, None, None)
+        ENTERED.pop().__exit__(None, None, None)
 
 
 DISTURBED = [
@@ -238,10 +243,21 @@ def test_autocast_from_outside_of_the_step_holds_in_it(allowing: list[str]) -> N
     assert found.apart(expected) < 0.05
 
 
-def test_hooks_for_saved_tensors_around_layers_away_are_said(allowing: list[str]) -> None:
+def test_hooks_for_saved_tensors_around_layers_away_end_a_run_if_they_change_gradients(
+    allowing: list[str],
+) -> None:
     pattern = Pattern("", "", Rounding)
-    with pytest.warns(UserWarning, match="inside of `saved_tensors_hooks`, which see and change"):
-        run(pattern, pattern.strategy(allowing, {}))
+    said = "inside of `saved_tensors_hooks`, which see and change"
+    try:
+        with (
+            pytest.warns(match=said),
+            pytest.raises(ModelError, match="its gradients of .* differ by"),
+        ):
+            run(pattern, pattern.strategy(allowing, {}))
+    finally:
+        ENTERED.pop().__exit__(None, None, None)
+    with pytest.warns(match=said):
+        run(pattern, pattern.strategy(allowing, {"check_first_batch": "off"}))
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.layer_code import check_code, code_of
+from lightning_hetero.model.layer_code import LoadedCode, check_code, code_of
 
 from ..models import tiny_llama
 
@@ -299,3 +301,47 @@ def test_numbers_of_the_machine_that_are_no_constants_do_not_count() -> None:
             return x + len(sys.argv)
 
     assert [place.rpartition(".")[2] for place in code_of([Counting()])] == ["forward"]
+
+
+class ByVariable(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.factor()
+
+    def factor(self) -> float:
+        return float(os.environ.get("FACTOR", "1"))
+
+
+class ByProperty(nn.Module):
+    @functools.cached_property
+    def factor(self) -> float:
+        return 2.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.factor
+
+
+class ByCall(nn.Identity):
+    def __call__(self, hidden: Tensor) -> Any:
+        return super().__call__(hidden) * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (ByVariable, r"Its code reads environment variables \(\S*ByVariable\.factor\)\."),
+        (ByProperty, "Its attribute 'factor' was computed when something else was different."),
+        (ByCall, "ByCall has a `__call__` of its own, which runs here and on the worker."),
+        (nn.Identity, "It seems that it depends on something that the worker does not have"),
+    ],
+)
+def test_what_a_worker_lacks_is_named(kind: Any, says: str) -> None:
+    layer = kind()
+    layer(torch.ones(2))
+    assert re.match(says, LoadedCode({0: nn.Identity(), 1: layer}).why_not_elsewhere(1))
+
+
+def test_what_has_changed_since_then_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = LoadedCode(dict(enumerate(tiny_llama(1).model.layers)))
+    monkeypatch.setattr(LlamaMLP, "forward", mine)
+    expected = f"{LLAMA}.LlamaMLP.forward has changed since the layers went to their workers."
+    assert loaded.why_not_elsewhere(0) == expected

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.model.override import ForwardOverride, has_own_forward, overrides_of, stand_in
+from lightning_hetero.model.override import (
+    ForwardOverride,
+    has_own_forward,
+    overrides_of,
+    own_forward,
+    stand_in,
+)
 
 
 class Added(ForwardOverride):
@@ -31,6 +37,7 @@ def test_overrides_run_from_the_top_to_the_method_of_the_class() -> None:
     added, doubled = Added(layer).put_on(), Doubled(layer).put_on()
     assert [*overrides_of(layer)] == [doubled, added]
     assert result(layer) == 8
+    assert float(own_forward(layer)(torch.tensor(3.0))) == 3
     assert not has_own_forward(layer)
 
 

@@ -18,9 +18,11 @@ from torch.nn.utils import parametrizations
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.errors import ModelError
+from lightning_hetero.model.attributes import unchanged
 from lightning_hetero.model.tensors import (
     dtypes_on_stage,
     empty_tensors,
+    filled,
     flatten,
     keys_of,
     leave_out,
@@ -187,6 +189,31 @@ def test_a_buffer_that_two_modules_share_is_emptied_in_both() -> None:
     assert all(tensor.is_meta for tensor in tensors)
 
 
+def test_filled_tensors_stand_in_for_empty_ones_that_stay_the_same_objects() -> None:
+    layer = Layer()
+    layer.inner.again = layer.inner.weight
+    contents = {name: t.detach().clone() for name, t in named_tensors({0: layer})}
+    empty_tensors({0: layer})
+    before = dict(named_tensors({0: layer}))
+    with filled({0: layer}, contents, torch.device("cpu")):
+        for name, tensor in named_tensors({0: layer}):
+            assert torch.equal(tensor, contents[name])
+            assert tensor.requires_grad == before[name].requires_grad
+            assert isinstance(tensor, nn.Parameter) == isinstance(before[name], nn.Parameter)
+        assert layer.inner.again is layer.inner.weight
+    assert all(tensor is before[name] for name, tensor in named_tensors({0: layer}))
+
+
+def test_what_is_missing_leaves_a_layer_empty() -> None:
+    layer = Layer()
+    contents = {name: t.detach().clone() for name, t in named_tensors({0: layer})}
+    contents.popitem()
+    empty_tensors({0: layer})
+    with pytest.raises(KeyError), filled({0: layer}, contents, torch.device("cpu")):
+        pass
+    assert all(tensor.is_meta for _, tensor in named_tensors({0: layer}))
+
+
 class Mixed(nn.Module):
     """A 4-bit weight, one that is frozen, one that trains, and buffers."""
 
@@ -282,6 +309,23 @@ def test_four_bits_take_new_content_with_their_state_and_identity() -> None:
     assert torch.equal(layer.packed(hidden), other.packed(hidden))
     assert stored_in_four_bits({0: layer}, "0.packed.weight")
     assert not stored_in_four_bits({0: layer}, "0.frozen")
+
+
+def test_four_bits_are_filled_for_a_while() -> None:
+    layer = Mixed()
+    hidden = torch.randn(2, 24)
+    expected = layer.packed(hidden)
+    contents = {
+        part: content.detach().clone()
+        for name, tensor, state in named_contents({0: layer})
+        for part, content in flatten(name, tensor, state).items()
+    }
+    empty_tensors({0: layer})
+    before = dict(vars(layer.packed))
+    with unchanged(layer.modules()), filled({0: layer}, contents, torch.device("cpu")):
+        assert torch.equal(layer.packed(hidden), expected)
+    assert packed_in(layer)[1] == {}
+    assert vars(layer.packed) == before
 
 
 def test_four_bits_are_emptied_and_filled_again() -> None:

@@ -1,0 +1,374 @@
+"""The twin test: each layer on a worker answers for one micro-batch, and so does the layer here.
+
+The layer here is the hollow one, with its class, its attributes and all that its code reads. While
+it answers, it has its weights, which one worker sends, layer by layer: this process need not hold
+the model. What the layer gets is what it has got on the worker, so that no difference of an earlier
+layer adds to its own.
+
+Of layers that are alike, on one process, one answers for all where their weights are many bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from ..devices.device import forked_generators
+from ..errors import ModelError, WorkerError
+from ..model.attributes import unchanged
+from ..model.layer_call import LayerCall
+from ..model.layer_code import LoadedCode
+from ..model.layers import describe_layer
+from ..model.override import own_forward
+from ..model.tensors import filled, named_tensors, stored_in_four_bits
+from ..pipeline.handover import Request
+from ..pipeline.microbatch import GO_ON, CheckFirstBatch
+from ..pipeline.random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
+from ..pipeline.rule import Key
+from ..pipeline.stage import on_trial
+from ..pipeline.tolerance import coarsest, rounding_of_hidden
+from ..pipeline.twin import (
+    TwinAnswer,
+    TwinDifference,
+    answer_of,
+    difference_of,
+    kind_of,
+    trained_names,
+)
+from ..protocol.tensor_bytes import DTYPES
+from .layers import RemoteLayers
+from .lone_microbatch import received
+from .member import Member
+from .steps import RemoteStages
+
+# All layers answer as long as their weights, and what they get, are fewer bytes together. Beyond
+# that one of each kind on each process does.
+_MOST_BYTES = 2**28
+# Attributes that number a layer.
+_NUMBERS = ("idx", "index", "layer_id", "number")
+
+
+class _Place(NamedTuple):
+    """A stage on one worker, in training or in evaluation."""
+
+    stage: int
+    session: str
+    is_training: bool
+
+    def kind_of(self, layer: nn.Module) -> tuple[Any, ...]:
+        """Layers of one kind here compute alike, each with its weights."""
+        return self.session, self.is_training, _form_of(layer)
+
+
+class _HandOver(NamedTuple):
+    """Hidden states on their way through workers that answer.
+
+    Args:
+        key: The micro-batch, and a visit that no other hand-over of the step has.
+        request: The hidden states and the calls of the layers.
+        is_whole: Whether it is a piece of a whole batch, whose layers only workers run.
+        keeps_modes: Whether layers answer in the modes of their calls, or in evaluation mode.
+    """
+
+    key: Key
+    request: Request
+    is_whole: bool
+    keeps_modes: bool = True
+
+    def call_of(self, number: int) -> LayerCall:
+        """The call of a layer."""
+        calls = self.request.surroundings.calls
+        return next(call for call in calls if call.layer_index == number)
+
+    @property
+    def without_modes(self) -> _HandOver:
+        """The same in evaluation mode, as another visit."""
+        key = self.key._replace(visit=self.key.visit + FIRST_TRIAL)
+        return self._replace(key=key, keeps_modes=False)
+
+
+class Twins:
+    """Compares layers on workers with those of this process.
+
+    Args:
+        layers: The layers on workers by their numbers, hollow when they are compared.
+        kept: The numbers of those that have their weights here.
+        remote: Fetches the tensors of the others.
+        stages: Runs them on the workers.
+        seed: Start of all random numbers of the run.
+        mode: What happens at a difference.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        kept: Collection[int],
+        remote: RemoteLayers,
+        stages: RemoteStages,
+        seed: int,
+        mode: CheckFirstBatch,
+    ) -> None:
+        self._layers = layers
+        self._kept = frozenset(kept)
+        self._remote = remote
+        self._stages = stages
+        self._seed_of_run = seed
+        self._mode = mode
+        self._code = LoadedCode(layers if mode != "off" else {})
+        # What was asked for and what was compared: stages of sessions, in training or evaluation.
+        self._asked: set[_Place] = set()
+        self._passed: set[_Place] = set()
+        self._answered: set[tuple[Any, ...]] = set()
+        self._num_bytes = 0
+        self._problems: list[str] = []
+
+    def wanted(
+        self, num_microbatches: int, stays: Collection[int] = (), request: Request | None = None
+    ) -> list[int]:
+        """The micro-batches that reach all workers whose layers were not compared. Each worker is
+        asked for once.
+
+        Args:
+            num_microbatches: How many the step has.
+            stays: Those of which this process runs the layers.
+            request: The hand-over; None for those of a training step.
+        """
+        if self._mode == "off":
+            return []
+        found = []
+        for index in range(num_microbatches):
+            way = {*self._places(index, index in stays, request).values()}
+            if not way <= self._asked:
+                found.append(index)
+                self._asked |= way
+        return found
+
+    def _places(self, index: int, is_whole: bool, request: Request | None) -> dict[int, _Place]:
+        """Where a micro-batch passes, by the numbers of stages."""
+        holdings = self._remote.holdings
+        around = None if request is None else request.surroundings
+        is_training = around is None or any(call.training for call in around.calls)
+        called = None if around is None else {call.layer_index for call in around.calls}
+        return {
+            number: _Place(number, worker.session, is_training)
+            for number, worker in holdings.way(index, is_whole).items()
+            if called is None or not called.isdisjoint(holdings.stages[number].layers)
+        }
+
+    def compare(self, key: Key, request: Request, is_whole: bool) -> None:
+        """Let the layers of a hand-over answer that were not compared; `settle` says what differs.
+
+        You must begin a step before. Nothing is left behind.
+
+        Args:
+            key: The micro-batch, and a visit that no other hand-over of the step has.
+            request: The hand-over.
+            is_whole: Whether it is a piece of a whole batch, whose layers only workers run.
+        """
+        if self._mode == "off" or request.surroundings.has_cache:
+            return
+        places = self._places(key.microbatch, is_whole, request)
+        new = {number: place for number, place in places.items() if place not in self._passed}
+        self._passed.update(new.values())
+        chosen = self._chosen(new, request)
+        if not chosen:
+            return
+        way = self._remote.holdings.way(key.microbatch, is_whole)
+        found = {number: way[stage] for number, stage in chosen.items()}
+        # Devices of different kinds draw other random numbers, so what draws and differs answers
+        # once more in evaluation mode.
+        hand_over = _HandOver(key, request, is_whole)
+        drawing = self._compared(hand_over, found)
+        left = self._compared(hand_over.without_modes, drawing) if drawing else {}
+        for number, worker in left.items():
+            rank_zero_info(
+                f"whether {describe_layer(number)} computes on {worker.name} what it computes here "
+                "was not checked: it draws random numbers, in evaluation mode too"
+            )
+
+    def _compared(self, hand_over: _HandOver, chosen: Mapping[int, Member]) -> dict[int, Member]:
+        """Compare layers and note what differs; returns those that differ and draw at random."""
+        there, drawing = self._answers_there(hand_over, chosen), {}
+        for number, worker in chosen.items():
+            try:
+                here = self._answer_here(hand_over, number, there[number])
+                difference = self._apart(hand_over, number, here, there[number])
+                if difference is None:
+                    continue
+                other = self._answer_here(hand_over, number, there[number], draws=1)
+                if self._apart(hand_over, number, here, other) is None:
+                    self._problems.append(self._said(number, worker, difference))
+                else:
+                    drawing[number] = worker
+            except WorkerError:
+                raise
+            except Exception as error:
+                # It may need a kernel, or memory, that only its worker has.
+                rank_zero_info(
+                    f"whether {describe_layer(number)} computes on {worker.name} what it computes "
+                    f"here was not checked, since it does not run here: {error}"
+                )
+        return drawing
+
+    def _chosen(self, places: Mapping[int, _Place], request: Request) -> dict[int, int]:
+        """The layers that answer, each with the number of its stage."""
+        called = {call.layer_index for call in request.surroundings.calls}
+        found: dict[int, int] = {}
+        num_left_out = 0
+        layers = {n: self._remote.holdings.stages[n].layers for n in places}
+        for stage, number in ((s, n) for s, own in layers.items() for n in own if n in called):
+            num_bytes = self._bytes_of(number) + 2 * request.hidden.nbytes
+            kind = places[stage].kind_of(self._layers[number])
+            if kind in self._answered and self._num_bytes + num_bytes > _MOST_BYTES:
+                num_left_out += 1
+                continue
+            self._answered.add(kind)
+            self._num_bytes += num_bytes
+            found[number] = stage
+        if num_left_out:
+            rank_zero_info(
+                f"{num_left_out} of {num_left_out + len(found)} layers on workers were not "
+                "compared with those here: layers that are like them were"
+            )
+        return found
+
+    def _bytes_of(self, number: int) -> int:
+        return sum(tensor.nbytes for _, tensor in named_tensors({number: self._layers[number]}))
+
+    def _answers_there(
+        self, hand_over: _HandOver, chosen: Mapping[int, Member]
+    ) -> dict[int, TwinAnswer]:
+        """The answers of the workers."""
+        key, request, is_whole, keeps_modes = hand_over
+        around = replace(
+            request.surroundings,
+            collect=[kind_of(number) for number in chosen],
+            is_trial=True,
+            keeps_modes=keeps_modes,
+            grad_enabled=False,
+        )
+        self._stages.send_forward(key, request.hidden.detach(), around, is_whole)
+        found = received(self._stages, key)
+        found.land()
+        answers = {}
+        for number, worker in chosen.items():
+            sent = [tensor for kind, tensor in found.outputs if kind == kind_of(number)]
+            with self._remote.connections.blaming(worker):
+                answers[number] = TwinAnswer.decoded(sent)
+        return answers
+
+    def _answer_here(
+        self, hand_over: _HandOver, number: int, there: TwinAnswer, draws: int = 0
+    ) -> TwinAnswer:
+        """The answer of the layer in this process to what the worker's layer was given.
+
+        Args:
+            hand_over: Has the call.
+            number: The layer.
+            there: The worker's answer.
+            draws: 0 for the random numbers that the worker has drawn; others for other ones.
+        """
+        request, keeps_modes = hand_over.request, hand_over.keeps_modes
+        layer, call = self._layers[number], hand_over.call_of(number)
+        device, dtype = request.hidden.device, request.surroundings.autocast_dtype
+        given = [tensor.to(device) for tensor in there.given]
+        if dtype is None and request.hidden.is_floating_point():
+            # Outside of its stage a layer does not compute in the stage's dtype.
+            given = [t.to(request.hidden.dtype) if t.is_floating_point() else t for t in given]
+        hidden, *along = given
+        call = call.with_carried(dict(zip(call.carried, along, strict=True)))
+        with ExitStack() as stack:
+            stack.enter_context(unchanged(layer.modules()))
+            if number not in self._kept:
+                contents = self._remote.fetch([name for name, _ in named_tensors({number: layer})])
+                stack.enter_context(filled({number: layer}, contents, device))
+            call.set_modes(layer)
+            stack.enter_context(on_trial(layer, keeps_modes))
+            if dtype is not None:
+                # Its cache would keep the weights of all layers.
+                stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=False))
+            stack.enter_context(PythonStreams())
+            stack.enter_context(forked_generators())
+            self._seed(hand_over, number, draws)
+            return answer_of(layer, own_forward(layer), call, hidden, along)[1]
+
+    def _seed(self, hand_over: _HandOver, number: int, draws: int) -> None:
+        """Draw what the worker's layer draws, or something else."""
+        key, first = hand_over.key, self._remote.connections.first_microbatch
+        visit = key.visit % FIRST_TRIAL if hand_over.keeps_modes else key.visit
+        place = self._stages.dropout_step, number, key.microbatch - first, visit + draws
+        seed_action(self._seed_of_run, *place)
+        seed_elsewhere(self._seed_of_run, *place)
+
+    def _apart(
+        self, hand_over: _HandOver, number: int, one: TwinAnswer, other: TwinAnswer
+    ) -> TwinDifference | None:
+        rounding = self._rounding(hand_over.request, number)
+        return difference_of(one, other, trained_names(self._layers[number]), rounding)
+
+    def _rounding(self, request: Request, number: int) -> float:
+        """The relative difference of a layer's results that rounding explains."""
+        layer, stages = {number: self._layers[number]}, self._remote.holdings.stages.values()
+        dtypes = [request.hidden.dtype, request.surroundings.autocast_dtype or torch.float32]
+        dtypes += [DTYPES[s.dtype] for s in stages if number in s.layers and s.dtype is not None]
+        widths = [1]
+        for name, tensor in named_tensors(layer):
+            is_weight = isinstance(tensor, nn.Parameter)
+            if is_weight and (stored_in_four_bits(layer, name) or not tensor.is_floating_point()):
+                dtypes.append(torch.bfloat16)  # what is packed is multiplied in half precision
+            dtypes.append(tensor.dtype)
+            widths.append(max(tensor.shape, default=1))
+        if torch.get_float32_matmul_precision() != "highest":
+            dtypes.append(torch.float16)  # about as coarse
+        return rounding_of_hidden(coarsest(dtypes), 1, max(widths))
+
+    def _said(self, number: int, worker: Member, difference: TwinDifference) -> str:
+        layer = self._layers[number]
+        return (
+            f"{describe_layer(number).capitalize()} ({type(layer).__name__}) computes something "
+            f"else on {worker.name} than here, of the same input with the same weights: "
+            f"{difference}. {self._code.why_not_elsewhere(number)} Keep it in an attribute or a "
+            "buffer of the layers, set it where the worker starts too, or keep these layers with "
+            "the coordinator."
+        )
+
+    def settle(self, is_first: bool = True) -> None:
+        """Say what differs.
+
+        Args:
+            is_first: Whether no batch has been trained before.
+
+        Raises:
+            ModelError: If something does, the mode is ``"stop"``, and it is the first batch.
+        """
+        problems, self._problems = self._problems, []
+        if not problems:
+            return
+        more = f" So do {len(problems) - 1} other layers." if len(problems) > 1 else ""
+        if is_first and self._mode == "stop":
+            raise ModelError(f"{problems[0]}{more} {GO_ON}")
+        rank_zero_warn(f"{problems[0]}{more}")
+
+
+def _form_of(layer: nn.Module) -> tuple[Any, ...]:
+    """What layers that are alike have in common: classes, plain attributes, forms of tensors."""
+    modules = layer.named_modules()
+    inside = tuple(
+        (path, type(module), tuple(_plain_attributes(module))) for path, module in modules
+    )
+    tensors = named_tensors({0: layer})
+    return inside, tuple((n, t.shape, t.dtype, t.requires_grad) for n, t in tensors)
+
+
+def _plain_attributes(module: nn.Module) -> list[tuple[str, str]]:
+    return [
+        (name, repr(value) if isinstance(value, (bool, int, float, str)) else "")
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_") and not name.endswith(_NUMBERS)
+    ]
