@@ -55,7 +55,7 @@ from .check_schedule import RunChecks
 from .first_batch import FirstBatchCheck
 from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
 from .replan import Watch, settle
-from .training_step import BatchReader, BatchStep, MicrobatchedStep
+from .training_step import BatchReader, BatchStep, MicrobatchedStep, RefusesGradients
 from .window_step import WindowStep
 from .window_warning import WindowWarning
 
@@ -234,7 +234,8 @@ class TrainingRun(Run):
         recorder = self.deployment.coordinator.telemetry.recorder
         # The backwards of a cut step have run in its micro-batches.
         if self._options.cuts_step(self._module):
-            yield
+            with RefusesGradients():
+                yield
         else:
             with recorder.span("backward"), self.deployment.draws.of_latest():
                 yield
