@@ -316,9 +316,18 @@ class OptimizerParts:
         """
         self._connections.check_usable()
         self._stages.norms_due.clear()
+        self._zero(names, set_to_none=set_to_none)
+
+    def restore_zeros(self, names: Sequence[str]) -> None:
+        """Give remote parameters zero gradients that have none, and had one as the step began."""
+        self._connections.check_usable()
+        self._zero(names, set_to_none=False, only_dropped=True)
+
+    def _zero(self, names: Sequence[str], *, set_to_none: bool, only_dropped: bool = False) -> None:
         asked = self.layers.holdings.names_by_holder(names)
         for worker, own in asked:
-            message = m.ZeroGradients(own, set_to_none, **self._stages.stamp(worker))
+            stamp = self._stages.stamp(worker)
+            message = m.ZeroGradients(own, set_to_none, only_dropped, **stamp)
             self._connections.request(worker, message)
         self._connections.finish([worker for worker, _ in asked])
 

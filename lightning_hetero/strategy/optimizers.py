@@ -119,6 +119,7 @@ class RemoteSteps:
         names_of: Names of the parameters on stages.
         zero_gradients: Drops the gradients of parameters with these names on stages, or makes them
             zero.
+        restore_zeros: Makes zero gradients of those that stages have dropped as a step began.
         kept_here: Parameters that are stepped here, of layers of which workers step the others.
         returned: All optimizers of the run.
     """
@@ -129,6 +130,7 @@ class RemoteSteps:
         optimizers: Sequence[RemoteOptimizer],
         names_of: Mapping[Tensor, str],
         zero_gradients: Callable[[Sequence[str], bool], None],
+        restore_zeros: Callable[[Sequence[str]], None],
         kept_here: Sequence[Tensor] = (),
         returned: Sequence[Optimizer] = (),
     ) -> None:
@@ -136,6 +138,7 @@ class RemoteSteps:
         self._returned = returned
         self._names_of = names_of
         self._zero_gradients = zero_gradients
+        self._restore_zeros = restore_zeros
         self._gradients = GradientsAway(names_of)
         self._kept_here = kept_here
         # Their gradients as a backward, or clipping everywhere, has left them.
@@ -189,8 +192,9 @@ class RemoteSteps:
         """
         if accumulates is None:
             self.follow_dropped()
-        kept = self._gradients.kept(self._optimized) if accumulates is False else []
-        dropped = self._gradients.take_dropped() if accumulates else []
+        gradients = self._gradients
+        kept = gradients.kept(self._optimized) if accumulates is False else []
+        dropped = [*gradients.take_dropped(), *gradients.take_zeroed()] if accumulates else []
         for parameter in (*kept, *dropped):
             raise ModelError(
                 f"The gradient of {self._names_of[parameter]} of the layers was "
@@ -199,14 +203,20 @@ class RemoteSteps:
                 "`optimizer_zero_grad`. Accumulate with the Trainer's `accumulate_grad_batches`, "
                 "or drop gradients under manual optimization."
             )
-        self._gradients.note_backward()
+        if accumulates is False and gradients.zeroed:
+            # The workers have dropped them: a frozen parameter would have none, and not be stepped.
+            self._restore_zeros([self._names_of[parameter] for parameter in gradients.zeroed])
+        gradients.note_backward()
 
     def follow_dropped(self) -> None:
-        """Drop the gradients on the stages that were dropped here, as by ``parameter.grad = None``
-        or by a `zero_grad` that Lightning does not call."""
-        dropped = self._gradients.take_dropped()
-        if dropped:
-            self._zero_gradients([self._names_of[parameter] for parameter in dropped], True)
+        """Drop the gradients on the stages that were dropped here, or make them zero, as by
+        ``parameter.grad = None`` or by a `zero_grad` that Lightning does not call."""
+        for changed, is_dropped in (
+            (self._gradients.take_dropped(), True),
+            (self._gradients.take_zeroed(), False),
+        ):
+            if changed:
+                self._zero_gradients([self._names_of[p] for p in changed], is_dropped)
 
     def note_gradients(self) -> None:
         """Note that gradients have changed everywhere, and not only here."""

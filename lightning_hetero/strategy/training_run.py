@@ -342,8 +342,12 @@ class TrainingRun(Run):
         remote = remote_optimizers(optimizers, training, deployment.stepped_away)
         for each in remote:
             check_precision(plugin, each.optimizer)
-        zero, kept_here = training.zero_gradients, deployment.kept_here
-        remote_steps = RemoteSteps(plugin, remote, names_of, zero, kept_here, optimizers)
+        zero, restore, kept = (
+            training.zero_gradients,
+            training.restore_zeros,
+            deployment.kept_here,
+        )
+        remote_steps = RemoteSteps(plugin, remote, names_of, zero, restore, kept, optimizers)
         module, options = self._module, self._options
         if not options.cuts_step(module):
             return remote_steps, WindowStep(module, deployment, options)
