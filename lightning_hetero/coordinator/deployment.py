@@ -397,6 +397,26 @@ class Deployment:
             return []
         return [parameter for parameter in hosted.names_of if parameter not in hosted.given]
 
+    @contextmanager
+    def layer_here(self, number: int, device: torch.device) -> Iterator[nn.Module]:
+        """Inside, one of the layers on workers is an ordinary one with its present weights.
+
+        Args:
+            number: The layer.
+            device: Where its weights are to be.
+
+        Raises:
+            WorkerError: If its worker does not send its tensors.
+        """
+        named = dict(named_tensors({number: self._away[number]}))
+        owned = self.coordinator.layers.holdings.owner_of
+        found = self.coordinator.layers.fetch([name for name in named if name in owned])
+        # What this process owns as a replica is here.
+        own = {name: each.detach() for name, each in named.items() if name not in owned}
+        tensors = {name: each.to(device) for name, each in (found | own).items()}
+        with self._hollow.ordinary(number, tensors) as layer:
+            yield layer
+
     def modules_of(self, stage: StagePlan) -> dict[int, nn.Module]:
         """The modules of a stage, by their numbers."""
         held = layers_of_stage(self._root, self.layers, stage)

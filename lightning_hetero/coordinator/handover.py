@@ -49,6 +49,7 @@ from ..pipeline.trial_backward import (
 from ..pipeline.turns import current_turn
 from ..plan import Plan
 from ..protocol.tensor_bytes import DTYPES
+from .lone_layer import LayerTrials
 from .lone_microbatch import LoneMicrobatch
 from .steps import RemoteStages
 
@@ -310,6 +311,12 @@ class HandOvers:
         self._tried: list[TriedHandOver] = []
         self._lone: LoneMicrobatch | None = None
         self._is_cutting = False
+        # The layer whose next call is to be kept, and the hand-over with that call.
+        self._kept_layer: int | None = None
+        self._kept: Request | None = None
+        # Whether a layer runs by itself.
+        self._tries_layer = False
+        self._layer_trials = LayerTrials(stages)
 
     @contextmanager
     def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
@@ -351,7 +358,35 @@ class HandOvers:
     @property
     def are_trials(self) -> bool:
         """Whether the present hand-overs leave nothing behind."""
-        return self._trial_is_cut is not None or self._lone is not None
+        return self._trial_is_cut is not None or self._lone is not None or self._tries_layer
+
+    def keep_call(self, number: int) -> None:
+        """Keep the next hand-over of a step with gradients that calls a layer; see `take_call`."""
+        self._kept_layer, self._kept = number, None
+
+    def take_call(self) -> Request | None:
+        """The hand-over of a micro-batch that was kept, which is forgotten now; None if there was
+        none. It has no graph."""
+        kept, self._kept, self._kept_layer = self._kept, None, None
+        return kept
+
+    def _keep(self, request: Request) -> None:
+        around = request.surroundings
+        called = {call.layer_index for call in around.calls}
+        if self._kept_layer in called and around.grad_enabled:
+            carried = {name: tensor.detach() for name, tensor in around.carried.items()}
+            self._kept = Request(request.hidden.detach(), replace(around, carried=carried))
+            self._kept_layer = None
+
+    @contextmanager
+    def trying_layer(self) -> Iterator[LayerTrials]:
+        """Inside, a layer may run by itself in the present step; the stages are up to date."""
+        self._tries_layer = True
+        try:
+            self._follow(False)
+            yield self._layer_trials
+        finally:
+            self._tries_layer = False
 
     @contextmanager
     def alone(self, microbatch: LoneMicrobatch) -> Iterator[None]:
@@ -381,6 +416,7 @@ class HandOvers:
         if turn is not None:
             # What the first micro-batch freezes holds for its whole step.
             self._follow(request.surroundings.grad_enabled)
+            self._keep(request)
             returned: Activation = turn.hand_over(request)
             return returned
         if self._is_cutting:
@@ -413,6 +449,7 @@ class HandOvers:
         self._follow(grad_enabled)
         pieces, dim = self._whole_batches.pieces(request)
         visit = next(visits)
+        self._keep(pieces[0])
         if not grad_enabled:
             return self._join(pieces, dim, visit)
         exchange = Exchange(self._stages, visit, self.plan.max_in_flight, dim)

@@ -40,7 +40,7 @@ class LoneMicrobatch:
         self._num_visits += 1
         around = replace(request.surroundings, is_trial=True, keeps_modes=True, grad_enabled=False)
         stages.send_forward(key, request.hidden.detach(), around, is_whole=self.stays)
-        found = _received(stages, key)
+        found = receive_only(stages, key)
         found.land()
         self.draws.note_hand_over(around.calls[-1].layer_index)
         self.draws.go_on()
@@ -52,7 +52,8 @@ class LoneMicrobatch:
         return found.map(bring)
 
 
-def _received(stages: Stages, key: Key) -> Activation:
+def receive_only(stages: Stages, key: Key) -> Activation:
+    """Wait for the activation of one micro-batch and visit; all others are dropped."""
     while True:
         # A trial that has failed may have left others under way.
         returned = stages.receive()

@@ -419,6 +419,11 @@ class RemoteOptimizer:
         self._load_local_state = optimizer.load_state_dict
         self._put_back = stand_in(optimizer, "load_state_dict", self._load_state_dict)
 
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The present options of each group."""
+        return [group_options(group) for group in self.optimizer.param_groups]
+
     def unscale(self, scale: float) -> bool:
         """Divide the stages' gradients by a loss scale.
 
@@ -451,8 +456,7 @@ class RemoteOptimizer:
         """
         if [id(parameter) for parameter in optimized_parameters(self.optimizer)] != self._held:
             raise changed_parameters(self.optimizer)
-        options = [group_options(group) for group in self.optimizer.param_groups]
-        self._parts.apply(self._number, options)
+        self._parts.apply(self._number, self.options)
 
     def note_stepped(self) -> None:
         """Note that the optimizer has stepped here too."""

@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .adapters import AdapterSwitches
 from .argument_changes import copied
+from .attributes import unchanged
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .carried_tensors import Carried, is_carried, returned
 from .four_bit import shapes_only
@@ -90,6 +91,7 @@ from .tensors import (
     check_can_be_emptied,
     emptied,
     empty_tensors,
+    filled,
     may_have_gradient,
     named_tensors,
     set_tensor,
@@ -203,6 +205,23 @@ class HollowLayers:
             yield
         finally:
             self._span, self._is_here, self._on_enter, self._on_leave = before
+
+    @contextmanager
+    def ordinary(self, number: int, tensors: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+        """Inside, one layer is an ordinary one with this content, and runs by its present code; it
+        is the same object, and hollow as before at the end.
+
+        Args:
+            number: The layer.
+            tensors: The content of each of its tensors by name, as `set_tensor` takes it.
+        """
+        layer = self._modules[number]
+        with unchanged(layer.modules()), filled({number: layer}, tensors):
+            # What observes the layer has seen its call already.
+            for hooks in (layer._forward_hooks, layer._forward_pre_hooks):
+                hooks.clear()
+            vars(layer).pop("forward")
+            yield layer
 
     def runs_here(self, number: int) -> bool:
         """Whether a layer runs as an ordinary one at present."""

@@ -227,6 +227,41 @@ def emptied(layer: nn.Module) -> Iterator[None]:
             tensors.update(before)
 
 
+@contextmanager
+def filled(layers: Mapping[int, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, real tensors stand for all parameters and buffers of layers, which stay as they are.
+
+    The caller restores what modules with weights in 4 bits keep beside these.
+
+    Args:
+        layers: The layers by number.
+        tensors: The content of each tensor by name, and the parts of its state if it is in 4 bits.
+    """
+    made: dict[int, Tensor] = {}
+    held: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for name, old in list(named_tensors(layers)):
+            owner, leaf, _ = locate(layers, name)
+            is_parameter = leaf in owner._parameters
+            place: dict[str, Any] = owner._parameters if is_parameter else owner._buffers
+            if id(old) not in made:
+                made[id(old)] = _stand_in(owner, leaf, tensors[name], state_in(tensors, name))
+            held.append((place, leaf, old))
+            place[leaf] = made[id(old)]
+        yield
+    finally:
+        for tensors_of_owner, leaf, old in held:
+            tensors_of_owner[leaf] = old
+
+
+def _stand_in(owner: nn.Module, leaf: str, content: Tensor, state: State) -> Tensor:
+    if leaf not in owner._parameters:
+        return content
+    if is_four_bit(owner, leaf):
+        return with_state(owner, leaf, content, state)
+    return nn.Parameter(content, owner._parameters[leaf].requires_grad)  # type: ignore[union-attr]
+
+
 def _on_meta(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -110,6 +110,16 @@ def _behind_closure(act: Callable[[], object], args: Any, kwargs: Any) -> Any:
     return (args[0], closure_then_act, *args[2:]), others
 
 
+class StepWatch(Protocol):
+    """Looks at the steps of optimizers on workers."""
+
+    def before_step(self, remote: RemoteOptimizer) -> None:
+        """Look at an optimizer that is about to step on workers; gradients are final."""
+
+    def after_step(self, remote: RemoteOptimizer) -> None:
+        """Look at an optimizer that has stepped everywhere."""
+
+
 class RemoteSteps:
     """Diverts a precision plugin's clipping and stepping until `detach`.
 
@@ -122,6 +132,7 @@ class RemoteSteps:
         restore_zeros: Makes zero gradients of those that stages have dropped as a step began.
         kept_here: Parameters that are stepped here, of layers of which workers step the others.
         returned: All optimizers of the run.
+        watch: Looks at their steps; None if nothing does.
     """
 
     def __init__(
@@ -133,8 +144,10 @@ class RemoteSteps:
         restore_zeros: Callable[[Sequence[str]], None],
         kept_here: Sequence[Tensor] = (),
         returned: Sequence[Optimizer] = (),
+        watch: StepWatch | None = None,
     ) -> None:
         self.optimizers = optimizers
+        self._watch = watch
         self._returned = returned
         self._names_of = names_of
         self._zero_gradients = zero_gradients
@@ -298,8 +311,13 @@ class RemoteSteps:
         self.follow_dropped()
         if is_finite:
             # Before the step here, so that all step at the same time.
-            remote.step()
+            self._step(remote)
             self._sent.add(id(remote.optimizer))
+
+    def _step(self, remote: RemoteOptimizer) -> None:
+        if self._watch is not None:
+            self._watch.before_step(remote)
+        remote.step()
 
     def _check_returned(self, optimizer: Optimizer, *_arguments: Any) -> None:
         """Refuse a step of an optimizer that nobody has returned for parameters on workers.
@@ -364,10 +382,12 @@ class RemoteSteps:
         if id(optimizer) in self._sent:
             self._sent.remove(id(optimizer))
         else:
-            remote.step()
+            self._step(remote)
         remote.note_stepped()
         StateHere.put_into(optimizer, self._names_of)  # some load in a way that calls no hook
         self._states[id(optimizer)] = _state_here(optimizer)
+        if self._watch is not None:
+            self._watch.after_step(remote)
 
     def _unscale(self, scaler: torch.amp.GradScaler, remote: RemoteOptimizer) -> bool:
         """Unscale the stages' gradients; the scaler has unscaled those of this process.

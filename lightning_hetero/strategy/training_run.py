@@ -51,6 +51,7 @@ from ..report.diagram import picture_for
 from ..report.run_record import FACTS, PICTURE_NAME, PLAN_NAME, LostWorker, Process, RunFacts
 from ..report.topology import DrawnPlace, Memory, Topology, marks_of, topology_of, with_profile
 from .arguments import StepOptions, check_precision
+from .audit import Audit, DeploymentAudit
 from .check_schedule import RunChecks
 from .first_batch import FirstBatchCheck
 from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
@@ -143,6 +144,7 @@ class TrainingRun(Run):
         super().__init__(module, deployment, options)
         # The checks belong to the run, not to each deployment.
         self._checks = RunChecks() if options.batches.check != "off" else None
+        self._audit = None if options.batches.check == "off" else Audit(options.batches.check)
         self._threads = TurnThreads()
         self._remote_steps, self._step = self._attached(deployment, optimizers)
         self._watch = Watch(deployment, measured, self._step.recorder, moves)
@@ -209,6 +211,8 @@ class TrainingRun(Run):
         """
         self.deployment.check_placed()
         self.is_inside_window = True
+        if self._audit is not None:
+            self._audit.begin_batch(self.deployment, self._remote_steps.optimizers)
         self._window_warning.note_batch(*args)
         if self._step.accumulates:
             self._remote_steps.follow_dropped()
@@ -347,7 +351,8 @@ class TrainingRun(Run):
             training.restore_zeros,
             deployment.kept_here,
         )
-        remote_steps = RemoteSteps(plugin, remote, names_of, zero, restore, kept, optimizers)
+        watch = None if self._audit is None else DeploymentAudit(self._audit, deployment)
+        remote_steps = RemoteSteps(plugin, remote, names_of, zero, restore, kept, optimizers, watch)
         module, options = self._module, self._options
         if not options.cuts_step(module):
             return remote_steps, WindowStep(module, deployment, options)
