@@ -419,10 +419,15 @@ def _reader(function: Any) -> str:
     if function != _DEVICE:
         return ""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
+    while frame is not None and _is_ours(frame.f_globals):  # also a mode that looks at functions
         frame = frame.f_back
     invents = frame is not None and frame.f_globals.get("__name__") in _INVENTING
     return "The `SummaryWriter` of TensorBoard" if invents else ""
+
+
+def _is_ours(names: Mapping[str, Any]) -> bool:
+    """Whether the globals of some code are those of a module of this package."""
+    return str(names.get("__name__")).partition(".")[0] == __name__.partition(".")[0]
 
 
 class _Away:
