@@ -1,4 +1,5 @@
-"""What the first-batch check takes, in samples that run forward and in CPU time.
+"""What the first-batch check takes, in samples that run forward and in CPU time, and what the audit
+of a later batch takes, in bytes over the link too.
 
 A Llama trains for a few steps on one worker. The check is timed where it runs: the CPU time of both
 processes, beside that of a forward of one batch on one device and that of a training step. The twin
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -36,7 +37,11 @@ from benchmarks.processes import (
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator.handover import HandOvers, WholeBatches
+from lightning_hetero.coordinator.layers import RemoteLayers
+from lightning_hetero.coordinator.optimizers import OptimizerParts, RemoteOptimizer
 from lightning_hetero.coordinator.steps import RemoteStages
+from lightning_hetero.model.placeholders import tensors_in
+from lightning_hetero.strategy.audit import Audit
 from lightning_hetero.strategy.first_batch import FirstBatchCheck
 from lightning_hetero.strategy.twin_check import TwinCheck
 
@@ -47,6 +52,7 @@ CHECKS: dict[str, tuple[type, str]] = {
     "boundary": (WholeBatches, "pieces"),
     "boundary, twins": (HandOvers, "_compare_twins"),
 }
+TWINS = TwinCheck.run
 NUM_LAYERS = 8
 NUM_LOCAL_LAYERS = 3
 BATCH_SIZE = 16
@@ -122,6 +128,65 @@ def train(mode: str, worker: WorkerProcess, check: str, num_steps: int) -> tuple
     return taken, median(module.step_cpu_seconds) + worker_seconds / num_steps
 
 
+@dataclass
+class Audited(Taken):
+    """What an audit has taken: the bytes that the worker has sent for it, too."""
+
+    sent_bytes: int = 0
+    is_running: bool = False
+
+    def weighing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that fetches tensors, with its results weighed while an audit runs."""
+
+        def weigh(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            if self.is_running:
+                self.sent_bytes += sum(tensor.nbytes for tensor in tensors_in(found))
+            return found
+
+        return weigh
+
+    def measuring(
+        self, original: Callable[..., None], worker: WorkerProcess, taken: Taken
+    ) -> Callable[..., None]:
+        """A part of the audit that is measured; ``taken`` counts the samples of the run."""
+
+        def measure(*args: Any, is_first: bool = False, **kwargs: Any) -> None:
+            if is_first:  # the twin test before the first step
+                original(*args, is_first=is_first, **kwargs)
+                return
+            if original is TWINS:
+                kwargs["is_first"] = False
+            before, samples = time.process_time() + cpu_seconds(worker.pid), taken.samples
+            self.is_running = True
+            original(*args, **kwargs)
+            self.is_running = False
+            self.cpu_seconds += time.process_time() + cpu_seconds(worker.pid) - before
+            self.samples += taken.samples - samples
+
+        return measure
+
+
+def audit(worker: WorkerProcess) -> tuple[Audited, float]:
+    """What the audit of the 10th batch has taken, and the CPU seconds of a step."""
+    found, run = Audited(), Taken()
+    fetching: list[tuple[Any, str]] = [
+        (RemoteLayers, "fetch"),
+        (RemoteOptimizer, "remote_state"),
+        (OptimizerParts, "fetch_gradients"),
+    ]
+    with ExitStack() as patches:
+        for owner, name in fetching:
+            weighing = found.weighing(getattr(owner, name))
+            patches.enter_context(patch.object(owner, name, weighing))
+        for owner, name in ((Audit, "before_step"), (Audit, "after_step"), (TwinCheck, "run")):
+            measuring = found.measuring(getattr(owner, name), worker, run)
+            patches.enter_context(patch.object(owner, name, measuring))
+        patches.enter_context(counting(run))
+        _, step = train("step", worker, "stop", 10)
+    return found, step
+
+
 def forward_seconds() -> float:
     """The CPU time of a forward of one batch without gradients on one device."""
     model = Decoder(CONFIG).model
@@ -158,7 +223,13 @@ def main() -> None:
                 shares.append(ratios[-1] * forward / step)
             numbers = median(counts), median(ratios), median(shares)
             table.add_row(mode, *(f"{number:.2f}" for number in numbers))
+        found, step = audit(worker)
     console.print(table)
+    console.print(
+        f"the audit of one layer at the 10th batch: {found.sent_bytes / 2**20:.2f} MiB from the "
+        f"worker, {found.samples / BATCH_SIZE:.2f} batches of samples, "
+        f"{found.cpu_seconds / step:.2f} of a step's CPU time"
+    )
 
 
 if __name__ == "__main__":

@@ -316,9 +316,18 @@ class OptimizerParts:
         """
         self._connections.check_usable()
         self._stages.norms_due.clear()
+        self._zero(names, set_to_none=set_to_none)
+
+    def restore_zeros(self, names: Sequence[str]) -> None:
+        """Give remote parameters zero gradients that have none, and had one as the step began."""
+        self._connections.check_usable()
+        self._zero(names, set_to_none=False, only_dropped=True)
+
+    def _zero(self, names: Sequence[str], *, set_to_none: bool, only_dropped: bool = False) -> None:
         asked = self.layers.holdings.names_by_holder(names)
         for worker, own in asked:
-            message = m.ZeroGradients(own, set_to_none, **self._stages.stamp(worker))
+            stamp = self._stages.stamp(worker)
+            message = m.ZeroGradients(own, set_to_none, only_dropped, **stamp)
             self._connections.request(worker, message)
         self._connections.finish([worker for worker, _ in asked])
 
@@ -410,6 +419,11 @@ class RemoteOptimizer:
         self._load_local_state = optimizer.load_state_dict
         self._put_back = stand_in(optimizer, "load_state_dict", self._load_state_dict)
 
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The present options of each group."""
+        return [group_options(group) for group in self.optimizer.param_groups]
+
     def unscale(self, scale: float) -> bool:
         """Divide the stages' gradients by a loss scale.
 
@@ -442,8 +456,7 @@ class RemoteOptimizer:
         """
         if [id(parameter) for parameter in optimized_parameters(self.optimizer)] != self._held:
             raise changed_parameters(self.optimizer)
-        options = [group_options(group) for group in self.optimizer.param_groups]
-        self._parts.apply(self._number, options)
+        self._parts.apply(self._number, self.options)
 
     def note_stepped(self) -> None:
         """Note that the optimizer has stepped here too."""

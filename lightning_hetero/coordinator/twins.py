@@ -125,8 +125,28 @@ class Twins:
         self._asked: set[_Place] = set()
         self._passed: set[_Place] = set()
         self._answered: set[tuple[Any, ...]] = set()
+        # The one layer that is asked for again, where it was compared before.
+        self._again: dict[_Place, int] = {}
+        self._is_later = False
         self._num_bytes = 0
         self._problems: list[str] = []
+
+    def ask_again(self, number: int) -> None:
+        """Let a layer answer once more in the next step: something may have changed meanwhile, and
+        its workers were not told. A difference is a warning then.
+
+        Args:
+            number: The layer.
+        """
+        stages = self._remote.holdings.stages
+        self._is_later = True
+        self._again = {
+            place: number
+            for place in self._passed
+            if place.is_training and number in stages[place.stage].layers
+        }
+        self._passed -= self._again.keys()
+        self._asked -= self._again.keys()
 
     def wanted(
         self, num_microbatches: int, stays: Collection[int] = (), request: Request | None = None
@@ -222,7 +242,12 @@ class Twins:
         found: dict[int, int] = {}
         num_left_out = 0
         layers = {n: self._remote.holdings.stages[n].layers for n in places}
+        again = {stage: self._again.pop(place, None) for stage, place in places.items()}
         for stage, number in ((s, n) for s, own in layers.items() for n in own if n in called):
+            if again[stage] is not None:
+                if number == again[stage]:
+                    found[number] = stage
+                continue
             num_bytes = self._bytes_of(number) + 2 * request.hidden.nbytes
             kind = places[stage].kind_of(self._layers[number])
             if kind in self._answered and self._num_bytes + num_bytes > _MOST_BYTES:
@@ -351,7 +376,7 @@ class Twins:
         if not problems:
             return
         more = f" So do {len(problems) - 1} other layers." if len(problems) > 1 else ""
-        if is_first and self._mode == "stop":
+        if is_first and not self._is_later and self._mode == "stop":
             raise ModelError(f"{problems[0]}{more} {GO_ON}")
         rank_zero_warn(f"{problems[0]}{more}")
 

@@ -419,10 +419,15 @@ def _reader(function: Any) -> str:
     if function != _DEVICE:
         return ""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
+    while frame is not None and _is_ours(frame.f_globals):  # also a mode that looks at functions
         frame = frame.f_back
     invents = frame is not None and frame.f_globals.get("__name__") in _INVENTING
     return "The `SummaryWriter` of TensorBoard" if invents else ""
+
+
+def _is_ours(names: Mapping[str, Any]) -> bool:
+    """Whether the globals of some code are those of a module of this package."""
+    return str(names.get("__name__")).partition(".")[0] == __name__.partition(".")[0]
 
 
 class _Away:
@@ -536,7 +541,8 @@ class GradientAway(Tensor):
         gradients = instances_in(args, GradientAway)
         if name in _MAKE_ZERO and len(gradients) == len(tensors_in(args)):
             for gradient in gradients:
-                gradient.parameter.grad = None
+                if (known := GradientsAway.of(gradient.parameter)) is not None:
+                    known.zero(gradient.parameter)
             return args[0]
         if reader := _reader(function):
             raise ModelError(f"{reader} {_OF_GRADIENT}")
@@ -567,10 +573,11 @@ class GradientsAway:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [*parameters]
-        self._are_there = False
-        # By the id of the parameter, since a tensor's own hash takes long.
+        # By the id of the parameter, since a tensor's own hash takes long: those with a gradient,
+        # and those of them whose gradient was made zero since the latest backward.
+        self._there: dict[int, Tensor] = {}
+        self._zeroed: dict[int, Tensor] = {}
         self._shown: dict[int, GradientAway] = {}
-        self._dropped: dict[int, Tensor] = {}
         self._untold: dict[int, Tensor] = {}
         for parameter in self._parameters:
             vars(parameter)[_GRADIENTS] = self
@@ -586,37 +593,57 @@ class GradientsAway:
             vars(parameter).pop(_GRADIENTS, None)
 
     def note_backward(self) -> None:
-        """Note that every parameter that trains gets a gradient."""
-        self._are_there = True
-        self._dropped.clear()
+        """Note that every parameter that trains gets a gradient. A frozen one keeps what it had."""
+        trained = compress(self._parameters, training_flags(self._parameters))
+        self._there.update((id(parameter), parameter) for parameter in trained)
+        self._zeroed.clear()
         self._untold.clear()
 
     def take_dropped(self) -> list[Tensor]:
         """The parameters whose gradients were dropped here since the last call."""
-        dropped, self._untold = [*self._untold.values()], {}
-        return dropped
+        return self._take_untold(is_there=False)
+
+    def take_zeroed(self) -> list[Tensor]:
+        """The parameters whose gradients were made zero here since the last call."""
+        return self._take_untold(is_there=True)
+
+    def _take_untold(self, *, is_there: bool) -> list[Tensor]:
+        found = [p for key, p in self._untold.items() if (key in self._there) == is_there]
+        self.note_told(found)
+        return found
 
     def note_told(self, parameters: Iterable[Tensor]) -> None:
-        """Note that the workers have dropped the gradients of these parameters."""
+        """Note that the workers have dropped the gradients of these parameters, or made them
+        zero."""
         for parameter in parameters:
             self._untold.pop(id(parameter), None)
 
+    @property
+    def zeroed(self) -> list[Tensor]:
+        """The parameters whose gradients were made zero here since the latest backward."""
+        return [*self._zeroed.values()]
+
     def kept(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those of the parameters whose gradients were not dropped since the latest backward."""
-        named = {id(parameter): parameter for parameter in parameters} if self._are_there else {}
-        left = [named[key] for key in named.keys() - self._dropped.keys()]
+        """Those of the parameters that train and whose gradients were neither dropped nor made
+        zero since the latest backward."""
+        untouched = self._there.keys() - self._zeroed.keys()
+        left = [each for each in parameters if id(each) in untouched] if untouched else []
         return list(compress(left, training_flags(left)))
 
     def read(self, parameter: Tensor) -> GradientAway | None:
         """What stands for the gradient of a parameter; None if it has no gradient."""
         key = id(parameter)
-        if self.are_hidden or not self._are_there or key in self._dropped:
-            return None
-        if not training_flags([parameter])[0]:
+        if self.are_hidden or key not in self._there:
             return None
         if key not in self._shown:
             self._shown[key] = GradientAway.of(parameter)
         return self._shown[key]
+
+    def zero(self, parameter: Tensor) -> None:
+        """Make the gradient of a parameter zero, if it has one."""
+        key = id(parameter)
+        if key in self._there:
+            self._zeroed[key] = self._untold[key] = parameter
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Drop the gradient of a parameter, or take that back.
@@ -625,10 +652,11 @@ class GradientsAway:
             ModelError: If it is to get another gradient.
         """
         key = id(parameter)
-        if gradient is None and self._are_there:
-            self._dropped[key] = self._untold[key] = parameter
+        if gradient is None and key in self._there:
+            self._untold[key] = self._there.pop(key)
+            self._zeroed.pop(key, None)
         elif gradient is not None and gradient is self._shown.get(key):
-            self._dropped.pop(key, None)
+            self._there[key] = parameter
             self._untold.pop(key, None)
         elif gradient is not None:
             raise ModelError(f"`grad =` {_OF_GRADIENT}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -135,12 +135,20 @@ class AwaitedGradients:
 
 
 @contextmanager
-def asking_for_gradients(note: Callable[[], None]) -> Iterator[None]:
-    """Inside, `note` is called where code of a micro-batch wants the gradient of a tensor, by
-    `register_hook` or `retain_grad`: nobody knows when it looks at what it gets."""
+def asking_for_gradients(
+    note: Callable[[], None], observe: Callable[[str], None]
+) -> Iterator[None]:
+    """Look out for code of a micro-batch that wants the gradient of a tensor.
+
+    Args:
+        note: Called where it asks, by `register_hook` or `retain_grad`: nobody knows when it looks
+            at what it gets.
+        observe: Called with the name of the function when it gets a gradient that it leaves as it
+            is, or is to keep it.
+    """
     own = {name: vars(Tensor).get(name) for name in ("register_hook", "retain_grad")}
     for name in own:
-        setattr(Tensor, name, _noted(getattr(Tensor, name), note))
+        setattr(Tensor, name, _noted(getattr(Tensor, name), note, partial(observe, name)))
     try:
         yield
     finally:
@@ -150,14 +158,28 @@ def asking_for_gradients(note: Callable[[], None]) -> Iterator[None]:
                 setattr(Tensor, name, value)
 
 
-def _noted(ask: Any, note: Callable[[], None]) -> Any:
+def _noted(ask: Any, note: Callable[[], None], observe: Callable[[], None]) -> Any:
+    def observed(hook: Any) -> Any:
+        @wraps(hook)
+        def look(gradient: Tensor) -> Any:
+            found = hook(gradient)
+            if found is None:
+                observe()
+            return found
+
+        return look
+
     @wraps(ask)
-    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def noted(tensor: Tensor, *hooks: Any, **named: Any) -> Any:
         if current_turn() is not None:
             note()
+            if not hooks and not named:
+                observe()
+            hooks = tuple(map(observed, hooks))
+            named = {name: observed(hook) for name, hook in named.items()}
         # Subclasses know the function of torch, and not this one.
         if has_torch_function((tensor,)):
-            return handle_torch_function(ask, (tensor,), tensor, *args, **kwargs)
-        return ask(tensor, *args, **kwargs)
+            return handle_torch_function(ask, (tensor,), tensor, *hooks, **named)
+        return ask(tensor, *hooks, **named)
 
     return noted

@@ -8,6 +8,7 @@ clipping, and running averages of weights, which are updated after it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import sys
@@ -66,7 +67,7 @@ def optimizer_class_name(optimizer: Optimizer) -> str:
     library = sys.modules.get("bitsandbytes.optim")
     if library is not None and getattr(library, kind.__name__, None) is kind:
         return f"{_BITSANDBYTES}{kind.__name__}"
-    if kind.__module__.partition(".")[0] in _LIBRARIES:
+    if is_of_a_library(kind):
         raise _cannot_be_cut(optimizer, "it needs all parameters in one place")
     path = path_of(kind, "optimizer class")
     _check_steps_alone(optimizer)
@@ -87,6 +88,11 @@ def is_of_torch(class_name: str) -> bool:
     return _OWN not in class_name and not class_name.startswith(_BITSANDBYTES)
 
 
+def is_of_a_library(kind: type[Optimizer]) -> bool:
+    """Whether an optimizer's class is one of libraries that every worker knows."""
+    return kind.__module__.partition(".")[0] in _LIBRARIES
+
+
 def most_in_state(parameter: Tensor) -> int:
     """How many numbers a tensor may have in an optimizer's state of a parameter: as many as that
     has, those of a code book, or the square of a dimension, as preconditioners have."""
@@ -101,7 +107,7 @@ def own_optimizer_modules() -> set[str]:
     while left:
         kind = left.pop()
         left += kind.__subclasses__()
-        if kind.__module__.partition(".")[0] not in _LIBRARIES:
+        if not is_of_a_library(kind):
             with suppress(ModelError):
                 found.add(path_of(kind, "optimizer class").module)
     return found
@@ -110,6 +116,9 @@ def own_optimizer_modules() -> set[str]:
 # A parameter of a trial has at most so many rows, columns and so on, and steps so often.
 _MOST_PER_DIMENSION = 4
 _NUM_TRIAL_STEPS = 5
+# An optimizer may clip by the common norm of gradients, or do so below some norm: nobody knows it
+# here, and these sizes are far apart. The audit looks at real gradients.
+_SIZES_OF_GRADIENTS = (1.0, 1e-4, 1e4)
 
 
 def _check_steps_alone(optimizer: Optimizer) -> None:
@@ -129,12 +138,14 @@ def _check_steps_alone(optimizer: Optimizer) -> None:
     options = [options for _, options in groups]
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            together = _stepped(optimizer, places, options, set())
             everything = set(range(len(places)))
-            are_apart = all(
-                _are_close(together, _stepped(optimizer, places, options, away))
-                for away in (*({number} for number in everything), everything)
-            )
+            cuts = [*({number} for number in everything), everything]
+            are_apart = True
+            for size in _SIZES_OF_GRADIENTS:
+                together = _stepped(optimizer, places, options, set(), size)
+                apart = (_stepped(optimizer, places, options, cut, size) for cut in cuts)
+                are_apart &= all(_are_close(together, each) for each in apart)
+            together = _stepped(optimizer, places, options, set())
             moved = _stepped(optimizer, places, options, everything, moves=True)
     except Exception as error:  # the user's code
         cause = f"building it from its `defaults` and stepping fails ({error})"
@@ -156,7 +167,7 @@ def _check_steps_alone(optimizer: Optimizer) -> None:
 
 def _are_close(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     pairs = zip(ones, others, strict=True)
-    return all(torch.allclose(*pair, rtol=1e-5, atol=1e-7) for pair in pairs)
+    return all(torch.allclose(*pair, rtol=1e-5, atol=1e-7, equal_nan=True) for pair in pairs)
 
 
 def _trial_shapes(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -170,6 +181,7 @@ def _stepped(
     places: Sequence[tuple[int, tuple[int, ...]]],
     options: Sequence[Mapping[str, Any]],
     away: Collection[int],
+    size: float = 1.0,
     moves: bool = False,
 ) -> list[Tensor]:
     """Trial parameters after some steps, of which some may be stepped elsewhere.
@@ -179,6 +191,7 @@ def _stepped(
         places: The group and the shape of each parameter.
         options: Those of each group.
         away: The parameters that another optimizer steps.
+        size: About how large the numbers of gradients are.
         moves: Whether these move between two steps, with the state that the optimizer has of them.
     """
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
@@ -199,7 +212,7 @@ def _stepped(
             there.state.update(
                 {p: before.state[p] for p in parameters.values() if p in before.state}
             )
-        gradients = {name: draw(parameter.shape) for name, parameter in parameters.items()}
+        gradients = {name: draw(each.shape) * size for name, each in parameters.items()}
 
         def set_gradients(names: Collection[str], found: Mapping[str, Tensor] = gradients) -> None:
             for name, parameter in parameters.items():
@@ -230,6 +243,110 @@ def optimizer_defaults(optimizer: Optimizer) -> dict[str, Any]:
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a parameter group: all its entries except its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+# Settings of how a step is computed, which some devices lack.
+_KERNELS = ("fused", "foreach", "capturable")
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A parameter with its optimizer's state, before or after a step.
+
+    Args:
+        weight: The parameter's content.
+        state: The optimizer's state of it; empty if it has none.
+        options: Those of its group.
+    """
+
+    weight: Tensor
+    state: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    def stepped_alone(self, optimizer: Optimizer, gradient: Tensor | None, group: int) -> Stepped:
+        """Step this parameter by itself, with an optimizer as it would be made now.
+
+        Args:
+            optimizer: Its class, defaults and plain attributes are those of the step; it does not
+                step itself.
+            gradient: The parameter's gradient; None if it has none.
+            group: The number of the parameter's group.
+        """
+        parameter = nn.Parameter(self.weight.detach().clone())
+        parameter.grad = None if gradient is None else gradient.clone()
+        groups = [
+            Group(["0"] if number == group else [], group_options(each))
+            for number, each in enumerate(optimizer.param_groups)
+        ]
+        kernels = dict.fromkeys(self.options.keys() & {*_KERNELS})
+        options = {**self.options, **kernels}
+        groups[group] = Group(["0"], options)
+        defaults = {**optimizer_defaults(optimizer), **kernels}
+        with torch.random.fork_rng(devices=[]):
+            alone = _make(type(optimizer), defaults, groups, {"0": parameter})
+            for name, value in vars(optimizer).items():
+                if type(value) in (bool, int, float, str) and name in vars(alone):
+                    setattr(alone, name, value)
+            alone.param_groups[group].update(options)
+            if self.state:
+                alone.state[parameter] = state_beside(parameter, copy.deepcopy(self.state), options)
+            alone.step()
+        found = group_options(alone.param_groups[group])
+        options_behind = {key: value for key, value in found.items() if key not in kernels}
+        return Stepped(parameter.detach(), dict(alone.state.get(parameter, {})), options_behind)
+
+    def difference(self, other: Stepped, before: Stepped) -> float:
+        """How far two results of one step are apart, relative to the step; 0 where rounding
+        explains it.
+
+        Args:
+            other: The other result.
+            before: What both began with.
+        """
+        found = [_apart(self.weight, other.weight, before.weight)]
+        for key in self.state.keys() | other.state.keys():
+            mine, its = self.state.get(key), other.state.get(key)
+            if isinstance(mine, Tensor) and isinstance(its, Tensor):
+                # Packed numbers have no distance.
+                if mine.is_floating_point() and its.is_floating_point():
+                    found.append(_apart(mine, its, before.state.get(key)))
+            elif isinstance(mine, (int, float)) and isinstance(its, (int, float)):
+                found.append(abs(mine - its))
+            elif (mine is None) != (its is None):
+                found.append(math.inf)
+        return max(found)
+
+    def changed_options(self, other: Mapping[str, Any]) -> list[str]:
+        """The numbers of the group that are others than here."""
+        return [
+            key
+            for key, value in self.options.items()
+            if isinstance(value, float)
+            and isinstance(other.get(key), (int, float))
+            and not math.isclose(value, other[key], rel_tol=1e-5, abs_tol=1e-12)
+        ]
+
+
+# Of a step, kernels of two devices leave less than this part.
+_ROUNDING_OF_STEP = 1e-3
+_ROUNDINGS_OF_WEIGHT = 4
+
+
+def _apart(one: Tensor, other: Tensor, before: Any) -> float:
+    """The difference of two tensors that a step has made, relative to the change."""
+    if one.shape != other.shape:
+        return math.inf
+    first, second = (each.detach().cpu().double() for each in (one, other))
+    begin = before.detach().cpu().double() if isinstance(before, Tensor) else 0.0 * first
+    is_equal = (first == second) | (first.isnan() & second.isnan())
+    difference = float((first - second).masked_fill(is_equal, 0.0).norm())
+    moved = max(float((first - begin).norm()), float((second - begin).norm()))
+    size = max(float(first.norm()), float(second.norm()))
+    coarse = min((one.dtype, other.dtype), key=lambda dtype: dtype.itemsize)
+    rounding = _ROUNDINGS_OF_WEIGHT * torch.finfo(coarse).eps * size
+    if difference <= rounding + _ROUNDING_OF_STEP * moved:
+        return 0.0
+    return difference / moved if moved and math.isfinite(difference) else math.inf
 
 
 class StageOptimizer:

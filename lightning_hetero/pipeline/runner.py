@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import ModelError, RemoteProtocolError
 from .boundary import Activation, Gradients, Surroundings
 from .rule import Action, Key, choose
@@ -138,6 +140,7 @@ class Runner:
         max_in_flight: The most micro-batches in flight in this process.
         num_ready: How many actions were ready at the latest choice.
         repeats: Whether the process repeats what a lost one has done; gradients may come early.
+        dropped: The parameters whose gradients were dropped as the present step began.
     """
 
     def __init__(self, stages: Iterable[Stage], step: int = 0) -> None:
@@ -147,6 +150,7 @@ class Runner:
         self._forwards_first = False
         self.num_ready = 0
         self.repeats = False
+        self.dropped: list[Tensor] = []
         self._in_flight: set[int] = set()
         # Whether nothing more belongs to the step.
         self._is_over = True
@@ -305,6 +309,8 @@ class Runner:
         return self._of[number]
 
     def _drop_gradients(self) -> None:
+        parameters = (p for stage in self.stages for p in stage.layers.parameters())
+        self.dropped = [parameter for parameter in parameters if parameter.grad is not None]
         for stage in self.stages:
             stage.layers.zero_grad(set_to_none=True)
 

@@ -530,11 +530,13 @@ class SetTrained(StampedRequest, frozen=True):
 
 class ZeroGradients(StampedRequest, frozen=True):
     """Drop the gradients of parameters or, without ``set_to_none``, set them to zero; the worker
-    answers `Done`."""
+    answers `Done`. With ``only_dropped``, zeros are for parameters without a gradient that had one
+    as the step began."""
 
     answered_by = "Done"
     parameters: list[Name]
     set_to_none: bool
+    only_dropped: bool = False
 
 
 class MeasureNorms(StampedRequest, frozen=True):

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from ..coordinator.connections import Connections
@@ -76,7 +77,7 @@ class AccumulationWindow:
         self._is_inside = False
         # Whether the gradients of the latest batch that was left are in `.grad`.
         self._is_guarded = False
-        self._has_said = False
+        self._has_said = self._has_said_observed = False
 
     @property
     def has_left(self) -> bool:
@@ -120,6 +121,16 @@ class AccumulationWindow:
         if self._driver.stay():
             self._say("`training_step` asks for gradients of tensors by a hook or `retain_grad`")
 
+    def _observe(self, num_microbatches: int, function: str) -> None:
+        """Say once that the gradients that code gets are those of micro-batches."""
+        if num_microbatches > 1 and not self._has_said_observed:
+            self._has_said_observed = True
+            rank_zero_warn(
+                f"`training_step` looks at the gradient of a tensor by `{function}`: it gets that "
+                "of each micro-batch, by the micro-batch's part of the batch, and not that of the "
+                "batch at once. With `micro_batching='boundary'` it gets that of the batch."
+            )
+
     @contextmanager
     def batch(self, accumulates: bool, num_microbatches: int) -> Iterator[int]:
         """Inside, a batch runs; the block gets the number of its first micro-batch in the window.
@@ -139,7 +150,7 @@ class AccumulationWindow:
         self._num_microbatches += num_microbatches
         self._is_inside = True
         try:
-            with asking_for_gradients(self._stay):
+            with asking_for_gradients(self._stay, partial(self._observe, num_microbatches)):
                 yield first
         except BaseException:
             self._is_inside = False

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -110,6 +110,16 @@ def _behind_closure(act: Callable[[], object], args: Any, kwargs: Any) -> Any:
     return (args[0], closure_then_act, *args[2:]), others
 
 
+class StepWatch(Protocol):
+    """Looks at the steps of optimizers on workers."""
+
+    def before_step(self, remote: RemoteOptimizer) -> None:
+        """Look at an optimizer that is about to step on workers; gradients are final."""
+
+    def after_step(self, remote: RemoteOptimizer) -> None:
+        """Look at an optimizer that has stepped everywhere."""
+
+
 class RemoteSteps:
     """Diverts a precision plugin's clipping and stepping until `detach`.
 
@@ -119,8 +129,10 @@ class RemoteSteps:
         names_of: Names of the parameters on stages.
         zero_gradients: Drops the gradients of parameters with these names on stages, or makes them
             zero.
+        restore_zeros: Makes zero gradients of those that stages have dropped as a step began.
         kept_here: Parameters that are stepped here, of layers of which workers step the others.
         returned: All optimizers of the run.
+        watch: Looks at their steps; None if nothing does.
     """
 
     def __init__(
@@ -129,13 +141,17 @@ class RemoteSteps:
         optimizers: Sequence[RemoteOptimizer],
         names_of: Mapping[Tensor, str],
         zero_gradients: Callable[[Sequence[str], bool], None],
+        restore_zeros: Callable[[Sequence[str]], None],
         kept_here: Sequence[Tensor] = (),
         returned: Sequence[Optimizer] = (),
+        watch: StepWatch | None = None,
     ) -> None:
         self.optimizers = optimizers
+        self._watch = watch
         self._returned = returned
         self._names_of = names_of
         self._zero_gradients = zero_gradients
+        self._restore_zeros = restore_zeros
         self._gradients = GradientsAway(names_of)
         self._kept_here = kept_here
         # Their gradients as a backward, or clipping everywhere, has left them.
@@ -189,8 +205,9 @@ class RemoteSteps:
         """
         if accumulates is None:
             self.follow_dropped()
-        kept = self._gradients.kept(self._optimized) if accumulates is False else []
-        dropped = self._gradients.take_dropped() if accumulates else []
+        gradients = self._gradients
+        kept = gradients.kept(self._optimized) if accumulates is False else []
+        dropped = [*gradients.take_dropped(), *gradients.take_zeroed()] if accumulates else []
         for parameter in (*kept, *dropped):
             raise ModelError(
                 f"The gradient of {self._names_of[parameter]} of the layers was "
@@ -199,14 +216,20 @@ class RemoteSteps:
                 "`optimizer_zero_grad`. Accumulate with the Trainer's `accumulate_grad_batches`, "
                 "or drop gradients under manual optimization."
             )
-        self._gradients.note_backward()
+        if accumulates is False and gradients.zeroed:
+            # The workers have dropped them: a frozen parameter would have none, and not be stepped.
+            self._restore_zeros([self._names_of[parameter] for parameter in gradients.zeroed])
+        gradients.note_backward()
 
     def follow_dropped(self) -> None:
-        """Drop the gradients on the stages that were dropped here, as by ``parameter.grad = None``
-        or by a `zero_grad` that Lightning does not call."""
-        dropped = self._gradients.take_dropped()
-        if dropped:
-            self._zero_gradients([self._names_of[parameter] for parameter in dropped], True)
+        """Drop the gradients on the stages that were dropped here, or make them zero, as by
+        ``parameter.grad = None`` or by a `zero_grad` that Lightning does not call."""
+        for changed, is_dropped in (
+            (self._gradients.take_dropped(), True),
+            (self._gradients.take_zeroed(), False),
+        ):
+            if changed:
+                self._zero_gradients([self._names_of[p] for p in changed], is_dropped)
 
     def note_gradients(self) -> None:
         """Note that gradients have changed everywhere, and not only here."""
@@ -288,8 +311,13 @@ class RemoteSteps:
         self.follow_dropped()
         if is_finite:
             # Before the step here, so that all step at the same time.
-            remote.step()
+            self._step(remote)
             self._sent.add(id(remote.optimizer))
+
+    def _step(self, remote: RemoteOptimizer) -> None:
+        if self._watch is not None:
+            self._watch.before_step(remote)
+        remote.step()
 
     def _check_returned(self, optimizer: Optimizer, *_arguments: Any) -> None:
         """Refuse a step of an optimizer that nobody has returned for parameters on workers.
@@ -354,10 +382,12 @@ class RemoteSteps:
         if id(optimizer) in self._sent:
             self._sent.remove(id(optimizer))
         else:
-            remote.step()
+            self._step(remote)
         remote.note_stepped()
         StateHere.put_into(optimizer, self._names_of)  # some load in a way that calls no hook
         self._states[id(optimizer)] = _state_here(optimizer)
+        if self._watch is not None:
+            self._watch.after_step(remote)
 
     def _unscale(self, scaler: torch.amp.GradScaler, remote: RemoteOptimizer) -> bool:
         """Unscale the stages' gradients; the scaler has unscaled those of this process.

@@ -51,11 +51,12 @@ from ..report.diagram import picture_for
 from ..report.run_record import FACTS, PICTURE_NAME, PLAN_NAME, LostWorker, Process, RunFacts
 from ..report.topology import DrawnPlace, Memory, Topology, marks_of, topology_of, with_profile
 from .arguments import StepOptions, check_precision
+from .audit import Audit, DeploymentAudit
 from .check_schedule import RunChecks
 from .first_batch import FirstBatchCheck
 from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
 from .replan import Watch, settle
-from .training_step import BatchReader, BatchStep, MicrobatchedStep
+from .training_step import BatchReader, BatchStep, MicrobatchedStep, RefusesGradients
 from .window_step import WindowStep
 from .window_warning import WindowWarning
 
@@ -143,6 +144,7 @@ class TrainingRun(Run):
         super().__init__(module, deployment, options)
         # The checks belong to the run, not to each deployment.
         self._checks = RunChecks() if options.batches.check != "off" else None
+        self._audit = None if options.batches.check == "off" else Audit(options.batches.check)
         self._threads = TurnThreads()
         self._remote_steps, self._step = self._attached(deployment, optimizers)
         self._watch = Watch(deployment, measured, self._step.recorder, moves)
@@ -209,6 +211,8 @@ class TrainingRun(Run):
         """
         self.deployment.check_placed()
         self.is_inside_window = True
+        if self._audit is not None:
+            self._audit.begin_batch(self.deployment, self._remote_steps.optimizers)
         self._window_warning.note_batch(*args)
         if self._step.accumulates:
             self._remote_steps.follow_dropped()
@@ -234,7 +238,8 @@ class TrainingRun(Run):
         recorder = self.deployment.coordinator.telemetry.recorder
         # The backwards of a cut step have run in its micro-batches.
         if self._options.cuts_step(self._module):
-            yield
+            with RefusesGradients():
+                yield
         else:
             with recorder.span("backward"), self.deployment.draws.of_latest():
                 yield
@@ -341,8 +346,13 @@ class TrainingRun(Run):
         remote = remote_optimizers(optimizers, training, deployment.stepped_away)
         for each in remote:
             check_precision(plugin, each.optimizer)
-        zero, kept_here = training.zero_gradients, deployment.kept_here
-        remote_steps = RemoteSteps(plugin, remote, names_of, zero, kept_here, optimizers)
+        zero, restore, kept = (
+            training.zero_gradients,
+            training.restore_zeros,
+            deployment.kept_here,
+        )
+        watch = None if self._audit is None else DeploymentAudit(self._audit, deployment)
+        remote_steps = RemoteSteps(plugin, remote, names_of, zero, restore, kept, optimizers, watch)
         module, options = self._module, self._options
         if not options.cuts_step(module):
             return remote_steps, WindowStep(module, deployment, options)

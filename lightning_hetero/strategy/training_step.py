@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 from typing_extensions import override
 
@@ -28,7 +29,7 @@ from ..coordinator.deployment import Deployment
 from ..devices.copies import Copies, HostCopy
 from ..errors import BatchError, ModelError
 from ..model.override import stand_in
-from ..model.placeholders import training_flags
+from ..model.placeholders import tensors_in, training_flags
 from ..pipeline.driver import BatchWork, Driver, Limits, MicrobatchStep, StepGradients
 from ..pipeline.microbatch import CutBatch, CutWindow, LossWeights, SampleFinder, Samples
 from ..pipeline.recorder import Recorder
@@ -585,7 +586,18 @@ class MicrobatchedStep(BatchStep):
             )
 
     def _publish(self, loss_scale: float, gradient: Tensor) -> None:
-        """Publish the gradients when Lightning runs its backward."""
+        """Publish the gradients when Lightning runs its backward.
+
+        Raises:
+            ModelError: If it runs the backward again.
+        """
+        if not self._deployment.coordinator.stages.awaits_backward:
+            raise ModelError(
+                "The backward of the loss that `training_step` has returned ran a second time. On "
+                "one device that doubles the gradients, and here they are summed up already. "
+                "Multiply the loss instead, or use `micro_batching='boundary'` or manual "
+                "optimization."
+            )
         self._scaling.note(gradient, loss_scale)
         self._deployment.coordinator.stages.awaits_backward = False
         if self._gradients.adds_to_former:
@@ -721,6 +733,41 @@ def as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
     anchor = torch.zeros((), requires_grad=True)
     result: Tensor = _ComputedLoss.apply(anchor, loss, publish)  # type: ignore[no-untyped-call]
     return result
+
+
+class RefusesGradients(TorchFunctionMode):
+    """Inside, nobody gets gradients of a computed loss from `torch.autograd.grad`, which would find
+    that nothing depends on it."""
+
+    @override
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.autograd.grad:
+            outputs = tensors_in(args[0] if args else kwargs["outputs"])
+            if any(_is_computed(each) for each in outputs):
+                raise ModelError(
+                    "`torch.autograd.grad` wants gradients of the loss that `training_step` has "
+                    "returned. Its graph is not here: the micro-batches have run their backwards. "
+                    "Look at `.grad` in `on_after_backward`, call it in `training_step`, or use "
+                    "`micro_batching='boundary'`."
+                )
+        return function(*args, **kwargs)
+
+
+def _is_computed(tensor: Tensor) -> bool:
+    """Whether the graph of a tensor leads to a computed loss."""
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == f"{_ComputedLoss.__name__}Backward":
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 class _ComputedLoss(torch.autograd.Function):

@@ -88,6 +88,7 @@ class TrainedSide:
         coordinator: The channel to the coordinator.
         layers: The layers of the session.
         take_timings: Returns the time that training took since the last optimizer step.
+        dropped: The parameters whose gradients were dropped as the step began.
 
     Attributes:
         leaving: What belongs to tensors of former layers.
@@ -100,10 +101,12 @@ class TrainedSide:
         coordinator: Channel,
         layers: StageLayers,
         take_timings: Callable[[int], m.Timings],
+        dropped: Callable[[], Collection[Tensor]],
     ) -> None:
         self._coordinator = coordinator
         self._layers = layers
         self._take_timings = take_timings
+        self._dropped = dropped
         self.is_owned: Callable[[str], bool] = lambda _name: True
         self._is_stepped: Callable[[str], bool] = lambda _name: True
         self._optimizers: dict[int, StageOptimizer] = {}
@@ -212,9 +215,19 @@ class TrainedSide:
 
     def _on_zero_gradients(self, message: m.ZeroGradients, _tensors: tuple[Tensor, ...]) -> None:
         for parameter in self._layers.named_parameters(message.parameters):
-            if parameter.grad is not None:
+            if message.only_dropped:
+                if parameter.grad is None and self._had_gradient(parameter):
+                    parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad is not None:
                 parameter.grad = None if message.set_to_none else torch.zeros_like(parameter.grad)
         self._coordinator.send(m.Done())
+
+    def _had_gradient(self, parameter: Tensor) -> bool:
+        """Whether a gradient was dropped as the step began. A worker in the place of another one
+        has never had it, and knows that an optimizer has stepped the parameter."""
+        states = (each.optimizer.state for each in self._optimizers.values())
+        was_dropped = any(parameter is each for each in self._dropped())
+        return was_dropped or any(state.get(parameter) for state in states)
 
     def _on_measure_norms(self, message: m.MeasureNorms, _tensors: tuple[Tensor, ...]) -> None:
         found = self._gradients(message.optimizer).items()

@@ -182,7 +182,9 @@ class StageSession:
         self._telemetry = RecordedSide(coordinator, host.device, lambda: self._neighbors.numbers)
         self._recorder = self._telemetry.recorder
         take_timings = self._telemetry.take_timings
-        self._training = TrainedSide(coordinator, self._layers, take_timings)
+        self._training = TrainedSide(
+            coordinator, self._layers, take_timings, lambda: self._runner.dropped
+        )
         channel_to = self._neighbors.channel_to
         self._moves = MovedSide(coordinator, self._layers, self._training, channel_to)
         self._replicas = ReplicaSide(

@@ -47,10 +47,14 @@ def sgd() -> SGD:
     return SGD([parameter], lr=0.1)
 
 
+def nothing(*_args: Any) -> None:
+    pass
+
+
 def diverted() -> tuple[Precision, RemoteSteps, FakeRemote]:
     plugin, remote = Precision(), FakeRemote(sgd())
     plugin._after_closure = lambda *_: remote.told.append("hooks and clipping")  # type: ignore[method-assign]
-    return plugin, RemoteSteps(plugin, [remote], {}, lambda *_: None), remote  # type: ignore[list-item]
+    return plugin, RemoteSteps(plugin, [remote], {}, nothing, nothing), remote  # type: ignore[list-item]
 
 
 def test_clipping_and_stepping_go_to_the_stages_until_detached() -> None:

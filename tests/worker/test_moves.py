@@ -52,7 +52,9 @@ class OneWorker:
         host = Host(torch.device("cpu"), Deadlines(), Allowed(), Identity(), Owner(), KeptTensors())
         coordinator = cast(Channel, self.coordinator)
         self.layers = StageLayers(coordinator, host)
-        self.training = TrainedSide(coordinator, self.layers, lambda step: m.Timings(step, 0, 0, 0))
+        self.training = TrainedSide(
+            coordinator, self.layers, lambda step: m.Timings(step, 0, 0, 0), list
+        )
         moves = MovedSide(
             coordinator, self.layers, self.training, lambda _number: cast(Channel, self.others)
         )

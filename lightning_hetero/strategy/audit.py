@@ -1,0 +1,265 @@
+"""The audit: has something changed since a layer was sent, and its worker was not told?
+
+    weights, gradients, ────┬─▶ the worker's optimizer steps ────────▶ weights, state ─┐
+    state, fetched          └─▶ each parameter steps here by itself ─▶ weights, state ─┴▶ difference
+
+At the 10th, 100th, 1000th … batch of a run one layer is audited, each time one of another stage. An
+optimizer of the user's own is audited at the first batch too: the trial before the run had made-up
+gradients. Steps are compared with the smallest parameters of the layer of each group and number of
+dimensions: parameters of one kind step alike. The layer's call is compared as before the first step
+(`coordinator/twins.py`).
+
+A step is compared at the first optimizer step at or after that batch, when nothing is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from ..coordinator.deployment import Deployment
+from ..coordinator.optimizers import RemoteOptimizer
+from ..errors import ModelError
+from ..pipeline.microbatch import GO_ON, CheckFirstBatch
+from ..pipeline.optimizer import Stepped, is_of_a_library
+from ..plan import Plan
+from .check_schedule import ordinal
+
+_FACTOR = 10
+# A run ends at a difference of this part of the step.
+_STOPPING_DIFFERENCE = 1e-3
+
+
+def audited_layers(plan: Plan) -> list[int]:
+    """The layers on workers in the order in which they are audited: the first ones of all stages,
+    then the second ones, and so on."""
+    remote = [[*stage.layer_indices] for stage in plan.remote_stages]
+    most = max(map(len, remote), default=0)
+    return [numbers[at] for at in range(most) for numbers in remote if at < len(numbers)]
+
+
+@dataclass
+class AuditSchedule:
+    """Counts the batches of a run; the 10th, 100th, … are audited.
+
+    Attributes:
+        number: The number of the present batch, from 1.
+        num_audits: How many batches were to be audited so far.
+    """
+
+    number: int = 0
+    num_audits: int = 0
+    _next: int = 1
+
+    def begin_batch(self) -> bool:
+        """Count the next batch; returns whether it is audited."""
+        self.number += 1
+        if self.number < self._next:
+            return False
+        self._next *= _FACTOR
+        self.num_audits += 1
+        return True
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter whose step is audited.
+
+    Args:
+        name: As on its worker.
+        group: The number of its group.
+        before: As it is before the step.
+        gradient: Its gradient; None if it has none.
+    """
+
+    name: str
+    group: int
+    before: Stepped
+    gradient: Tensor | None
+
+
+@dataclass
+class Audit:
+    """Audits one layer at scheduled batches.
+
+    Args:
+        mode: What happens at a difference.
+
+    Attributes:
+        schedule: Tells which batches are audited.
+    """
+
+    mode: CheckFirstBatch
+    schedule: AuditSchedule = field(default_factory=AuditSchedule)
+    _layer: int | None = None
+    _which: str = ""
+    # The optimizers whose steps have still to be audited, and what was fetched before a step.
+    _due: set[int] = field(default_factory=set)
+    _before: list[_Parameter] = field(default_factory=list)
+    _said: set[str] = field(default_factory=set)
+
+    def begin_batch(self, deployment: Deployment, optimizers: Sequence[RemoteOptimizer]) -> None:
+        """Count a batch, and begin an audit if it is its turn.
+
+        Args:
+            deployment: Where the layers are.
+            optimizers: Those with parameters on workers.
+        """
+        layers = audited_layers(deployment.plan)
+        if not self.schedule.begin_batch() or not layers:
+            return
+        is_first = self.schedule.number == 1
+        self._which = ordinal(self.schedule.number)
+        self._layer = layers[(self.schedule.num_audits - 1) % len(layers)]
+        self._due = {
+            id(each)
+            for each in optimizers
+            if not is_first or not is_of_a_library(type(each.optimizer))
+        }
+        if not is_first:
+            deployment.hand_overs.twins.ask_again(self._layer)
+
+    def before_step(self, deployment: Deployment, remote: RemoteOptimizer) -> None:
+        """Fetch what the step of an optimizer begins with; its gradients are final.
+
+        Args:
+            deployment: Where the layers are.
+            remote: The optimizer, which is about to step on workers.
+        """
+        self._before = []
+        if self._layer is None or id(remote) not in self._due:
+            return
+        self._due.discard(id(remote))
+        if type(remote.optimizer).__module__.partition(".")[0] == "bitsandbytes":
+            self._say("whether optimizers of bitsandbytes step alike on workers was not audited")
+            return
+        chosen = _chosen(deployment, remote, self._layer)
+        if not chosen:
+            return
+        gradients = deployment.coordinator.training.fetch_gradients([*chosen])
+        weights, states = _fetched(deployment, remote, chosen)
+        self._before = [
+            _Parameter(
+                name,
+                group,
+                Stepped(weights[name], states.get(name, {}), remote.options[group]),
+                gradients.get(name),
+            )
+            for name, group in chosen.items()
+        ]
+
+    def after_step(self, deployment: Deployment, remote: RemoteOptimizer) -> None:
+        """Compare a step with that of its parameters here.
+
+        Raises:
+            ModelError: If something differs by more than a little, and the mode is ``"stop"``.
+        """
+        before, self._before = self._before, []
+        if before and self._layer is not None:
+            self._compare_steps(deployment, remote, self._layer, before)
+
+    def _compare_steps(
+        self,
+        deployment: Deployment,
+        remote: RemoteOptimizer,
+        number: int,
+        before: Sequence[_Parameter],
+    ) -> None:
+        weights, states = _fetched(deployment, remote, {each.name: each.group for each in before})
+        here = remote.options
+        worst, what = 0.0, ""
+        for each in before:
+            found = Stepped(weights[each.name], states.get(each.name, {}), here[each.group])
+            try:
+                alone = each.before.stepped_alone(remote.optimizer, each.gradient, each.group)
+            except Exception as error:
+                self._say(f"the step of {each.name} was not audited: {_in_words(error)}")
+                return
+            changed = alone.changed_options(here[each.group])
+            difference = alone.difference(found, each.before)
+            if changed:
+                worst, what = 1.0, f"the number {changed[0]!r} of its group"
+            elif difference > worst:
+                worst, what = difference, f"the step of {each.name.partition('.')[2]}"
+        if worst:
+            kind = type(remote.optimizer).__name__
+            self._tell(
+                f"At the {self._which} batch {what} of layer {number} on "
+                f"{_workers(deployment, number)} is not what {kind} makes of this parameter "
+                f"alone, with its present code and options: {_percent(worst)} apart. It seems that "
+                "the optimizer makes what it does to one parameter depend on others, as one that "
+                "clips by a common norm does, or that its code, defaults or attributes were "
+                "changed after the layers were sent. Clip with `gradient_clip_val`, set options "
+                "in its parameter groups, and use an optimizer that steps each parameter by itself",
+                is_large=worst > _STOPPING_DIFFERENCE,
+            )
+
+    def _tell(self, text: str, *, is_large: bool) -> None:
+        """End the run, or warn.
+
+        Raises:
+            ModelError: If the difference is large and the mode is ``"stop"``.
+        """
+        if self.mode == "stop" and is_large:
+            raise ModelError(f"{text}. {GO_ON}")
+        rank_zero_warn(f"{text}.")
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            rank_zero_info(text)
+
+
+@dataclass(frozen=True)
+class DeploymentAudit:
+    """The audit of a run for one of its deployments. Implements `StepWatch`."""
+
+    audit: Audit
+    deployment: Deployment
+
+    def before_step(self, remote: RemoteOptimizer) -> None:
+        """Fetch what the step begins with."""
+        self.audit.before_step(self.deployment, remote)
+
+    def after_step(self, remote: RemoteOptimizer) -> None:
+        """Compare."""
+        self.audit.after_step(self.deployment, remote)
+
+
+def _chosen(deployment: Deployment, remote: RemoteOptimizer, number: int) -> dict[str, int]:
+    """The names of the parameters whose steps are compared, each with the number of its group: of
+    each group the smallest of the layer with as many dimensions, trained or frozen."""
+    names, owned = deployment.stepped_away, deployment.coordinator.layers.holdings.owner_of
+    smallest: dict[tuple[int, int, bool], tuple[int, str]] = {}
+    for group, each in enumerate(remote.optimizer.param_groups):
+        for parameter in each["params"]:
+            name = names.get(parameter, "")
+            if name.partition(".")[0] == str(number) and name in owned:
+                kind = group, parameter.ndim, parameter.requires_grad
+                found = parameter.numel(), name
+                smallest[kind] = min(smallest.get(kind, found), found)
+    return {name: group for (group, _, _), (_, name) in smallest.items()}
+
+
+def _fetched(
+    deployment: Deployment, remote: RemoteOptimizer, chosen: Mapping[str, int]
+) -> tuple[Mapping[str, Tensor], Mapping[str, dict[str, object]]]:
+    """The weights of parameters, and the optimizer's state of each that has one."""
+    weights = deployment.coordinator.layers.fetch([*chosen])
+    return weights, remote.remote_state({*chosen})
+
+
+def _workers(deployment: Deployment, number: int) -> str:
+    stage = next(each for each in deployment.plan.remote_stages if number in each.layer_indices)
+    return " or ".join(stage.remote_workers)
+
+
+def _percent(difference: float) -> str:
+    return f"{100 * difference:.3g} %"
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
