@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from docs.generate.sentences import FILLED_IN, Package, last_name
 
@@ -97,16 +100,27 @@ def remedies(package: Package) -> list[Remedy]:
     return sorted(found, key=lambda remedy: (remedy.file, remedy.text))
 
 
+def follows(words: str, wrong: Callable[..., object], right: Callable[..., object]) -> Any:
+    """A marked case of a test: what is refused with these words, and what they say to do."""
+    return pytest.param(wrong, right, marks=pytest.mark.follows(words), id=words[:50])
+
+
+def pattern_of(words: str) -> str:
+    """A regular expression for a sentence with these words."""
+    return ".*".join(map(re.escape, words.split(FILLED_IN)))
+
+
 def marks() -> Iterator[tuple[str, str]]:
     """The words of every mark ``follows`` in the tests, each with the file of its test."""
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text("utf-8")
-        if "mark.follows(" not in text:
+        if "follows(" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and last_name(node.func) == "follows":
                 for words in node.args:
-                    yield ast.literal_eval(words), path.relative_to(TESTS).as_posix()
+                    if isinstance(words, ast.Constant):
+                        yield str(words.value), path.relative_to(TESTS).as_posix()
 
 
 def listed() -> list[str]:
