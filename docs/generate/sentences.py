@@ -196,8 +196,10 @@ class Package:
         if isinstance(node, ast.JoinedStr):
             parts = [self._part(source.at(part), steps) for part in node.values]
             first = node.values[0] if node.values else node
-            if isinstance(first, ast.FormattedValue) and isinstance(first.value, ast.Attribute):
-                parts[0] = self.texts(source.at(first.value), steps)
+            if isinstance(first, ast.FormattedValue):
+                # A sentence is often put together: f"{text} And so on."
+                known = isinstance(first.value, ast.Attribute | ast.Name) and steps
+                parts[0] = self.texts(source.at(first.value), steps - 1) if known else parts[0]
             return _joined(parts)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return _joined([self.texts(source.at(s), steps) for s in (node.left, node.right)])

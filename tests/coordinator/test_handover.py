@@ -149,12 +149,17 @@ def test_layers_that_mix_samples_stop_the_run() -> None:
         cut(whole_batches(Stages(mixed)))
 
 
+@pytest.mark.follows(
+    "To go on all the same, set `check_first_batch='warn'`.",
+    "With `micro_batches=1` the batch stays whole.",
+)
 def test_or_they_are_said() -> None:
     batches = whole_batches(Stages(mixed), check="warn")
     with pytest.warns(UserWarning, match="mix the samples"):
         pieces, _ = cut(batches)
     assert len(pieces) == 4
     cut(batches)  # once is enough
+    assert len(cut(whole_batches(Stages(mixed), pieces=1))[0]) == 1
 
 
 def test_or_nobody_looks() -> None:
