@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
+from peft import AdaptionPromptConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
 from torch import nn
 
 from lightning_hetero.errors import ModelError
@@ -21,8 +21,11 @@ from lightning_hetero.model.adapters import (
     inject_adapters,
     without_wrappers,
 )
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.recipe import build_layers, write_recipe
 
 from ..families import tiny_model
+from ..models import tiny_llama
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -158,6 +161,17 @@ def test_adapters_without_a_config_are_refused() -> None:
     del model.peft_config
     with pytest.raises(ModelError, match="no `peft_config`.*get_peft_model"):
         described(model)
+
+
+@pytest.mark.follows("cannot live on workers; use one of …, or keep their layers")
+def test_adapters_in_the_place_of_attention_are_refused() -> None:
+    config = AdaptionPromptConfig(adapter_layers=2, adapter_len=4, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(3), config)
+    layers = [*enumerate(find_decoder_layers(model))]
+    with pytest.raises(ModelError, match="kind 'ADAPTION_PROMPT' cannot .*LORA.*keep their layers"):
+        write_recipe(model, layers)
+    assert len(build_layers(write_recipe(model, layers[:1]))) == 1
+    assert described(adapted(lora())) is not None
 
 
 def test_adapters_that_share_tensors_are_refused() -> None:
