@@ -281,6 +281,15 @@ def _difference(found: Activation, expected: Activation) -> float:
     return max(norm_error(mine, other) for mine, other in pairs)
 
 
+_CALL_LATER = (
+    "call the model in `training_step`, or in `on_after_backward` with `micro_batching='boundary'`"
+)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 @dataclass(frozen=True)
 class TriedHandOver:
     """A hand-over of a trial with gradients on.
@@ -345,6 +354,8 @@ class HandOvers:
         self._whole_batches = WholeBatches(layers, plan, options, self._try)
         # Numbers the hand-overs of the present step; None outside of a step.
         self._visits: Iterator[int] | None = None
+        # Whether a backward of the present step, or of the one before, goes through the stages.
+        self._has_graph = False
         self._trials = count(FIRST_TRIAL)
         # Whether the trials that run at present are cut into pieces; None while none run.
         self._trial_is_cut: bool | None = None
@@ -356,7 +367,7 @@ class HandOvers:
     def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
         """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
         self._stages.begin_step(num_pieces, accumulate)
-        self._visits = count()
+        self._visits, self._has_graph = count(), False
         try:
             with self._recorder.span("forward"):
                 yield
@@ -427,8 +438,9 @@ class HandOvers:
         if self._is_cutting:
             raise ModelError(
                 "Layers on workers were called outside of a micro-batch's `training_step` while it "
-                "runs, as the backward of reentrant checkpointing does, or a thread; give "
-                "`checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`."
+                "runs. If that is the backward of reentrant checkpointing, give `checkpoint` "
+                "`use_reentrant=False`, or the strategy `micro_batching='boundary'`. If it is a "
+                f"hook or a thread, {_CALL_LATER}."
             )
         if self._lone is not None:
             self._follow(False)
@@ -445,6 +457,12 @@ class HandOvers:
             return found
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)
+        if self._has_graph and _is_in_backward():
+            # Another step would drop what the stages keep for the backward that runs.
+            raise ModelError(
+                "Layers on workers were called in the backward of a batch that has gone through "
+                f"them, as a hook does that calls the model; {_CALL_LATER}."
+            )
         # An evaluation, or a user's own call of the model, is a step by itself.
         with self.whole_batch_step(self.plan.micro_batches, accumulate=True):
             return self._exchange_whole(request, count())
@@ -456,6 +474,8 @@ class HandOvers:
         visit = next(visits)
         if not grad_enabled:
             return self._join(pieces, dim, visit)
+        # The backward of reentrant checkpointing calls layers whose forward had no gradients.
+        self._has_graph = self._has_graph or not _is_in_backward()
         exchange = Exchange(self._stages, visit, self.plan.max_in_flight, dim)
         others = [*request.surroundings.carried.values()]
         return exchange_whole(request.hidden, exchange, pieces, others)
