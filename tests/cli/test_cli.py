@@ -272,6 +272,9 @@ def test_a_plan_is_written_and_its_verdict_shown(
     assert line["fast:1"] in [(0, 6), (2, 8)]
 
 
+@pytest.mark.follows(
+    "is there already; name it with --output to replace it",
+)
 def test_an_existing_plan_is_replaced_only_when_it_is_named(
     monkeypatch: pytest.MonkeyPatch, profile_path: str
 ) -> None:

@@ -150,7 +150,7 @@ def test_layers_that_mix_samples_stop_the_run() -> None:
 
 
 @pytest.mark.follows(
-    "To go on all the same, set `check_first_batch='warn'`.",
+    "This repairs it: …. To go on all the same, set `check_first_batch='warn'`.",
     "With `micro_batches=1` the batch stays whole.",
 )
 def test_or_they_are_said() -> None:

@@ -202,6 +202,9 @@ GOES_ON: dict[str, Callable[[], TinyModule]] = {
 }
 
 
+@pytest.mark.follows(
+    "which is on a worker. Pass `use_reentrant=False`.",
+)
 @pytest.mark.parametrize(
     ("kind", "way"),
     keeping(
