@@ -94,8 +94,10 @@ def project_of(options: argparse.Namespace) -> Project:
         if name is None and "class_path" not in (merged.get(part) or {"class_path": None})
     ]
     if len(unnamed) > 1:  # LightningCLI says so of one after the other
-        fault = f"It names no class for the {' and the '.join(unnamed)}. {_to_name(*unnamed)}"
-        raise ProfileError(f"The config {names} cannot be used. {fault}")
+        raise ProfileError(
+            f"The config {names} cannot be used. It names no class for the "
+            f"{' and the '.join(unnamed)}. {_to_name(*unnamed)}"
+        )
     # Projects import their own modules by plain names, like scripts in the working folder.
     sys.path.insert(0, os.getcwd())
     # LightningCLI reads the command line, and warns where it is given another.
