@@ -1,4 +1,4 @@
-"""The sentences of errors, read from the code of the package without running it.
+"""The sentences of errors and warnings, read from the code of the package without running it.
 
 An error is a call of a class of `errors.py`, of a class that derives from one, of an
 ``error_class`` that a function was given, or of another exception behind ``raise``. Its first
@@ -21,6 +21,7 @@ FILLED_IN = "…"
 GIVEN = "error_class"
 # Behind `raise`, these speak to users too.
 OTHERS = ("MisconfigurationException", "ValueError", "TypeError", "RuntimeError", "AttributeError")
+WARNS = ("rank_zero_warn", "warn", "warning")
 # Functions whose result is their own object, or what it holds, as text.
 _PASS_ON = ("rstrip", "strip", "format", "get")
 _MOST_STEPS = 5
@@ -31,10 +32,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Call:
-    """A place in the code that makes an error.
+    """A place in the code that makes an error, or warns.
 
     Args:
-        kind: The name of the exception's class, or `GIVEN`.
+        kind: The name of the exception's class, `GIVEN`, or ``warning``.
         texts: The sentences that can be found; none where the text comes from elsewhere.
         place: File and line.
         argument: The code of the first argument.
@@ -159,10 +160,21 @@ class Package:
             for call, scope in module.calls:
                 kind = self._kind(call, id(call) in module.raised)
                 if kind is not None and call.args:
-                    texts = self.texts(Source(module, call.args[0], scope))
-                    said = dict.fromkeys(filter(_has_words, texts))
-                    place = f"{module.name}:{call.lineno}"
-                    yield Call(kind, tuple(said), place, ast.unparse(call.args[0]))
+                    yield self._read(kind, Source(module, call.args[0], scope))
+
+    def warnings(self) -> Iterator[Call]:
+        """Every call that warns users, by a warning of Python or of the log."""
+        for module in self.modules:
+            for call, scope in module.calls:
+                if last_name(call.func) in WARNS and call.args:
+                    yield self._read("warning", Source(module, call.args[0], scope))
+
+    def _read(self, kind: str, said: Source) -> Call:
+        """What a call says by its first argument, in which a log fills in values by ``%s``."""
+        texts = [re.sub(r"%(\.\d)?[a-z]", FILLED_IN, text) for text in self.texts(said)]
+        place = f"{said.module.name}:{said.node.lineno}"
+        found = tuple(dict.fromkeys(filter(_has_words, texts)))
+        return Call(kind, found, place, ast.unparse(said.node))
 
     def public(self, kind: str) -> str:
         """The class that users know: the nearest one that is not the code's own."""
@@ -184,8 +196,10 @@ class Package:
         if isinstance(node, ast.JoinedStr):
             parts = [self._part(source.at(part), steps) for part in node.values]
             first = node.values[0] if node.values else node
-            if isinstance(first, ast.FormattedValue) and isinstance(first.value, ast.Attribute):
-                parts[0] = self.texts(source.at(first.value), steps)
+            if isinstance(first, ast.FormattedValue):
+                # A sentence is often put together: f"{text} And so on."
+                known = isinstance(first.value, ast.Attribute | ast.Name) and steps
+                parts[0] = self.texts(source.at(first.value), steps - 1) if known else parts[0]
             return _joined(parts)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return _joined([self.texts(source.at(s), steps) for s in (node.left, node.right)])

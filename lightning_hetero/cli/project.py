@@ -78,12 +78,26 @@ def project_of(options: argparse.Namespace) -> Project:
         ProfileError: If a file is not a config of LightningCLI, if a value in it cannot be used,
             or if a class that the options name does not exist or has another base.
     """
+    merged: dict[str, Any] = {}
+    names = " with ".join(map(repr, options.config))
     for path in options.config:
         content = read_yaml(path, ProfileError)
+        merged |= content if isinstance(content, dict) else {}
         try:
             check_kind(content, "a config of LightningCLI", ProfileError)
         except ProfileError as error:
             raise ProfileError(f"The file {path!r} is not a config. {error}") from error
+    given = {"model": options.model, "data": options.data}
+    unnamed = [
+        part
+        for part, name in given.items()
+        if name is None and "class_path" not in (merged.get(part) or {"class_path": None})
+    ]
+    if len(unnamed) > 1:  # LightningCLI says so of one after the other
+        raise ProfileError(
+            f"The config {names} cannot be used. It names no class for the "
+            f"{' and the '.join(unnamed)}. {_to_name(*unnamed)}"
+        )
     # Projects import their own modules by plain names, like scripts in the working folder.
     sys.path.insert(0, os.getcwd())
     # LightningCLI reads the command line, and warns where it is given another.
@@ -99,7 +113,6 @@ def project_of(options: argparse.Namespace) -> Project:
         fault = _fault(error)
         if fault is None:
             raise
-        names = " with ".join(map(repr, options.config))
         raise ProfileError(f"The config {names} cannot be used. {fault}") from error
 
 
@@ -155,8 +168,6 @@ def _fault(error: Exception) -> str | None:
     return f"{text.rstrip('.')}.{hint}"
 
 
-def _to_name(part: str) -> str:
-    return (
-        "If your script gives it to LightningCLI, name it here too, such as "
-        f"`--{part} my_module.MyClass`."
-    )
+def _to_name(*parts: str) -> str:
+    options = " ".join(f"--{part} my_module.My{part.capitalize()}" for part in parts)
+    return f"If your script gives it to LightningCLI, name it here too, such as `{options}`."

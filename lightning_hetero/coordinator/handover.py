@@ -11,7 +11,7 @@ in flight do.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -28,10 +28,12 @@ from ..pipeline.handover import (
     Exchange,
     Request,
     SampleDimension,
+    cut_arguments,
     cut_request,
     exchange_whole,
     first_of_request,
     how_cut,
+    listed_arguments,
     takes_sequence_first,
 )
 from ..pipeline.microbatch import GO_ON, STOPPING_DIFFERENCE, BatchOptions
@@ -89,6 +91,8 @@ class WholeBatches:
         # What was compared: with gradients, in training mode, and how arguments are cut.
         self._checked: set[tuple[bool, bool, tuple[int | None, ...]]] = set()
         self._said: set[str] = set()
+        # The names of arguments that have as many rows as a batch had samples, and belong to none.
+        self._kept: set[str] = set()
         self.num_samples: int | None = None
 
     def pieces(self, request: Request) -> tuple[list[Request], int]:
@@ -99,8 +103,8 @@ class WholeBatches:
                 to stop the run.
         """
         pieces, dim = self.cut(request)
-        if len(pieces) > 1:
-            self._check_once(request, dim)
+        if len(pieces) > 1 and self._check_once(request, dim):
+            return self.cut(request)
         return pieces, dim
 
     def cut(self, request: Request) -> tuple[list[Request], int]:
@@ -113,7 +117,7 @@ class WholeBatches:
             self._refuse_batch_statistics()
             dim = self._dimension.find(request.hidden, self.num_samples)
             if dim is not None:
-                return cut_request(request, self._num_pieces, dim), dim
+                return cut_request(request, self._num_pieces, dim, self._kept), dim
         except BatchError as error:
             self._say_once(str(error))
         return [request], 0
@@ -136,40 +140,70 @@ class WholeBatches:
                 stacklevel=2,
             )
 
-    def _check_once(self, request: Request, dim: int) -> None:
-        """Compare pieces with the whole, for the first hand-over of its kind."""
+    def _check_once(self, request: Request, dim: int) -> bool:
+        """Compare pieces with the whole, for the first hand-over of its kind; returns whether the
+        request is to be cut in another way."""
         if self._check == "off":
-            return
+            return False
         around = request.surroundings
         is_training = any(call.training for call in around.calls)
-        kind = around.grad_enabled, is_training, how_cut(request, dim)
+        kind = around.grad_enabled, is_training, how_cut(request, dim, self._kept)
         if kind in self._checked:
-            return
+            return False
         self._checked.add(kind)
-        pieces, whole = self._compared(request, dim)
-        expected = self._run([whole], dim)
-        difference = _difference(self._run(pieces, dim), expected)
+        pieces, whole = self._compared(request, dim, self._kept)
+        try:
+            expected = self._run([whole], dim)
+            difference = _difference(self._run(pieces, dim), expected)
+        except StageFailed:
+            # A layer may not be able to compute with a part of a table.
+            if self._keeps_an_argument(request, dim):
+                return True
+            raise
         tolerance = self._tolerance(request)
         if difference <= tolerance:
             if around.grad_enabled and is_training and self._has_own_code:
                 self._check_backwards(pieces, whole, tolerance)
-            return
+            return False
         if difference <= 2 * _difference(self._run([whole], dim), expected):
             rank_zero_info(
                 "whether layers on workers mix the samples of a batch was not checked: they draw "
                 "random numbers in evaluation mode too, so that every forward gives another result"
             )
-            return
+            return False
+        if self._keeps_an_argument(request, dim):
+            return True
         text = (
             "The layers on workers compute other hidden states for a batch than for its "
             f"micro-batches: the difference is {100 * difference:.3g} % of their norm. They mix "
-            "the samples of a batch, or another dimension than the one that is cut counts them, or "
-            "an argument that has as many rows as the batch has samples does not belong to them."
+            "the samples of a batch, or another dimension than the one that is cut counts them."
         )
+        if listed := listed_arguments(request, dim):
+            text = (
+                f"{text} Or the argument {listed[0]} is a list with an entry for each sample: it "
+                "goes whole to each micro-batch, and a tensor would be cut. Pass a tensor then."
+            )
         if self._check == "stop" and difference > max(tolerance, STOPPING_DIFFERENCE):
             remedies = self._remedies(request, dim)
             raise BatchError(f"{text} This repairs it: {remedies}. {GO_ON}")
         rank_zero_warn(f"{text} With `micro_batches=1` the batch stays whole.")
+        return False
+
+    def _keeps_an_argument(self, request: Request, dim: int) -> bool:
+        """Leave an argument whole with which whole the pieces are right, such as a bias for each
+        head or a table of positions; returns whether there is one.
+
+        A mask of samples is none: pieces of fewer samples cannot run with it.
+        """
+        for name in cut_arguments(request, dim):
+            if name not in self._kept and self._is_right(request, dim, {*self._kept, name}):
+                self._kept.add(name)
+                rank_zero_info(
+                    f"the argument {name} of layers on workers has as many rows as the batch has "
+                    "samples, and belongs to all of them, so each micro-batch gets it whole"
+                )
+                return True
+        return False
 
     def _check_backwards(self, pieces: Sequence[Request], whole: Request, rounding: float) -> None:
         """Compare what layers make of made-up gradients.
@@ -201,26 +235,33 @@ class WholeBatches:
         others = tuple(each for each in found.collected if each.kind != TRIED)
         return backwards_in(tried), replace(found, collected=others)
 
-    def _compared(self, request: Request, dim: int) -> tuple[list[Request], Request]:
+    def _compared(
+        self, request: Request, dim: int, kept: Collection[str]
+    ) -> tuple[list[Request], Request]:
         """The first pieces of a request, and all of them as one."""
-        pieces = cut_request(request, self._num_pieces, dim)[:_NUM_COMPARED]
+        pieces = cut_request(request, self._num_pieces, dim, kept)[:_NUM_COMPARED]
         num_samples = sum(piece.hidden.shape[dim] for piece in pieces)
-        return pieces, first_of_request(request, num_samples, dim)
+        return pieces, first_of_request(request, num_samples, dim, kept)
 
     def _remedies(self, request: Request, dim: int) -> str:
         """A remedy that was tried with success, or remedies that always help."""
         other = 1 - dim
-        if other < request.hidden.ndim - 1 and self._is_right_along(request, other):
+        if other < request.hidden.ndim - 1 and self._is_right(request, other, self._kept):
             return f"`batch_dim={other}`, or `micro_batches=1`"
         return "`micro_batches=1`, or these layers on the coordinator"
 
-    def _is_right_along(self, request: Request, dim: int) -> bool:
+    def _is_right(self, request: Request, dim: int, kept: Collection[str]) -> bool:
+        """Whether pieces give what the whole gives, cut along a dimension, with some arguments
+        whole."""
         try:
-            pieces, whole = self._compared(request, dim)
-            difference = _difference(self._run(pieces, dim), self._run([whole], dim))
+            pieces, whole = self._compared(request, dim, kept)
+            found, expected = self._run(pieces, dim), self._run([whole], dim)
         except (BatchError, StageFailed):
             return False
-        return len(pieces) > 1 and difference <= self._tolerance(request)
+        is_like = [t.shape for t in found.tensors] == [t.shape for t in expected.tensors]
+        return (
+            len(pieces) > 1 and is_like and _difference(found, expected) <= self._tolerance(request)
+        )
 
     def _run(self, pieces: Sequence[Request], dim: int) -> Activation:
         tried = [
@@ -242,6 +283,15 @@ class WholeBatches:
 def _difference(found: Activation, expected: Activation) -> float:
     pairs = zip(found.tensors, expected.tensors, strict=True)
     return max(norm_error(mine, other) for mine, other in pairs)
+
+
+_CALL_LATER = (
+    "call the model in `training_step`, or in `on_after_backward` with `micro_batching='boundary'`"
+)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True)
@@ -312,6 +362,8 @@ class HandOvers:
         self._whole_batches = WholeBatches(layers, plan, options, self._try)
         # Numbers the hand-overs of the present step; None outside of a step.
         self._visits: Iterator[int] | None = None
+        # Whether a backward of the present step, or of the one before, goes through the stages.
+        self._has_graph = False
         self._trials = count(FIRST_TRIAL)
         self._twin_visits = count(_FIRST_TWIN)
         # Whether the trials that run at present are cut into pieces; None while none run.
@@ -324,7 +376,7 @@ class HandOvers:
     def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
         """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
         self._stages.begin_step(num_pieces, accumulate)
-        self._visits = count()
+        self._visits, self._has_graph = count(), False
         try:
             with self._recorder.span("forward"):
                 yield
@@ -395,8 +447,9 @@ class HandOvers:
         if self._is_cutting:
             raise ModelError(
                 "Layers on workers were called outside of a micro-batch's `training_step` while it "
-                "runs, as the backward of reentrant checkpointing does, or a thread; give "
-                "`checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`."
+                "runs. If that is the backward of reentrant checkpointing, give `checkpoint` "
+                "`use_reentrant=False`, or the strategy `micro_batching='boundary'`. If it is a "
+                f"hook or a thread, {_CALL_LATER}."
             )
         if self._lone is not None:
             self._follow(False)
@@ -415,6 +468,12 @@ class HandOvers:
             return found
         if self._visits is not None:
             return self._exchange_whole(request, self._visits)
+        if self._has_graph and _is_in_backward():
+            # Another step would drop what the stages keep for the backward that runs.
+            raise ModelError(
+                "Layers on workers were called in the backward of a batch that has gone through "
+                f"them, as a hook does that calls the model; {_CALL_LATER}."
+            )
         # An evaluation, or a user's own call of the model, is a step by itself.
         with self.whole_batch_step(self.plan.micro_batches, accumulate=True):
             return self._exchange_whole(request, count())
@@ -427,6 +486,8 @@ class HandOvers:
         visit = next(visits)
         if not grad_enabled:
             return self._join(pieces, dim, visit)
+        # The backward of reentrant checkpointing calls layers whose forward had no gradients.
+        self._has_graph = self._has_graph or not _is_in_backward()
         exchange = Exchange(self._stages, visit, self.plan.max_in_flight, dim)
         others = [*request.surroundings.carried.values()]
         return exchange_whole(request.hidden, exchange, pieces, others)

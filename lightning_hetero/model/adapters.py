@@ -72,6 +72,7 @@ def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters
     Raises:
         ModelError: If they cannot be injected elsewhere, or are merged into the weights.
     """
+    _check_are_injected(layers)
     inside = {module for layer in layers for module in layer.modules() if _is_tuned(module)}
     tuned: dict[str, Any] = {p: module for p, module in owner.named_modules() if module in inside}
     if not tuned:
@@ -203,13 +204,31 @@ def _matched(patterns: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
     return {name: patterns[key] for name, key in keys.items() if key in patterns}
 
 
+def _check_are_injected(layers: Sequence[nn.Module]) -> None:
+    """Refuse modules of PEFT that stand in for others without being layers of it, such as those of
+    `AdaptionPromptConfig`: no config injects them."""
+    waiting = [*layers]
+    while waiting:
+        module = waiting.pop()
+        if _is_switched(module):
+            continue
+        package, _, rest = type(module).__module__.partition(".tuners.")
+        if package == "peft" and rest:
+            raise _refusal(rest.partition(".")[0].upper())
+        waiting += module.children()
+
+
+def _refusal(kind: str | None) -> ModelError:
+    return ModelError(
+        f"Adapters of the kind {kind!r} cannot live on workers; use one of "
+        f"{', '.join(sorted(_KINDS))}, or keep their layers with the coordinator."
+    )
+
+
 def _check_config(config: Mapping[str, Any]) -> None:
     """Refuse adapters that workers do not build, and regular expressions."""
     if config.get("peft_type") not in _KINDS:
-        raise ModelError(
-            f"Adapters of the kind {config.get('peft_type')!r} cannot live on workers; use one of "
-            f"{', '.join(sorted(_KINDS))}, or keep their layers with the coordinator."
-        )
+        raise _refusal(config.get("peft_type"))
     if config.get("layer_replication"):
         raise ModelError(
             f"An adapter replicates layers {config['layer_replication']}, which cannot live on "

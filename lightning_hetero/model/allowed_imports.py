@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Iterable
@@ -31,6 +32,14 @@ LOCALS = ".<locals>."
 SCRIPT = "__user_main__"
 
 _LAYERS_OF_TORCH = "torch.nn.modules"
+# What every worker may import of transformers, by what is wanted there: the parts of its models
+# and their configs. No function is among them, and no module that converts checkpoints.
+_OF_TRANSFORMERS = {
+    "layer class": r"transformers\.(activations|models\.\w+\.modeling_(?!tf_|flax_)\w+)",
+    "config class": r"transformers\.models\.\w+\.configuration_\w+",
+}
+# Whole models read files and load others; their recipe names them and a config.
+_WHOLE_MODEL = "PreTrainedModel"
 # The only functions of torch itself, so that no name can reach a function that opens files.
 _OPERATION_NAMES = (
     *("abs", "add", "cos", "erf", "exp", "log_softmax", "matmul", "mul", "relu", "rsqrt"),
@@ -64,7 +73,8 @@ class ImportPath(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Allowed:
-    """The imports that are allowed besides torch's own layers and functions.
+    """The imports that are allowed besides torch's own layers and functions, and the parts of the
+    models of transformers.
 
     Args:
         packages: Dotted names; each allows the module of that name and all below it.
@@ -102,16 +112,26 @@ class Allowed:
             raise ModelError(f"{path} is not a function of torch that workers call.")
         return functions[path.qualname]
 
+    def names(self, module: str) -> bool:
+        """Whether all of a module is allowed."""
+        return any(_is_within(module, name) for name in (_LAYERS_OF_TORCH, *self.packages))
+
+    def refusal(self, path: ImportPath, what: str) -> ModelError:
+        """The error for what is not allowed."""
+        package = path.module.partition(".")[0]
+        return ModelError(
+            f"The {what} {path} is outside of what this worker may import (allowed: "
+            f"{', '.join(['torch.nn', *self.packages])}); if its code is to be trusted, start "
+            f"the worker with --allow {package}."
+        )
+
     def _import(self, path: ImportPath, what: str) -> ModuleType:
         if path.module == MAIN:
             return self._import_script(path, what)
         package = path.module.partition(".")[0]
-        if not any(_is_within(path.module, name) for name in (_LAYERS_OF_TORCH, *self.packages)):
-            raise ModelError(
-                f"The {what} {path} is outside of what this worker may import (allowed: "
-                f"{', '.join(['torch.nn', *self.packages])}); if its code is to be trusted, start "
-                f"the worker with --allow {package}."
-            )
+        is_part = re.fullmatch(_OF_TRANSFORMERS.get(what, "(?!)"), path.module) is not None
+        if not (is_part or self.names(path.module)):
+            raise self.refusal(path, what)
         try:
             return importlib.import_module(path.module)
         except (Exception, SystemExit) as error:
@@ -152,6 +172,9 @@ def find_class(allowed: Allowed, path: ImportPath, base: type, what: str = "laye
     found = allowed.find(path, what)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ModelError(f"The {what} {path} is not a class that derives from {base.__name__}.")
+    is_whole = any(base.__name__ == _WHOLE_MODEL for base in found.__mro__)
+    if is_whole and not isinstance(allowed, ImportedHere) and not allowed.names(path.module):
+        raise allowed.refusal(path, what)
     if issubclass(found, nn.modules.lazy.LazyModuleMixin):
         raise ModelError(f"The {what} {path} is lazy, and workers build only layers with a shape.")
     return found

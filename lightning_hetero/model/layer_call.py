@@ -102,6 +102,12 @@ class LayerCall:
         for place, value in _by_place(self.args, self.kwargs):
             yield from ((str(place), tensor) for tensor in tensors_in(value))
 
+    def named_lists(self) -> Iterator[tuple[str, Sequence[Any]]]:
+        """Every list of numbers among the arguments, with the position or name of its argument."""
+        for place, value in _by_place(self.args, self.kwargs):
+            if isinstance(value, (list, tuple)) and all(isinstance(n, (int, float)) for n in value):
+                yield str(place), value
+
     # These two are asked for several times in a step, and a walk through the arguments takes long.
     @cached_property
     def carried(self) -> list[str]:

@@ -259,6 +259,22 @@ def models_around_each(root: nn.Module, layer_names: Sequence[str]) -> list[list
     return [*{id(found[-1]): found for found in lists if found}.values()]
 
 
+def chances_of_leaving_out(root: nn.Module, layer_names: Sequence[str]) -> dict[str, float]:
+    """The options above 0 in the configs around layers by which transformers leaves layers out at
+    random in training, such as ``encoder_layerdrop``.
+
+    One of an encoder says nothing of the layers of a decoder.
+    """
+    found: dict[str, float] = {}
+    for models in models_around_each(root, layer_names):
+        for name, chance in vars(models[-1].config).items():
+            side = name.removesuffix("layerdrop").rstrip("_")
+            is_option = name.endswith("layerdrop") and isinstance(chance, (int, float))
+            if is_option and chance > 0 and any(side in layer for layer in layer_names):
+                found[name] = chance
+    return found
+
+
 def _models_in(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     return [(n, each) for n, each in root.named_modules() if isinstance(each, PreTrainedModel)]
 

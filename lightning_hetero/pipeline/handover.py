@@ -8,7 +8,7 @@ the results. `exchange_whole` makes that function differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -437,13 +437,16 @@ def takes_sequence_first(layer: nn.Module) -> bool:
     return any(getattr(module, "batch_first", None) is False for module in layer.modules())
 
 
-def cut_request(request: Request, num_pieces: int, dim: int = 0) -> list[Request]:
+def cut_request(
+    request: Request, num_pieces: int, dim: int = 0, kept: Container[str] = ()
+) -> list[Request]:
     """Cut a request along the samples. A tensor without samples goes into every piece.
 
     Args:
         request: A request of a whole batch.
         num_pieces: The most pieces.
         dim: The dimension of the hidden states that counts samples.
+        kept: The names of arguments without samples, however many rows they have.
 
     Raises:
         BatchError: If an argument is ambiguous, or collected outputs could not be joined.
@@ -459,31 +462,35 @@ def cut_request(request: Request, num_pieces: int, dim: int = 0) -> list[Request
         )
     for call in request.surroundings.calls:
         for name, tensor in call.named_tensors():
-            _check_clear(name, tensor, request.hidden)
+            if name not in kept:
+                _check_clear(name, tensor, request.hidden)
     for tensor in request.surroundings.carried.values():
         _check_clear("that carries gradients", tensor, request.hidden)
-    return [_piece(request, start, end, dim) for start, end in spans(size, num_pieces)]
+    return [_piece(request, start, end, dim, kept) for start, end in spans(size, num_pieces)]
 
 
-def first_of_request(request: Request, count: int, dim: int = 0) -> Request:
-    """The piece of a request with its first samples.
+def first_of_request(
+    request: Request, count: int, dim: int = 0, kept: Container[str] = ()
+) -> Request:
+    """The piece of a request with its first samples; see `cut_request` for the arguments.
 
     Raises:
         BatchError: If an argument is ambiguous, or collected outputs could not be joined.
     """
     if count < request.hidden.shape[dim]:
-        cut_request(request, 2, dim)  # raises if the request cannot be cut
-    return _piece(request, 0, count, dim)
+        cut_request(request, 2, dim, kept)  # raises if the request cannot be cut
+    return _piece(request, 0, count, dim, kept)
 
 
-def _piece(request: Request, start: int, end: int, dim: int) -> Request:
+def _piece(request: Request, start: int, end: int, dim: int, kept: Container[str]) -> Request:
     size = request.hidden.shape[dim]
+    whole = _tensors_of(request, kept)
     # Layers share tensors such as masks; cut each one once, so that it is sent once.
     cuts: dict[int, Tensor] = {}
 
     def cut(tensor: Tensor) -> Tensor:
         along = _dim_of_samples(tensor, size, dim)
-        if along is None:
+        if along is None or id(tensor) in whole:
             return tensor
         return cuts.setdefault(id(tensor), tensor.narrow(along, start, end - start))
 
@@ -497,13 +504,35 @@ def _piece(request: Request, start: int, end: int, dim: int) -> Request:
     return Request(hidden, replace(request.surroundings, calls=calls, carried=carried))
 
 
-def how_cut(request: Request, dim: int) -> tuple[int | None, ...]:
+def _tensors_of(request: Request, names: Container[str]) -> set[int]:
+    """The identities of the tensors that are arguments with these names."""
+    named = (pair for call in request.surroundings.calls for pair in call.named_tensors())
+    return {id(tensor) for name, tensor in named if name in names}
+
+
+def cut_arguments(request: Request, dim: int) -> list[str]:
+    """The names of the arguments that have as many rows as the batch has samples, each once."""
+    size = request.hidden.shape[dim]
+    named = (pair for call in request.surroundings.calls for pair in call.named_tensors())
+    found = (name for name, tensor in named if _dim_of_samples(tensor, size, dim) is not None)
+    return list(dict.fromkeys(found))
+
+
+def listed_arguments(request: Request, dim: int) -> list[str]:
+    """The names of the arguments that are lists of as many numbers as the batch has samples."""
+    size = request.hidden.shape[dim]
+    named = (pair for call in request.surroundings.calls for pair in call.named_lists())
+    return list(dict.fromkeys(name for name, numbers in named if len(numbers) == size))
+
+
+def how_cut(request: Request, dim: int, kept: Container[str] = ()) -> tuple[int | None, ...]:
     """For each tensor that goes beside the hidden states, the dimension along which it is cut."""
     size = request.hidden.shape[dim]
+    whole = _tensors_of(request, kept)
     found: list[int | None] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(_dim_of_samples(tensor, size, dim))
+        found.append(None if id(tensor) in whole else _dim_of_samples(tensor, size, dim))
         return tensor
 
     def note_operand(tensor: Tensor) -> Tensor:

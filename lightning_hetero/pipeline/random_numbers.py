@@ -309,6 +309,7 @@ class Draws:
         raise ModelError(
             f"The forward of {describe_layer(layer)} runs again in the backward, and which of its "
             f"{batch.num_calls(layer)} calls in the step that is cannot be told, so it could "
-            "draw wrong dropout masks. Switch gradient checkpointing off for the coordinator's "
+            "draw wrong dropout masks. If a hook calls the model in the backward, call it in "
+            "`training_step`; otherwise switch gradient checkpointing off for the coordinator's "
             "layers, and write `recompute: true` into the plan."
         )

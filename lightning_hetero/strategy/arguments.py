@@ -27,11 +27,11 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
-from ..errors import did_you_mean
+from ..errors import ModelError, did_you_mean
 from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
 from ..model.compiled_layers import compiles_only
-from ..model.layers import DecoderLayer
+from ..model.layers import DecoderLayer, chances_of_leaving_out
 from ..pipeline.microbatch import BatchOptions, LossWeighting
 from ..pipeline.turns import casts_here
 from ..plan import Plan
@@ -213,6 +213,22 @@ def _refuse_compiled(name: str) -> None:
         f"{name} is compiled by `torch.compile`, which cannot follow layers to workers; compile "
         "each layer by itself, or modules that neither contain decoder layers nor are part of one."
     )
+
+
+def check_all_layers_run(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> None:
+    """Refuse a model that leaves layers out at random in training, each time others.
+
+    Raises:
+        ModelError: With the options of its config.
+    """
+    if chances := chances_of_leaving_out(module, [layer.name for layer in layers]):
+        said = ", ".join(f"{name} of its config is {chance:g}" for name, chance in chances.items())
+        options = ", ".join(f"{name}=0" for name in chances)
+        raise ModelError(
+            f"The model of {layers[0].name} leaves layers out at random in training ({said}), and "
+            f"layers on workers must all be called. Build it with `{options}` in its config, or "
+            f"by `from_pretrained(..., {options})`."
+        )
 
 
 def check_num_nodes(num_nodes: int) -> None:

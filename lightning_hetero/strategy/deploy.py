@@ -53,6 +53,7 @@ from .arguments import (
     NAMED_PLANS,
     StepOptions,
     autocast_dtype,
+    check_all_layers_run,
     check_callbacks,
     check_not_compiled,
     dropout_seed,
@@ -426,6 +427,8 @@ class Site:
     def _check(self, layers: Sequence[DecoderLayer]) -> None:
         check_callbacks(self.module.trainer)
         check_not_compiled(self.module, layers)
+        if self.module.trainer.state.fn is TrainerFn.FITTING:
+            check_all_layers_run(self.module, layers)
 
     def _announce_layers(self, layers: Sequence[DecoderLayer]) -> None:
         """Name the chosen layers, if the module has several models."""

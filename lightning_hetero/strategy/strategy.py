@@ -62,6 +62,7 @@ from .window_step import WindowsAlone
 
 logger = logging.getLogger(__name__)
 
+_ANEW = "build the module anew (a new start of the script does)"
 _NEXT_TIME = " With `recovery=True` the next run goes on by itself."
 
 
@@ -463,7 +464,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if self.deployment is not None:
             self.deployment.abort()
         if isinstance(exception, WorkerLost) and not isinstance(exception, WeightsLost):
-            steps = [*self._fleet.restart, "build the module anew", "and " + self._remedy()]
+            steps = [*self._fleet.restart, _ANEW, "and " + self._remedy()]
             next_time = "" if self._recovery is not None else _NEXT_TIME
             exception.args = (f"{exception} To go on: {', '.join(steps)}.{next_time}",)
         if self._notes is not None:

@@ -272,6 +272,9 @@ def test_a_plan_is_written_and_its_verdict_shown(
     assert line["fast:1"] in [(0, 6), (2, 8)]
 
 
+@pytest.mark.follows(
+    "is there already; name it with --output to replace it",
+)
 def test_an_existing_plan_is_replaced_only_when_it_is_named(
     monkeypatch: pytest.MonkeyPatch, profile_path: str
 ) -> None:
@@ -539,10 +542,22 @@ def test_a_config_without_a_model_asks_for_its_class(
     write_config(project, "{workers: 1}")
     config = project / "config.yaml"
     config.write_text(re.sub(r"(?m)^model:.*\n", "", config.read_text()))
-    asked = "such as `--model my_module.MyClass`"
+    asked = "such as `--model my_module.MyModel`"
     assert asked in str(run(monkeypatch, command, "config.yaml"))
     config.write_text(config.read_text() + "model: {hidden_size: 64}\n")
     assert asked in str(run(monkeypatch, command, "config.yaml"))
+
+
+def test_a_config_without_a_model_and_data_asks_for_both_at_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(project, "{workers: 1}")
+    config = project / "config.yaml"
+    text = re.sub(r"(?m)^(model|data):.*\n( .*\n)*", "", config.read_text())
+    config.write_text(text + "model: {hidden_size: 64}\ndata: {batch_size: 2}\n")
+    said = str(run(monkeypatch, "verify", "config.yaml"))
+    assert "no class for the model and the data" in said
+    assert "`--model my_module.MyModel --data my_module.MyData`" in said
 
 
 @pytest.mark.parametrize("command", ["profile", "verify"])

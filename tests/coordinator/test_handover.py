@@ -74,27 +74,74 @@ def test_samples_that_stand_alone_are_cut_and_compared_once_for_each_kind() -> N
     assert len(stages.shapes) == 6
 
 
+class Looking(Stages):
+    """A layer that computes with its arguments too."""
+
+    def __init__(self, layer: Callable[..., Tensor]) -> None:
+        self._with = layer
+        super().__init__(by_sample)
+
+    def __call__(self, pieces: Sequence[Request], dim: int) -> Activation:
+        self.shapes += [tuple(piece.hidden.shape) for piece in pieces]
+        try:
+            found = [self._with(p.hidden, *p.surroundings.calls[0].args) for p in pieces]
+        except RuntimeError as error:
+            raise StageFailed(str(error)) from error
+        return join_activations([Activation(hidden) for hidden in found], dim)
+
+
+def request_with(*arguments: Any) -> Request:
+    return Request(BATCH, Surroundings(True, None, [LayerCall(1, True, arguments, {})]))
+
+
 def test_an_argument_that_is_cut_for_the_first_time_is_compared() -> None:
     """A table with as many rows as the batch has samples, which comes later or by chance."""
-
-    class Looking(Stages):
-        def __call__(self, pieces: Sequence[Request], dim: int) -> Activation:
-            self.shapes += [tuple(piece.hidden.shape) for piece in pieces]
-            found = []
-            for piece in pieces:
-                tables = [table for _, table in piece.surroundings.calls[0].named_tensors()]
-                found.append(piece.hidden + sum(table.sum() for table in tables))
-            return join_activations([Activation(hidden) for hidden in found], dim)
-
-    stages = Looking(by_sample)
+    stages = Looking(lambda hidden, *tables: hidden + sum(table.sum() for table in tables))
     batches = whole_batches(stages)
     cut(batches)
-    longer = Request(BATCH, Surroundings(True, None, [LayerCall(1, True, (torch.ones(5, 2),), {})]))
-    cut(batches, longer)
+    cut(batches, request_with(torch.ones(5, 2)))
     assert len(stages.shapes) == 6
-    table = Request(BATCH, Surroundings(True, None, [LayerCall(1, True, (torch.ones(4, 2),), {})]))
-    with pytest.raises(BatchError, match="as many rows as the batch has samples"):
-        cut(batches, table)
+    pieces, _ = cut(batches, request_with(torch.ones(4, 2)))
+    assert len(stages.shapes) > 6
+    assert [piece.surroundings.calls[0].args[0].shape for piece in pieces] == [(4, 2)] * 4
+
+
+HEADS = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+MASK = torch.ones(4, 6).tril(2)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda hidden, mask, table: hidden * mask[..., None] + table.sum(),
+        lambda hidden, mask, table: (
+            hidden * mask[..., None] + (hidden[:, :4, :1] * table).sum(1)[..., None]
+        ),
+    ],
+    ids=["a layer that sums it up", "a layer that cannot run with a part of it"],
+)
+def test_a_table_beside_a_mask_of_samples_stays_whole(layer: Callable[..., Tensor]) -> None:
+    batches = whole_batches(Looking(layer))
+    for _ in range(2):
+        pieces, dim = cut(batches, request_with(MASK, HEADS))
+        assert dim == 0
+        for number, piece in enumerate(pieces):
+            mask, table = piece.surroundings.calls[0].args
+            assert torch.equal(mask, MASK[number : number + 1])
+            assert torch.equal(table, HEADS)
+
+
+@pytest.mark.follows("Pass a tensor then.")
+def test_a_list_with_an_entry_for_each_sample_is_named() -> None:
+    def of_lengths(hidden: Tensor, lengths: Any) -> Tensor:
+        wanted = torch.as_tensor(lengths)[: len(hidden), None]
+        return hidden * (torch.arange(6) < wanted)[..., None]
+
+    lengths = [6, 2, 4, 3]
+    with pytest.raises(BatchError, match=r"the argument 0 is a list.*Pass a tensor then"):
+        cut(whole_batches(Looking(of_lengths)), request_with(lengths))
+    pieces, _ = cut(whole_batches(Looking(of_lengths)), request_with(torch.tensor(lengths)))
+    assert len(pieces) == 4
 
 
 def test_layers_that_mix_samples_stop_the_run() -> None:
@@ -102,12 +149,17 @@ def test_layers_that_mix_samples_stop_the_run() -> None:
         cut(whole_batches(Stages(mixed)))
 
 
+@pytest.mark.follows(
+    "This repairs it: …. To go on all the same, set `check_first_batch='warn'`.",
+    "With `micro_batches=1` the batch stays whole.",
+)
 def test_or_they_are_said() -> None:
     batches = whole_batches(Stages(mixed), check="warn")
     with pytest.warns(UserWarning, match="mix the samples"):
         pieces, _ = cut(batches)
     assert len(pieces) == 4
     cut(batches)  # once is enough
+    assert len(cut(whole_batches(Stages(mixed), pieces=1))[0]) == 1
 
 
 def test_or_nobody_looks() -> None:

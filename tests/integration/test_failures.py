@@ -282,7 +282,7 @@ def test_a_worker_that_dies_in_mid_step_is_named_with_how_to_go_on(
             )
         text = str(caught.value)
         assert f"`lightning-hetero doctor {victim.address}`" in text
-        assert "start the worker again, build the module anew, and go on from" in text
+        assert "start the worker again, build the module anew (a new start" in text
         assert text.endswith("With `recovery=True` the next run goes on by itself.")
         assert f"fit(..., ckpt_path={saves.best_model_path!r})" in text
         assert findings(read_run(Path(logger.log_dir)))[0] == (

@@ -254,6 +254,9 @@ def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     "test_local_workers_allow_the_layers_by_themselves",
     "test_a_script_without_a_main_guard_is_told_to_have_one",
 )
+@pytest.mark.follows(
+    'put what starts the training under `if __name__ == "__main__":`',
+)
 def test_blocks_in_the_script_train_on_local_workers(tmp_path: Path) -> None:
     result = run_script(tmp_path, GUARDED)
     assert "equal" in result.stdout, result.stderr

@@ -34,6 +34,12 @@ def plain(pattern_name: str) -> Outcome:
     return run(next(each for each in PATTERNS if each.name == pattern_name))
 
 
+@pytest.mark.follows(
+    "pass a function that counts them as `loss_weighting`; otherwise pass 'samples'",
+    "do it in `on_train_batch_end`, or use `micro_batching='boundary'`",
+    "With `micro_batching='boundary'` it draws once for each batch",
+    "Keep the state in a buffer, pass it as an argument, or keep the layer",
+)
 @pytest.mark.parametrize(
     ("pattern", "is_remedied"),
     keeping([*AS_THEY_ARE, *OF_EACH_REMEDY.values()], [*AS_THEY_ARE, *REMEDIED]),

@@ -202,6 +202,9 @@ GOES_ON: dict[str, Callable[[], TinyModule]] = {
 }
 
 
+@pytest.mark.follows(
+    "which is on a worker. Pass `use_reentrant=False`.",
+)
 @pytest.mark.parametrize(
     ("kind", "way"),
     keeping(
@@ -254,11 +257,49 @@ class AllInOne(OwnLoop):
         return logits
 
 
+@pytest.mark.follows(
+    "give `checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`"
+)
 def test_a_reentrant_checkpoint_around_all_layers_is_for_whole_batches(workers: list[str]) -> None:
     with pytest.raises(ModelError, match="give `checkpoint` `use_reentrant=False`, or.*boundary"):
         train(AllInOne(), over(workers))
     found = train(AllInOne(), over(workers, micro_batching="boundary"))
     assert_same_weights(found, train(AllInOne(), "auto"))
+
+
+class Looking(OwnLoop):
+    """Calls the model once more in the backward, or behind it."""
+
+    def __init__(self, in_hook: bool) -> None:
+        super().__init__(nothing)
+        self.in_hook = in_hook
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.batch = batch
+        loss = super().training_step(batch, batch_idx)
+        if self.in_hook:
+            loss.register_hook(lambda _: self.look())
+        return loss
+
+    def on_after_backward(self) -> None:
+        if not self.in_hook:
+            self.look()
+
+    @torch.no_grad()
+    def look(self) -> None:
+        for sample in range(2):
+            self.logits({name: each[sample : sample + 1] for name, each in self.batch.items()})
+
+
+@pytest.mark.follows("or in `on_after_backward` with `micro_batching='boundary'`")
+def test_the_model_is_called_behind_a_backward_and_not_in_it(workers: list[str]) -> None:
+    with pytest.raises(ModelError, match="outside of a micro-batch's.*or in `on_after_backward`"):
+        train(Looking(in_hook=True), over(workers))
+    whole = over(workers, micro_batching="boundary")
+    with pytest.raises(ModelError, match=r"in the backward of a batch.*or in `on_after_backward`"):
+        train(Looking(in_hook=True), whole)
+    found = train(Looking(in_hook=False), over(workers, micro_batching="boundary"))
+    assert_same_weights(found, train(OwnLoop(nothing), "auto"))
 
 
 def test_an_own_loop_from_the_embedding_on_equals_one_device(workers: list[str]) -> None:

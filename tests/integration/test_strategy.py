@@ -295,6 +295,9 @@ COPIES: dict[str, Callable[[pl.Trainer], Any]] = {
 }
 
 
+@pytest.mark.follows(
+    "so it cannot be copied or pickled; do it before `fit` or after it.",
+)
 @pytest.mark.parametrize("what", COPIES)
 def test_copies_are_made_before_training_or_after_it(what: str, workers: list[str]) -> None:
     class Copying(TinyModule):

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
+from peft import (
+    AdaptionPromptConfig,
+    IA3Config,
+    LoraConfig,
+    VeraConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from torch import nn
 
 from lightning_hetero.errors import ModelError
@@ -21,8 +28,11 @@ from lightning_hetero.model.adapters import (
     inject_adapters,
     without_wrappers,
 )
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.recipe import build_layers, write_recipe
 
 from ..families import tiny_model
+from ..models import tiny_llama
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -139,11 +149,15 @@ def test_a_scale_set_by_hand_is_said() -> None:
     assert scales == [2.0, 10.0]
 
 
+@pytest.mark.follows("so they would not train; call `unmerge_adapter()` first")
 def test_merged_adapters_are_refused() -> None:
-    model = adapted(lora())
+    tuned = get_peft_model(tiny_model("qwen2"), lora())
+    model = tuned.base_model.model
     model.model.layers[2].self_attn.q_proj.merge()
     with pytest.raises(ModelError, match=r"merged.*unmerge_adapter\(\)"):
         described(model)
+    tuned.unmerge_adapter()
+    assert described(model).is_enabled
 
 
 def test_layers_that_use_different_adapters_are_refused() -> None:
@@ -153,11 +167,29 @@ def test_layers_that_use_different_adapters_are_refused() -> None:
         described(model)
 
 
+def injected_by_hand() -> Any:
+    return inject_adapter_in_model(lora(), tiny_llama(2))
+
+
+@pytest.mark.follows("add adapters with peft.get_peft_model or inject_adapter_in_model")
 def test_adapters_without_a_config_are_refused() -> None:
     model = adapted(lora())
     del model.peft_config
     with pytest.raises(ModelError, match="no `peft_config`.*get_peft_model"):
         described(model)
+    for made in (get_peft_model(tiny_llama(2), lora()).model, injected_by_hand()):
+        assert described(made).configs.keys() == {"default"}
+
+
+@pytest.mark.follows("cannot live on workers; use one of …, or keep their layers")
+def test_adapters_in_the_place_of_attention_are_refused() -> None:
+    config = AdaptionPromptConfig(adapter_layers=2, adapter_len=4, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(3), config)
+    layers = [*enumerate(find_decoder_layers(model))]
+    with pytest.raises(ModelError, match="kind 'ADAPTION_PROMPT' cannot .*LORA.*keep their layers"):
+        write_recipe(model, layers)
+    assert len(build_layers(write_recipe(model, layers[:1]))) == 1
+    assert described(adapted(lora())) is not None
 
 
 def test_adapters_that_share_tensors_are_refused() -> None:

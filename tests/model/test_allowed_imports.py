@@ -72,6 +72,43 @@ def test_what_is_not_allowed_is_refused_with_the_remedy(module: str, name: str) 
         OWN.find(ImportPath(module, name))
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "what"),
+    [
+        ("transformers.models.vit.modeling_vit", "ViTLayer", "layer class"),
+        ("transformers.activations", "GELUActivation", "layer class"),
+        ("transformers.models.vit.configuration_vit", "ViTConfig", "config class"),
+    ],
+)
+def test_parts_of_models_of_transformers_need_no_permission(
+    module: str, name: str, what: str
+) -> None:
+    assert OWN.find(ImportPath(module, name), what).__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "what"),
+    [
+        ("transformers.models.vit.modeling_vit", "ViTModel", "layer class"),
+        ("transformers.models.rag.modeling_rag", "RagModel", "layer class"),
+        ("transformers.models.vit.modeling_vit", "eager_attention_forward", "function"),
+        ("transformers.models.vit.configuration_vit", "ViTConfig", "layer class"),
+        ("transformers.models.vit.modeling_vit", "ViTLayer", "config class"),
+        ("transformers.models.vit.convert_vit_timm_to_pytorch", "Any", "layer class"),
+        ("transformers.models.vit.modeling_tf_vit", "TFViTLayer", "layer class"),
+        ("transformers.models.vit.modeling_vit.os", "system", "layer class"),
+        ("transformers.models.auto.auto_factory", "Any", "layer class"),
+        ("transformers.trainer", "Trainer", "layer class"),
+        ("transformers.utils.hub", "cached_file", "function"),
+        ("transformers.models", "vit", "layer class"),
+    ],
+)
+def test_nothing_else_of_transformers_is_allowed(module: str, name: str, what: str) -> None:
+    base = nn.Module if what == "layer class" else object
+    with pytest.raises(ModelError, match="--allow transformers|cannot be imported|defines no"):
+        find_class(OWN, ImportPath(module, name), base, what)
+
+
 def test_a_module_outside_is_not_even_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""The page of errors: every error of the package is on it, each sentence with its own anchor."""
+"""The page of errors: every error of the package is on it, each sentence with its own anchor, and
+a test follows the remedy that it names."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ import pytest
 from docs.generate.errors import entries, page_of
 from docs.generate.sentences import Call, Module, Package, package
 from lightning_hetero import errors
+
+from ..remedies import LIST, Remedy, listed, marks, names_a_remedy, remedies
 
 PACKAGE = Path(errors.__file__).parent
 NAMES = [name for name, _ in inspect.getmembers(errors, inspect.isclass)]
@@ -31,9 +34,23 @@ HANDED_ON = {
 }
 
 
+# So many lines has the list of remedies that no test follows yet. It only shrinks.
+MOST_LISTED = 369
+
+
 @pytest.fixture(scope="module")
-def calls() -> list[Call]:
-    return [*package().calls()]
+def written() -> Package:
+    return package()
+
+
+@pytest.fixture(scope="module")
+def calls(written: Package) -> list[Call]:
+    return [*written.calls()]
+
+
+@pytest.fixture(scope="module")
+def said(written: Package) -> list[Remedy]:
+    return remedies(written)
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +134,64 @@ def test_a_sentence_is_found_where_it_is_written(
     file.write_text(f"class PlanError(HeteroError): ...\n{code}\n")
     (call,) = Package([Module(file, tmp_path)]).calls()
     assert [*call.texts] == texts
+
+
+def test_a_warning_is_found_too(tmp_path: Path) -> None:
+    file = tmp_path / "some.py"
+    file.write_text("logger.warning('%s waits %.1f s; stop it', name, seconds)\n")
+    (call,) = Package([Module(file, tmp_path)]).warnings()
+    assert call.texts == ("… waits … s; stop it",)
+
+
+def test_a_test_follows_every_remedy_that_is_not_listed(said: list[Remedy]) -> None:
+    words = [words for words, _ in marks()]
+    open_now = {remedy.key for remedy in said if not remedy.is_followed(words)}
+    known = listed()
+    assert sorted(open_now - {*known}) == [], (
+        "No test follows the remedies of these sentences. Mark one with pytest.mark.follows, as "
+        "tests/remedies.py says."
+    )
+    assert sorted({*known} - open_now) == [], (
+        f"A test follows these remedies, or the package says them no more. Take them out of {LIST}."
+    )
+    assert known == sorted({*known})
+    assert len(known) <= MOST_LISTED
+
+
+def test_every_mark_has_words_of_a_remedy(said: list[Remedy]) -> None:
+    files = [
+        (test, words, {remedy.file for remedy in said if words in remedy.text})
+        for words, test in marks()
+    ]
+    assert [(test, words) for test, words, found in files if not found] == []
+    # Words that several files say mark sentences that the test has never seen.
+    assert [(test, words, found) for test, words, found in files if len(found) > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("It is wrong; set `lr=1`, or call `stop()`.", ["`lr=1`", "`stop()`"]),
+        ("Of `f(x)` came 3; use `g`.", []),
+        ("It is new; begin with another one.", []),
+        ("The key … is …; write `lr`.", []),
+        ("Begin with `--name=x`, or --file ….", ["`--name=x`", "--file"]),
+        ("One is missing: `lightning-hetero token` makes one.", ["`lightning-hetero token`"]),
+        ("It came as `x`.", None),
+        ("The step … was expected, and … came.", None),
+        ("Stages have no use for it.", None),
+    ],
+)
+def test_a_remedy_is_an_order_or_code(text: str, code: list[str] | None) -> None:
+    assert names_a_remedy(text) == (code is not None)
+    assert Remedy("", text).code == (code or [])
+
+
+def test_marks_follow_a_sentence_if_all_of_its_code_is_in_them() -> None:
+    remedy = Remedy("", "It is wrong; set `lr=1`, or call `stop()`.")
+    assert not remedy.is_followed([])
+    assert not remedy.is_followed(["set `lr=1`"])
+    assert not remedy.is_followed(["set `lr=1`", "It is wrong"])
+    assert remedy.is_followed(["set `lr=1`", "or call `stop()`"])
+    assert remedy.is_followed(["set `lr=1`, or call `stop()`"])
+    assert Remedy("", "It is wrong; stop.").is_followed(["It is wrong"])

@@ -6,15 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
+from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
+from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.strategy.arguments import (
+    check_all_layers_run,
     check_not_compiled,
     warn_of_frequencies,
     warn_of_idle_devices,
@@ -159,3 +163,34 @@ def test_an_embedding_that_counts_tokens_is_named(recwarn: pytest.WarningsRecord
     module.model.model.embed_tokens.scale_grad_by_freq = True
     with pytest.warns(UserWarning, match=r"embed_tokens has scale_grad_by_freq=True"):
         warn_of_frequencies(module)
+
+
+class Speech(pl.LightningModule):
+    """A model with an encoder and a decoder."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        sizes = {"d_model": 8, "vocab_size": 60, "num_mel_bins": 4, "max_source_positions": 4}
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        for side in ("encoder", "decoder"):
+            sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 8}
+        config = WhisperConfig(**sizes, **tokens, decoder_start_token_id=1, **options)
+        self.model = WhisperForConditionalGeneration(config)
+
+
+def check_layers_of(module: pl.LightningModule, side: str) -> None:
+    check_all_layers_run(module, find_decoder_layers(module, f"model.model.{side}.layers"))
+
+
+@pytest.mark.follows("Build it with `…` in its config, or by `from_pretrained(..., …)`.")
+def test_layers_left_out_at_random_are_refused_with_the_options(tmp_path: Path) -> None:
+    module = Speech(encoder_layerdrop=0.1)
+    check_layers_of(module, "decoder")
+    with pytest.raises(ModelError, match=r"encoder_layerdrop of its config is 0\.1.*drop=0\)`"):
+        check_layers_of(module, "encoder")
+    check_layers_of(Speech(encoder_layerdrop=0), "encoder")
+    module.model.save_pretrained(tmp_path)
+    kind = WhisperForConditionalGeneration
+    module.model = kind.from_pretrained(tmp_path, encoder_layerdrop=0)
+    check_layers_of(module, "encoder")
+    assert module.model.model.encoder.layerdrop == 0
