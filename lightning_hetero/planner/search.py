@@ -22,6 +22,7 @@ number of micro-batches or of those in flight.
 At the end it takes as few micro-batches in flight as are nearly as fast. For a mixture in halves it
 also tries the experts on one worker and all else on another (`experts`). Then it looks for plans
 with replicas, and takes one if it is faster by as much as a device has to be (`replica_search`).
+With more than ten workers that search goes on by random changes, of lines too (`team_walk`).
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class Search:
         self.line, self.knows_line = found, True
         if self._may_replicate:
             found = self.teams.best(found) or found
+            if found is not None and not found.has_replicas:
+                self.line = found
         limit = math.inf if found is None else found.step_seconds * (1 - LEAST_GAIN)
         return self.apart if self.apart is not None and self.apart.is_below(limit) else found
 
