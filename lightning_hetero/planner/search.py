@@ -99,6 +99,7 @@ class Search:
         costs: The costs of devices and links.
         micro_batches: Numbers of micro-batches to choose from.
         may_replicate: Whether several processes may hold the same stage.
+        counts_alone: Numbers of micro-batches for one device alone; left out, the same ones.
 
     Attributes:
         costs: The costs of devices and links.
@@ -108,11 +109,16 @@ class Search:
     """
 
     def __init__(
-        self, costs: Costs, micro_batches: Sequence[int], may_replicate: bool = True
+        self,
+        costs: Costs,
+        micro_batches: Sequence[int],
+        may_replicate: bool = True,
+        counts_alone: Sequence[int] = (),
     ) -> None:
         self.costs = costs
         self._may_replicate = may_replicate
         self.micro_batches = micro_batches
+        self.counts_alone = counts_alone or micro_batches
         self._classes = interchangeable(costs)
         self._starts: list[Candidate] = []
         self._orders = Orders(costs, costs.size(max(micro_batches)))
@@ -181,7 +187,7 @@ class Search:
         workers = [] if name == COORDINATOR else [name]
         ranges = spans_of([0, num_layers, 0] if workers else [num_layers, 0])
         placed = []
-        for pieces, left in product(self.micro_batches, self._embeddings if workers else (False,)):
+        for pieces, left in product(self.counts_alone, self._embeddings if workers else (False,)):
             way = Arrangement(self.costs, workers, pieces, left)
             placed += [
                 way.with_ranges(ranges, min(in_flight, pieces))
