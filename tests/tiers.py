@@ -147,6 +147,8 @@ SECOND_TIER = frozenset(
         "planner/test_search.py::test_brute_force_finds_nothing_better_on_five_devices",
         "planner/test_search.py::test_brute_force_finds_nothing_better_on_three_devices",
         "planner/test_search.py::test_no_split_with_layers_at_both_ends_is_much_faster",
+        "planner/test_team_walk.py::test_plans_of_many_workers_fit_and_are_the_same_each_time",
+        "planner/test_team_walk.py::test_random_changes_find_no_plan_that_is_much_faster",
         "profiler/test_profiling_run.py::test_an_unusable_file_is_ignored_with_a_log_line",
         "profiler/test_profiling_run.py::test_measuring_leaves_no_trace",
         "profiler/test_profiling_run.py::test_other_families_are_measured",

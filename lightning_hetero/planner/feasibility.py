@@ -46,12 +46,20 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
         PlanError: If the plan does not fit the model or the workers, or the profile has no batch
             size, or fewer samples than the plan micro-batches.
     """
-    plan.check(len(profile.model.layers), profile.workers)
     if profile.batch_size is None:
         raise PlanError("The profile names no batch size, so micro-batches have none; add it.")
-    check_micro_batches(plan.micro_batches, profile.batch_size)
-    plan = as_measured(plan, profile)
-    costs = Costs(profile, {})
+    return candidate_with(plan, Costs(profile, {}))
+
+
+def candidate_with(plan: Plan, costs: Costs) -> Candidate:
+    """Make a candidate of a plan with costs that are there already.
+
+    Raises:
+        PlanError: If the plan does not fit the model, the workers or the batch.
+    """
+    plan.check(costs.num_layers, costs.profile.workers)
+    check_micro_batches(plan.micro_batches, costs.batch_size)
+    plan = as_measured(plan, costs.profile)
     stages = _with_ends(plan, costs.num_layers)
     seats: list[Seat] = []
     micro_batches = plan.micro_batches * costs.num_batches

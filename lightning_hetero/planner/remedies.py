@@ -116,7 +116,7 @@ def _alone_with_script(search: Search, name: str) -> Iterator[Candidate]:
     if device is None:
         return
     moved = replace(profile, devices=[device], links=[])
-    alone = Search(Costs(moved, {}), search.micro_batches).best_alone(COORDINATOR)
+    alone = Search(Costs(moved, {}), search.counts_alone).best_alone(COORDINATOR)
     if alone is not None:
         yield alone
 

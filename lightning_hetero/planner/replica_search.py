@@ -7,6 +7,9 @@ gets shorter: it merges two stages, moves a worker into another stage, out of th
 lets the coordinator be a replica or not, moves layers, or changes the place of the embedding, the
 number of micro-batches or of those in flight.
 
+With more than ten workers there are too many changes to try them all: then it makes random ones
+(`team_walk`).
+
 Until then replicas step parts of the parameters, which is never slower. At the end the search tries
 whether the plan is nearly as fast with fewer workers, with the whole optimizer on each replica, and
 with fewer micro-batches in flight.
@@ -26,6 +29,7 @@ from .candidates import Candidate, Costs, Range, as_replicas, spans_of
 from .feasibility import shortages
 from .replica_teams import Tables, TeamArrangement
 from .replicas import ReplicaPart
+from .team_walk import TeamWalk
 
 ALL_TEAMS_UP_TO = 3
 """Workers up to which the search begins with all ordered teams, with several splits of each. It
@@ -58,7 +62,7 @@ EFFORTS = {3: Effort(4000, 96, 8, 64), 5: Effort(400, 24, 4, 12), 10: Effort(60,
 """By the number of workers up to which it holds."""
 
 COMPARED_ONLY = Effort(0, 4, 4, 0)
-"""With more workers the search only compares the plans with which it begins."""
+"""With more workers the search compares the plans with which it begins, and goes on by a walk."""
 
 MOST_WORSE = 1.2
 """How much longer than that of the best line the step of a start may be."""
@@ -118,13 +122,15 @@ class TeamSearch:
 
     def best(self, line: Candidate | None) -> Candidate | None:
         """The best plan with replicas; None if none is faster than the best line by as much as a
-        device has to be.
+        device has to be. With more than ten workers it may be a better line.
 
         Args:
             line: The best plan without replicas; None if none fits.
         """
         if not self.by_speed or self.costs.pins:
             return None
+        if len(self.by_speed) > max(EFFORTS):
+            return self._walked(line)
         starts = self._starts(line)
         found = [self._climbed(start) for start in starts]
         found = [each for each in (*starts, *found) if each.has_replicas]
@@ -137,6 +143,20 @@ class TeamSearch:
         finished = self._finished(best)
         is_fast = line is None or _is_below(finished, line, LEAST_GAIN_OF_DEVICE)
         return finished if is_fast else best
+
+    def _walked(self, line: Candidate | None) -> Candidate | None:
+        """The best plan that a walk finds, which may be a line."""
+        starts = self._starts(line)
+        walk = TeamWalk(self._tables, self.micro_batches, self.by_speed, self._ordered)
+        # In its outlines the coordinator shares no stage with workers.
+        alone = [each for each in starts if not _is_hosted(each)]
+        found = [each for each in (*starts, walk.best(alone)) if each is not None]
+        if not found:
+            return None
+        replicated = [each for each in found if each.has_replicas]
+        self.fastest = min(replicated, key=_step_of, default=None)
+        best = min(found, key=_step_of)
+        return _with_whole_optimizer(best, best.step_seconds * (1 + LEAST_GAIN_OF_DEVICE))
 
     def replicated(self) -> Candidate | None:
         """The fastest plan in which every process holds all layers; None if none fits."""
@@ -358,8 +378,6 @@ class TeamSearch:
         All of these together may make the step longer by `LEAST_GAIN_OF_DEVICE`.
         """
         limit = best.step_seconds * (1 + LEAST_GAIN_OF_DEVICE)
-        if len(self.by_speed) > max(EFFORTS):
-            return _with_whole_optimizer(best, limit)
         best = _with_whole_optimizer(self._without_idlers(best, limit), limit)
         return self._with_enough_in_flight(best, limit)
 
@@ -532,6 +550,11 @@ def _ordered_teams(names: Sequence[str]) -> Iterator[Teams]:
         for first in combinations(names, count):
             others = [name for name in names if name not in first]
             yield from ((first, *behind) for behind in _ordered_teams(others))
+
+
+def _is_hosted(candidate: Candidate) -> bool:
+    """Whether the coordinator is a replica beside workers."""
+    return any(seat.name == COORDINATOR for seat in candidate.seats[1:-1])
 
 
 def _recomputes(candidate: Candidate) -> bool:

@@ -22,6 +22,7 @@ number of micro-batches or of those in flight.
 At the end it takes as few micro-batches in flight as are nearly as fast. For a mixture in halves it
 also tries the experts on one worker and all else on another (`experts`). Then it looks for plans
 with replicas, and takes one if it is faster by as much as a device has to be (`replica_search`).
+With more than ten workers that search goes on by random changes, of lines too (`team_walk`).
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Search:
         costs: The costs of devices and links.
         micro_batches: Numbers of micro-batches to choose from.
         may_replicate: Whether several processes may hold the same stage.
+        counts_alone: Numbers of micro-batches for one device alone; left out, the same ones.
 
     Attributes:
         costs: The costs of devices and links.
@@ -107,11 +109,16 @@ class Search:
     """
 
     def __init__(
-        self, costs: Costs, micro_batches: Sequence[int], may_replicate: bool = True
+        self,
+        costs: Costs,
+        micro_batches: Sequence[int],
+        may_replicate: bool = True,
+        counts_alone: Sequence[int] = (),
     ) -> None:
         self.costs = costs
         self._may_replicate = may_replicate
         self.micro_batches = micro_batches
+        self.counts_alone = counts_alone or micro_batches
         self._classes = interchangeable(costs)
         self._starts: list[Candidate] = []
         self._orders = Orders(costs, costs.size(max(micro_batches)))
@@ -126,6 +133,8 @@ class Search:
         self.line, self.knows_line = found, True
         if self._may_replicate:
             found = self.teams.best(found) or found
+            if found is not None and not found.has_replicas:
+                self.line = found
         limit = math.inf if found is None else found.step_seconds * (1 - LEAST_GAIN)
         return self.apart if self.apart is not None and self.apart.is_below(limit) else found
 
@@ -178,7 +187,7 @@ class Search:
         workers = [] if name == COORDINATOR else [name]
         ranges = spans_of([0, num_layers, 0] if workers else [num_layers, 0])
         placed = []
-        for pieces, left in product(self.micro_batches, self._embeddings if workers else (False,)):
+        for pieces, left in product(self.counts_alone, self._embeddings if workers else (False,)):
             way = Arrangement(self.costs, workers, pieces, left)
             placed += [
                 way.with_ranges(ranges, min(in_flight, pieces))

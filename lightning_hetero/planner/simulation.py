@@ -31,6 +31,10 @@ from .step_model import HERE, Pipeline
 MOST_PLAYED = 256
 """Micro-batches that `predict` simulates."""
 
+LEAST_PLAYED = 64
+"""Micro-batches of a longer step that are simulated at least; four times as many as are in flight
+are enough in a line."""
+
 LOSS = 1
 """Visit of the coordinator's forward that ends with the head and the loss. The runtime needs no
 such number, because a micro-batch never has both forwards ready."""
@@ -108,9 +112,11 @@ def _parts(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
             for count in (num_batches, 2 * num_batches)
         )
     else:
+        # A line repeats itself as soon as it is full; turns of replicas have long rounds.
+        enough = max(LEAST_PLAYED, 4 * pipeline.limit(0))
+        most = MOST_PLAYED if pipeline.replicas is not None else min(MOST_PLAYED, enough)
         half, whole = (
-            replace(pipeline, num_microbatches=count, num_batches=1)
-            for count in (MOST_PLAYED // 2, MOST_PLAYED)
+            replace(pipeline, num_microbatches=count, num_batches=1) for count in (most // 2, most)
         )
     return half, whole
 
@@ -316,15 +322,18 @@ class SimulatedRun:
     def offered(self, ready: Sequence[Action]) -> Collection[Action]:
         """The actions that a process with replicas offers to the rule: of each stage and kind the
         next one in the order of the process's micro-batches."""
-        return [a for a in ready if self._is_next(a)]
+        left, entries, found = self._left, self._entries, []
+        for action in ready:
+            key = action.key
+            entry = entries[action.stage_index][key.microbatch]
+            kind = "L" if key.visit == LOSS else action.kind
+            if left[entry, kind][-1] == key.microbatch:
+                found.append(action)
+        return found
 
     def note_begun(self, action: Action) -> None:
         """Note that an action was the next one of its kind."""
         self._left[_place(self._entry_of(action), action)].pop()
-
-    def _is_next(self, action: Action) -> bool:
-        left = self._left[_place(self._entry_of(action), action)]
-        return left[-1] == action.key.microbatch
 
     def _entry_of(self, action: Action) -> int:
         """The index in the pipeline's stages of who runs an action."""

@@ -6,20 +6,22 @@ processes the same number of layers, and `replicated_plan` the same share of the
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from msgspec.structs import replace
 
 from ..errors import PlanError
-from ..plan import COORDINATOR, Plan, StagePlan
+from ..plan import COORDINATOR, MOST_SHARES, Plan, StagePlan
 from ..units import parse_bytes
+from .bounds import least_bottleneck
 from .candidates import Candidate, Costs
 from .feasibility import check_micro_batches, check_plan, explain_shortage, in_window
 from .profile import Profile
-from .search import Search
+from .search import Search, speeds_of
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,12 @@ MOST_COUNTS = 12
 """The most numbers of micro-batches that the solver tries."""
 
 
+ENOUGH_COUNT, ENOUGH_PER_DEVICE = 256, 8
+"""Micro-batches of a batch, and of a batch for each device, that fill a pipeline well enough."""
+
+COUNTS_AT_ONCE = 3
+"""Larger numbers of micro-batches that are tried together where smaller ones do not fit."""
+
 MOST_STAGES = 10**7
 """Different devices times layers squared, which planning takes; more takes over a minute."""
 
@@ -199,10 +207,10 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
     costs = Costs(apply(wishes, profile), wishes.pins)
     _check_amount(costs)
     counts = window_counts(costs, wishes.micro_batches)
-    search = Search(costs, counts, wishes.replicas)
-    chosen = search.best()
-    if chosen is None:
-        raise explain_shortage(costs, search.micro_batches)
+    found = _searched(costs, counts, wishes.replicas)
+    if found is None:
+        raise explain_shortage(costs, counts)
+    chosen, search = found
     if chosen.step_seconds == 0:
         raise PlanError(
             "By this profile a step takes 0 seconds, so no plan is faster than another: every "
@@ -256,6 +264,42 @@ def _check_amount(costs: Costs) -> None:
             f"minutes; for {layers} layers the planner takes at most {most} unlike devices. "
             "Exclude the slowest ones, or give equal devices equal measurements."
         )
+
+
+def _searched(
+    costs: Costs, counts: Sequence[int], may_replicate: bool
+) -> tuple[Candidate, Search] | None:
+    """The best candidate, and the search that found it; None if nothing fits.
+
+    Larger numbers of micro-batches are tried while the best candidate has the largest number so
+    far. A plan can name the shares of no larger number than `MOST_SHARES`.
+    """
+    best: tuple[Candidate, Search] | None = None
+    for some in _groups(costs, counts):
+        replicates = may_replicate and max(some) <= MOST_SHARES
+        search = Search(costs, some, replicates, counts)
+        found = search.best()
+        if found is not None and (best is None or found.is_below(best[0].step_seconds)):
+            best = found, search
+        if best is not None and best[0].micro_batches < max(some):
+            break
+    return best
+
+
+def _groups(costs: Costs, counts: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The numbers of micro-batches to try together: those up to one that fills the pipeline well
+    enough, and then larger ones, which save memory and little time."""
+    if len(counts) > MOST_COUNTS:
+        # Of many numbers, those with too large micro-batches would take long to fit nowhere.
+        num_layers, workers = costs.num_layers, costs.profile.workers
+        held = [least_bottleneck(speeds_of(costs, workers, n), num_layers) for n in counts[:-1]]
+        pairs = zip(counts, held, strict=False)
+        counts = [*(n for n, seconds in pairs if seconds < math.inf), counts[-1]]
+    per_batch = max(ENOUGH_COUNT, ENOUGH_PER_DEVICE * len(costs.profile.devices))
+    num_first = max(1, sum(count <= per_batch * costs.num_batches for count in counts))
+    yield counts[:num_first]
+    for start in range(num_first, len(counts), COUNTS_AT_ONCE):
+        yield counts[start : start + COUNTS_AT_ONCE]
 
 
 def window_counts(costs: Costs, wished: int | None) -> list[int]:

@@ -134,8 +134,11 @@ class _Batch:
         return np.concatenate(found)
 
     def splits(self, in_flight: int) -> Splits:
-        """The best split of each order."""
+        """The best split of each order: that with the fastest slowest stage, or, with one
+        micro-batch in flight, that with the least sum, because stages take turns then."""
         ends, floors = self._ends(in_flight), self.busiest_seconds
+        if in_flight == 1:
+            floors = np.full_like(floors, np.inf)
         found, done = [], 0
         for ways in self._parts():
             floor_seconds = floors[done : done + len(ways)]

@@ -351,8 +351,17 @@ def test_slow_links_between_many_are_avoided() -> None:
     assert len({int(name[1:]) % 2 for name in names}) == 1
 
 
-def test_more_workers_than_layers_leave_the_slowest_out() -> None:
-    assert set(solve(many(12, 2, 12)).chosen.workers) <= {"w0", "w1"}
+def test_a_line_of_more_workers_than_layers_leaves_the_slowest_out() -> None:
+    chosen = solve(many(12, 2, 12), Wishes(replicas=False)).chosen
+    assert set(chosen.workers) <= {"w0", "w1"}
+
+
+def test_more_workers_than_layers_are_replicas() -> None:
+    given_profile = many(12, 2, 12)
+    line = solve(given_profile, Wishes(replicas=False)).chosen
+    chosen = solve(given_profile).chosen
+    assert len(chosen.workers) > 2
+    assert chosen.step_seconds < line.step_seconds
 
 
 def alike(num_workers: int, hop_seconds: float) -> Profile:
@@ -439,3 +448,12 @@ def solve_or_none(case: Case) -> Candidate | None:
         return solve(profile_of(case), Wishes(micro_batches=case.micro_batches)).chosen
     except PlanError:
         return None
+
+
+def test_with_one_micro_batch_in_flight_the_fastest_worker_has_most_layers() -> None:
+    """Stages take turns then, so the sum of their seconds counts and not the slowest stage."""
+    costs = Costs(profile(8, [device("fast", 1, 2), device("slow", 2, 4)], batch_size=4), {})
+    placed = place_at(Arrangement(costs, ["fast", "slow"], 4), 1, None)
+    assert placed is not None
+    assert [seat.num_layers for seat in placed.seats] == [0, 7, 1, 0]
+    assert placed.step_seconds == 4 * (7 * 3 + 6)

@@ -16,8 +16,9 @@ from msgspec.structs import replace
 
 from lightning_hetero.errors import PlanError, ProfileError
 from lightning_hetero.plan import Plan
-from lightning_hetero.planner.feasibility import candidate_of
+from lightning_hetero.planner.feasibility import candidate_of, shortages
 from lightning_hetero.planner.profile import Link, Part, Profile
+from lightning_hetero.planner.simulation import SimulatedRun, Simulation
 from lightning_hetero.planner.solver import (
     Wishes,
     apply,
@@ -61,6 +62,37 @@ def test_the_p40_is_left_out_at_16_microbatches() -> None:
 def test_a_pin_keeps_the_p40() -> None:
     pinned = Wishes(micro_batches=16, pins={"w3": (31, 32)})
     assert shares(cluster_of(TABLES[0], 16), pinned)["w3"] == 1
+
+
+def test_a_batch_of_a_million_samples_is_planned_with_few_simulations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sample keeps 16 MiB in a layer, so most numbers of micro-batches fit nowhere."""
+    num_played = 0
+
+    def counted(run: SimulatedRun) -> Simulation:
+        nonlocal num_played
+        num_played += 1
+        return played(run)
+
+    played = SimulatedRun.play
+    monkeypatch.setattr(SimulatedRun, "play", counted)
+    workers = [
+        device(
+            f"w{number}",
+            0,
+            0,
+            timings=[
+                timing("layer", each * n, 2 * each * n, size=n, saved_bytes=n * 2**24)
+                for n in (1, 64)
+            ],
+        )
+        for number, each in enumerate([0.001, 0.002])
+    ]
+    chosen = solve(profile(8, workers, batch_size=10**6)).chosen
+    assert not shortages(chosen)
+    assert len(chosen.workers) == 2
+    assert num_played < 150
 
 
 def test_an_excluded_device_has_nothing() -> None:
