@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
@@ -91,6 +93,7 @@ class Deployment:
         draws: The random numbers of this process's part of the steps.
         hosted: The layers of which this process is a replica; None if there are none.
         has_updated_buffers: Whether forwards of layers on workers have updated buffers of theirs.
+        bytes_per_second: The rate at which the layers came to the workers, building them included.
 
     Raises:
         ModelError: If the layers cannot live apart.
@@ -113,6 +116,7 @@ class Deployment:
         self.layers = layers
         self.draws = Draws(seed)
         self.has_updated_buffers = False
+        self.bytes_per_second: float = math.inf if before is None else before.bytes_per_second
         self._root = root
         self._saving = threading.Lock()
         self._converts_weights = converts_weights
@@ -222,10 +226,12 @@ class Deployment:
         )
         what, num_losses = "Sending layers to the workers", 0
         while True:
+            began_seconds = time.perf_counter()
             try:
                 with closing(self.coordinator.layers.progress(what, num_bytes)) as progress:
                     for name in self.coordinator.layers.deploy(stages, placement, seed):
                         progress.advance(sizes[name])
+                self.bytes_per_second = num_bytes / (time.perf_counter() - began_seconds)
                 return
             except WorkerLost as cause:
                 num_losses += 1
