@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -197,6 +198,7 @@ def main() -> None:
     options = parser.parse_args()
 
     be_quiet()
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
     console = wide_console()
     found = {}
     for case in CASES:

@@ -330,7 +330,7 @@ def test_a_worker_that_slows_down_is_noticed_and_relieved(
     def run(chain: list[str], **options: Any) -> TinyModule:
         module = TinyModule(NUM_LAYERS)
         pipeline = HeteroPipelineStrategy(chain, plan_of(chain, (1, 1, 4)), **options)
-        trainer(pipeline, max_steps=28).fit(module, loader(8 * 28, 8))
+        trainer(pipeline, max_steps=36).fit(module, loader(8 * 36, 8))
         return module
 
     with worker_process(before=SLOWING) as slow:
