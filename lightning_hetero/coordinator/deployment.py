@@ -234,7 +234,7 @@ class Deployment:
                         progress.advance(sizes[name])
                         moments[name] = time.perf_counter()
                 names = [[name for name, _ in named_tensors(stage.layers)] for stage in stages]
-                self.bytes_per_second = _slowest_rate(names, sizes, moments)
+                self.bytes_per_second = slowest_rate(names, sizes, moments)
                 return
             except WorkerLost as cause:
                 num_losses += 1
@@ -614,7 +614,7 @@ class Deployment:
             )
 
 
-def _slowest_rate(
+def slowest_rate(
     names: Sequence[Sequence[str]], sizes: Mapping[str, int], moments: Mapping[str, float]
 ) -> float:
     """The lowest rate at which the tensors of a stage were sent, in bytes per second.
