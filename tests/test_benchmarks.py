@@ -9,6 +9,7 @@ from benchmarks.peers.splits import Costs, climb, largest_deviation
 from benchmarks.planner_optimality.brute_force import CLOSE, BruteForce
 from benchmarks.planner_optimality.clusters import draw_cluster
 from benchmarks.planner_optimality.main import BOUND, compare
+from benchmarks.replan.main import best_seconds, line
 from benchmarks.replica_order.main import CASES as REPLICAS
 from benchmarks.replica_order.main import Case as ReplicaCase
 from benchmarks.replica_order.main import mean_steps, pipeline_of
@@ -20,6 +21,7 @@ from benchmarks.sleeping_stages.main import (
     predicted_seconds,
     stage_times,
 )
+from lightning_hetero.plan import COORDINATOR
 
 COSTS = Costs.from_two_models(
     whole_seconds=9.0, short_seconds=5.0, num_layers=8, num_short_layers=4
@@ -122,3 +124,11 @@ def test_brute_force_excludes_no_better_plan_by_its_bounds(seed: int) -> None:
 def test_brute_force_finds_no_plan_where_none_fits() -> None:
     result = compare(1)
     assert result.gap is None
+
+
+def test_the_best_plan_for_replanning_is_the_shortest_of_all() -> None:
+    """A layer takes 30 ms, on b twice as long: 3, 2 and 1 layers, the longest ones first."""
+    seconds = {COORDINATOR: 0.03, "a": 0.03, "b": 0.06}
+    plan = line((2, 2, 2), [COORDINATOR, "a", "b"])
+    found = best_seconds(plan, seconds)
+    assert 8 * 0.09 <= found <= 8 * 0.09 + 0.03

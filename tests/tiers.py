@@ -93,7 +93,7 @@ SECOND_TIER = frozenset(
         "integration/test_members.py",
         "integration/test_more_families.py",
         "integration/test_move_traffic.py",
-        "integration/test_moving_layers.py::test_a_worker_that_slows_down_is_noticed_and_relieved",
+        "integration/test_moving_layers.py::test_a_slow_worker_is_noticed_and_relieved",
         "integration/test_moving_layers.py::test_averages_of_the_weights_move_too",
         "integration/test_moving_weights.py",
         "integration/test_namespaces.py",

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
@@ -92,6 +94,8 @@ class Deployment:
         draws: The random numbers of this process's part of the steps.
         hosted: The layers of which this process is a replica; None if there are none.
         has_updated_buffers: Whether forwards of layers on workers have updated buffers of theirs.
+        bytes_per_second: The rate at which the layers went to the workers, that of the slowest one;
+            infinite if no worker got two tensors.
 
     Raises:
         ModelError: If the layers cannot live apart.
@@ -114,6 +118,7 @@ class Deployment:
         self.layers = layers
         self.draws = Draws(seed)
         self.has_updated_buffers = False
+        self.bytes_per_second: float = math.inf if before is None else before.bytes_per_second
         self._root = root
         self._saving = threading.Lock()
         self._converts_weights = converts_weights
@@ -226,10 +231,14 @@ class Deployment:
         )
         what, num_losses = "Sending layers to the workers", 0
         while True:
+            moments: dict[str, float] = {}
             try:
                 with closing(self.coordinator.layers.progress(what, num_bytes)) as progress:
                     for name in self.coordinator.layers.deploy(stages, placement, seed):
                         progress.advance(sizes[name])
+                        moments[name] = time.perf_counter()
+                names = [[name for name, _ in named_tensors(stage.layers)] for stage in stages]
+                self.bytes_per_second = slowest_rate(names, sizes, moments)
                 return
             except WorkerLost as cause:
                 num_losses += 1
@@ -607,6 +616,25 @@ class Deployment:
                 f"What the layers on workers keep in {_listed(names)} is updated {how_often}, so "
                 f"it is not what it would be on one device; {remedy}."
             )
+
+
+def slowest_rate(
+    names: Sequence[Sequence[str]], sizes: Mapping[str, int], moments: Mapping[str, float]
+) -> float:
+    """The lowest rate at which the tensors of a stage were sent, in bytes per second.
+
+    Args:
+        names: Those of each stage.
+        sizes: Their bytes.
+        moments: When each was sent. The first one of a stage waited until its layers were built.
+    """
+    rates = []
+    for sent in names:
+        order = sorted((name for name in sent if name in moments), key=moments.__getitem__)
+        if len(order) > 1:
+            seconds = moments[order[-1]] - moments[order[0]]
+            rates.append(sum(sizes[name] for name in order[1:]) / max(seconds, 1e-9))
+    return min(rates, default=math.inf)
 
 
 def _changed_copy(key: str) -> str:

@@ -59,6 +59,17 @@ class StageSeconds:
         return self.layers + self.ends
 
 
+def medians(steps: Sequence[Mapping[str, StageSeconds]]) -> dict[str, StageSeconds]:
+    """The median seconds of each stage over some steps."""
+    return {
+        name: StageSeconds(
+            statistics.median(step[name].layers for step in steps),
+            statistics.median(step[name].ends for step in steps),
+        )
+        for name in steps[-1]
+    }
+
+
 @dataclass(frozen=True)
 class Drift:
     """A lasting change.
@@ -162,13 +173,7 @@ class Watcher:
 
     def present(self) -> dict[str, StageSeconds]:
         """The median seconds of each stage over the latest steps."""
-        return {
-            name: StageSeconds(
-                statistics.median(step[name].layers for step in self._recent),
-                statistics.median(step[name].ends for step in self._recent),
-            )
-            for name in self._recent[-1]
-        }
+        return medians([*self._recent])
 
 
 def _drift(now: Mapping[str, float], expected: Mapping[str, float]) -> float:

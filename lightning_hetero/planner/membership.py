@@ -14,9 +14,8 @@ number of micro-batches stays, and with it the order of all sums where no stage 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
@@ -24,11 +23,12 @@ from .candidates import Candidate
 from .drift import StageSeconds
 from .feasibility import candidate_of, shortages
 from .profile import Profile
+from .replan import PlanChange as PlanChange
 from .replan import (
-    LEAST_GAIN,
     best_shares,
     best_split,
     expected_seconds,
+    held_bytes,
     scaled,
     with_both_ends,
     with_ranges,
@@ -36,31 +36,6 @@ from .replan import (
 
 # More micro-batches are in flight for each further process, as in `Plan.max_in_flight`.
 _IN_FLIGHT_EACH = 2
-
-
-@dataclass(frozen=True)
-class PlanChange:
-    """A plan for other workers.
-
-    Args:
-        plan: The plan.
-        before_seconds: The step at present, by the profile.
-        after_seconds: The step under the plan, by the profile.
-    """
-
-    plan: Plan
-    before_seconds: float
-    after_seconds: float
-
-    @property
-    def gain(self) -> float:
-        """The share of the step that the plan saves; negative if the step gets longer."""
-        return 1 - self.after_seconds / self.before_seconds
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether the plan saves enough to move layers."""
-        return self.gain >= LEAST_GAIN
 
 
 def joined(plan: Plan, profile: Profile, name: str, keeps_own: bool = False) -> PlanChange | None:
@@ -217,11 +192,9 @@ def _has_room(
     workers: Iterable[str],
 ) -> bool:
     """Whether these workers have the memory for their layers."""
-    taken: Counter[str] = Counter()
-    for stage in plan.remote_stages:
-        for worker in stage.remote_workers:
-            taken[worker] += sum(layer_bytes[number] for number in stage.layer_indices)
-    return all(taken[worker] <= room_bytes.get(worker, 0) for worker in workers if taken[worker])
+    taken = held_bytes(plan, layer_bytes)
+    grown = (worker for worker in workers if taken[worker] and worker != COORDINATOR)
+    return all(taken[worker] <= room_bytes.get(worker, 0) for worker in grown)
 
 
 def _most_layers(plan: Plan) -> tuple[int, ...]:

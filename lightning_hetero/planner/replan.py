@@ -1,7 +1,7 @@
 """Replanning: which layers or shares suit the present speeds of a run's stages.
 
 `replan` keeps the devices and their order. Where stages have replicas, it first tries other shares,
-which move no weight; otherwise it moves layers. Whether to replan at all, `drift` says.
+which move no weight; otherwise it moves layers. When layers move, `balance` says.
 """
 
 from __future__ import annotations
@@ -11,43 +11,151 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy as np
 from msgspec.structs import replace
 
 from ..errors import PlanError
-from ..plan import COORDINATOR, Plan, StagePlan
+from ..pipeline.placement import turns
+from ..plan import COORDINATOR, Dtype, Plan, StagePlan
 from .candidates import Candidate, spans_of
+from .costs import KEPT_FREE
 from .drift import StageSeconds
 from .feasibility import candidate_of, shortages
 from .layer_split import best_splits, nowhere_but, only
-from .profile import DeviceProfile, Profile
+from .profile import (
+    EMBEDDING,
+    ENDS,
+    HEAD,
+    VERSION,
+    DeviceProfile,
+    LinkSpeed,
+    ModelProfile,
+    Part,
+    Profile,
+    Timing,
+)
 from .replica_search import LEAST_GAIN_OF_CHANGE, moved_layers, with_moved_shares
-from .replicas import shares_of
 from .search import EXCHANGES_UP_TO, MOST_NEAR_PLAYED
 
 LEAST_GAIN = 0.05
 """Share of the step that a move must save."""
 
+# The fingerprint of times without measurements.
+_SEEN = "timed in the run"
+# Links of which nothing is known.
+_INSTANT = LinkSpeed(latency_seconds=0.0, bytes_per_second=1e18)
+# The memory of a process of which nothing is known.
+_ANY_BYTES = 2**60
+
 
 @dataclass(frozen=True)
-class Replanned:
-    """A plan for the present speeds of the devices.
+class PlanChange:
+    """Another plan.
 
     Args:
-        plan: The plan with other layers or other shares.
-        gain: The predicted share of the step that it saves.
-        profile: The measurements scaled to the present speeds; None without measurements.
+        plan: The plan.
+        before_seconds: The predicted step at present.
+        after_seconds: The predicted step under the plan.
     """
 
     plan: Plan
-    gain: float
-    profile: Profile | None
+    before_seconds: float
+    after_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """The share of the step that the plan saves; negative if the step gets longer."""
+        return 1 - self.after_seconds / self.before_seconds
 
     @property
     def is_worth_it(self) -> bool:
         """Whether the plan saves enough to move layers or change shares."""
         return self.gain >= LEAST_GAIN
+
+    def pays(self, steps_left: float, moving_seconds: float) -> bool:
+        """Whether the steps that are left save more seconds than the move takes."""
+        return (self.before_seconds - self.after_seconds) * steps_left > moving_seconds
+
+
+@dataclass(frozen=True)
+class Replanned(PlanChange):
+    """A plan with other layers or other shares for the present speeds of the devices.
+
+    Args:
+        profile: The times of the devices at present.
+    """
+
+    profile: Profile
+
+
+@dataclass(frozen=True)
+class MoveCosts:
+    """What a move takes, by what is known without measurements.
+
+    Args:
+        layer_bytes: About what each layer takes where it trains.
+        room_bytes: What each process may take.
+        bytes_per_second: The rate at which layers come to a process.
+    """
+
+    layer_bytes: Sequence[int]
+    room_bytes: Mapping[str, float]
+    bytes_per_second: float
+
+    def memory_bytes(self, name: str, held: int) -> int:
+        """The memory of a process that the planner may fill; what it holds fits in any case."""
+        return math.ceil(max(self.room_bytes.get(name, _ANY_BYTES), held, 1) / (1 - KEPT_FREE))
+
+    def moving_seconds(self, before: Plan, after: Plan) -> float:
+        """The seconds until every process has its new layers."""
+        if before.differs_in_shares_only(after):
+            return 0.0
+        holders = {n: {*stage.workers} for stage in before.stages for n in stage.layer_indices}
+        coming: Counter[str] = Counter()
+        for stage in after.stages:
+            for number, name in product(stage.layer_indices, stage.workers):
+                if name not in holders[number]:
+                    coming[name] += self.layer_bytes[number]
+        return max(coming.values(), default=0) / self.bytes_per_second
+
+
+def held_bytes(plan: Plan, layer_bytes: Sequence[int]) -> Counter[str]:
+    """The bytes that the layers of each process take."""
+    held: Counter[str] = Counter()
+    for stage in plan.stages:
+        for name in stage.workers:
+            held[name] += sum(layer_bytes[number] for number in stage.layer_indices)
+    return held
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a run besides the seconds of its processes.
+
+    Args:
+        profile: Measurements, or the times with which layers moved before; None if there are none.
+        num_batches: The batches of an accumulation window that are one pipeline.
+        costs: What layers take; None if they take nothing.
+    """
+
+    profile: Profile | None = None
+    num_batches: int = 1
+    costs: MoveCosts | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the profile is of measurements before the run, of links too."""
+        return self.profile is not None and self.profile.model.fingerprint != _SEEN
+
+    def at_present(self, plan: Plan, seconds: Mapping[str, StageSeconds]) -> Present:
+        """The times of the plan's devices as they are at present."""
+        expected = None if self.profile is None else expected_seconds(plan, self.profile)
+        if self.profile is not None and expected is not None:
+            profile = scaled(self.profile, expected, seconds)
+            return Present(profile, COORDINATOR not in seconds, not self.is_measured)
+        return Present.by_seconds(plan, self, seconds)
 
 
 def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
@@ -61,33 +169,39 @@ def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
     return found if all(0 < seconds < math.inf for seconds in found.values()) else None
 
 
-def replan(
-    plan: Plan, profile: Profile | None, seconds: Mapping[str, StageSeconds]
-) -> Replanned | None:
+def replan(plan: Plan, known: Known, seconds: Mapping[str, StageSeconds]) -> Replanned | None:
     """Find the best layers for the plan's stages.
 
-    With a profile, the function scales its times to the present ones, respects the memory, and
-    simulates steps. Without one, it takes all layers of a process for equal and minimizes the time
-    of the slowest process. Then a coordinator without layers gets none, and a coordinator with the
-    last layers keeps them, because their time is not known apart from the head's. A coordinator
-    that is missing from ``seconds`` keeps its layers.
-
-    Where a stage has replicas, other shares come first: if they save enough, no layer moves.
-    Without a profile nothing but shares changes there, and a coordinator that is a replica keeps
-    its share, because its time in the stage is not known apart from its other work.
+    Times are those of the profile, scaled to the present ones, or follow from the present ones
+    alone; see `Present`. The function respects the memory and simulates steps. Where a stage has
+    replicas, other shares come first: if they save enough, no layer moves.
 
     Returns:
-        None if the layers do not fit the profile.
+        None if the layers fit in no way.
     """
-    if profile is not None:
-        expected = expected_seconds(plan, profile)
-        if expected is not None:
-            profile = scaled(profile, expected, seconds)
-            found = best_shares(plan, profile) if plan.has_replicas else None
-            if found is not None and found.is_worth_it:
-                return found
-            return _by_profile(plan, profile, seconds)
-    return _shares_by_seconds(plan, seconds) if plan.has_replicas else _by_seconds(plan, seconds)
+    present = known.at_present(plan, seconds)
+    found = best_shares(plan, present.profile) if plan.has_replicas else None
+    if found is None or not found.is_worth_it:
+        before = candidate_of(plan, present.profile)
+        best = best_split(before, present.keeps_own, present.keeps_last)
+        if best is not None:
+            plan = with_ranges(plan, best.ranges_of_teams)
+            found = Replanned(plan, before.step_seconds, best.step_seconds, present.profile)
+    return found
+
+
+def share_saved(
+    other: Plan, plan: Plan, known: Known, seconds: Mapping[str, StageSeconds]
+) -> float:
+    """The share of the step that another plan saves, and at most that of the slowest process.
+
+    A step may also get shorter because the pipeline fills sooner; that alone is too little to move
+    layers of stages that take equally long.
+    """
+    profile = known.at_present(plan, seconds).profile
+    before, after = (candidate_of(each, profile) for each in (plan, other))
+    slowest = after.bottleneck_seconds / before.bottleneck_seconds
+    return 1 - max(after.step_seconds / before.step_seconds, slowest)
 
 
 def best_shares(plan: Plan, profile: Profile) -> Replanned | None:
@@ -115,51 +229,11 @@ def best_shares(plan: Plan, profile: Profile) -> Replanned | None:
         stage if len(stage.workers) < 2 else dataclasses.replace(stage, shares=shares[stage.layers])
         for stage in plan.stages
     ]
-    gain = 1 - best.step_seconds / before.step_seconds
-    return Replanned(dataclasses.replace(plan, stages=stages), gain, profile)
+    plan = dataclasses.replace(plan, stages=stages)
+    return Replanned(plan, before.step_seconds, best.step_seconds, profile)
 
 
-def _shares_by_seconds(plan: Plan, seconds: Mapping[str, StageSeconds]) -> Replanned:
-    """The shares with which the slowest replica of each stage is as fast as possible."""
-    numbers = Counter(name for stage in plan.remote_stages for name in stage.workers)
-    before = {name: each.total for name, each in seconds.items()}
-    after, stages = dict(before), []
-    for stage in plan.stages:
-        # The time of a worker in one of several stages is not known.
-        free = [n for n in stage.remote_workers if n in seconds and numbers[n] == 1]
-        known = dict(zip(stage.workers, stage.present_shares, strict=True))
-        free = [name for name in free if known[name] > 0]
-        if len(free) > 1:
-            each = {name: before[name] / known[name] for name in free}
-            scale = _finer(plan, sum(known.values()))
-            count = scale * sum(known[name] for name in free)
-            shares = shares_of(list(each.values()), count, [0.0] * len(free))
-            known = {name: scale * share for name, share in known.items()}
-            known |= dict(zip(free, shares, strict=True))
-            after |= {name: each[name] * known[name] / scale for name in free}
-        new = [known[name] for name in stage.workers]
-        stages.append(dataclasses.replace(stage, shares=new) if len(free) > 1 else stage)
-    gain = 1 - max(after.values()) / max(before.values())
-    return Replanned(dataclasses.replace(plan, stages=stages), gain, None)
-
-
-def _finer(plan: Plan, total: int) -> int:
-    """By how much to multiply shares so that a round has about as many micro-batches as a step."""
-    return max(1, plan.micro_batches // total)
-
-
-def _by_profile(
-    plan: Plan, profile: Profile, seconds: Mapping[str, StageSeconds]
-) -> Replanned | None:
-    before = candidate_of(plan, profile)
-    best = best_split(before, keeps_own=COORDINATOR not in seconds)
-    if best is None:
-        return None
-    gain = 1 - best.step_seconds / before.step_seconds
-    return Replanned(with_ranges(plan, best.ranges_of_teams), gain, profile)
-
-
-def best_split(before: Candidate, keeps_own: bool) -> Candidate | None:
+def best_split(before: Candidate, keeps_own: bool, keeps_last: bool = False) -> Candidate | None:
     """The candidate with the shortest simulated step among splits of the same seats.
 
     The first ones are exact: those with the fastest slowest stage for each number of the
@@ -168,25 +242,27 @@ def best_split(before: Candidate, keeps_own: bool) -> Candidate | None:
     Args:
         before: The seats, with any layers.
         keeps_own: Whether the coordinator keeps its layers.
+        keeps_last: Whether it keeps those behind the workers', or has none there.
 
     Returns:
         None if the layers fit no split.
     """
-    tried = [*_splits(before, keeps_own)]
+    tried = [*_splits(before, keeps_own, keeps_last)]
     if not shortages(before):
         tried.insert(0, before)
     if not tried:
         return None
     best = min(sorted(tried, key=_least)[:MOST_NEAR_PLAYED], key=_step)
     if len(best.workers) <= EXCHANGES_UP_TO:
-        best = _descended(best, keeps_own)
+        best = _descended(best, keeps_own, keeps_last)
     return best
 
 
-def _descended(best: Candidate, keeps_own: bool) -> Candidate:
+def _descended(best: Candidate, keeps_own: bool, keeps_last: bool) -> Candidate:
     """The candidate to which moves of layers between seats lead while the step gets shorter."""
     while True:
-        near = sorted(_with_moved_layers(best, keeps_own), key=_least)[:MOST_NEAR_PLAYED]
+        moved = _with_moved_layers(best, keeps_own, keeps_last)
+        near = sorted(moved, key=_least)[:MOST_NEAR_PLAYED]
         found = next((other for other in near if _is_better(other, best)), None)
         if found is None:
             return best
@@ -206,7 +282,7 @@ def _is_better(other: Candidate, best: Candidate) -> bool:
     return other.least_seconds < limit and other.is_below(limit) and not shortages(other)
 
 
-def _splits(before: Candidate, keeps_own: bool) -> Iterator[Candidate]:
+def _splits(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Candidate]:
     """The exact splits; none if a worker has several seats."""
     if not before.has_lone_seats:
         return
@@ -216,6 +292,9 @@ def _splits(before: Candidate, keeps_own: bool) -> Iterator[Candidate]:
     seconds = ends.matrix_of((own.option, behind.option), in_flight)
     if keeps_own:
         seconds = only(seconds, (own.layers[1], behind.layers[0]))
+    elif keeps_last:
+        is_kept = np.arange(seconds.shape[1]) == behind.layers[0]
+        seconds = np.where(is_kept, seconds, np.inf)
     stages = [before.holder(seat).matrix_of(seat.option, in_flight)[None] for seat in workers]
     floor_seconds = max(before.busy_seconds_of_media.values(), default=0.0)
     for front in range(num_layers + 1):
@@ -226,10 +305,11 @@ def _splits(before: Candidate, keeps_own: bool) -> Iterator[Candidate]:
             yield _with_layers(before, list(pairwise(bounds)))
 
 
-def _with_moved_layers(before: Candidate, keeps_own: bool) -> Iterator[Candidate]:
+def _with_moved_layers(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Candidate]:
     """Candidates in which one seat has some layers less and another one more."""
     last = len(before.ranges_of_teams) - 1
-    places = range(1, last) if keeps_own else range(int(before.embedding_left), last + 1)
+    first = 1 if keeps_own else int(before.embedding_left)
+    places = range(first, last + (not keeps_own and not keeps_last))
     teams = [[before.seats[0]], *before.teams, [before.seats[-1]]]
     stages = [StagePlan([seat.name for seat in team], team[0].layers) for team in teams]
     for ranges in _moved(stages, before.ranges_of_teams, places):
@@ -247,67 +327,95 @@ def _with_layers(before: Candidate, ranges: Sequence[tuple[int, int]]) -> Candid
     return dataclasses.replace(before, seats=seats)
 
 
-def _by_seconds(plan: Plan, seconds: Mapping[str, StageSeconds]) -> Replanned | None:
-    """The split with the fastest slowest process, where all layers of a process count as equal."""
-    stages = with_both_ends(plan)
-    load = Load.of(stages, seconds)
-    before = [stage.layers for stage in stages]
-    after = load.climbed(before)
-    gain = 1 - load.of_processes(after)[0] / load.of_processes(before)[0]
-    return Replanned(with_ranges(plan, after), gain, None)
+# A layer on a spare, so that it gets no share.
+_SPARE_SECONDS = 1e6
+# Of a layer's seconds, the part of its forward; the backward takes twice as long as a forward.
+_FORWARD, _FORWARD_OF_RECOMPUTED = 1 / 3, 1 / 4
 
 
 @dataclass(frozen=True)
-class Load:
-    """The present seconds of the processes of a plan, without a profile.
+class Present:
+    """The times of a plan's devices as they are at present.
 
     Args:
-        stages: The plan's stages, with those of the coordinator at both ends.
-        layer_seconds: One layer of each process; None for a process that keeps its layers.
-        fixed_seconds: What each process has besides layers that may move.
+        profile: The times.
+        keeps_own: Whether the coordinator keeps its layers, because their time is not known.
+        keeps_last: Whether it keeps those behind the workers'.
     """
 
-    stages: Sequence[StagePlan]
-    layer_seconds: Mapping[str, float | None]
-    fixed_seconds: Mapping[str, float]
+    profile: Profile
+    keeps_own: bool
+    keeps_last: bool
 
     @classmethod
-    def of(cls, stages: Sequence[StagePlan], seconds: Mapping[str, StageSeconds]) -> Load:
-        """The load by the present seconds."""
-        # The coordinator's layers behind the workers' run in one action with the head.
-        counts: Counter[str] = Counter()
-        for stage in stages[:-1]:
-            counts[stage.worker] += len(stage.layer_indices)
-        each = {
-            name: seconds[name].layers / count
-            if count and name in seconds and (name != COORDINATOR or seconds[name].layers)
-            else None
-            for name, count in counts.items()
-        }
-        fixed = {name: seconds[name].ends if name in seconds else 0.0 for name in counts}
-        return cls(stages, each, fixed)
+    def by_seconds(cls, plan: Plan, known: Known, seconds: Mapping[str, StageSeconds]) -> Present:
+        """The times without measurements.
 
-    def of_processes(self, ranges: Sequence[tuple[int, int]]) -> list[float]:
-        """The seconds of the processes for a micro-batch, the slowest one first."""
-        total = dict(self.fixed_seconds)
-        for stage, (first, end) in zip(self.stages[:-1], ranges, strict=False):
-            total[stage.worker] += (self.layer_seconds[stage.worker] or 0.0) * (end - first)
-        return sorted(total.values(), reverse=True)
+        All layers of a process count as equal. Links take no time, so no stage is added. The time
+        of layers is not known for a coordinator that is not timed, that has none, or that has only
+        the last ones, which run in one action with the head.
+        """
+        run = _layers_run(plan, plan.micro_batches * known.num_batches)
+        each = {n: s.layers / run[n] for n, s in seconds.items() if run[n] and s.layers}
+        own, num_own = seconds.get(COORDINATOR, StageSeconds(0.0)), run[COORDINATOR]
+        if len(plan.stages) > 1 and plan.stages[-1].is_local:
+            num_own += len(plan.stages[-1].layer_indices)
+        head_seconds = own.total - num_own * each.get(COORDINATOR, 0.0)
+        if head_seconds < 0:  # its last layers take less than the first ones
+            each[COORDINATOR], head_seconds = own.total / num_own, 0.0
+        costs = known.costs or MoveCosts([0] * plan.stages[-1].layers[1], {}, math.inf)
+        kinds = {f"layer of {size} bytes": size for size in costs.layer_bytes}
+        parts = [Part(name, size) for name, size in (kinds | dict.fromkeys(ENDS, 0)).items()]
+        layers, held = (
+            [f"layer of {n} bytes" for n in costs.layer_bytes],
+            held_bytes(plan, costs.layer_bytes),
+        )
+        devices = []
+        for name in (COORDINATOR, *plan.workers):
+            ends = [Timing(EMBEDDING, 1, 0.0, 0.0)]
+            if name == COORDINATOR:
+                ends.append(_timing(HEAD, head_seconds))
+            layer_seconds = each.get(name, 0.0 if name == COORDINATOR else _SPARE_SECONDS)
+            ways = _ways(plan, name)
+            timings = [_timing(kind, layer_seconds, *way) for kind in kinds for way in ways]
+            memory_bytes = costs.memory_bytes(name, held[name])
+            devices.append(DeviceProfile(name, _SEEN, memory_bytes, timings=[*ends, *timings]))
+        profile = Profile(
+            VERSION,
+            ModelProfile(_SEEN, layers, parts, 1, 0, 0),
+            devices,
+            default_link=_INSTANT,
+            batch_size=plan.micro_batches,
+            accumulate_grad_batches=known.num_batches,
+        )
+        return cls(profile, COORDINATOR not in each, keeps_last=True)
 
-    def climbed(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Move layers between stages while the slowest process becomes faster, or as fast processes
-        as it become fewer. Where layers are equal this ends at the best split."""
-        places = [
-            index
-            for index, stage in enumerate(self.stages[:-1])
-            if self.layer_seconds[stage.worker] is not None
-        ]
-        best = list(ranges)
-        while True:
-            found = min(_moved(self.stages, best, places), key=self.of_processes, default=best)
-            if self.of_processes(found) >= self.of_processes(best):
-                return best
-            best = found
+
+def _ways(plan: Plan, name: str) -> set[tuple[Dtype, bool]]:
+    """The dtype and the recomputation of each stage of a process."""
+    stages = [stage for stage in plan.stages if name in stage.workers]
+    return {(stage.dtype or "float32", stage.recompute) for stage in stages}
+
+
+def _timing(part: str, seconds: float, dtype: Dtype = "float32", recompute: bool = False) -> Timing:
+    """A timing of so many seconds for forward and backward."""
+    forward = seconds * (_FORWARD_OF_RECOMPUTED if recompute else _FORWARD)
+    return Timing(part, 1, forward, seconds - forward, dtype=dtype, recompute=recompute)
+
+
+def _layers_run(plan: Plan, num_microbatches: int) -> Counter[str]:
+    """The layers that each process runs of a micro-batch, on average over all micro-batches.
+
+    A coordinator's layers behind those of the workers run in one action with the head.
+    """
+    found: Counter[str] = Counter()
+    for stage in with_both_ends(plan)[:-1]:
+        last = stage.workers.index(COORDINATOR) if stage.is_hosted else None
+        taken = turns(stage.present_shares, num_microbatches, last)
+        for index, name in enumerate(stage.workers):
+            part = taken.count(index) / num_microbatches
+            found[name] += len(stage.layer_indices) * part  # type: ignore[assignment]
+    return found
 
 
 def _moved(

@@ -58,8 +58,14 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Describe a tensor.
 
         Raises:
-            LocalProtocolError: If its dtype cannot be sent.
+            LocalProtocolError: If its dtype or its layout cannot be sent.
         """
+        if tensor.layout is not torch.strided:
+            raise LocalProtocolError(
+                f"A tensor of layout {tensor.layout} cannot be sent. An embedding with "
+                "`sparse=True` has such gradients; use `sparse=False`, or give its layer to one "
+                "process instead of replicas."
+            )
         name = dtype_name(tensor.dtype)
         if name not in DTYPES:
             raise LocalProtocolError(

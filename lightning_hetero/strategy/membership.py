@@ -22,7 +22,6 @@ from ..callbacks.lost_worker import RecoveryCallback
 from ..coordinator.fleet import Fleet
 from ..coordinator.member import Member
 from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
-from ..model.tensors import named_tensors
 from ..plan import Plan
 from ..planner.membership import (
     PlanChange,
@@ -47,15 +46,10 @@ from ..profiler.profiling_run import (
 from ..protocol import messages as m
 from ..recovery import Recovery, too_few
 from ..units import in_bytes
-from .replan import staying_if_undone
+from .replan import SHARE_OF_MEMORY, layer_bytes, room_bytes, staying_if_undone
 
 if TYPE_CHECKING:
     from .training_run import TrainingRun
-
-# The part of a machine's memory that layers may take where nothing is measured.
-_SHARE_OF_MEMORY = 0.8
-# A parameter that trains comes with its gradient, and mostly with two tensors of the optimizer.
-_TIMES_TRAINED = 4
 
 Move = Callable[[Plan], None]
 
@@ -302,7 +296,9 @@ class Membership:
         if recovery is not None and (missing := too_few(others, recovery.least_workers)):
             return missing
         if run.profile is None:
-            found = left_by_bytes(plan, name, _layer_bytes(run), _room_bytes(run))
+            found = left_by_bytes(
+                plan, name, layer_bytes(run.deployment), room_bytes(run.deployment)
+            )
         else:
             try:
                 profile = at_present(run.deployment.plan, run.profile, run.present_seconds)
@@ -335,12 +331,12 @@ class Membership:
         """What memory an idle worker lacks for the layers of another one; empty if it has it."""
         if profile is not None:
             return "" if fits(plan, profile) else "by what was measured, they do not fit there"
-        needed, each = 0, _layer_bytes(self.run)
+        needed, each = 0, layer_bytes(self.run.deployment)
         for stage in self.run.deployment.plan.remote_stages:
             if worker.name in stage.workers:
                 needed += sum(each[number] for number in stage.layer_indices)
         coordinator = self.run.deployment.coordinator
-        free = _SHARE_OF_MEMORY * other.equipment.memory_bytes
+        free = SHARE_OF_MEMORY * other.equipment.memory_bytes
         if other not in coordinator.layers.deployed:
             free = describe(coordinator.connections, other).free_bytes
         if needed <= free:
@@ -407,27 +403,6 @@ class Membership:
     def _told(self) -> list[RecoveryCallback]:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         return [each for each in callbacks if isinstance(each, RecoveryCallback)]
-
-
-def _layer_bytes(run: TrainingRun) -> list[int]:
-    """About what each layer of the model takes where it trains: weights, gradients, state."""
-    found = []
-    for layer in run.deployment.layers:
-        tensors = [tensor for _, tensor in named_tensors({0: layer.module})]
-        found.append(sum(t.nbytes * (_TIMES_TRAINED if t.requires_grad else 1) for t in tensors))
-    return found
-
-
-def _room_bytes(run: TrainingRun) -> Mapping[str, float]:
-    """What each worker may take, where nothing is measured; workers of one machine share it."""
-    workers = run.deployment.coordinator.connections.workers
-    machines = [worker.equipment.machine for worker in workers]
-    return {
-        worker.name: _SHARE_OF_MEMORY
-        * worker.equipment.memory_bytes
-        / machines.count(worker.equipment.machine)
-        for worker in workers
-    }
 
 
 def _why_not(change: PlanChange | None) -> str:

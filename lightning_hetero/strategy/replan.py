@@ -1,34 +1,39 @@
 """Moving layers: when to move them, and what moves along.
 
-`Watch` follows the stages of a run, reports when their first steps contradict the measurements and
-when their speed drifts, and finds a faster plan.
+`Watch` follows the stages of a run. It reports when their first steps contradict the measurements,
+and when their speed drifts; it asks `planner.balance` when layers move, and whether the move pays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
 from ..errors import ModelError, MoveUndone, PlanError
-from ..model.tensors import is_frozen
+from ..model.tensors import is_frozen, named_tensors
 from ..pipeline.optimizer import state_beside
 from ..pipeline.placement import Placement
-from ..pipeline.recorder import Recorder
+from ..pipeline.recorder import Laps, Recorder
 from ..plan import COORDINATOR, Plan
+from ..planner.balance import Balance, Judged, moves, seen, why_it_rests
 from ..planner.drift import Drift, Misjudged, StageSeconds, Watcher, misjudged
-from ..planner.replan import LEAST_GAIN, Replanned, expected_seconds, replan
+from ..planner.replan import LEAST_GAIN, Known, MoveCosts, Replanned, expected_seconds, replan
 from ..profiler.cache import Measured, distrust
 from ..profiler.trials import MEASURE_AGAIN
+from ..units import in_duration
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +173,68 @@ def _go_on(
     callback.with_averages_there(trainer, lambda: deployment.tensors.store(leaving))
 
 
-STEPS_BETWEEN_MOVES = 20
-"""Steps between a move of layers and the next one."""
+SHARE_OF_MEMORY = 0.8
+"""The part of a machine's memory that layers may take where nothing is measured."""
+
+# A parameter that trains comes with its gradient, and mostly with two tensors of the optimizer.
+_TIMES_TRAINED = 4
+
+
+def layer_bytes(deployment: Deployment) -> list[int]:
+    """About what each layer of the model takes where it trains: weights, gradients, state."""
+    found = []
+    for layer in deployment.layers:
+        tensors = [tensor for _, tensor in named_tensors({0: layer.module})]
+        found.append(sum(t.nbytes * (_TIMES_TRAINED if t.requires_grad else 1) for t in tensors))
+    return found
+
+
+def room_bytes(deployment: Deployment) -> Mapping[str, float]:
+    """What each process may take, where nothing is measured; those of one machine share it."""
+    connections = deployment.coordinator.connections
+    equipment = {worker.name: worker.equipment for worker in connections.workers}
+    equipment[COORDINATOR] = connections.equipment
+    machines = Counter(each.machine for each in equipment.values())
+    return {
+        name: SHARE_OF_MEMORY * each.memory_bytes / machines[each.machine]
+        for name, each in equipment.items()
+    }
+
+
+def costs_of(deployment: Deployment) -> MoveCosts:
+    """What a move of layers takes, by what is known of the deployment."""
+    rate = deployment.bytes_per_second
+    return MoveCosts(layer_bytes(deployment), room_bytes(deployment), rate)
+
+
+def steps_left(trainer: pl.Trainer) -> float:
+    """The optimizer steps that a training has still to make; infinite if nobody knows."""
+    try:
+        return max(0.0, trainer.estimated_stepping_batches - trainer.global_step)
+    except MisconfigurationException:  # the Trainer accumulates more batches in later epochs
+        return math.inf
+
+
+@dataclass
+class Horizon:
+    """What a run knows of itself, over all its deployments.
+
+    Args:
+        num_batches: The batches of an accumulation window that are one pipeline.
+        steps_left: Returns the optimizer steps that are left.
+        costs_of: Returns what a move from a deployment takes.
+    """
+
+    num_batches: int = 1
+    steps_left: Callable[[], float] = lambda: math.inf
+    costs_of: Callable[[Deployment], MoveCosts] = lambda deployment: costs_of(deployment)
+    _said: set[str] = field(default_factory=set)
+
+    def say_once(self, key: str, text: str) -> None:
+        """Say something unless it was said in this run."""
+        if key not in self._said:
+            self._said.add(key)
+            rank_zero_info(text)
 
 
 # Steps that may wait for the report of a stage; later reports are ignored.
@@ -182,10 +247,11 @@ class Watch:
     Args:
         deployment: Its stages report their times.
         measured: What was measured before the run; without it, the first steady steps are the
-            reference.
+            reference of what drifts.
         recorder: Sums up this process's own work; None if that work cannot be told from waiting.
         moves: Whether layers are to move.
-        least_steps: Steps before the first move.
+        run: What is known of the run; None if a move costs nothing.
+        balance: Decides when layers move; None for a new run.
 
     Attributes:
         profile: What was measured; after a move, with the times that caused it.
@@ -197,13 +263,15 @@ class Watch:
         measured: Measured | None,
         recorder: Recorder | None,
         moves: bool,
-        least_steps: int = 0,
+        run: Horizon | None = None,
+        balance: Balance | None = None,
     ) -> None:
         self._deployment = deployment
         self.profile = None if measured is None else measured.profile
         self._recorder = recorder
         self._moves = moves
-        self._least_steps = least_steps
+        self._run = run or Horizon()
+        self._balance = balance or Balance(deployment.plan)
         expected = None
         if self.profile is not None:
             expected = expected_seconds(deployment.plan, self.profile)
@@ -215,20 +283,17 @@ class Watch:
             self._promised = measured, expected
         self._watcher = Watcher(expected)
         # Of a step's micro-batches, the part that each worker runs; spares run none.
-        num_batches = 1 if self.profile is None else self.profile.accumulate_grad_batches
-        parts = parts_of_workers(deployment.plan, num_batches)
+        parts = parts_of_workers(deployment.plan, self._run.num_batches)
         self._parts = {name: part for name, part in parts.items() if part > 0}
-        # Layers behind the workers run in one action with the head and the loss.
-        self._has_first_layers = not deployment.plan.starts_on_worker
         # The reports so far for steps that are not complete.
         self._steps: dict[int, dict[str, StageSeconds]] = {}
-        self._has_drifted = False
 
     def after_move(self, deployment: Deployment, recorder: Recorder | None) -> Watch:
         """The watch over the deployment that follows this one."""
         # Its profile is scaled to real steps, so they cannot contradict it, nor its file.
         scaled = None if self.profile is None else Measured(self.profile, None)
-        return Watch(deployment, scaled, recorder, self._moves, STEPS_BETWEEN_MOVES)
+        balance = self._balance.after_move(deployment.plan)
+        return Watch(deployment, scaled, recorder, self._moves, self._run, balance)
 
     def note_own(self) -> None:
         """Note this process's own times after an optimizer step."""
@@ -237,11 +302,7 @@ class Watch:
         laps = self._recorder.take_laps()
         pieces = laps.counts["forward"]
         if pieces > 0:
-            through = (laps.seconds.total() - laps.seconds["loss"]) / pieces
-            ends = laps.seconds["loss"] / pieces
-            own = StageSeconds(through, ends)
-            if not self._has_first_layers:
-                own = StageSeconds(0, through + ends)
+            own = own_seconds(self._deployment.plan, laps, pieces)
             self._note(self._deployment.coordinator.connections.step, COORDINATOR, own)
 
     @property
@@ -251,20 +312,50 @@ class Watch:
 
     def next_plan(self) -> Plan | None:
         """The plan to move to before the next step; None to stay."""
-        drifts = self._look()
+        judged = self._look()
         self._compare()
-        for drift in drifts:
-            self._has_drifted = True
-            logger.warning("%s %s", self._located(drift), self._advice())
-        may_move = self._moves and self._watcher.num_steps >= self._least_steps
-        if not (self._has_drifted and may_move):
+        return None if judged is None else self._decided(judged)
+
+    def _decided(self, judged: Judged) -> Plan | None:
+        """The plan to which the latest windows lead, if its move is possible and pays."""
+        plan, found = self._deployment.plan, judged.change
+        if not self._moves:
+            self._balance.stay()  # it is said once
+        what = seen(plan, judged.seconds)
+        if found is None:
+            if self._moves and (why := why_it_rests(plan, self._known, judged.seconds)):
+                self._run.say_once(why, f"{what}. {why}")
             return None
-        self._has_drifted = False
-        found = self._better()
-        if found is None or not self._can_move(found.plan):
+        gained = (
+            f"a step should take {in_duration(found.after_seconds)} instead of "
+            f"{in_duration(found.before_seconds)}, {found.gain:.0%} less"
+        )
+        if not self._moves:
+            where = f"with `replan=True` {moves(plan, found.plan)}, and {gained}"
+            self._run.say_once("without replan", f"{what}; {where}")
             return None
-        self.profile = found.profile or self.profile
+        costs, left = self._run.costs_of(self._deployment), self._run.steps_left()
+        moving_seconds = costs.moving_seconds(plan, found.plan)
+        if not found.pays(left, moving_seconds):
+            why = (
+                f"{what}. Layers stay: the move takes about {in_duration(moving_seconds)}, more "
+                f"than the {left:.0f} steps that are left would save"
+            )
+            self._run.say_once("too late", why)
+            return None
+        if not self._can_move(found.plan):
+            self._balance.stay()
+            return None
+        rank_zero_info(f"{what}; {moves(plan, found.plan)}, and {gained}")
+        self._balance.propose(found)
+        if self.profile is not None:
+            self.profile = found.profile
         return found.plan
+
+    @property
+    def _known(self) -> Known:
+        costs = self._run.costs_of(self._deployment) if self._moves else None
+        return Known(self.profile or self._balance.profile, self._run.num_batches, costs)
 
     @property
     def bottleneck(self) -> str:
@@ -282,19 +373,24 @@ class Watch:
         stage, slowest = (where.get(name, name) for name in (drift.stage, drift.slowest))
         return dataclasses.replace(drift, stage=stage, slowest=slowest)
 
-    def _look(self) -> list[Drift]:
-        """The drifts in steps that every stage has reported."""
+    def _look(self) -> Judged | None:
+        """What follows from the steps that every stage has reported; drifts are reported."""
         for name, said in self._deployment.coordinator.stages.take_timings():
             if said.num_microbatches > 0:
                 seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches
                 # As if it had run them all: that tells which process limits the step.
                 self._note(said.step, name, StageSeconds(seconds * self._parts.get(name, 1.0)))
         wanted = len(self._parts) + (self._recorder is not None)
-        complete = [step for step, told in sorted(self._steps.items()) if len(told) == wanted]
-        drifts = [self._watcher.note(self._steps.pop(step)) for step in complete]
+        judged = None
+        for step in [step for step, told in sorted(self._steps.items()) if len(told) == wanted]:
+            told = self._steps.pop(step)
+            if drift := self._watcher.note(told):
+                self._balance.note_drift()
+                logger.warning("%s %s", self._located(drift), self._advice())
+            judged = self._balance.note(told, self._known) or judged
         for step in sorted(self._steps)[:-_MOST_OPEN]:
             del self._steps[step]
-        return [drift for drift in drifts if drift is not None]
+        return judged
 
     def _compare(self) -> None:
         """Compare the first steady steps with the measurements, once."""
@@ -312,7 +408,7 @@ class Watch:
 
     def _better(self) -> Replanned | None:
         """A plan that is worth a move, or None."""
-        found = replan(self._deployment.plan, self.profile, self._watcher.present())
+        found = replan(self._deployment.plan, self._known, self._watcher.present())
         return found if found is not None and found.is_worth_it else None
 
     def _can_move(self, plan: Plan) -> bool:
@@ -334,6 +430,16 @@ class Watch:
         if self._moves:
             return f"Moving layers should save {saved}."
         return f"With `replan=True`, moving layers would save {saved}."
+
+
+def own_seconds(plan: Plan, laps: Laps, num_pieces: int) -> StageSeconds:
+    """The coordinator's seconds for a micro-batch, by its sums over so many of them."""
+    total = laps.seconds.total() / num_pieces
+    ends = laps.seconds["loss"] / num_pieces
+    if plan.starts_on_worker and not plan.stages[0].is_hosted:
+        # Layers behind the workers run in one action with the head and the loss.
+        ends = total
+    return StageSeconds(total - ends, ends)
 
 
 def parts_of_workers(plan: Plan, num_batches: int) -> dict[str, float]:

@@ -115,11 +115,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             takes the file that the environment variable ``LIGHTNING_HETERO_TOKEN_FILE`` names
             (empty for no token), or ``~/.config/lightning-hetero/token`` if it exists. Workers on
             other machines need a token; local workers do not.
-        replan: Whether layers move between neighbouring stages when the speed of a stage changes
-            for good. The strategy reports the change either way. Layers move between two steps, if
-            the move saves at least 5 % of the step, and at least 20 steps after the last move.
-            Without a measurement the memory of the workers is not known. Under manual optimization
-            layers do not move.
+        replan: Whether layers move from stages that take longer than others, and micro-batches from
+            such replicas, whatever the plan. They move between two steps, if that saves at least
+            5 % of the step and pays within the steps that are left. Without a measurement the
+            memory of the workers is estimated from the sizes of the layers. Under manual
+            optimization layers do not move.
         cut_layers: Whether to cut each decoder layer in two behind its attention, so that few or
             large layers spread more evenly. Plans then count halves: 0 is the attention of the
             first layer, 1 the rest of it. It works for Hugging Face layers that add to the hidden

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from msgspec import json, structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -50,12 +50,12 @@ from ..protocol.messages import Equipment
 from ..report.diagram import picture_for
 from ..report.run_record import FACTS, PICTURE_NAME, PLAN_NAME, LostWorker, Process, RunFacts
 from ..report.topology import DrawnPlace, Memory, Topology, marks_of, topology_of, with_profile
-from .arguments import StepOptions, check_precision
+from .arguments import StepOptions, check_precision, most_accumulated
 from .audit import Audit, DeploymentAudit
 from .check_schedule import RunChecks
 from .first_batch import FirstBatchCheck
 from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
-from .replan import Watch, settle
+from .replan import Horizon, Watch, settle, steps_left
 from .training_step import BatchReader, BatchStep, MicrobatchedStep, RefusesGradients
 from .window_step import WindowStep
 from .window_warning import WindowWarning
@@ -124,7 +124,7 @@ class TrainingRun(Run):
         options: How batches are cut.
         optimizers: All of them.
         measured: What was measured before the run.
-        moves: Whether layers move when a stage's speed changes.
+        moves: Whether layers move when that shortens the step.
 
     Attributes:
         is_inside_window: Whether there are gradients that the next optimizer step will use.
@@ -147,7 +147,9 @@ class TrainingRun(Run):
         self._audit = None if options.batches.check == "off" else Audit(options.batches.check)
         self._threads = TurnThreads()
         self._remote_steps, self._step = self._attached(deployment, optimizers)
-        self._watch = Watch(deployment, measured, self._step.recorder, moves)
+        accumulated = most_accumulated(module.trainer) if options.cuts_step(module) else 1
+        horizon = Horizon(accumulated, partial(steps_left, module.trainer))
+        self._watch = Watch(deployment, measured, self._step.recorder, moves, horizon)
         self._window_warning = WindowWarning(
             module.trainer, deployment.plan, options, self._watch.profile
         )
@@ -369,6 +371,11 @@ class TrainingRun(Run):
         rest: Sequence[Any],
         begin_again: Callable[[], None],
     ) -> None:
+        if not checks.is_first:
+            rank_zero_info(
+                f"the {checks.which} batch is checked before its step: it runs whole and in "
+                "micro-batches, one after the other, so this step takes longer than others"
+            )
         weighting, mode = self._options.loss_weighting, self._options.batches.check
         check = FirstBatchCheck(self._module, deployment, weighting, rest, begin_again, checks)
         check.run(batch, mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hetero import from_pretrained
-from lightning_hetero.coordinator.deployment import Deployment
+from lightning_hetero.coordinator.deployment import Deployment, slowest_rate
 from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.errors import ModelError, StageFailed, WeightsLost
 from lightning_hetero.model.layers import find_decoder_layers
@@ -208,3 +209,12 @@ def test_after_an_abort_a_cache_is_refused_and_a_new_one_works(coordinator: Coor
             model(tokens[:, :1], past_key_values=cache)
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(tokens, **options), plain.generate(tokens, **options))
+
+
+def test_the_rate_of_sending_leaves_out_the_time_until_layers_are_built() -> None:
+    """The first tensor of b came after 90 s; the second one has 10 bytes and took 2 s."""
+    sizes = {"a.0": 100, "a.1": 100, "b.0": 100, "b.1": 10, "c.0": 1}
+    moments = {"a.0": 0.0, "a.1": 1.0, "b.0": 90.0, "b.1": 92.0, "c.0": 3.0}
+    names = [["a.0", "a.1"], ["b.1", "b.0"], ["c.0", "kept"]]
+    assert slowest_rate(names, sizes, moments) == 5
+    assert slowest_rate([["c.0"]], sizes, moments) == math.inf

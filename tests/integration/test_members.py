@@ -175,7 +175,7 @@ SLOWING = (
 
 @repeats(
     "integration/test_lost_workers.py::test_a_worker_that_is_killed_behind_a_move_comes_back",
-    "integration/test_moving_layers.py::test_a_worker_that_slows_down_is_noticed_and_relieved",
+    "integration/test_moving_layers.py::test_a_slow_worker_is_noticed_and_relieved",
 )
 def test_a_worker_that_dies_behind_a_move_of_replan_comes_back(
     worker_processes: list[WorkerProcess], tmp_path: Path

@@ -316,27 +316,27 @@ def test_no_step_runs_after_a_move_that_failed(
         run.fit(TinyModule(NUM_LAYERS), loader(8 * 4, 8))
 
 
-# A layer takes 4 ms at least on this worker and, from the twelfth step on, three times as long.
-SLOWING = (
+# A layer takes 12 ms at least on this worker.
+SLOW = (
     "import time; from lightning_hetero.pipeline.runner import Runner as R; run = R.run; "
-    "R.run = lambda self, action: (time.sleep((0.004 if self.step < 12 else 0.012) * "
+    "R.run = lambda self, action: (time.sleep(0.012 * "
     "sum(len(stage.layers) for stage in self.stages)), run(self, action))[1]"
 )
 
 
-def test_a_worker_that_slows_down_is_noticed_and_relieved(
+def test_a_slow_worker_is_noticed_and_relieved(
     workers: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(chain: list[str], **options: Any) -> TinyModule:
         module = TinyModule(NUM_LAYERS)
         pipeline = HeteroPipelineStrategy(chain, plan_of(chain, (1, 1, 4)), **options)
-        trainer(pipeline, max_steps=28).fit(module, loader(8 * 28, 8))
+        trainer(pipeline, max_steps=24).fit(module, loader(8 * 24, 8))
         return module
 
-    with worker_process(before=SLOWING) as slow:
+    with worker_process(before=SLOW) as slow:
         found = run([workers[0], slow.address], replan=True)
     said = [record.message for record in caplog.records]
-    assert any(f"{slow.address} has become slower" in line for line in said)
+    assert any(f"stage 2 on {slow.address} takes" in line for line in said)
     places = [line for line in said if f"on {slow.address}" in line]
     assert places[0] == f"stage 2: layers 2 to 5 on {slow.address}"
     assert places[-1] != places[0]

@@ -24,7 +24,7 @@ from lightning_hetero.planner.membership import (
     left_by_bytes,
 )
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.planner.replan import expected_seconds, replan
+from lightning_hetero.planner.replan import Known, expected_seconds, replan
 
 from .profiles import coordinator, device, ends, profile, timing
 
@@ -312,8 +312,8 @@ def test_owners_of_parts_stay_so_whoever_comes_and_goes_and_however_fast_they_ar
         joined(plan, everyone, "d"),
         left(plan, everyone, "a"),
         gathered(plan, everyone, {"a": "b"}),
-        replan(plan, everyone, slow),
-        replan(plan, None, slow),
+        replan(plan, Known(everyone), slow),
+        replan(plan, Known(), slow),
     ]
     plans = [each.plan for each in found if each is not None]
     plans += [in_place(plan, "a", "d"), candidate_of(plan, everyone).plan()]

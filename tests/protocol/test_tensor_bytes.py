@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_hetero.errors import RemoteProtocolError
+from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
 from lightning_hetero.protocol.tensor_bytes import (
     ALIGNMENT_BYTES,
     DTYPES,
@@ -70,6 +70,11 @@ def test_every_dtype_has_the_name_that_torch_prints(name: str) -> None:
 def test_a_tensor_of_one_or_no_element_may_have_any_stride(tensor: Tensor) -> None:
     content = tensor_bytes(tensor)
     assert is_same(tensor_from_bytes(TensorSpec.of(tensor), bytearray(content), 0), tensor)
+
+
+def test_a_sparse_tensor_is_refused_with_what_to_do() -> None:
+    with pytest.raises(LocalProtocolError, match=r"layout torch\.sparse_coo .* `sparse=False`"):
+        TensorSpec.of(torch.eye(3).to_sparse())
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
