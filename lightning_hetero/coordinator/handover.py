@@ -387,7 +387,8 @@ class HandOvers:
             raise ModelError(
                 "Layers on workers were called outside of a micro-batch's `training_step` while it "
                 "runs, as the backward of reentrant checkpointing does, or a thread; give "
-                "`checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`."
+                "`checkpoint` `use_reentrant=False`, or use the safe mode, "
+                "`micro_batching='boundary'`."
             )
         if self._lone is not None:
             self._follow(False)

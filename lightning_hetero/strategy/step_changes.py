@@ -37,7 +37,7 @@ def warn_of_changes(names: Sequence[str]) -> None:
         rank_zero_warn(
             f"`training_step` changes {', '.join(names)} in place, which happens once for each "
             "micro-batch and not once for each batch. If that makes a difference, do it in "
-            "`on_train_batch_end`, or use `micro_batching='boundary'`."
+            "`on_train_batch_end`, or use the safe mode, `micro_batching='boundary'`."
         )
 
 
@@ -176,7 +176,7 @@ class OwnAttributes:
                 raise ModelError(
                     f"`training_step` replaced the parameter {path}, and each micro-batch would "
                     "do that again. Replace it in `on_train_batch_start` or earlier, or use "
-                    "micro_batching='boundary'."
+                    "the safe mode, `micro_batching='boundary'`."
                 )
 
     @contextmanager

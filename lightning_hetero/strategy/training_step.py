@@ -1,8 +1,8 @@
 """The training step of one batch, in two ways with one interface.
 
     MicrobatchedStep   training_step runs once per micro-batch     micro_batching="step"
-    WholeBatchStep     training_step runs once per batch           micro_batching="boundary",
-                                                                   or manual optimization
+    WholeBatchStep     training_step runs once per batch           micro_batching="boundary", the
+                                                                   safe mode, or manual optimization
 
 A WholeBatchStep lets the hollow layers cut the hidden states of the batch.
 """
@@ -572,7 +572,8 @@ class MicrobatchedStep(BatchStep):
             rank_zero_warn(
                 f"`training_step` returned None for {num_skipped} of {len(results)} micro-batches "
                 "of a batch and a loss for the others, so the batch is trained in part. On one "
-                "device it skips whole batches; with `micro_batching='boundary'` it does so here."
+                "device it skips whole batches; in the safe mode, `micro_batching='boundary'`, it "
+                "does so here."
             )
 
     def _publish(self, loss_scale: float, gradient: Tensor) -> None:
@@ -635,7 +636,7 @@ class LossScaling:
             raise ModelError(
                 f"The loss was scaled by {found:g} on its way to backward, and its gradients were "
                 f"computed for {expected:g}; scale it inside training_step, or use "
-                "micro_batching='boundary'."
+                "the safe mode, `micro_batching='boundary'`."
             )
 
 
@@ -677,7 +678,7 @@ class FrozenFlags:
                 f"`training_step` set requires_grad of {name} to {now} in micro-batch "
                 f"{microbatch}, while others were on their way with the opposite, so gradients "
                 "would be lost. Set it in `on_train_batch_start` or earlier, or use "
-                "micro_batching='boundary'."
+                "the safe mode, `micro_batching='boundary'`."
             )
 
 
