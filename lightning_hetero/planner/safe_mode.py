@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .simulation import predict
-from .step_model import Hop, Pipeline, Replicas, StageTimes
+from .step_model import Hop, Pipeline, StageTimes
 
 
 def safe_step_seconds(pipeline: Pipeline) -> float | None:
@@ -63,17 +63,19 @@ def _passes(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
     )
     away = pipeline.stages[1:]
     idle = StageTimes(0.0, 0.0)
+    if replicas is not None:
+        replicas = replace(replicas, exchange_seconds=0.0)
     forwards = replace(
         batch,
         stages=[idle, *(StageTimes(each.forward_seconds, 0.0) for each in away)],
         backward_hops=[_free(hop) for hop in pipeline.backward_hops],
-        replicas=replicas and _without(replicas, "backward_hops"),
+        replicas=replicas and replace(replicas, backward_hops=_all_free(replicas.backward_hops)),
     )
     backwards = replace(
         batch,
         stages=[idle, *(StageTimes(0.0, each.backward_seconds) for each in away)],
         forward_hops=[_free(hop) for hop in pipeline.forward_hops],
-        replicas=replicas and _without(replicas, "forward_hops"),
+        replicas=replicas and replace(replicas, forward_hops=_all_free(replicas.forward_hops)),
     )
     return forwards, backwards
 
@@ -82,8 +84,5 @@ def _free(hop: Hop) -> Hop:
     return Hop(hop.medium, 0.0)
 
 
-def _without(replicas: Replicas, hops: str) -> Replicas:
-    """Replicas between which hops of one direction, and the exchange, take no time."""
-    found: Mapping[tuple[int, int], Hop] = getattr(replicas, hops)
-    free = {ends: _free(hop) for ends, hop in found.items()}
-    return replace(replicas, exchange_seconds=0.0, **{hops: free})
+def _all_free(hops: Mapping[tuple[int, int], Hop]) -> dict[tuple[int, int], Hop]:
+    return {ends: _free(hop) for ends, hop in hops.items()}

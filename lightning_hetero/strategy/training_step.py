@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -50,7 +50,7 @@ from .first_batch import tensors_of
 from .first_gradients import inner_backward
 from .interleaving import InterleavingCheck
 from .loaders import sizes_of
-from .step_changes import OwnAttributes, StepChanges, warn_of_changes
+from .step_changes import OwnAttributes, StepChanges, warn_of_backwards, warn_of_changes
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class MicrobatchedStep(BatchStep):
             deployment.plan.starts_on_worker,
             self.recorder,
             self._flags.check,
-            self._own_attributes.part,
+            self._part,
             deployment.hosted,
             lambda first: self._accumulation.as_left(first),
             loss_waits_under(deployment.plan),
@@ -509,6 +509,8 @@ class MicrobatchedStep(BatchStep):
         if self._changes is not None:
             new = [name for name in self._changes.repeated if checks.is_new("changed", name)]
             warn_of_changes(new)
+            by_backwards = self._changes.of_backwards
+            warn_of_backwards([n for n in sorted(by_backwards) if checks.is_new("backward", n)])
             self._changes = None
         if checks.are_over:
             return
@@ -536,6 +538,14 @@ class MicrobatchedStep(BatchStep):
         self._deployment.check_forward_finished()
         log.note_loss(loss_of(result))
         return result
+
+    @contextmanager
+    def _part(self, microbatch: int) -> Iterator[None]:
+        """Inside, a part of a micro-batch runs, up to its next hand-over."""
+        changes = self._changes
+        noted = nullcontext() if changes is None else changes.part()
+        with noted, self._own_attributes.part(microbatch):
+            yield
 
     def _note_changes(self) -> None:
         if self._changes is not None:
