@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .attributes import version_of
 from .layer_code import is_installed
+from .placeholders import is_away
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _MOST_COMPARED = 100
@@ -48,7 +49,7 @@ def form_of(value: Any, depth: int = 0) -> Any:
     if isinstance(value, _NUMBERS):
         return repr(value)
     if isinstance(value, Tensor):
-        return _Is(value), version_of(value)
+        return _Is(value), 0 if is_away(value) else version_of(value)
     if depth == _MOST_DEPTH:
         return _Is(value)
     items: Iterable[Any]

@@ -70,7 +70,8 @@ def no_trace(
     """
     skipped = {inner for outer in without for inner in outer.modules()}
     loose = (inner for _, outer in loose_modules(module) for inner in outer.modules())
-    modules = [inner for inner in (*module.modules(), *loose) if inner not in skipped]
+    inside = [*module.modules(), *loose]
+    modules = [inner for inner in inside if inner not in skipped]
     with ExitStack() as undo:
         trainer, draws = module.trainer, _collect_rng_states()
         undo.callback(_set_rng_states, draws)
@@ -78,7 +79,7 @@ def no_trace(
         undo.enter_context(_other_data(trainer))
         before = Attributes(modules)
         undo.callback(before.restore)
-        outside = OuterContent(OuterState(modules))
+        outside = OuterContent(OuterState(inside))
         undo.callback(outside.restore)
         for parameter in module.parameters():
             undo.callback(setattr, parameter, "grad", parameter.grad)

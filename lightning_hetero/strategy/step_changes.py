@@ -80,7 +80,7 @@ class StepChanges:
         num_samples: Collection[int] = (),
     ) -> None:
         self._modules = _looked_into(module, away)
-        self._outside = OuterState(inner for _, inner in self._modules)
+        self._outside = OuterState(module.modules())
         self._ignored = {*vars(pl.LightningModule()), "log"}
         self._num_samples = {*num_samples}
         self._counts: Counter[str] = Counter()
@@ -93,9 +93,9 @@ class StepChanges:
         """Look for changes: before and after each micro-batch, since they run turn by turn."""
         found = dict(self._look())
         for name, (form, value, _) in found.items():
-            if name not in self._present or self._present[name][0] == form:
+            before, former, length = self._present.get(name, (_NOTHING, _NOTHING, 0))
+            if before is not _NOTHING and before == form:
                 continue
-            _, former, length = self._present[name]
             if former is not value or not self._are_of_samples(value, length):
                 self._counts[name] += 1
         self._present = found
@@ -109,7 +109,7 @@ class StepChanges:
             self.of_backwards.update(
                 name
                 for name, (form, _, _) in self._look()
-                if name in left and left[name][0] != form
+                if name not in left or left[name][0] != form
             )
         try:
             yield
