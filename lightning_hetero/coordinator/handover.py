@@ -448,8 +448,8 @@ class HandOvers:
             raise ModelError(
                 "Layers on workers were called outside of a micro-batch's `training_step` while it "
                 "runs. If that is the backward of reentrant checkpointing, give `checkpoint` "
-                "`use_reentrant=False`, or the strategy `micro_batching='boundary'`. If it is a "
-                f"hook or a thread, {_CALL_LATER}."
+                "`use_reentrant=False`, or use the safe mode, `micro_batching='boundary'`. If it "
+                f"is a hook or a thread, {_CALL_LATER}."
             )
         if self._lone is not None:
             self._follow(False)

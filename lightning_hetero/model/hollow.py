@@ -60,6 +60,7 @@ from .hollow_checks import (
     check_shared_states,
     hook_away,
     observes,
+    warn_of_changes_outside,
     warn_of_modes,
 )
 from .hollow_forward import HollowSpan, Records, list_begins
@@ -74,6 +75,7 @@ from .layer_call import (
     take_hidden,
 )
 from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer, embedded_on_meta, look_past_meta
+from .outer_state import OuterContent, OuterState
 from .override import ForwardOverride, MethodOverride, has_own_forward, overrides_of
 from .placeholders import (
     Form,
@@ -449,10 +451,16 @@ class HollowLayers:
 
     @contextmanager
     def _tried(self, number: int) -> Iterator[None]:
-        """Inside, a layer may be tried on ``meta``."""
+        """Inside, a layer may be tried on ``meta``. What it changes outside of itself is put back,
+        and said: a worker changes it elsewhere."""
         layer = self._modules[number]
-        with emptied(layer) if number in self._kept else nullcontext(), shapes_only(layer):
-            yield
+        outside = OuterContent(OuterState(module for _, module in self._inside[number]))
+        try:
+            with emptied(layer) if number in self._kept else nullcontext(), shapes_only(layer):
+                yield
+        finally:
+            changed = outside.restore()
+        warn_of_changes_outside(number, changed)
 
     def _check_adapters(self, number: int) -> None:
         if self._switches[number].have_changed():

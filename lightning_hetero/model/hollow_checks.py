@@ -6,7 +6,7 @@ for the micro-batches that it runs itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -196,6 +196,17 @@ def warn_of_modes() -> None:
             "A layer that lives on a worker was called inside of `saved_tensors_hooks`, which see "
             "and change nothing of what the worker saves for its backward. If they change numbers, "
             "leave them before the layers, or let the coordinator alone have them."
+        )
+
+
+def warn_of_changes_outside(number: int, names: Sequence[str]) -> None:
+    """Warn of what the forward of a layer on a worker changes outside of the layer."""
+    if names:
+        rank_zero_warn(
+            f"The forward of layer {number} changes {', '.join(names)}, which is outside of the "
+            "layer. On a worker it changes there: neither the code here nor another worker sees "
+            "it. If it is more than a cache, pass it as an argument or return it, or keep the "
+            "layer with the coordinator."
         )
 
 

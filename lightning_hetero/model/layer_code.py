@@ -245,7 +245,7 @@ class _Survey:
             self._follow_all(own)
             for wrapper in wrappers:
                 home = _defined_in(wrapper)
-                if not _is_installed(home):
+                if not is_installed(home):
                     words.append(_code_of(wrapper.__code__).digest)
                     self._follow_all(wrapper)
                 elif _package(home) not in {*_PLATFORM, _VARIED, _package(_defined_in(own))}:
@@ -312,7 +312,7 @@ class _Survey:
                         self._follow_all(function)
                 if not name.startswith("__") or name in _ENTRIES:
                     self._note_other(place, value)
-                    if not _is_installed(base.__module__):
+                    if not is_installed(base.__module__):
                         self._of_classes[place] = name, class_value(base, name, place)
         self._name(self._named)
 
@@ -336,7 +336,7 @@ class _Survey:
                 self._settings[place] = value
         elif (holder := _holder_of(value)) and not list(_functions_in(value)):
             (self._found[place],) = holder
-            if not _is_installed(type(value).__module__):
+            if not is_installed(type(value).__module__):
                 self.add_class(type(value))
 
     def _follow_all(self, function: FunctionType) -> None:
@@ -344,7 +344,7 @@ class _Survey:
         self._name(code.attributes)
         self._stored |= code.stored
         self._rebound |= code.rebound
-        if not _is_installed(_defined_in(function)):
+        if not is_installed(_defined_in(function)):
             self._note_readings(function, code.readings)
             if code.attributes & _ENVIRONMENT or any(c[0] in _ENVIRONMENT for c in code.chains):
                 self.environment.add(f"{_told(_defined_in(function))}.{function.__qualname__}")
@@ -377,7 +377,7 @@ class _Survey:
         if isinstance(found, type):
             is_near = _package(found.__module__) == _package(caller)
             is_function = is_near and issubclass(found, torch.autograd.Function)
-            if is_function or not _is_installed(found.__module__):
+            if is_function or not is_installed(found.__module__):
                 self.add_class(found)
         elif callable(found) or (name.isupper() and _package(module) == _package(caller)):
             self._note_other(place, found)
@@ -402,7 +402,7 @@ def _counts(home: str, module: str, name: str, caller: str) -> bool:
     The user's own code is, and that of the caller's library. What another library has is not,
     unless it is in the place of a function of the caller's library.
     """
-    if not _is_installed(home):
+    if not is_installed(home):
         return True
     if _is_of_platform(caller) or _is_of_platform(home):
         return False
@@ -416,7 +416,7 @@ def _is_of_platform(module: str) -> bool:
 
 
 def _is_own(module: str) -> bool:
-    return not _is_installed(module)
+    return not is_installed(module)
 
 
 def _package(module: str) -> str:
@@ -439,7 +439,7 @@ def _installed_folders() -> tuple[str, ...]:
 
 
 @cache
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a module belongs to Python or to an installed library, and is no user's own file."""
     if module in (MAIN, SCRIPT) or module not in sys.modules:
         return False
@@ -478,7 +478,7 @@ def _names_defined_in(module: str) -> frozenset[str]:
 def _numbers_in(function: FunctionType) -> list[str]:
     """The numbers that a function of the user's own has as defaults, or from the function that has
     made it; its code does not tell them."""
-    if _is_installed(_defined_in(function)):
+    if is_installed(_defined_in(function)):
         return []
     changed = {each.argval for each in get_instructions(function) if each.opname == "STORE_DEREF"}
     held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))

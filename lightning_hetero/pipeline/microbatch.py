@@ -204,7 +204,7 @@ def _split_each(batches: list[Any], num_microbatches: int) -> list[list[Any]]:
     if len(counts) != 1:
         raise BatchError(
             f"The batches of {len(batches)} data loaders differ in their samples. Give them equal "
-            "batch sizes, or use micro_batching='boundary'."
+            "batch sizes, or use the safe mode, `micro_batching='boundary'`."
         )
     [count] = counts
     return [[None if row is None else row[index] for row in rows] for index in range(count)]
@@ -396,7 +396,8 @@ def _cut(part: Any, start: int, end: int, samples: Samples) -> Any:
         return replace(part, **{k: _cut(value, start, end, samples) for k, value in values.items()})
     raise BatchError(
         f"A {type(part).__name__} in the batch cannot be cut. Return tensors, numbers, texts, or "
-        "containers of these from the data loader, or use micro_batching='boundary'."
+        "containers of these from the data loader, or use the safe mode, "
+        "`micro_batching='boundary'`."
     )
 
 
@@ -406,14 +407,15 @@ def _cut_tensor(tensor: Tensor, start: int, end: int, samples: Samples) -> Tenso
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise BatchError(
             "A sparse or nested tensor in the batch cannot be cut. Return dense tensors from the "
-            "data loader, or use micro_batching='boundary'."
+            "data loader, or use the safe mode, `micro_batching='boundary'`."
         )
     dim = _dim_in(tensor, samples)
     if dim is None:
         raise BatchError(
             f"The batch has {samples.count} samples, but a tensor of shape {tuple(tensor.shape)} "
             f"does not have the samples as its {'second' if samples.dim else 'first'} dimension. "
-            "Name the dimension with `batch_dim`, or use micro_batching='boundary'."
+            "Name the dimension with `batch_dim`, or use the safe mode, "
+            "`micro_batching='boundary'`."
         )
     return tensor.narrow(dim, start, end - start)
 

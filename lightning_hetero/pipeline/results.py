@@ -155,7 +155,7 @@ def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> 
     raise BatchError(
         f"training_step returned {name!r} as {first!r:.60} for one micro-batch and "
         f"{values[-1]!r:.60} for another, so its value for the batch is unknown. Leave it out, or "
-        "use micro_batching='boundary'."
+        "use the safe mode, `micro_batching='boundary'`."
     )
 
 
@@ -303,8 +303,9 @@ class StepLog:
             raise BatchError(
                 f"A hook has called `self.log({name!r}, ...)` in the backward of a micro-batch, "
                 "and a hook there cannot know the batch's value. Let the hook append to a list, "
-                "and log what the list has in `on_after_backward`; or use "
-                "micro_batching='boundary', which runs one backward for the whole batch."
+                "and log what the list has in `on_after_backward`; or use the "
+                "safe mode, `micro_batching='boundary'`, which runs one backward for the whole "
+                "batch."
             )
         entry = self._logged.setdefault((name, counts[name]), _Logged(args, kwargs))
         counts[name] += 1

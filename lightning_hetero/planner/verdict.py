@@ -24,6 +24,7 @@ from .feasibility import shortages
 from .profile import HEAD, DeviceProfile
 from .remedies import AtOnce, at_once, fastest_with_script
 from .replicas import Team, exchange_seconds
+from .safe_mode import own_share, safe_step_seconds
 from .search import LEAST_GAIN, Search, speeds_of
 from .solver import Solution
 from .step_model import Hop, Speed
@@ -117,6 +118,8 @@ class Verdict:
             the batches as they come.
         script: The worker that is faster than the best single device if the script runs there, and
             its tokens per second.
+        safe_seconds: The step in the safe mode, ``micro_batching="boundary"``; None if that is not
+            predicted.
         replicas: What replicas cost on these links, and why they are taken or not; empty without
             workers, or if nothing trains.
     """
@@ -132,6 +135,7 @@ class Verdict:
     replicas: str = ""
     at_once: AtOnce | None = None
     script: tuple[str, float] | None = None
+    safe_seconds: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -158,6 +162,7 @@ def judge(solution: Solution) -> Verdict:
         no_gain=no_gain,
         at_once=at_once(candidate, search, gains=not no_gain),
         script=_with_script(search, single),
+        safe_seconds=safe_step_seconds(candidate.pipeline),
     )
 
 
@@ -484,6 +489,7 @@ def sentences(verdict: Verdict) -> list[str]:
     lines += [*_bound_lines(verdict), *_idle_link(verdict.candidate), _single(verdict)]
     lines += [str(verdict.at_once)] if verdict.at_once is not None else []
     lines += _script(verdict)
+    lines += _safe_mode(verdict)
     lines += [text for text in (verdict.experts, verdict.replicas) if text]
     if verdict.assumed_links:
         are = "link was" if verdict.assumed_links == 1 else "links were"
@@ -589,6 +595,22 @@ def _script(verdict: Verdict) -> Iterator[str]:
     yield (
         f"start the script on {name}: with the embedding, the head and the loss there, {name} "
         f"alone is predicted {_rate_text(rate)}, {than}"
+    )
+
+
+def _safe_mode(verdict: Verdict) -> Iterator[str]:
+    """What a step takes where `training_step` sees whole batches."""
+    seconds, candidate = verdict.safe_seconds, verdict.candidate
+    if seconds is None:
+        return
+    change = seconds / candidate.step_seconds - 1 if candidate.step_seconds > 0 else 0.0
+    compared = f"{in_percent(abs(change))} {'shorter' if change < 0 else 'longer'}"
+    is_chosen = candidate.costs.profile.settings.get("cut") == "boundary"
+    whose = "of this run, " if is_chosen else ""
+    yield (
+        f"in the safe mode {whose}`micro_batching='boundary'`, a step takes "
+        f"{in_duration(seconds)}, {compared}: {in_percent(own_share(candidate.pipeline))} of the "
+        "work is the coordinator's, which runs on the whole batch while no worker computes"
     )
 
 

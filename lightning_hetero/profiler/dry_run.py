@@ -36,6 +36,7 @@ from ..devices.device import device_for
 from ..errors import BatchError, HeteroError
 from ..model.allowed_imports import ImportedHere
 from ..model.attributes import Attributes, contents_kept, restoring_generator
+from ..model.outer_state import OuterContent, OuterState
 from ..pipeline.bench import median_of_blocks, state_bytes
 from ..pipeline.microbatch import batch_size, first_samples
 from ..pipeline.optimizer import (
@@ -57,7 +58,8 @@ def no_trace(
 
     Attributes of the module, of its class, and of objects of the same packages are restored:
     assigned ones, and lists, dicts, sets, tensors and random generators that were changed in place,
-    such as those of a metric. Other effects of the code stay.
+    such as those of a metric. So is what the user's code has outside of modules. Other effects of
+    the code stay.
 
     Args:
         module: Attached to its Trainer.
@@ -68,7 +70,8 @@ def no_trace(
     """
     skipped = {inner for outer in without for inner in outer.modules()}
     loose = (inner for _, outer in loose_modules(module) for inner in outer.modules())
-    modules = [inner for inner in (*module.modules(), *loose) if inner not in skipped]
+    inside = [*module.modules(), *loose]
+    modules = [inner for inner in inside if inner not in skipped]
     with ExitStack() as undo:
         trainer, draws = module.trainer, _collect_rng_states()
         undo.callback(_set_rng_states, draws)
@@ -76,12 +79,14 @@ def no_trace(
         undo.enter_context(_other_data(trainer))
         before = Attributes(modules)
         undo.callback(before.restore)
+        outside = OuterContent(OuterState(inside))
+        undo.callback(outside.restore)
         for parameter in module.parameters():
             undo.callback(setattr, parameter, "grad", parameter.grad)
         own = [p for inner in modules for p in inner.parameters(recurse=False)]
         contents = _CopiesOnWrite([] if is_timed else [*before.tensors, *own])
         undo.enter_context(contents_kept(before.tensors) if is_timed else contents)
-        runs = Runs(module, before, contents, draws)
+        runs = Runs(module, before, outside, contents, draws)
         runs.prepare()
         yield runs
 
@@ -117,6 +122,7 @@ class Runs:
     Args:
         module: Attached to its Trainer.
         before: The attributes before all runs.
+        outside: What was outside of modules before all runs.
         contents: The tensors that are watched.
         draws: The states of random generators before all runs.
     """
@@ -125,11 +131,13 @@ class Runs:
         self,
         module: pl.LightningModule,
         before: Attributes,
+        outside: OuterContent,
         contents: _CopiesOnWrite,
         draws: dict[str, Any],
     ) -> None:
         self._module = module
         self._before = before
+        self._outside = outside
         self._contents = contents
         self._draws = draws
         self._logger = _UnwrittenLogger()
@@ -169,6 +177,7 @@ class Runs:
         finally:
             self._contents.put_back()
             self._before.restore(with_generators=puts_draws_back)
+            self._outside.restore()
             if puts_draws_back:
                 _set_rng_states(self._draws)
             self.prepare()

@@ -117,12 +117,19 @@ class Losses:
                 yield loss, weight
 
 
+SAFE_MODE = "micro_batching='boundary'"
+
+
 @dataclass(frozen=True)
 class Remedy:
     """Something that was tried and gives the loss of the whole batch."""
 
     setting: str
     cause: str
+
+    def __str__(self) -> str:
+        mode = "the safe mode " if self.setting == SAFE_MODE else ""
+        return f"{mode}`{self.setting}`"
 
 
 @dataclass(frozen=True)
@@ -259,7 +266,7 @@ class FirstBatchCheck:
             rank_zero_warn(
                 "`training_step` writes to a logger by itself, which happens once for each "
                 "micro-batch and not once for each batch. Log with `self.log`, write in "
-                "`on_train_batch_end`, or use `micro_batching='boundary'`."
+                "`on_train_batch_end`, or use the safe mode, `micro_batching='boundary'`."
             )
         if problem is None:
             return
@@ -590,7 +597,7 @@ class FirstBatchCheck:
         with self.deployment.hand_overs.batch_of(sum(batch.num_samples)), self._from_the_start():
             found = self._loss(batch.whole, is_cut=True)
         if replace(losses, cut=[found]).fit([1.0]):
-            yield Remedy("micro_batching='boundary'", "the loss couples the samples of a batch")
+            yield Remedy(SAFE_MODE, "the loss couples the samples of a batch")
 
     def _rounding(self) -> float:
         return rounding_of_loss(*self._coarsest())
@@ -652,7 +659,7 @@ def _said(
             f"{text} Nothing that was tried repairs it, so the layers seem to couple the samples "
             "of a batch; `micro_batches=1` keeps the batch whole."
         )
-    settings = " or ".join(f"`{remedy.setting}`" for remedy in remedies)
+    settings = " or ".join(map(str, remedies))
     return f"{text} It seems that {remedies[0].cause}; {settings} repairs it."
 
 

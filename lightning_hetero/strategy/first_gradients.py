@@ -252,7 +252,7 @@ class Gradients:
                 f"The loss of the {which} batch is that of its micro-batches, but its gradients "
                 f"are not: they differ by {100 * difference:.3g} %. It seems that the gradients "
                 "are scaled by a number of the batch, as in `loss / loss.detach()`; "
-                "`micro_batching='boundary'` repairs it.",
+                "the safe mode `micro_batching='boundary'` repairs it.",
                 True,
             )
         difference = self.difference_before_layers(cut) if self.is_cut_into(cut) else 0.0
@@ -261,7 +261,7 @@ class Gradients:
                 f"The code before the layers on workers makes other gradients of the {which} batch "
                 f"than of its micro-batches: they differ by {100 * difference:.3g} %. It seems "
                 "that a hook or an `autograd.Function` there uses a number of the batch, such as "
-                "the norm of a gradient; `micro_batching='boundary'` repairs it.",
+                "the norm of a gradient; the safe mode `micro_batching='boundary'` repairs it.",
                 True,
             )
         backwards = [each.of_layers for each in cut]
@@ -274,7 +274,7 @@ class Gradients:
                 f"The loss of the {which} batch is that of its micro-batches up to rounding, but "
                 f"its gradients for {kind!r} are not: they differ by {100 * difference:.3g} %. It "
                 "seems that a small part of the loss, such as one that balances experts, couples "
-                "the samples of a batch; `micro_batching='boundary'` repairs it.",
+                "the samples of a batch; the safe mode `micro_batching='boundary'` repairs it.",
                 False,
             )
         if for_loss > max(_CANCELLING * rounding, _LEAST_OF_GRADIENTS):
@@ -283,7 +283,7 @@ class Gradients:
                 f"its gradients are not: they differ by {100 * for_loss:.2g} %. It seems that a "
                 "small part of the loss is a mean over something else than the rest of it, as over "
                 "all positions beside labels, or couples the samples of a batch; "
-                "`micro_batching='boundary'` repairs it.",
+                "the safe mode `micro_batching='boundary'` repairs it.",
                 False,
             )
         return None

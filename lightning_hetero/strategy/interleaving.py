@@ -287,6 +287,6 @@ def _said(which: str, difference: Difference) -> str:
         "on their way at once, each in a thread of its own. It seems that `training_step` keeps "
         "something until the layers have run where others change it (a list, a dictionary, an "
         "object, a global, `self.eval()`), or needs what was set in another thread "
-        "(`threading.local`). Keep it in a local variable, or use `micro_batching='boundary'`, "
-        "where `training_step` runs once for each batch."
+        "(`threading.local`). Keep it in a local variable, or use the safe mode, "
+        "`micro_batching='boundary'`, where `training_step` runs once for each batch."
     )

@@ -5,7 +5,7 @@ On one device such a change happens once for each batch, and here once for each 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from ..errors import ModelError
+from ..model.outer_state import OuterState, form_of
 from ..model.placeholders import tensors_in
-
-_CONTAINERS = (list, dict, set, deque)
-_NUMBERS = (bool, int, float, str)
-# Longer containers are compared by their lengths.
-_MOST_COMPARED = 100
 
 
 def may_change(module: nn.Module) -> bool:
@@ -37,7 +33,18 @@ def warn_of_changes(names: Sequence[str]) -> None:
         rank_zero_warn(
             f"`training_step` changes {', '.join(names)} in place, which happens once for each "
             "micro-batch and not once for each batch. If that makes a difference, do it in "
-            "`on_train_batch_end`, or use `micro_batching='boundary'`."
+            "`on_train_batch_end`, or use the safe mode, `micro_batching='boundary'`."
+        )
+
+
+def warn_of_backwards(names: Sequence[str]) -> None:
+    """Warn of what backwards change between the forwards of their batch, if there is any."""
+    if names:
+        rank_zero_warn(
+            f"Backwards of the batch change {', '.join(names)}, as a hook does, while other "
+            "micro-batches have still to run, which then find another value than on one device. "
+            "Change it in `on_after_backward` or later, or use the safe mode, "
+            "`micro_batching='boundary'`."
         )
 
 
@@ -52,7 +59,8 @@ def _looked_into(module: nn.Module, away: Iterable[nn.Module]) -> list[tuple[str
 
 
 class StepChanges:
-    """Counts how often the micro-batches of a step change each buffer and attribute.
+    """Counts how often the micro-batches of a step change each buffer and attribute, and what the
+    user's code keeps outside of modules.
 
     A list that only gets what belongs to samples is on one device the same in the end.
 
@@ -60,6 +68,9 @@ class StepChanges:
         module: The LightningModule.
         away: Modules in it that run elsewhere.
         num_samples: The number of samples of each micro-batch.
+
+    Attributes:
+        of_backwards: The names of what backwards have changed before the last forward.
     """
 
     def __init__(
@@ -69,21 +80,41 @@ class StepChanges:
         num_samples: Collection[int] = (),
     ) -> None:
         self._modules = _looked_into(module, away)
+        self._outside = OuterState(module.modules())
         self._ignored = {*vars(pl.LightningModule()), "log"}
         self._num_samples = {*num_samples}
         self._counts: Counter[str] = Counter()
         self._present = dict(self._look())
+        # What was there when the last part of a forward ended.
+        self._left: dict[str, Any] | None = None
+        self.of_backwards: set[str] = set()
 
     def note(self) -> None:
         """Look for changes: before and after each micro-batch, since they run turn by turn."""
         found = dict(self._look())
         for name, (form, value, _) in found.items():
-            if name not in self._present or self._present[name][0] == form:
+            before, former, length = self._present.get(name, (_NOTHING, _NOTHING, 0))
+            if before is not _NOTHING and before == form:
                 continue
-            _, former, length = self._present[name]
             if former is not value or not self._are_of_samples(value, length):
                 self._counts[name] += 1
         self._present = found
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Inside, a part of a micro-batch's forward runs. What changes between two parts, backwards
+        have changed."""
+        if self._left is not None:
+            left = self._left
+            self.of_backwards.update(
+                name
+                for name, (form, _, _) in self._look()
+                if name not in left or left[name][0] != form
+            )
+        try:
+            yield
+        finally:
+            self._left = dict(self._look())
 
     def _are_of_samples(self, value: Any, former_length: int) -> bool:
         """Whether a list got items for samples: one for each, or tensors that have all of them."""
@@ -108,19 +139,13 @@ class StepChanges:
         for path, module in self._modules:
             plain = {n: v for n, v in vars(module).items() if n not in self._ignored}
             for name, value in (*module._buffers.items(), *plain.items()):
-                length = len(value) if isinstance(value, list) else 0
-                yield f"{path}.{name}".strip("."), (_form_of(value), value, length)
+                yield f"{path}.{name}".strip("."), _seen(value)
+        for name, value in self._outside.look():
+            yield name, _seen(value)
 
 
-def _form_of(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else value._version
-    if isinstance(value, _CONTAINERS):
-        is_short = len(value) <= _MOST_COMPARED and not isinstance(value, dict)
-        if is_short and all(isinstance(item, _NUMBERS) for item in value):
-            return repr(value)
-        return len(value)
-    return repr(value) if isinstance(value, _NUMBERS) else id(value)
+def _seen(value: Any) -> tuple[Any, Any, int]:
+    return form_of(value), value, len(value) if isinstance(value, list) else 0
 
 
 class OwnAttributes:
@@ -176,7 +201,7 @@ class OwnAttributes:
                 raise ModelError(
                     f"`training_step` replaced the parameter {path}, and each micro-batch would "
                     "do that again. Replace it in `on_train_batch_start` or earlier, or use "
-                    "micro_batching='boundary'."
+                    "the safe mode, `micro_batching='boundary'`."
                 )
 
     @contextmanager

@@ -87,8 +87,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             allow what the layers need.
         micro_batches: The number of micro-batches of a training batch; None takes the plan's.
         micro_batching: ``"step"`` runs ``training_step`` once per micro-batch, so that the head
-            and the loss overlap with the workers. ``"boundary"`` runs it once for the whole batch
-            and cuts only the hidden states, for losses that couple the samples of a batch.
+            and the loss overlap with the workers. ``"boundary"`` is the safe mode: your code sees
+            the whole batch, once, as on one device, and only the hidden states that go to workers
+            are cut. Take it for losses that couple the samples of a batch, and for a step that
+            keeps something where micro-batches share it. The coordinator's layers, the head and
+            the loss run while no worker computes; the verdict on a plan says what that costs.
         loss_weighting: How micro-batch losses combine: by ``"samples"``, by ``"labels"`` (that are
             not -100), by ``"auto"`` (labels if exactly one entry of the batch is ``labels``, else
             samples), or by a function from a micro-batch to its weight. ``"sum"`` adds them, for a

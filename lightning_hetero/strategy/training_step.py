@@ -1,8 +1,8 @@
 """The training step of one batch, in two ways with one interface.
 
     MicrobatchedStep   training_step runs once per micro-batch     micro_batching="step"
-    WholeBatchStep     training_step runs once per batch           micro_batching="boundary",
-                                                                   or manual optimization
+    WholeBatchStep     training_step runs once per batch           micro_batching="boundary", the
+                                                                   safe mode, or manual optimization
 
 A WholeBatchStep lets the hollow layers cut the hidden states of the batch.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -51,7 +51,7 @@ from .first_batch import tensors_of
 from .first_gradients import inner_backward
 from .interleaving import InterleavingCheck
 from .loaders import sizes_of
-from .step_changes import OwnAttributes, StepChanges, warn_of_changes
+from .step_changes import OwnAttributes, StepChanges, warn_of_backwards, warn_of_changes
 from .twin_check import TwinCheck
 
 
@@ -297,7 +297,7 @@ class MicrobatchedStep(BatchStep):
             deployment.plan.starts_on_worker,
             self.recorder,
             self._flags.check,
-            self._own_attributes.part,
+            self._part,
             deployment.hosted,
             lambda first: self._accumulation.as_left(first),
             loss_waits_under(deployment.plan),
@@ -519,6 +519,8 @@ class MicrobatchedStep(BatchStep):
         if self._changes is not None:
             new = [name for name in self._changes.repeated if checks.is_new("changed", name)]
             warn_of_changes(new)
+            by_backwards = self._changes.of_backwards
+            warn_of_backwards([n for n in sorted(by_backwards) if checks.is_new("backward", n)])
             self._changes = None
         if checks.are_over:
             return
@@ -546,6 +548,14 @@ class MicrobatchedStep(BatchStep):
         self._deployment.check_forward_finished()
         log.note_loss(loss_of(result))
         return result
+
+    @contextmanager
+    def _part(self, microbatch: int) -> Iterator[None]:
+        """Inside, a part of a micro-batch runs, up to its next hand-over."""
+        changes = self._changes
+        noted = nullcontext() if changes is None else changes.part()
+        with noted, self._own_attributes.part(microbatch):
+            yield
 
     def _note_changes(self) -> None:
         if self._changes is not None:
@@ -582,7 +592,8 @@ class MicrobatchedStep(BatchStep):
             rank_zero_warn(
                 f"`training_step` returned None for {num_skipped} of {len(results)} micro-batches "
                 "of a batch and a loss for the others, so the batch is trained in part. On one "
-                "device it skips whole batches; with `micro_batching='boundary'` it does so here."
+                "device it skips whole batches; in the safe mode, `micro_batching='boundary'`, it "
+                "does so here."
             )
 
     def _publish(self, loss_scale: float, gradient: Tensor) -> None:
@@ -656,7 +667,7 @@ class LossScaling:
             raise ModelError(
                 f"The loss was scaled by {found:g} on its way to backward, and its gradients were "
                 f"computed for {expected:g}; scale it inside training_step, or use "
-                "micro_batching='boundary'."
+                "the safe mode, `micro_batching='boundary'`."
             )
 
 
@@ -698,7 +709,7 @@ class FrozenFlags:
                 f"`training_step` set requires_grad of {name} to {now} in micro-batch "
                 f"{microbatch}, while others were on their way with the opposite, so gradients "
                 "would be lost. Set it in `on_train_batch_start` or earlier, or use "
-                "micro_batching='boundary'."
+                "the safe mode, `micro_batching='boundary'`."
             )
 
 

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -96,6 +96,40 @@ class InGlobal(Sharing):
         return GLOBAL["scale"]
 
 
+class OfClass(Sharing):
+    """An attribute of the class."""
+
+    scale: ClassVar[Any] = None
+
+    def keep(self, scale: Tensor) -> None:
+        OfClass.scale = scale
+
+    def kept(self) -> Tensor:
+        found: Tensor = OfClass.scale
+        return found
+
+
+class InClosure(Sharing):
+    """A variable that two functions enclose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        present: Any = None
+
+        def keep(scale: Tensor) -> None:
+            nonlocal present
+            present = scale
+
+        self.enclosed = keep, lambda: present
+
+    def keep(self, scale: Tensor) -> None:
+        self.enclosed[0](scale)
+
+    def kept(self) -> Tensor:
+        found: Tensor = self.enclosed[1]()
+        return found
+
+
 class ByHook(Learner):
     """Features that a forward hook has kept."""
 
@@ -156,6 +190,24 @@ class Switching(Learner):
         return cross_entropy(logits, targets) + (logits.softmax(-1) - expected).abs().mean()
 
 
+class Flagged(Learner):
+    """Sets a flag for one of two forwards, in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flags = {"is_second": False}
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return super().leave(hidden * (3 if self.flags["is_second"] else 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        self.flags["is_second"] = False
+        first = cross_entropy(self(inputs), targets)
+        self.flags["is_second"] = True
+        return first + cross_entropy(self(inputs), targets)
+
+
 class PerThread(Learner):
     """A scale that was set in another thread."""
 
@@ -200,8 +252,9 @@ class Rounding(Learner):
 
 
 DISTURBED = [
-    InDictionary, OnStack, InObject, InGlobal, ByHook, Auxiliary, Switching, PerThread
-]  # fmt: skip
+    *(InDictionary, OnStack, InObject, InGlobal, OfClass, InClosure),
+    *(ByHook, Auxiliary, Switching, Flagged, PerThread),
+]
 
 
 @pytest.fixture(scope="module")

@@ -142,6 +142,7 @@ PATTERNS = [
         "hidden states kept in a list",
         "The loss uses hidden states that the forward kept.",
         KeptForTheLoss,
+        said="`training_step` changes kept",
     ),
     Pattern(
         "logged norms",

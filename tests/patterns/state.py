@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
@@ -16,31 +14,6 @@ NO_STATE = r"changed its attribute '\w+'"
 BOUNDARY = {"micro_batching": "boundary"}
 WHOLE = {"micro_batches": 1}
 ONE_PIECE = "BatchNorm .* whose statistics are those of the whole batch"
-
-
-class CachingBlock(Block):
-    """Computes a scale at its first call and keeps it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache: Tensor | None = None
-
-    def update(self, hidden: Tensor) -> Tensor:
-        if self.cache is None:
-            self.cache = hidden.detach().abs().mean()
-        return super().update(hidden) * self.cache
-
-
-class CountingBlock(Block):
-    """Counts its calls and grows weaker with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
-    def update(self, hidden: Tensor) -> Tensor:
-        self.num_calls += 1
-        return super().update(hidden) / self.num_calls
 
 
 class CarryingBlock(Block):
@@ -85,17 +58,6 @@ def scanned(inputs: Tensor, decay: Tensor, state: Tensor | None) -> tuple[Tensor
     return torch.stack(found, dim=1), current.detach()
 
 
-class CoolingBlock(Block):
-    """Has a temperature that others set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = 1.0
-
-    def update(self, hidden: Tensor) -> Tensor:
-        return super().update(hidden) / self.temperature
-
-
 class AveragingBlock(Block):
     """Divides by a running mean that it keeps in a buffer."""
 
@@ -122,82 +84,12 @@ class NormBlock(Block):
         return super().update(normed)
 
 
-class Caching(Learner):
-    """The first layer caches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[0] = CachingBlock()
-
-
-class Counting(Learner):
-    """The first layer counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[0] = CountingBlock()
-
-
 class Carrying(Learner):
     """The first layer carries a state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers[0] = CarryingBlock()
-
-
-class Cooled(Learner):
-    """A callback sets its layers' temperature."""
-
-    layer = CoolingBlock
-
-
-class Cooling(pl.Callback):
-    """Sets it before each batch."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        for layer in module.layers:
-            layer.temperature = 1.0 + 0.5 * trainer.global_step
-
-
-class SettingsBlock(Block):
-    """Reads what is in a dictionary, in a list and in an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.options = {"temperature": 1.0}
-        self.scales = [1.0]
-        self.schedule = Schedule()
-
-    def update(self, hidden: Tensor) -> Tensor:
-        scale = self.scales[0] * self.schedule.scale / self.options["temperature"]
-        return super().update(hidden) * scale
-
-
-@dataclass
-class Schedule:
-    """Has a scale that others set."""
-
-    scale: float = 1.0
-
-
-class Adjusted(Learner):
-    """A callback changes what its layers read, and sets no attribute anew."""
-
-    layer = SettingsBlock
-
-
-class Adjusting(pl.Callback):
-    """Changes one thing in place before each batch."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        for layer in module.layers:
-            if batch_idx == 0:
-                layer.options["temperature"] = 2.0
-            elif batch_idx == 1:
-                layer.scales[0] = 3.0
-            else:
-                layer.schedule.scale = 0.5
 
 
 class FlaggedBlock(Block):
@@ -269,17 +161,6 @@ class CentredOutside(Learner):
         return super().leave(self.centred(hidden))
 
 
-class Keeps(Learner):
-    """Keeps in an attribute what it needs again behind the layers."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.scale = inputs.abs().mean((1, 2), keepdim=True)
-        return super().forward(inputs)
-
-    def leave(self, hidden: Tensor) -> Tensor:
-        return super().leave(hidden) * self.scale
-
-
 class StateSpace(Learner):
     """Computes the layers' first state of each sample."""
 
@@ -313,43 +194,11 @@ HERE = {"here": 1, **BOUNDARY}
 
 PATTERNS = [
     Pattern(
-        "cache in an attribute",
-        "A layer keeps what it computed at its first call.",
-        Caching,
-        refused=NO_STATE,
-        remedy=HERE,
-    ),
-    Pattern(
-        "counter in an attribute",
-        "A layer counts its calls.",
-        Counting,
-        refused=NO_STATE,
-        remedy=HERE,
-    ),
-    Pattern(
         "carried state in an attribute",
         "A state space layer goes on where the last batch ended.",
         Carrying,
         refused=NO_STATE,
         remedy=HERE,
-    ),
-    Pattern(
-        "cache with the coordinator",
-        "The same layer is not away, and computes its scale from a micro-batch.",
-        Caching,
-        settings={"here": 1},
-        said=r"`micro_batching='boundary'` repairs it",
-        differs=True,
-        remedy=BOUNDARY,
-    ),
-    Pattern(
-        "counter with the coordinator",
-        "The layer that counts its calls is not away.",
-        Counting,
-        settings={"here": 1},
-        said=r"`micro_batching='boundary'` repairs it|changes layers\.0\.num_calls",
-        differs=True,
-        remedy=BOUNDARY,
     ),
     Pattern(
         "carried state with the coordinator",
@@ -364,18 +213,6 @@ PATTERNS = [
         "state returned",
         "A state space layer gets a state and returns it.",
         ReturnedState,
-    ),
-    Pattern(
-        "temperature set by a callback",
-        "An attribute of layers changes from batch to batch.",
-        Cooled,
-        callbacks=[Cooling],
-    ),
-    Pattern(
-        "settings changed in place by a callback",
-        "What layers read in a dictionary, a list and an object changes from batch to batch.",
-        Adjusted,
-        callbacks=[Adjusting],
     ),
     Pattern(
         "keyword `use_cache` of its own",
@@ -411,11 +248,5 @@ PATTERNS = [
         said=r"`training_step` changes centred\.mean",
         differs=True,
         remedy=BOUNDARY,
-    ),
-    Pattern(
-        "kept in an attribute",
-        "The model keeps something of its input until the layers have run.",
-        Keeps,
-        said="`training_step` changes scale",
     ),
 ]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -55,6 +56,42 @@ def test_what_several_micro_batches_change_is_named() -> None:
     assert sorted(changes.repeated) == [
         *("hidden", "inner.count", "latest", "loss", "mean", "outputs")
     ]
+
+
+class Tables(pl.LightningModule):
+    """Has containers and an object with items that change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {"scale": 1.0}
+        self.nested = {"all": [torch.zeros(1)]}
+        self.box = SimpleNamespace(scale=1.0)
+
+
+def test_what_changes_in_place_is_named() -> None:
+    module = Tables()
+    changes = StepChanges(module, [])
+    for number in range(3):
+        changes.note()
+        module.options["scale"] = torch.ones(1)
+        module.nested["all"][0] = torch.ones(1)
+        module.box.scale = number
+        changes.note()
+    assert sorted(changes.repeated) == ["box", "nested", "options"]
+
+
+def test_what_backwards_change_between_forwards_is_named() -> None:
+    module = Tables()
+    changes = StepChanges(module, [])
+    module.box.scale = -1.0  # before the step
+    with changes.part():
+        module.options["scale"] = 2.0
+    module.nested["all"][0] = torch.ones(1)
+    assert not changes.of_backwards
+    with changes.part():
+        pass
+    module.box.scale = 3.0  # behind the last forward, as on one device
+    assert changes.of_backwards == {"nested"}
 
 
 ADDED: dict[str, tuple[Callable[[int], list[Any]], bool]] = {

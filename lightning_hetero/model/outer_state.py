@@ -1,0 +1,200 @@
+"""What the user's own code keeps outside of modules, where a change shows in no attribute.
+
+    globals · attributes of classes · what functions enclose · default arguments · the environment ·
+    what a thread has for itself
+
+`outer_values` has what the text of layers reads from there; here is what may change while code
+runs, whoever changes it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from .attributes import version_of
+from .layer_code import is_installed
+from .placeholders import is_away
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_MOST_COMPARED = 100
+_MOST_DEPTH = 3
+
+
+class _Is:
+    """Equal to another one of the same object, which it keeps alive: no other gets its identity."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and other.thing is self.thing
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def form_of(value: Any, depth: int = 0) -> Any:
+    """What differs after a change of a value, in place too; of long containers the length.
+
+    A tensor counts by its identity and by how often it was changed.
+    """
+    if isinstance(value, _NUMBERS):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return _Is(value), 0 if is_away(value) else version_of(value)
+    if depth == _MOST_DEPTH:
+        return _Is(value)
+    items: Iterable[Any]
+    if isinstance(value, (list, tuple, deque)):
+        items = value
+    elif isinstance(value, Mapping):
+        items = [part for pair in [*value.items()][: _MOST_COMPARED + 1] for part in pair]
+    elif isinstance(value, (set, frozenset)):
+        items = sorted(map(repr, value)) if len(value) <= _MOST_COMPARED else ()
+    elif isinstance(value, FunctionType):
+        cells = (cell.cell_contents for cell in value.__closure__ or () if _is_full(cell))
+        items = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif is_dataclass(value) or isinstance(value, (SimpleNamespace, threading.local)):
+        items = [part for pair in vars(value).items() for part in pair]
+    else:
+        return _Is(value)
+    length = len(value) if hasattr(value, "__len__") else 0
+    if length > _MOST_COMPARED:
+        return length
+    return type(value).__name__, length, [form_of(item, depth + 1) for item in items]
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False  # its variable has no value yet
+
+
+class OuterState:
+    """The places outside of modules that the user's own code can reach.
+
+    Args:
+        modules: Their classes, and the files of these, are looked at.
+
+    Attributes:
+        kinds: The classes that no library has.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        kinds = {base for module in modules for base in type(module).__mro__}
+        self.kinds = [kind for kind in kinds if not is_installed(kind.__module__)]
+        names = sorted({kind.__module__ for kind in self.kinds})
+        self._files = {name: vars(sys.modules[name]) for name in names if name in sys.modules}
+
+    @property
+    def files(self) -> Iterable[dict[str, Any]]:
+        """The globals of each file."""
+        return self._files.values()
+
+    def look(self) -> Iterator[tuple[str, Any]]:
+        """Each value that is there, with the place's name."""
+        if not self._files:
+            return
+        for name, value in os.environ.items():
+            yield f"os.environ[{name!r}]", value
+        for file, content in self._files.items():
+            for name, value in [*content.items()]:
+                if not (name.startswith("__") or isinstance(value, type)):
+                    yield f"{file}.{name}", value
+        for kind in self.kinds:
+            for name, value in [*vars(kind).items()]:
+                if not name.startswith("__"):
+                    yield f"{kind.__module__}.{kind.__qualname__}.{name}", value
+
+
+class OuterContent:
+    """What is outside of modules at one time, to be put back.
+
+    Args:
+        state: The places.
+    """
+
+    def __init__(self, state: OuterState) -> None:
+        self._state = state
+        found = dict(state.look())
+        self._forms = {name: form_of(value) for name, value in found.items()}
+        self._contents = [each for each in map(_content_of, found.values()) if each is not None]
+        self._names = [(holder, {**holder}) for holder in (os.environ, *state.files)]
+        self._attributes = [(kind, {**vars(kind)}) for kind in state.kinds]
+
+    def restore(self) -> list[str]:
+        """Put back what has changed, and return the names of the places."""
+        forms = {name: form_of(value) for name, value in self._state.look()}
+        names = forms.keys() | self._forms.keys()
+        changed = sorted(n for n in names if forms.get(n) != self._forms.get(n))
+        if changed:
+            for holder, content in self._names:
+                _put_back(holder, content)
+            for kind, content in self._attributes:
+                _put_back_in_class(kind, content)
+            for put_back in self._contents:
+                put_back()
+        return changed
+
+
+def _content_of(value: Any) -> Callable[[], None] | None:
+    """What puts back the content of a value that can change in place; None if there is none."""
+    if isinstance(value, (list, deque)):
+        items = [*value]
+
+        def fill() -> None:
+            value.clear()
+            value.extend(items)
+
+        return fill
+    if isinstance(value, (dict, set)):
+        former: Any = value.copy()
+
+        def renew() -> None:
+            value.clear()
+            value.update(former)
+
+        return renew
+    if isinstance(value, FunctionType):
+        return _content_of_function(value)
+    if is_dataclass(value) or isinstance(value, (SimpleNamespace, threading.local)):
+        return _content_of(vars(value))
+    return None
+
+
+def _content_of_function(function: FunctionType) -> Callable[[], None]:
+    cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if _is_full(cell)]
+    defaults = [*map(_content_of, function.__defaults__ or ())]
+
+    def put_back() -> None:
+        for cell, content in cells:
+            cell.cell_contents = content
+        for each in filter(None, defaults):
+            each()
+
+    return put_back
+
+
+def _put_back(holder: Any, content: Mapping[str, Any]) -> None:
+    for name in [*holder]:
+        if name not in content:
+            del holder[name]
+        elif holder[name] is not content[name]:
+            holder[name] = content[name]
+
+
+def _put_back_in_class(kind: type, content: Mapping[str, Any]) -> None:
+    for name, value in [*vars(kind).items()]:
+        if name not in content:
+            delattr(kind, name)
+        elif value is not content[name]:
+            setattr(kind, name, content[name])

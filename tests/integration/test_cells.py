@@ -1,0 +1,103 @@
+"""Where a number is kept, who writes it, who reads it: each cell is equal, refused or said.
+
+The page has the table of all cells; a cell that becomes another one makes its test fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import filterfalse
+from pathlib import Path
+
+import pytest
+
+from ..conftest import worker_process
+from ..pairwise import covering, keeping
+from ..patterns.cells import CELLS, MARKS, Cell, marks_in, outcome_of, table
+
+PAGE = Path(__file__).parents[2] / "docs" / "patterns.md"
+ON_PAGE = marks_in(PAGE.read_text("utf-8"))
+# What a worker does not follow and nothing finds yet, with what would.
+UNFOUND = {
+    "twin": "no layer is compared with what it computed before it left",
+    "drift": "no layer is compared again with what it would compute here",
+    "worker": "a worker does not look at what its layers write outside of themselves",
+}
+FIRST_TIER = [
+    Cell("attribute, set anew", "step", "hook"),
+    Cell("dictionary", "step", "hook"),
+    Cell("dictionary", "backward", "here"),
+    Cell("list", "batch", "away"),
+    Cell("global", "step", "hook"),
+    Cell("closure", "layer", "head"),
+    Cell("thread", "batch", "loss"),
+]
+
+
+def kind_of_unfound(cell: Cell) -> str:
+    """Which general test would find a cell that is silent."""
+    if cell.writer == "layer":
+        return "worker"
+    return "twin" if cell.writer in ("init", "setup", "start") else "drift"
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[str]:
+    """A worker that may import the layers."""
+    with worker_process("--allow", "tests") as found:
+        yield found.address
+
+
+def is_unfound(cell: Cell) -> bool:
+    return ON_PAGE[cell] == MARKS["silent"]
+
+
+@pytest.mark.parametrize("cell", keeping(FIRST_TIER, filterfalse(is_unfound, CELLS)), ids=str)
+def test_a_cell_is_what_the_page_says(cell: Cell, worker: str) -> None:
+    found, words = outcome_of(cell, worker)
+    expected = ON_PAGE[cell]
+    told = (MARKS["refused"], MARKS["said"])
+    # Which forward a backward disturbs depends on time, and so does the size of the difference.
+    if cell.writer == "backward" and expected in told:
+        assert MARKS[found] in told, words
+    else:
+        assert MARKS[found] == expected, words
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            cell, marks=pytest.mark.xfail(reason=UNFOUND[kind_of_unfound(cell)], strict=True)
+        )
+        for cell in filter(is_unfound, CELLS)
+    ],
+    ids=str,
+)
+def test_a_cell_that_nothing_finds_yet(cell: Cell, worker: str) -> None:
+    found, words = outcome_of(cell, worker)
+    assert found != "silent", words
+
+
+# What a layer on a worker keeps is refused in the safe mode too.
+IN_THE_SAFE_MODE = [
+    (cell.place, cell.writer, cell.reader)
+    for cell in CELLS
+    if cell.reader != "away"
+    and (cell.writer in ("batch", "step", "backward") or cell.reader == "here")
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("place", "writer", "reader"), covering(IN_THE_SAFE_MODE))
+def test_in_the_safe_mode_a_cell_equals_one_device(
+    place: str, writer: str, reader: str, worker: str
+) -> None:
+    cell = Cell(place, writer, reader)
+    assert outcome_of(cell, worker, micro_batching="boundary") == ("equal", "")
+
+
+def test_the_page_has_every_cell() -> None:
+    assert [*ON_PAGE] == CELLS
+    assert "\n".join(table(ON_PAGE)) in PAGE.read_text("utf-8")

@@ -1,0 +1,68 @@
+"""The predicted step of `micro_batching="boundary"`: the formula, replicas, and the verdict."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from lightning_hetero.planner.safe_mode import own_share, safe_step_seconds
+from lightning_hetero.planner.solver import Wishes, solve
+from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
+from lightning_hetero.planner.verdict import judge, sentences
+
+from .pipelines import any_pipeline, team_pipeline
+from .profiles import device, profile
+
+
+def line(share: float, num_workers: int, pieces: int) -> Pipeline:
+    """Equal workers, fast links, and a share of a second of work with the coordinator."""
+    own, each = share / pieces, (1 - share) / num_workers / pieces
+    stages = [StageTimes(own / 4, own / 4), *[StageTimes(each / 3, 2 * each / 3)] * num_workers]
+    hops = [[Hop(f"{way} {n}", 0.0) for n in range(num_workers + 1)] for way in ("there", "back")]
+    return Pipeline(stages, own / 2, *hops, pieces, max_in_flight=pieces)
+
+
+@pytest.mark.parametrize(
+    ("share", "workers", "pieces"),
+    [(0.005, 4, 8), (0.02, 4, 8), (0.07, 4, 8), (0.3, 2, 3), (0.1, 1, 5), (0.1, 4, 1), (0, 3, 300)],
+)
+def test_equal_workers_take_what_the_formula_says(share: float, workers: int, pieces: int) -> None:
+    expected = (1 - share) / workers * (1 + (workers - 1) / pieces) + share
+    pipeline = line(share, workers, pieces)
+    assert safe_step_seconds(pipeline) == pytest.approx(expected)
+    assert own_share(pipeline) == pytest.approx(share)
+
+
+def test_replicas_share_the_pieces() -> None:
+    team = team_pipeline([[(1, 1, (1, 2)), (2, 1, (1, 2))]], 4, loss=0.5, exchange_seconds=7)
+    assert safe_step_seconds(team) == pytest.approx(2 * (1 + 2) + 4 * 0.5 + 7)
+
+
+def test_nothing_is_predicted_without_workers_or_for_a_hosted_stage() -> None:
+    free = [Hop("none", 0.0)]
+    assert safe_step_seconds(Pipeline([StageTimes(1, 1)], 1, free, free, 2, 1)) is None
+    assert safe_step_seconds(team_pipeline([[(1, 1, (1, 2)), (0, 1, (1, 2))]], 4)) is None
+
+
+@given(any_pipeline())
+def test_no_step_is_shorter_than_the_work_of_a_process(pipeline: Pipeline) -> None:
+    found = safe_step_seconds(pipeline)
+    if found is not None:
+        seconds = [each.forward_seconds + each.backward_seconds for each in pipeline.stages]
+        own, *others = pipeline.sums(seconds)
+        count = pipeline.num_microbatches
+        least = count * (own + pipeline.loss_seconds + max(others))
+        assert found >= least * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("cut", ["step", "boundary"])
+def test_the_verdict_says_what_it_costs(cut: str) -> None:
+    of = profile(
+        8, [device("one", 1, 2), device("two", 1, 2)], batch_size=16, settings={"cut": cut}
+    )
+    verdict = judge(solve(of, Wishes(micro_batches=8)))
+    assert verdict.safe_seconds == safe_step_seconds(verdict.candidate.pipeline)
+    (said,) = (each for each in sentences(verdict) if "safe mode" in each)
+    assert "`micro_batching='boundary'`, a step takes" in said
+    assert "% longer" in said
+    assert ("of this run" in said) == (cut == "boundary")
