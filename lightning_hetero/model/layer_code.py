@@ -210,7 +210,7 @@ def _cached_in(module: nn.Module) -> list[str]:
 
 def _has_own_call(module: nn.Module) -> bool:
     own = next(vars(kind)["__call__"] for kind in type(module).__mro__ if "__call__" in vars(kind))
-    return isinstance(own, FunctionType) and not _is_installed(_defined_in(own))
+    return isinstance(own, FunctionType) and not is_installed(_defined_in(own))
 
 
 class _Survey:
