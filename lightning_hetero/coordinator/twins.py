@@ -140,13 +140,12 @@ class Twins:
         """
         stages = self._remote.holdings.stages
         self._is_later = True
-        self._again = {
-            place: number
-            for place in self._passed
-            if place.is_training and number in stages[place.stage].layers
+        holding = {
+            place for place in self._asked | self._passed if number in stages[place.stage].layers
         }
-        self._passed -= self._again.keys()
-        self._asked -= self._again.keys()
+        self._again = dict.fromkeys(holding & self._passed, number)
+        self._asked -= holding
+        self._passed -= holding
 
     def wanted(
         self, num_microbatches: int, stays: Collection[int] = (), request: Request | None = None
