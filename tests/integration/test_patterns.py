@@ -36,7 +36,7 @@ def plain(pattern_name: str) -> Outcome:
 
 @pytest.mark.follows(
     "pass a function that counts them as `loss_weighting`; otherwise pass 'samples'",
-    "do it in `on_train_batch_end`, or use `micro_batching='boundary'`",
+    "do it in `on_train_batch_end`, or use the safe mode, `micro_batching='boundary'`",
     "With `micro_batching='boundary'` it draws once for each batch",
     "Keep the state in a buffer, pass it as an argument, or keep the layer",
 )

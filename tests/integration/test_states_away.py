@@ -258,7 +258,7 @@ class AllInOne(OwnLoop):
 
 
 @pytest.mark.follows(
-    "give `checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`"
+    "give `checkpoint` `use_reentrant=False`, or use the safe mode, `micro_batching='boundary'`"
 )
 def test_a_reentrant_checkpoint_around_all_layers_is_for_whole_batches(workers: list[str]) -> None:
     with pytest.raises(ModelError, match="give `checkpoint` `use_reentrant=False`, or.*boundary"):

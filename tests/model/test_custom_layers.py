@@ -424,6 +424,7 @@ def test_a_linear_layer_in_four_bits_has_nothing_but_its_bias() -> None:
             build_blocks(replace(recipe, modules=modules), OWN)
 
 
+@pytest.mark.follows("call `.to('cpu')` on the model when its weights are there")
 def test_a_weight_that_is_not_packed_yet_is_refused_with_the_way() -> None:
     library = pytest.importorskip("bitsandbytes").nn
     made = block()

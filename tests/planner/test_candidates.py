@@ -235,10 +235,8 @@ def test_orders_at_once_are_split_as_one_by_one() -> None:
         assert {c.identity for c in at_once} == {c.identity for c in one_by_one}
 
 
-@pytest.mark.parametrize(("link_seconds", "layers"), [(0.1, [6, 4]), (1000, [9, 1])])
-def test_a_slow_link_leaves_only_the_sum_to_minimize(
-    link_seconds: float, layers: list[int]
-) -> None:
+@pytest.mark.parametrize("link_seconds", [0.1, 1000])
+def test_with_one_micro_batch_the_sum_is_minimized_over_any_link(link_seconds: float) -> None:
     thin = profile(
         10,
         [device("a", 0.5, 0.5), device("b", 0.75, 0.75)],
@@ -247,7 +245,7 @@ def test_a_slow_link_leaves_only_the_sum_to_minimize(
         batch_size=1,
     )
     candidate = place([Arrangement(Costs(thin, {}), ["a", "b"], 1)], None)[0]
-    assert [seat.num_layers for seat in candidate.seats[1:-1]] == layers
+    assert [seat.num_layers for seat in candidate.seats[1:-1]] == [9, 1]
 
 
 def test_devices_with_equal_measurements_share_their_holder() -> None:
