@@ -93,4 +93,5 @@ SIZES = (1500, 700)
 def page(pictures: list[str]) -> str:
     """Every picture at both sizes."""
     shown = [f'<div style="width:{size}px">{svg}</div>' for svg in pictures for size in SIZES]
-    return f"<!doctype html><style>svg{{width:100%;height:auto}}</style>{''.join(shown)}"
+    style = '<meta charset="utf-8"><style>svg{width:100%;height:auto}</style>'
+    return f"<!doctype html>{style}{''.join(shown)}"
