@@ -157,7 +157,13 @@ class Deployment:
         self._look_at_tensors(hosted, before)
         recorder, remote_layers = coordinator.telemetry.recorder, coordinator.layers
         twins = Twins(
-            self._away, hosted, remote_layers, coordinator.stages, self.draws.seed, batches.check
+            self._away,
+            hosted,
+            remote_layers,
+            coordinator.stages,
+            self.draws.seed,
+            batches.check,
+            lambda: self.trained.told,
         )
         self.hand_overs = HandOvers(
             coordinator.stages, recorder, self._away, plan, batches, self._follow, twins

@@ -625,6 +625,11 @@ class TrainedParameters:
         self._flags = training_flags(names_of)
         self.ever = self._trained(self._flags)
 
+    @property
+    def told(self) -> Mapping[Tensor, bool]:
+        """Whether each tensor trains, as the stages know it."""
+        return dict(zip(self._names_of, self._flags, strict=True))
+
     def follow(self) -> None:
         """Freeze parameters on the stages that are frozen here, and train the others.
 

@@ -10,14 +10,14 @@ Of layers that are alike, on one process, one answers for all where their weight
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from ..devices.device import forked_generators
 from ..errors import ModelError, WorkerError
@@ -103,6 +103,8 @@ class Twins:
         stages: Runs them on the workers.
         seed: Start of all random numbers of the run.
         mode: What happens at a difference.
+        told: Whether parameters train, as workers know it: what a step freezes here, they learn
+            when it hands over with a backward.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Twins:
         stages: RemoteStages,
         seed: int,
         mode: CheckFirstBatch,
+        told: Callable[[], Mapping[Tensor, bool]] = dict,
     ) -> None:
         self._layers = layers
         self._kept = frozenset(kept)
@@ -120,6 +123,7 @@ class Twins:
         self._stages = stages
         self._seed_of_run = seed
         self._mode = mode
+        self._told = told
         self._code = LoadedCode(layers if mode != "off" else {})
         # What was asked for and what was compared: stages of sessions, in training or evaluation.
         self._asked: set[_Place] = set()
@@ -311,7 +315,11 @@ class Twins:
             stack.enter_context(unchanged(layer.modules()))
             if number not in self._kept:
                 contents = self._remote.fetch([name for name, _ in named_tensors({number: layer})])
+                trained = self._trained_names(number)
                 stack.enter_context(filled({number: layer}, contents, device))
+                for name, parameter in layer.named_parameters():
+                    if parameter.is_floating_point():
+                        parameter.requires_grad_(name in trained)
             call.set_modes(layer)
             stack.enter_context(on_trial(layer, keeps_modes))
             if dtype is not None:
@@ -334,7 +342,15 @@ class Twins:
         self, hand_over: _HandOver, number: int, one: TwinAnswer, other: TwinAnswer
     ) -> TwinDifference | None:
         rounding = self._rounding(hand_over.request, number)
-        return difference_of(one, other, trained_names(self._layers[number]), rounding)
+        return difference_of(one, other, self._trained_names(number), rounding)
+
+    def _trained_names(self, number: int) -> list[str]:
+        """The names of a layer's parameters that train on its workers."""
+        layer = self._layers[number]
+        if number in self._kept:
+            return trained_names(layer)
+        told, named = self._told(), layer.named_parameters()
+        return sorted(name for name, each in named if told.get(each, each.requires_grad))
 
     def _rounding(self, request: Request, number: int) -> float:
         """The relative difference of a layer's results that rounding explains."""
