@@ -286,8 +286,11 @@ class HostedReplicas:
             is_trial: Whether the hidden states belong to a trial within a step.
 
         Raises:
-            ModelError: If another parameter was put in the place of one of the layers.
+            ModelError: If another parameter was put in the place of one of the layers, or has got a
+                hook.
         """
+        if is_trial:
+            self._check_hooks()  # before a difference that a hook makes
         is_in_turn = is_trial or current_turn() is not None
         if self._was_in_turn not in (None, is_in_turn):
             # Averages may take the place of weights for an evaluation. What is written through

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..coordinator.deployment import Deployment
+from ..errors import WorkerError
 from ..pipeline.microbatch import CutBatch, CutWindow
 from ..profiler.dry_run import no_trace
 from .interleaving import MicrobatchesAlone
@@ -62,6 +63,7 @@ class TwinCheck:
 
         Raises:
             ModelError: If a layer computes something else on its worker; see `Twins.settle`.
+            WorkerError: If a worker fails.
         """
         if not wanted:
             return
@@ -72,6 +74,8 @@ class TwinCheck:
                 for index in wanted:
                     with runs.one():
                         alone.run(index, batch.microbatches[index])
+        except WorkerError:
+            raise  # a layer that changes itself in its first forward alone is refused only now
         except Exception as error:
             # The step itself fails in the same way, unless a trial needs more than it.
             self.deployment.abort()

@@ -239,8 +239,7 @@ def test_a_workers_own_failure_arrives_with_its_traceback(workers: list[str]) ->
             wrong = torch.ones(1, 1, 7, 7, dtype=torch.bool)
             return self.model(inputs_embeds=embedded, attention_mask=wrong).logits.mean()
 
-    # The check before the first step fails, and then the step does.
-    with pytest.raises(StageFailed, match=r"stage 1 on .* failed in step 2") as caught:
+    with pytest.raises(StageFailed, match=r"stage 1 on .* failed in step 1") as caught:
         fit(Module(), HeteroPipelineStrategy(workers, zero_on_coordinator(workers[:1])))
     printed = "".join(traceback.format_exception(caught.value))
     assert "pipeline/stage.py" in str(caught.value.__cause__)

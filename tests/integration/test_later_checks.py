@@ -189,7 +189,8 @@ def test_data_of_a_new_kind_are_checked(allowing: list[str], checked: list[int])
 COUPLED = (
     r"The loss of the {} batch is [\d.]+, but its micro-batches combine to [\d.]+, a difference of "
     r"[\d.]+ %\. It seems that the loss couples the samples of a batch; "
-    r"`micro_batching='boundary'` repairs it\. Earlier checks have not found it, and the run goes "
+    r"the safe mode `micro_batching='boundary'` repairs it\. Earlier checks have not found it, and "
+    r"the run goes "
 )
 
 
