@@ -63,7 +63,8 @@ def liar(lying_process: Liar) -> Iterator[Liar]:
 def train(workers: list[str], module: pl.LightningModule, *checkpoints: ModelCheckpoint) -> None:
     fit(
         module,
-        HeteroPipelineStrategy(workers, "even", micro_batches=2),
+        # The checks would find most lies before the step that they are about.
+        HeteroPipelineStrategy(workers, "even", micro_batches=2, check_first_batch="off"),
         loader(12, 6),
         gradient_clip_val=0.5,
         callbacks=[*checkpoints],
@@ -91,9 +92,7 @@ def few(names: Iterable[str], *others: str) -> list[Any]:
 def test_a_wrong_answer_in_a_step_ends_the_run(name: str, liar: Liar) -> None:
     lie = {**FORWARD, **BACKWARD, **NORMS}[name]
     liar.tell(f"c: {name}")
-    # The first hidden states come with the twin test's numbers, which the lie leaves out.
-    says = f"(?:{lie.says}|does not describe its 1 tensors)"
-    expected = rf"stage 1 on {liar.address} broke the rules in step 1: .*{says}"
+    expected = rf"stage 1 on {liar.address} broke the rules in step 1: .*{lie.says}"
     with pytest.raises(WorkerLost, match=expected):
         train([liar.address], TinyModule(2))
 
@@ -154,7 +153,7 @@ def test_a_neighbors_gradients_must_match_the_activations_it_got(
 def test_a_result_for_another_stage_is_refused(name: str, liar: Liar, workers: list[str]) -> None:
     liar.tell(f"n: {name}")
     plan = shaped([liar.address, workers[0]], one_each("abab"), 2)
-    strategy = HeteroPipelineStrategy([liar.address, workers[0]], plan)
+    strategy = HeteroPipelineStrategy([liar.address, workers[0]], plan, check_first_batch="off")
     with pytest.raises(StageFailed, match=f"failed in step 1: .*{IN_TURNS[name].says}"):
         fit(TinyModule(4), strategy, loader(12, 6))
 
