@@ -79,9 +79,10 @@ class RemoteStage:
         Raises:
             WorkerError: With what it lacks.
         """
-        lacks = shortcomings(worker.equipment, self.recipe, self.tensor_dtypes.values())
+        four_bit, dtypes = has_four_bit(self.layers), self.tensor_dtypes.values()
+        lacks = shortcomings(worker.equipment, self.recipe, dtypes, four_bit)
         if self.compile:
-            lacks += obstacles_to_compiling(worker.equipment, has_four_bit(self.layers))
+            lacks += obstacles_to_compiling(worker.equipment, four_bit)
         if lacks:
             raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
 
@@ -113,7 +114,10 @@ class RemoteStage:
 
 
 def shortcomings(
-    equipment: m.Equipment, recipe: Recipe | BlocksRecipe, dtypes: Iterable[torch.dtype]
+    equipment: m.Equipment,
+    recipe: Recipe | BlocksRecipe,
+    dtypes: Iterable[torch.dtype],
+    has_four_bit: bool = False,
 ) -> list[str]:
     """What a worker lacks for layers with tensors of these dtypes, each with its remedy."""
     wanted = {dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point}
@@ -124,7 +128,7 @@ def shortcomings(
         "bfloat16, or give its layers to another device."
         for name in sorted(wanted - set(equipment.dtypes))
     ]
-    if recipe.has_four_bit and "nf4" not in equipment.capabilities:
+    if has_four_bit and "nf4" not in equipment.capabilities:
         found.append(_missing_library("bitsandbytes", "layers in 4 bits"))
     if isinstance(recipe, BlocksRecipe):
         return found

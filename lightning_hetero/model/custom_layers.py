@@ -99,11 +99,6 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
     code: dict[str, str] = {}
     outputs: list[CollectedOutput] = []
 
-    @property
-    def has_four_bit(self) -> bool:
-        """Whether tensors of the layers are stored in 4 bits."""
-        return any(node.four_bit is not None for node in self.modules)
-
     def to_json(self) -> str:
         """The recipe as text for the wire.
 
@@ -311,7 +306,7 @@ def _linear(node: ModuleNode, four_bit: FourBit, parameters: Sequence[nn.Paramet
     bias = node.parameters.get("bias")
     if not is_plain or (bias is not None) != four_bit.has_bias:
         raise ModelError("The recipe has a linear layer in 4 bits with other parts than its bias.")
-    linear = empty_linear(four_bit)
+    linear = empty_linear(four_bit, "weight")
     if bias is not None:
         linear.bias = parameters[bias]
     return linear

@@ -234,10 +234,10 @@ def apply_four_bit(model: nn.Module, described: Mapping[str, FourBit]) -> None:
         is_module = parent._modules.get(name) is not None
         if not is_module and parent._parameters.get(name) is None:
             raise ModelError(f"The model has no {path!r} to be stored in 4 bits.")
-        _check_shape(path, four_bit.shape, is_module)
         if is_module:
-            parent.add_module(name, empty_linear(four_bit))
+            parent.add_module(name, empty_linear(four_bit, path))
         else:
+            _check_shape(path, four_bit.shape, is_linear=False)
             _parametrize(parent, name, four_bit)
 
 
@@ -405,13 +405,17 @@ def _describe_parametrization(parametrization: nn.Module) -> FourBit:
     return FourBit(list(state.shape), state.quant_type, state.nested)
 
 
-def empty_linear(four_bit: FourBit) -> nn.Module:
+def empty_linear(four_bit: FourBit, name: str) -> nn.Module:
     """A linear layer in 4 bits without content.
+
+    Args:
+        four_bit: How its weight is stored.
+        name: Names it in an error.
 
     Raises:
         ModelError: If bitsandbytes is missing, or the shape is impossible.
     """
-    _check_shape("weight", four_bit.shape, is_linear=True)
+    _check_shape(name, four_bit.shape, is_linear=True)
     nn4 = bitsandbytes().nn
     dtype = None if four_bit.compute_dtype is None else getattr(torch, four_bit.compute_dtype)
     out_features, in_features = four_bit.shape

@@ -81,11 +81,6 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
     imports: ClassVar[list[str]] = []
     """The Python modules that the worker's owner must have allowed: none."""
 
-    @property
-    def has_four_bit(self) -> bool:
-        """Whether tensors of the layers are stored in 4 bits."""
-        return bool(self.four_bit)
-
     def to_json(self) -> str:
         """The recipe as text for the wire."""
         return msgspec.json.encode(self).decode()

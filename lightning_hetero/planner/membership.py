@@ -23,8 +23,8 @@ from .candidates import Candidate
 from .drift import StageSeconds
 from .feasibility import candidate_of, shortages
 from .profile import Profile
-from .replan import PlanChange as PlanChange
 from .replan import (
+    PlanChange,
     best_shares,
     best_split,
     expected_seconds,

@@ -26,9 +26,8 @@ from ..errors import ModelError
 from ..pipeline.microbatch import GO_ON, CheckFirstBatch
 from ..pipeline.optimizer import Stepped, is_of_a_library
 from ..plan import Plan
-from .check_schedule import ordinal
+from .check_schedule import CheckSchedule, ordinal
 
-_FACTOR = 10
 # A run ends at a difference of this part of the step.
 _STOPPING_DIFFERENCE = 1e-3
 
@@ -39,29 +38,6 @@ def audited_layers(plan: Plan) -> list[int]:
     remote = [[*stage.layer_indices] for stage in plan.remote_stages]
     most = max(map(len, remote), default=0)
     return [numbers[at] for at in range(most) for numbers in remote if at < len(numbers)]
-
-
-@dataclass
-class AuditSchedule:
-    """Counts the batches of a run; the 10th, 100th, … are audited.
-
-    Attributes:
-        number: The number of the present batch, from 1.
-        num_audits: How many batches were to be audited so far.
-    """
-
-    number: int = 0
-    num_audits: int = 0
-    _next: int = 1
-
-    def begin_batch(self) -> bool:
-        """Count the next batch; returns whether it is audited."""
-        self.number += 1
-        if self.number < self._next:
-            return False
-        self._next *= _FACTOR
-        self.num_audits += 1
-        return True
 
 
 @dataclass(frozen=True)
@@ -89,11 +65,11 @@ class Audit:
         mode: What happens at a difference.
 
     Attributes:
-        schedule: Tells which batches are audited.
+        schedule: Tells which batches are audited; nothing is new to it, so it has no others.
     """
 
     mode: CheckFirstBatch
-    schedule: AuditSchedule = field(default_factory=AuditSchedule)
+    schedule: CheckSchedule = field(default_factory=CheckSchedule)
     _layer: int | None = None
     _which: str = ""
     # The optimizers whose steps have still to be audited, and what was fetched before a step.
@@ -108,12 +84,13 @@ class Audit:
             deployment: Where the layers are.
             optimizers: Those with parameters on workers.
         """
-        layers = audited_layers(deployment.plan)
-        if not self.schedule.begin_batch() or not layers:
+        if not self.schedule.begin_batch(may_check=True):
+            return
+        if not (layers := audited_layers(deployment.plan)):
             return
         is_first = self.schedule.number == 1
         self._which = ordinal(self.schedule.number)
-        self._layer = layers[(self.schedule.num_audits - 1) % len(layers)]
+        self._layer = layers[(len(self.schedule.checked) - 1) % len(layers)]
         self._due = {
             id(each)
             for each in optimizers
@@ -176,7 +153,8 @@ class Audit:
             try:
                 alone = each.before.stepped_alone(remote.optimizer, each.gradient, each.group)
             except Exception as error:
-                self._say(f"the step of {each.name} was not audited: {_in_words(error)}")
+                why = f"{type(error).__name__}: {error}"
+                self._say(f"the step of {each.name} was not audited: {why}")
                 return
             changed = alone.changed_options(here[each.group])
             difference = alone.difference(found, each.before)
@@ -259,7 +237,3 @@ def _workers(deployment: Deployment, number: int) -> str:
 
 def _percent(difference: float) -> str:
     return f"{100 * difference:.3g} %"
-
-
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

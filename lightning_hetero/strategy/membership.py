@@ -24,7 +24,6 @@ from ..coordinator.member import Member
 from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
 from ..plan import Plan
 from ..planner.membership import (
-    PlanChange,
     at_present,
     fits,
     gathered,
@@ -34,7 +33,7 @@ from ..planner.membership import (
     left_by_bytes,
 )
 from ..planner.profile import DeviceProfile, Profile
-from ..planner.replan import LEAST_GAIN
+from ..planner.replan import LEAST_GAIN, PlanChange
 from ..profiler.cache import Measured
 from ..profiler.profiling_run import (
     NewcomerTrials,

@@ -35,7 +35,8 @@ from lightning_hetero import (
 )
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.errors import HeteroError, MoveUndone
-from lightning_hetero.planner.membership import PlanChange, in_place, left_by_bytes
+from lightning_hetero.planner.membership import in_place, left_by_bytes
+from lightning_hetero.planner.replan import PlanChange
 from lightning_hetero.strategy.membership import Membership
 
 from ..models import TinyModule, fit, loader

@@ -14,7 +14,6 @@ from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.drift import StageSeconds
 from lightning_hetero.planner.feasibility import candidate_of, shortages
 from lightning_hetero.planner.membership import (
-    PlanChange,
     at_present,
     fits,
     gathered,
@@ -24,7 +23,7 @@ from lightning_hetero.planner.membership import (
     left_by_bytes,
 )
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.planner.replan import Known, expected_seconds, replan
+from lightning_hetero.planner.replan import Known, PlanChange, expected_seconds, replan
 
 from .profiles import coordinator, device, ends, profile, timing
 

@@ -120,7 +120,7 @@ def test_a_worker_that_cannot_hold_the_layers(
 ) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.uint8]
     assert shortcomings(ALL, recipe(), dtypes) == []
-    [found] = shortcomings(equipment, wanted, dtypes)
+    [found] = shortcomings(equipment, wanted, dtypes, wanted is FOUR_BIT)
     assert re.search(expected, found)
 
 
