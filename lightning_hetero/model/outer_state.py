@@ -128,7 +128,8 @@ class OuterContent:
         found = dict(state.look())
         self._forms = {name: form_of(value) for name, value in found.items()}
         self._contents = [each for each in map(_content_of, found.values()) if each is not None]
-        self._names = [(holder, {**holder}) for holder in (os.environ, *state.files)]
+        holders = [os.environ, *state.files] if found else []
+        self._names = [(holder, {**holder}) for holder in holders]
         self._attributes = [(kind, {**vars(kind)}) for kind in state.kinds]
 
     def restore(self) -> list[str]:

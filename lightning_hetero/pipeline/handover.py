@@ -8,7 +8,7 @@ the results. `exchange_whole` makes that function differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -438,7 +438,7 @@ def takes_sequence_first(layer: nn.Module) -> bool:
 
 
 def cut_request(
-    request: Request, num_pieces: int, dim: int = 0, kept: Container[str] = ()
+    request: Request, num_pieces: int, dim: int = 0, kept: Collection[str] = ()
 ) -> list[Request]:
     """Cut a request along the samples. A tensor without samples goes into every piece.
 
@@ -460,17 +460,17 @@ def cut_request(
             "dimension of samples is unknown. Collect no outputs, or use layers that take samples "
             "first."
         )
-    for call in request.surroundings.calls:
-        for name, tensor in call.named_tensors():
-            if name not in kept:
-                _check_clear(name, tensor, request.hidden)
+    for name, tensor in _named_tensors(request):
+        if name not in kept:
+            _check_clear(name, tensor, request.hidden)
     for tensor in request.surroundings.carried.values():
         _check_clear("that carries gradients", tensor, request.hidden)
-    return [_piece(request, start, end, dim, kept) for start, end in spans(size, num_pieces)]
+    whole = _tensors_of(request, kept)
+    return [_piece(request, start, end, dim, whole) for start, end in spans(size, num_pieces)]
 
 
 def first_of_request(
-    request: Request, count: int, dim: int = 0, kept: Container[str] = ()
+    request: Request, count: int, dim: int = 0, kept: Collection[str] = ()
 ) -> Request:
     """The piece of a request with its first samples; see `cut_request` for the arguments.
 
@@ -479,12 +479,12 @@ def first_of_request(
     """
     if count < request.hidden.shape[dim]:
         cut_request(request, 2, dim, kept)  # raises if the request cannot be cut
-    return _piece(request, 0, count, dim, kept)
+    return _piece(request, 0, count, dim, _tensors_of(request, kept))
 
 
-def _piece(request: Request, start: int, end: int, dim: int, kept: Container[str]) -> Request:
+def _piece(request: Request, start: int, end: int, dim: int, whole: Collection[int]) -> Request:
+    """Some samples of a request; tensors with the identities ``whole`` are not cut."""
     size = request.hidden.shape[dim]
-    whole = _tensors_of(request, kept)
     # Layers share tensors such as masks; cut each one once, so that it is sent once.
     cuts: dict[int, Tensor] = {}
 
@@ -504,16 +504,23 @@ def _piece(request: Request, start: int, end: int, dim: int, kept: Container[str
     return Request(hidden, replace(request.surroundings, calls=calls, carried=carried))
 
 
-def _tensors_of(request: Request, names: Container[str]) -> set[int]:
+def _named_tensors(request: Request) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor among the arguments of the layers, with the name of its argument."""
+    for call in request.surroundings.calls:
+        yield from call.named_tensors()
+
+
+def _tensors_of(request: Request, names: Collection[str]) -> set[int]:
     """The identities of the tensors that are arguments with these names."""
-    named = (pair for call in request.surroundings.calls for pair in call.named_tensors())
-    return {id(tensor) for name, tensor in named if name in names}
+    if not names:
+        return set()  # a walk through all arguments takes long
+    return {id(tensor) for name, tensor in _named_tensors(request) if name in names}
 
 
 def cut_arguments(request: Request, dim: int) -> list[str]:
     """The names of the arguments that have as many rows as the batch has samples, each once."""
     size = request.hidden.shape[dim]
-    named = (pair for call in request.surroundings.calls for pair in call.named_tensors())
+    named = _named_tensors(request)
     found = (name for name, tensor in named if _dim_of_samples(tensor, size, dim) is not None)
     return list(dict.fromkeys(found))
 
@@ -525,7 +532,7 @@ def listed_arguments(request: Request, dim: int) -> list[str]:
     return list(dict.fromkeys(name for name, numbers in named if len(numbers) == size))
 
 
-def how_cut(request: Request, dim: int, kept: Container[str] = ()) -> tuple[int | None, ...]:
+def how_cut(request: Request, dim: int, kept: Collection[str] = ()) -> tuple[int | None, ...]:
     """For each tensor that goes beside the hidden states, the dimension along which it is cut."""
     size = request.hidden.shape[dim]
     whole = _tensors_of(request, kept)

@@ -118,7 +118,7 @@ _MOST_PER_DIMENSION = 4
 _NUM_TRIAL_STEPS = 5
 # An optimizer may clip by the common norm of gradients, or do so below some norm: nobody knows it
 # here, and these sizes are far apart. The audit looks at real gradients.
-_SIZES_OF_GRADIENTS = (1.0, 1e-4, 1e4)
+_SIZES_OF_GRADIENTS = (1e-4, 1e4, 1.0)
 
 
 def _check_steps_alone(optimizer: Optimizer) -> None:
@@ -145,7 +145,6 @@ def _check_steps_alone(optimizer: Optimizer) -> None:
                 together = _stepped(optimizer, places, options, set(), size)
                 apart = (_stepped(optimizer, places, options, cut, size) for cut in cuts)
                 are_apart &= all(_are_close(together, each) for each in apart)
-            together = _stepped(optimizer, places, options, set())
             moved = _stepped(optimizer, places, options, everything, moves=True)
     except Exception as error:  # the user's code
         cause = f"building it from its `defaults` and stepping fails ({error})"

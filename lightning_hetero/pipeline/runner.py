@@ -311,8 +311,8 @@ class Runner:
     def _drop_gradients(self) -> None:
         parameters = (p for stage in self.stages for p in stage.layers.parameters())
         self.dropped = [parameter for parameter in parameters if parameter.grad is not None]
-        for stage in self.stages:
-            stage.layers.zero_grad(set_to_none=True)
+        for parameter in self.dropped:
+            parameter.grad = None
 
     def _forget(self) -> None:
         for inputs in self._of.values():
