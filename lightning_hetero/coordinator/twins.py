@@ -26,7 +26,7 @@ from ..model.layer_call import LayerCall
 from ..model.layer_code import LoadedCode
 from ..model.layers import describe_layer
 from ..model.override import own_forward
-from ..model.tensors import filled, named_tensors, stored_in_four_bits
+from ..model.tensors import filled, named_tensors, stored_bytes, stored_in_four_bits
 from ..pipeline.handover import Request
 from ..pipeline.microbatch import GO_ON, CheckFirstBatch
 from ..pipeline.random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
@@ -209,10 +209,16 @@ class Twins:
         hand_over = _HandOver(key, request, is_whole)
         drawing = self._compared(hand_over, found)
         left = self._compared(hand_over.without_modes, drawing) if drawing else {}
-        for number, worker in left.items():
+        for number, worker in drawing.items():
+            how = (
+                "was not checked: it draws random numbers, in evaluation mode too"
+                if number in left
+                else "was checked in evaluation mode alone: otherwise it draws random numbers, and "
+                "gave other results there"
+            )
             rank_zero_info(
                 f"whether {describe_layer(number)} computes on {worker.name} what it computes here "
-                "was not checked: it draws random numbers, in evaluation mode too"
+                f"{how}"
             )
 
     def _compared(self, hand_over: _HandOver, chosen: Mapping[int, Member]) -> dict[int, Member]:
@@ -251,7 +257,7 @@ class Twins:
                 if number == again[stage]:
                     found[number] = stage
                 continue
-            num_bytes = self._bytes_of(number) + 2 * request.hidden.nbytes
+            num_bytes = stored_bytes({number: self._layers[number]}) + 2 * request.hidden.nbytes
             kind = places[stage].kind_of(self._layers[number])
             if kind in self._answered and self._num_bytes + num_bytes > _MOST_BYTES:
                 num_left_out += 1
@@ -265,9 +271,6 @@ class Twins:
                 "compared with those here: layers that are like them were"
             )
         return found
-
-    def _bytes_of(self, number: int) -> int:
-        return sum(tensor.nbytes for _, tensor in named_tensors({number: self._layers[number]}))
 
     def _answers_there(
         self, hand_over: _HandOver, chosen: Mapping[int, Member]

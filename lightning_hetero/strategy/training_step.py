@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -471,7 +471,7 @@ class MicrobatchedStep(BatchStep):
         if is_free:
             checks.kept = None
         may_check = is_free and (kept is not None or len(cut.microbatches) > 1)
-        is_due = not checks.are_over and schedule.begin_batch(may_check, kept is not None)
+        is_due = schedule.begin_batch(may_check, kept is not None) and not checks.are_over
         stages, plan = self._deployment.coordinator.stages, self._deployment.plan
         begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
         begin_again = partial(begin, is_trial=True)
@@ -549,13 +549,10 @@ class MicrobatchedStep(BatchStep):
         log.note_loss(loss_of(result))
         return result
 
-    @contextmanager
-    def _part(self, microbatch: int) -> Iterator[None]:
+    def _part(self, microbatch: int) -> AbstractContextManager[None]:
         """Inside, a part of a micro-batch runs, up to its next hand-over."""
-        changes = self._changes
-        noted = nullcontext() if changes is None else changes.part()
-        with noted, self._own_attributes.part(microbatch):
-            yield
+        own = self._own_attributes.part(microbatch)
+        return own if self._changes is None else _both(self._changes.part(), own)
 
     def _note_changes(self) -> None:
         if self._changes is not None:
@@ -744,6 +741,14 @@ def as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
     anchor = torch.zeros((), requires_grad=True)
     result: Tensor = _ComputedLoss.apply(anchor, loss, publish)  # type: ignore[no-untyped-call]
     return result
+
+
+@contextmanager
+def _both(
+    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class RefusesGradients(TorchFunctionMode):
