@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from benchmarks.planner_optimality.clusters import GIB
+from benchmarks.planner_speed.main import make_model, make_timings
 from lightning_hetero.plan import COORDINATOR
 from lightning_hetero.planner.profile import (
     EMBEDDING,
@@ -12,10 +13,8 @@ from lightning_hetero.planner.profile import (
     VERSION,
     DeviceProfile,
     LinkSpeed,
-    ModelProfile,
     Part,
     Profile,
-    Timing,
 )
 
 
@@ -38,19 +37,8 @@ def draw_fleet(seed: int, num_devices: int) -> Profile:
     held = int(min(held, 0.4 * min(memory for _, memory in speeds)))
     weights = held // 4 if trains_all else held
     trained = weights if trains_all else weights // 256
-    model = ModelProfile(
-        "made up",
-        ["layer"] * num_layers,
-        [
-            Part(EMBEDDING, GIB // 4),
-            Part(HEAD, GIB // 4),
-            Part("layer", weights, trained // 4, trained, 2 * trained),
-        ],
-        tokens_per_sample=1024,
-        activation_bytes_per_sample=2**23,
-        gradient_bytes_per_sample=2**23,
-        embedding_may_leave=draw.random() < 0.5,
-    )
+    layer = Part("layer", weights, trained // 4, trained, 2 * trained)
+    model = make_model(num_layers, layer, embedding_may_leave=draw.random() < 0.5)
     devices = [
         _device(COORDINATOR if number == 0 else f"worker-{number}", *speed)
         for number, speed in enumerate(speeds)
@@ -66,18 +54,8 @@ def _device(name: str, seconds: float, memory_bytes: int) -> DeviceProfile:
     parts = {"layer": seconds}
     if name == COORDINATOR:
         parts |= {EMBEDDING: 0.0005, HEAD: 0.0005}
-    timings = [
-        Timing(
-            part,
-            size,
-            each / 3 * (size + 0.5),
-            each * 2 / 3 * (size + 0.5),
-            saved_bytes=size * 2**25,
-            peak_bytes=size * 2**26,
-        )
-        for part, each in parts.items()
-        for size in (1, 2, 4, 8)
-    ]
+    made = (make_timings(part, each, saved_bytes=2**25) for part, each in parts.items())
+    timings = [timing for each in made for timing in each]
     return DeviceProfile(name, "made up", memory_bytes, GIB, timings, {"layer": seconds / 10})
 
 

@@ -105,21 +105,23 @@ def make_profile(case: Case, batch_size: int, seed: int) -> Profile:
             )
         )
     trained = 2**28 if case.trains_all else 2**20
-    model = ModelProfile(
+    layer = Part("layer", GIB // 4, trained // 2, trained, 2 * trained)
+    model = make_model(case.num_layers, layer, embedding_may_leave=True)
+    return Profile(
+        VERSION, model, devices, default_link=LinkSpeed(0.0001, 1e9), batch_size=batch_size
+    )
+
+
+def make_model(num_layers: int, layer: Part, embedding_may_leave: bool) -> ModelProfile:
+    """Equal layers between an embedding and a head of a quarter of a GiB."""
+    return ModelProfile(
         "made up",
-        ["layer"] * case.num_layers,
-        [
-            Part(EMBEDDING, GIB // 4),
-            Part(HEAD, GIB // 4),
-            Part("layer", GIB // 4, trained // 2, trained, 2 * trained),
-        ],
+        [layer.name] * num_layers,
+        [Part(EMBEDDING, GIB // 4), Part(HEAD, GIB // 4), layer],
         tokens_per_sample=1024,
         activation_bytes_per_sample=2**23,
         gradient_bytes_per_sample=2**23,
-        embedding_may_leave=True,
-    )
-    return Profile(
-        VERSION, model, devices, default_link=LinkSpeed(0.0001, 1e9), batch_size=batch_size
+        embedding_may_leave=embedding_may_leave,
     )
 
 
@@ -128,16 +130,16 @@ def make_coordinator() -> DeviceProfile:
     return DeviceProfile("coordinator", "kind 0", 16 * GIB, GIB, timings)
 
 
-def make_timings(part: str, seconds: float) -> list[Timing]:
-    """A start-up cost of half a sample, a third forward, and 16 MiB saved per sample."""
+def make_timings(part: str, seconds: float, saved_bytes: int = 2**24) -> list[Timing]:
+    """A start-up cost of half a sample, a third forward, and so many bytes saved per sample."""
     return [
         Timing(
             part,
             size,
             seconds / 3 * (size + 0.5),
             seconds * 2 / 3 * (size + 0.5),
-            saved_bytes=size * 2**24,
-            peak_bytes=size * 2**25,
+            saved_bytes=size * saved_bytes,
+            peak_bytes=size * 2 * saved_bytes,
         )
         for size in (1, 2, 4, 8)
     ]

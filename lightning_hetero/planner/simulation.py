@@ -322,18 +322,15 @@ class SimulatedRun:
     def offered(self, ready: Sequence[Action]) -> Collection[Action]:
         """The actions that a process with replicas offers to the rule: of each stage and kind the
         next one in the order of the process's micro-batches."""
-        left, entries, found = self._left, self._entries, []
-        for action in ready:
-            key = action.key
-            entry = entries[action.stage_index][key.microbatch]
-            kind = "L" if key.visit == LOSS else action.kind
-            if left[entry, kind][-1] == key.microbatch:
-                found.append(action)
-        return found
+        return [a for a in ready if self._is_next(a)]
 
     def note_begun(self, action: Action) -> None:
         """Note that an action was the next one of its kind."""
         self._left[_place(self._entry_of(action), action)].pop()
+
+    def _is_next(self, action: Action) -> bool:
+        left = self._left[_place(self._entry_of(action), action)]
+        return left[-1] == action.key.microbatch
 
     def _entry_of(self, action: Action) -> int:
         """The index in the pipeline's stages of who runs an action."""
