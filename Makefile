@@ -34,6 +34,7 @@ lint: $(INSTALLED) ## Check style, format, imports and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports --config tests/core_contract.toml
 	$(BIN)/mypy
 
 format: $(INSTALLED) ## Format the code and repair what ruff can repair

@@ -65,3 +65,20 @@ def test_every_name_that_is_imported_exists(folder: str) -> None:
         if not hasattr(import_module(module), name) and find_spec(f"{module}.{name}") is None
     ]
     assert missing == []
+
+
+def test_every_module_is_of_the_core_or_of_a_wing() -> None:
+    text = (TESTS / "core_contract.toml").read_text()
+    lists = re.findall(r"^(\w+) = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    names = {name: set(re.findall(r'"(.+)"', entries)) for name, entries in lists}
+    core, wings = names["source_modules"], names["forbidden_modules"]
+    package = TESTS.parent / "lightning_hetero"
+    modules = {
+        ".".join(file.relative_to(package.parent).with_suffix("").parts)
+        for file in package.rglob("*.py")
+        if file.name != "__init__.py"
+    }
+    entries = {"lightning_hetero.__main__", "lightning_hetero.pytorch_lightning"}
+    of_wings = {name for name in modules if {name, name.rpartition(".")[0]} & wings}
+    assert core & of_wings == set()
+    assert modules - core - of_wings == entries

@@ -34,8 +34,8 @@ from examples.fine_tune.cards import FRAMEWORK_BYTES, MODELS, Layer, count_layer
 from examples.fine_tune.loading import Lora
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
 from lightning_hetero.plan import COORDINATOR
-from lightning_hetero.planner.cards import Card, find_card
 from lightning_hetero.planner.candidates import Candidate
+from lightning_hetero.planner.cards import Card, find_card
 from lightning_hetero.planner.feasibility import candidate_of
 from lightning_hetero.planner.profile import (
     EMBEDDING,

@@ -47,8 +47,6 @@ Wanted = TypeVar("Wanted", bound=m.Message)
 # Takes a message that answers no request.
 Aside = Callable[[Member, Any], None]
 
-_REPORTS_OF_NEIGHBORS = (m.NeighborLost, m.NeighborAway, m.NeighborBack)
-
 TakeSums = Callable[[Member, m.ReplicaTensors, Sequence[Tensor]], None]
 TakePiece = Callable[[Member, m.SnapshotPart, Tensor], None]
 
@@ -249,7 +247,7 @@ class Connections:
             for arrival in self._put_aside
             if not (
                 isinstance(arrival.content, Frame)
-                and isinstance(arrival.content.message, _REPORTS_OF_NEIGHBORS)
+                and isinstance(arrival.content.message, m.NeighborReport)
                 and arrival.content.message.member in numbers
             )
         )

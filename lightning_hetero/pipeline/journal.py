@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ..protocol import messages as m
-from ..protocol.bases import InstantMessage
+from ..protocol.bases import Repeated
 from ..protocol.frames import Frame, encode_frame
 from ..written_blocks import WrittenBlock
 
@@ -38,26 +38,13 @@ Identity = tuple[Any, ...]
 MOST_IN_MEMORY_BYTES = 256 * 2**20
 """Frames beyond that are kept in temporary files."""
 
-# Answers of several messages, which end with ``Done``.
-_PIECES = (m.TensorContent, m.OptimizerState)
 
-# What workers send each other in a step.
-_SENT = (m.Activation, m.Gradient, m.ReplicaTensors)
+_PIECES = [kind.__name__ for kind in m.KINDS if kind.is_piece]
 
-# What concerns the conversation itself, or the journal.
-_NEVER_KEPT = (
-    InstantMessage,
-    m.Goodbye,
-    m.Failure,
-    m.KeepSent,
-    m.ForgetSent,
-    m.ReplaceNeighbor,
-    m.TakeSnapshot,
-    m.Replay,
-    m.Wait,
-    m.AskRoom,
-    m.OpenSession,
-)
+
+def is_standing(message: m.Message) -> bool:
+    """Whether a worker in another one's place has to be told it, whatever its snapshot has."""
+    return message.repeated is Repeated.ALWAYS
 
 
 def identity_of(message: m.Message) -> Identity:
@@ -265,7 +252,7 @@ class KeptMessage:
         """The bytes of the frame, which is kept from the first call on."""
         if self._frame is None:
             content = b"".join(self._encode())
-            self._frame = self._store.put(content, in_memory=self.message.is_standing)
+            self._frame = self._store.put(content, in_memory=is_standing(self.message))
             self._encode = list  # its tensors are not needed any more
             return content
         return self._frame.read()
@@ -296,7 +283,7 @@ class SentLog:
 
     def keep(self, member: int, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
         """Keep a message to the worker of a number; returns what encodes its frame."""
-        if not isinstance(message, _SENT):
+        if not message.is_between_workers:
             return encode
         entry = KeptMessage(message, encode, self.store)
         encode = entry.encoding(is_ready)
@@ -386,14 +373,14 @@ class Journal:
 
     def keep(self, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
         """Keep a message; returns what encodes its frame."""
-        if isinstance(message, _NEVER_KEPT):
+        if message.repeated is Repeated.NEVER:
             return encode
         self._note_caches(message)
         if message.begins_step and message.step is not None:
             self._repeats.begin_step(message.step)
         if isinstance(message, m.AbortStep):
             self.give_up(f"Step {message.step} was given up, and no snapshot was taken since.")
-        if self.fault is not None and self._mark is None and not message.is_standing:
+        if self.fault is not None and self._mark is None and not is_standing(message):
             return encode
         entry = KeptMessage(message, encode, self._store)
         encode = entry.encoding(is_ready)
@@ -409,7 +396,7 @@ class Journal:
         """Keep nothing until the next snapshot, because what was said cannot be repeated."""
         self.fault, self._fault_at, self._mark = fault, self._num_entries, None
         for number, entry in list(self._entries.items()):
-            if not entry.message.is_standing:
+            if not is_standing(entry.message):
                 self._entries.pop(number).drop()
         self._open = [number for number in self._open if number in self._entries]
 
@@ -437,7 +424,7 @@ class Journal:
         return True
 
     def _note_answer(self, message: m.Message, kind: str) -> None:
-        if isinstance(message, (*_PIECES, m.Timings, m.BuffersUpdated)):
+        if message.is_piece or isinstance(message, (m.Timings, m.BuffersUpdated)):
             self._answered[kind] += 1
             return
         numbers = (n for n in self._open if self._entries[n].message.answered_by == kind)
@@ -445,10 +432,10 @@ class Journal:
         if number is None:
             return
         self._open.remove(number)
-        if self._entries[number].message.is_question:
+        if self._entries[number].message.repeated is Repeated.UNTIL_ANSWERED:
             self._entries.pop(number).drop()
             for piece in _PIECES if kind == "Done" else ():
-                del self._answered[piece.__name__]
+                del self._answered[piece]
         else:
             self._answered[kind] += 1
 
@@ -491,7 +478,7 @@ class Journal:
         """What the worker in this one's place still has to be told of a message."""
         message = entry.message
         if not isinstance(message, m.AverageWeights):
-            return entry if message.is_standing else None
+            return entry if is_standing(message) else None
         if message.action not in ("begin", "go on"):
             return None
         # The averages themselves are in the snapshot.

@@ -46,6 +46,36 @@ class Speaker(enum.Enum):
     __hash__ = object.__hash__
 
 
+class Repeated(enum.Enum):
+    """Until when the coordinator says a message again to a worker that takes a lost one's place.
+
+    NEVER: It concerns the conversation, which is another one.
+    UNTIL_ANSWERED: It changes nothing, so nobody needs it once it is answered.
+    UNTIL_SNAPSHOT: A snapshot of the worker has what it did.
+    ALWAYS: No snapshot has what it sets.
+    """
+
+    NEVER = "never"
+    UNTIL_ANSWERED = "until answered"
+    UNTIL_SNAPSHOT = "until snapshot"
+    ALWAYS = "always"
+
+
+class Waits(enum.Enum):
+    """What a worker does first, when a message comes while its stages run.
+
+    FOR_NOTHING: Requests wait for forwards and backwards, and these wait for such messages.
+    BESIDE_SUMS: It does not wait until replicas have added up their gradients: it neither needs
+        nor changes them. A replica waits for the coordinator's, and the coordinator may save a
+        checkpoint before it sends them.
+    IN_TURN: What came before.
+    """
+
+    FOR_NOTHING = "for nothing"
+    BESIDE_SUMS = "beside sums"
+    IN_TURN = "in turn"
+
+
 # The state that follows a message, by who sends it in which state.
 Rules = dict[tuple[Speaker, State], State]
 
@@ -62,6 +92,8 @@ def by_anyone(*states: State, then: State | None = None) -> Rules:
     }
 
 
+_TO_A_STAGE = by(Speaker.COORDINATOR, State.LOADING, State.SERVING).keys()
+
 # The name of fields that get into no log and no error.
 _NOT_SHOWN = "secret"
 
@@ -76,10 +108,13 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
             to declare it, unless its base does.
         begins_step: The message begins the step after the present one.
         resumes_step: The message names the step behind which a worker takes a lost one's place.
-        is_question: The message changes nothing, so nobody needs it once it is answered.
-        is_standing: What the message sets is in no snapshot of a worker, so it is said again to the
-            worker that takes another's place.
+        repeated: Until when the coordinator says it again to a worker that takes a lost one's
+            place. Every class that the coordinator may say to a stage has to declare it.
+        waits: What a worker does first.
+        is_held: A worker that its owner pauses takes the message when it is resumed.
         answered_by: The class of the message that ends the answer; empty if there is none.
+        is_piece: It is one of several answers to a request, which a ``Done`` ends.
+        is_between_workers: Workers send it each other in a step, and keep it for a lost one.
         is_kept: The receiver keeps the tensors for long, so each frame gets memory of its own
             instead of a buffer that is used again.
         is_probe: The tensors are large and unlike later ones, so their buffers are not kept.
@@ -92,9 +127,12 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     said: ClassVar[Rules] = {}
     begins_step: ClassVar[bool] = False
     resumes_step: ClassVar[bool] = False
-    is_question: ClassVar[bool] = False
-    is_standing: ClassVar[bool] = False
+    repeated: ClassVar[Repeated | None] = None
+    waits: ClassVar[Waits] = Waits.IN_TURN
+    is_held: ClassVar[bool] = True
     answered_by: ClassVar[str] = ""
+    is_piece: ClassVar[bool] = False
+    is_between_workers: ClassVar[bool] = False
     is_kept: ClassVar[bool] = False
     is_probe: ClassVar[bool] = False
     requests: ClassVar[str] = ""
@@ -105,6 +143,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
         super().__init_subclass__(**config)
         if not cls.said:
             raise TypeError(f"{cls.__name__} does not declare in `said` who may send it, and when.")
+        if cls.repeated is None and cls.said.keys() & _TO_A_STAGE and cls.__module__ != __name__:
+            raise TypeError(
+                f"{cls.__name__} does not declare in `repeated` until when it is said again to a "
+                "worker that takes a lost one's place."
+            )
 
     @property
     def step(self) -> int | None:
@@ -197,6 +240,7 @@ class InstantMessage(Message, frozen=True):
     """Base of the messages that channels exchange themselves; they do not reach the inbox."""
 
     said = by_anyone()
+    repeated = Repeated.NEVER
 
 
 class ForStage(Message, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from .bases import (
     IdleRequest,
     InstantMessage,
     Message,
+    Repeated,
     ServingRequest,
     Speaker,
     StageReport,
@@ -170,7 +171,7 @@ class Record(ServingRequest, frozen=True):
     """Switch recording on or off from the next step on; with ``keeps_spans`` the stage keeps single
     spans besides sums."""
 
-    is_standing = True
+    repeated = Repeated.ALWAYS
     is_on: bool
     keeps_spans: bool
 
@@ -182,7 +183,7 @@ class Record(ServingRequest, frozen=True):
 class FetchRecord(ServingRequest, frozen=True):
     """Asks for the recorded sums and spans; each span is sent once."""
 
-    is_question = True
+    repeated = Repeated.UNTIL_ANSWERED
     answered_by = "StageRecord"
     number: Count
     with_spans: bool

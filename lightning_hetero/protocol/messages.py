@@ -21,10 +21,12 @@ from ..plan import Dtype
 from .bases import (
     IdleRequest,
     LoadingRequest,
+    Repeated,
     ServingRequest,
     Speaker,
     StageReport,
     State,
+    Waits,
     by,
     by_anyone,
     kinds_below,
@@ -184,6 +186,8 @@ class Pong(InstantMessage, Words, frozen=True):
 class Goodbye(Message, frozen=True):
     """Ends a conversation in good order."""
 
+    repeated = Repeated.NEVER
+    is_held = False
     said = by_anyone(then=State.CLOSED)
 
 
@@ -196,6 +200,8 @@ class Failure(Message, Words, frozen=True, forbid_unknown_fields=False):
     ``away``.
     """
 
+    repeated = Repeated.NEVER
+    is_held = False
     said = by_anyone(then=State.CLOSED) | by_anyone(State.LOADING, State.SERVING)
     reason: Text
     traceback: Text = ""
@@ -204,24 +210,26 @@ class Failure(Message, Words, frozen=True, forbid_unknown_fields=False):
     away: Name = ""
 
 
-class NeighborLost(StageReport, Words, frozen=True):
+class NeighborReport(StageReport, frozen=True):
+    """Base of what a worker reports of its channel to another worker."""
+
+    member: Count
+
+
+class NeighborLost(NeighborReport, Words, frozen=True):
     """The worker's channel to another worker ended."""
 
-    member: Count
     reason: Text
 
 
-class NeighborAway(StageReport, Words, frozen=True):
+class NeighborAway(NeighborReport, Words, frozen=True):
     """The worker's connection to another worker broke, and may come back."""
 
-    member: Count
     reason: Text
 
 
-class NeighborBack(StageReport, frozen=True):
+class NeighborBack(NeighborReport, frozen=True):
     """The worker's connection to another worker came back."""
-
-    member: Count
 
 
 class NeighborUnreachable(StageReport, Words, frozen=True):
@@ -234,18 +242,22 @@ class NeighborUnreachable(StageReport, Words, frozen=True):
 class Paused(Message, frozen=True):
     """The worker's owner wants the device: the worker computes nothing until `Resumed`."""
 
+    is_held = False
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
 
 
 class Resumed(Message, frozen=True):
     """The worker continues where it was paused."""
 
+    is_held = False
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
 
 
 class Leaving(Message, frozen=True):
     """The worker's owner wants it to end. It serves on until the coordinator says goodbye."""
 
+    waits = Waits.FOR_NOTHING
+    is_held = False
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
 
 
@@ -270,6 +282,7 @@ class Deploy(Message, frozen=True):
         receivers: The workers that `SendTensors` will name.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     said = by(Speaker.COORDINATOR, State.IDLE, State.SERVING, then=State.LOADING)
     requests = "building its layers"
     member: Count
@@ -297,6 +310,8 @@ class LoadTensor(LoadingRequest, frozen=True):
     quantizes the content itself. The worker answers each tensor with `Loaded`.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
+    waits = Waits.BESIDE_SUMS
     answered_by = "Loaded"
     is_kept = True
     requests = "loading its weights"
@@ -313,6 +328,7 @@ class Loaded(StageReport, frozen=True):
 class OfferTensor(Message, frozen=True):
     """Reuse the content that the worker holds for this tensor, if its fingerprint is this one."""
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     said = by(Speaker.COORDINATOR, State.LOADING)
     name: Name
     fingerprint: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -332,6 +348,7 @@ class SendTensors(Message, frozen=True):
     That worker answers each of them with `Loaded`. What was sent before and ``arrived`` is freed.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     said = by(Speaker.COORDINATOR, State.LOADING)
     requests = "sending weights to another worker"
     names: list[Name]
@@ -351,6 +368,7 @@ class MovedTensor(Message, frozen=True):
         average: Its running average; None if it has none.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     said = (
         by(Speaker.UPSTREAM, State.LINKED)
         | by(Speaker.WORKER, State.LOADING)
@@ -369,6 +387,7 @@ class MovedTensor(Message, frozen=True):
 class Launch(Message, frozen=True):
     """All tensors are loaded: connect to the workers downstream and get ready for steps."""
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     answered_by = "Done"
     said = by(Speaker.COORDINATOR, State.LOADING, then=State.SERVING)
     requests = "connecting to its neighbors"
@@ -379,6 +398,7 @@ class BeginStep(StampedRequest, frozen=True):
     is left over from the step before is dropped. With ``forwards_first`` forwards run before
     backwards, as in a window of several batches."""
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     begins_step = True
     is_exact = False
     step: Count
@@ -391,8 +411,8 @@ class SetAttributes(StampedRequest, frozen=True):
     """Plain attributes of a module inside a layer that changed on the coordinator, as text, and
     the names of those that were deleted there (``gone``)."""
 
+    repeated = Repeated.ALWAYS
     is_exact = False
-    is_standing = True
     layer_index: LayerNumber
     path: Name
     values: Text
@@ -426,6 +446,7 @@ class Arguments(MicrobatchMessage, frozen=True):
     layers draw random numbers.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     grad_enabled: bool
     autocast_dtype: str | None
     collect: list[Name]
@@ -468,6 +489,9 @@ class Activation(MicrobatchMessage, frozen=True):
     ``requires_grad`` has one entry per tensor; ``narrowed`` describes the rounded ones.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
+    waits = Waits.FOR_NOTHING
+    is_between_workers = True
     said = (
         MicrobatchMessage.said
         | by(Speaker.WORKER, State.SERVING)
@@ -487,6 +511,9 @@ class Gradient(MicrobatchMessage, frozen=True):
     this stage and for each one before it: the backwards that its process runs in it before.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
+    waits = Waits.FOR_NOTHING
+    is_between_workers = True
     said = (
         MicrobatchMessage.said
         | by(Speaker.WORKER, State.SERVING)
@@ -502,6 +529,7 @@ class Gradient(MicrobatchMessage, frozen=True):
 class DropCaches(ServingRequest, frozen=True):
     """Drop these key-value caches; the model has dropped them."""
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     numbers: list[Count]
 
 
@@ -511,6 +539,8 @@ class AbortStep(ServingRequest, frozen=True):
     The exchanges of replicas up to ``round`` are over.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
+    waits = Waits.FOR_NOTHING
     step: Count
     round: Count = 0
 
@@ -518,7 +548,7 @@ class AbortStep(ServingRequest, frozen=True):
 class SetTrained(StampedRequest, frozen=True):
     """Freeze or unfreeze parameters from the next forward on."""
 
-    is_standing = True
+    repeated = Repeated.ALWAYS
     is_exact = False
     parameters: list[Name]
     requires_grad: bool
@@ -533,6 +563,7 @@ class ZeroGradients(StampedRequest, frozen=True):
     answers `Done`. With ``only_dropped``, zeros are for parameters without a gradient that had one
     as the step began."""
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     answered_by = "Done"
     parameters: list[Name]
     set_to_none: bool
@@ -542,7 +573,7 @@ class ZeroGradients(StampedRequest, frozen=True):
 class MeasureNorms(StampedRequest, frozen=True):
     """Asks for gradient norms of the parameters of one optimizer, or of all parameters."""
 
-    is_question = True
+    repeated = Repeated.UNTIL_ANSWERED
     answered_by = "Norms"
     requests = "measuring its gradient norms"
     recorded_as = "optimizer"
@@ -562,6 +593,7 @@ class ClipGradients(StampedRequest, frozen=True):
     """Scale gradients by a factor or clamp them to a value: those of one optimizer's parameters, or
     all."""
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     recorded_as = "optimizer"
     step: Count
     optimizer: Count | None
@@ -582,7 +614,7 @@ class BuildOptimizer(ServingRequest, frozen=True):
     ``class_name`` is a class of torch.optim or, with the prefix ``bitsandbytes.``, of bitsandbytes.
     """
 
-    is_standing = True
+    repeated = Repeated.ALWAYS
     answered_by = "Done"
     requests = "building an optimizer"
     optimizer: Count
@@ -594,6 +626,7 @@ class BuildOptimizer(ServingRequest, frozen=True):
 class LoadOptimizerState(ServingRequest, frozen=True):
     """The optimizer's state of one parameter, for the worker to load."""
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     is_kept = True
     requests = "loading an optimizer's state"
     optimizer: Count
@@ -607,6 +640,7 @@ class ApplyOptimizer(StampedRequest, frozen=True):
     Replicas of which only owners step then exchange weights, which is the exchange ``round``.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     requests = "the optimizer's part of step {message.step}"
     recorded_as = "optimizer"
     step: Count
@@ -618,7 +652,8 @@ class ApplyOptimizer(StampedRequest, frozen=True):
 class FetchOptimizerState(LoadingRequest, frozen=True):
     """Asks for an optimizer's state of some parameters; those without state are left out."""
 
-    is_question = True
+    repeated = Repeated.UNTIL_ANSWERED
+    waits = Waits.BESIDE_SUMS
     answered_by = "Done"
     requests = "sending its optimizer's state"
     optimizer: Count
@@ -628,6 +663,7 @@ class FetchOptimizerState(LoadingRequest, frozen=True):
 class OptimizerState(StageReport, frozen=True):
     """The optimizer's state of one parameter, as the worker has it."""
 
+    is_piece = True
     is_kept = True
     parameter: Name
     state: Value
@@ -641,7 +677,7 @@ class AverageWeights(StampedRequest, frozen=True):
     Without ``decay`` every update weighs the same; ``num_averaged`` counts the updates so far.
     """
 
-    is_standing = True
+    repeated = Repeated.ALWAYS
     action: Literal["begin", "go on", "update", "swap", "adopt"]
     num_averaged: Count
     decay: float | None
@@ -650,7 +686,8 @@ class AverageWeights(StampedRequest, frozen=True):
 class FetchTensors(LoadingRequest, frozen=True):
     """Asks for the content of parameters and buffers."""
 
-    is_question = True
+    repeated = Repeated.UNTIL_ANSWERED
+    waits = Waits.BESIDE_SUMS
     answered_by = "Done"
     requests = "sending its weights"
     names: list[Name]
@@ -660,7 +697,7 @@ class FetchGradients(ServingRequest, frozen=True):
     """Asks for the gradients of parameters, each as a `TensorContent`; parameters without a
     gradient are left out."""
 
-    is_question = True
+    repeated = Repeated.UNTIL_ANSWERED
     answered_by = "Done"
     names: list[Name]
 
@@ -668,6 +705,7 @@ class FetchGradients(ServingRequest, frozen=True):
 class TensorContent(StageReport, frozen=True):
     """One tensor that the coordinator asked for, with its ``state`` as in `LoadTensor`."""
 
+    is_piece = True
     is_kept = True
     name: Name
     state: list[Name] = []
@@ -676,7 +714,8 @@ class TensorContent(StageReport, frozen=True):
 class FetchFingerprints(ServingRequest, frozen=True):
     """Asks for the fingerprints of tensors that the coordinator has too."""
 
-    is_question = True
+    repeated = Repeated.UNTIL_ANSWERED
+    waits = Waits.BESIDE_SUMS
     answered_by = "Fingerprints"
     requests = "comparing its weights"
     step: Count

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .bases import Message, ServingRequest, Speaker, StampedRequest, State, by
+from .bases import (
+    Message,
+    Repeated,
+    ServingRequest,
+    Speaker,
+    StampedRequest,
+    State,
+    Waits,
+    by,
+)
 from .fields import Count, Name
 
 # What replicas send each other in an exchange.
@@ -18,6 +27,7 @@ ReplicaContent = Literal["sums", "totals", "weights"]
 class ReduceGradients(StampedRequest, frozen=True):
     """Add up gradients with the workers that hold the same stages; exchanges are numbered."""
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     recorded_as = "optimizer"
     round: Count
 
@@ -34,6 +44,9 @@ class ReplicaTensors(Message, frozen=True):
         is_last: Whether the sender has sent its whole part of the exchange.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
+    waits = Waits.FOR_NOTHING
+    is_between_workers = True
     said = (
         by(Speaker.UPSTREAM, State.LINKED)
         | by(Speaker.WORKER, State.SERVING)
@@ -55,6 +68,8 @@ class UpdateTensors(ServingRequest, frozen=True):
     The worker does not answer. A tensor in 4 bits comes as a `LoadTensor`, with its state.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
+    waits = Waits.BESIDE_SUMS
     is_kept = True
     requests = "loading its weights"
     names: list[Name]

@@ -10,11 +10,13 @@ from __future__ import annotations
 from .bases import (
     LoadingRequest,
     Message,
+    Repeated,
     ServingRequest,
     Speaker,
     StageReport,
     StampedRequest,
     State,
+    Waits,
     by,
 )
 from .fields import Bytes, Count, Name, Text, Words
@@ -27,6 +29,7 @@ class KeepSent(LoadingRequest, frozen=True):
     Beyond ``most_bytes`` of memory the worker keeps them in a temporary file.
     """
 
+    repeated = Repeated.NEVER
     most_bytes: Count
 
 
@@ -34,6 +37,7 @@ class ForgetSent(ServingRequest, frozen=True):
     """Drop what was kept of the steps up to this one, and of the exchanges of replicas up to
     ``round``: every worker's state behind them is safe."""
 
+    repeated = Repeated.NEVER
     behind: Count
     round: Count = 0
 
@@ -52,6 +56,7 @@ class TakeSnapshot(StampedRequest, frozen=True):
     ``also`` are told though they have not changed.
     """
 
+    repeated = Repeated.NEVER
     is_exact = False
     requests = "taking a snapshot"
     number: Count
@@ -86,6 +91,7 @@ class SnapshotTensor(Message, frozen=True):
         is_total: Whether the gradient is the sum of all replicas, and another one owns it.
     """
 
+    repeated = Repeated.UNTIL_SNAPSHOT
     said = by(Speaker.COORDINATOR, State.LOADING)
     is_kept = True
     requests = "loading a snapshot"
@@ -105,6 +111,7 @@ class Replay(LoadingRequest, frozen=True):
     Without ``has_more`` only the next step follows: the worker has joined the run behind that step.
     """
 
+    repeated = Repeated.NEVER
     resumes_step = True
     step: Count
     has_more: bool = True
@@ -116,6 +123,7 @@ class Wait(StampedRequest, frozen=True):
     With ``is_end`` it ends what is repeated, and the worker answers `CaughtUp`.
     """
 
+    repeated = Repeated.NEVER
     is_exact = False
     is_end: bool = False
 
@@ -131,6 +139,8 @@ class ReplaceNeighbor(LoadingRequest, frozen=True):
     the others. The answer is `NeighborReplaced`.
     """
 
+    repeated = Repeated.NEVER
+    waits = Waits.FOR_NOTHING
     member: Count
     address: Name
     session: Name
@@ -148,6 +158,8 @@ class AskRoom(Message, frozen=True):
     """Asks how much memory a second session of this run could take on the worker's machine, for the
     layers of a lost worker; the worker answers `RoomTold`."""
 
+    repeated = Repeated.NEVER
+    waits = Waits.FOR_NOTHING
     said = by(Speaker.COORDINATOR, State.IDLE, State.LOADING, State.SERVING)
 
 
@@ -167,6 +179,8 @@ class OpenSession(Message, frozen=True):
     than it has had. The answer is `SessionOpened`.
     """
 
+    repeated = Repeated.NEVER
+    waits = Waits.FOR_NOTHING
     said = by(Speaker.COORDINATOR, State.IDLE, State.LOADING, State.SERVING)
     name: Name
     most_bytes: Bytes

@@ -56,6 +56,7 @@ from ..pipeline.stage import CompiledLayers, LayerState, Stage
 from ..pipeline.stage_layers import numbered_layers
 from ..plan import Narrowing
 from ..protocol import messages as m
+from ..protocol.bases import Waits
 from ..protocol.frames import Frame
 from ..protocol.tensor_bytes import DTYPES
 from ..protocol.values import KeptConstants
@@ -84,37 +85,6 @@ _IF_MEMORY_IS_SHORT = (
 )
 # The names of a run's sessions begin alike. A process that knows a whole name could join.
 _MOST_OF_NAME = 8
-
-
-# A paused worker takes these messages at once; it holds all others until it is resumed.
-_NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed, m.Leaving)
-
-
-_LAST_WORDS = (m.Failure, m.Goodbye)
-
-
-# Requests that wait for forwards and backwards wait for these.
-_NEVER_BEHIND = (
-    m.Activation,
-    m.Gradient,
-    m.AbortStep,
-    m.ReplicaTensors,
-    m.ReplaceNeighbor,
-    m.Leaving,
-    m.AskRoom,
-    m.OpenSession,
-)
-
-
-# Neither needs gradients nor changes them, so it does not wait until these are added up. A replica
-# waits for the coordinator's, and the coordinator may save a checkpoint before it sends them.
-_BESIDE_SUMS = (
-    m.FetchTensors,
-    m.FetchOptimizerState,
-    m.FetchFingerprints,
-    m.LoadTensor,
-    m.UpdateTensors,
-)
 
 
 @dataclass(frozen=True)
@@ -349,7 +319,7 @@ class StageSession:
             self._on_end(arrival.channel, str(content))
             return
         message = content.message
-        if self._held is not None and type(message) not in _NEVER_HELD:
+        if self._held is not None and message.is_held:
             self._held.append(arrival)
         elif type(message) in self._handlers:
             if self._has_to_wait(message):
@@ -372,14 +342,14 @@ class StageSession:
 
         What these wait for never waits. Arguments do, so that no later forward overtakes a request.
         """
-        if isinstance(message, _NEVER_BEHIND):
+        if message.waits is Waits.FOR_NOTHING:
             return False
         is_behind = bool(self._awaiting) or self._waits_for_replicas(message)
         return is_behind or isinstance(message, m.StampedRequest)
 
     def _waits_for_replicas(self, message: m.Message) -> bool:
         """Whether a message comes behind an exchange that is on its way."""
-        passes = self._replicas.is_adding_up and isinstance(message, _BESIDE_SUMS)
+        passes = self._replicas.is_adding_up and message.waits is Waits.BESIDE_SUMS
         return self._replicas.is_waiting and not passes
 
     def _next_action(self) -> Action | None:
@@ -430,7 +400,9 @@ class StageSession:
     def _is_end(self, arrival: Arrival) -> bool:
         """Whether this is how the coordinator has ended the conversation."""
         content = arrival.content
-        ends = isinstance(content, HeteroError) or isinstance(content.message, _LAST_WORDS)
+        ends = isinstance(content, HeteroError) or isinstance(
+            content.message, (m.Failure, m.Goodbye)
+        )
         return ends and arrival.channel is self._coordinator
 
     def _carry_out(self, handler: Handler, arrival: Arrival, frame: Frame) -> None:

@@ -7,7 +7,7 @@ import pytest
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
 from lightning_hetero.protocol import frames
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.bases import Speaker, State, by
+from lightning_hetero.protocol.bases import ServingRequest, Speaker, State, by
 from lightning_hetero.protocol.fields import Name
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame, header_decoder
 from lightning_hetero.protocol.session import answering_session, opening_session
@@ -57,4 +57,11 @@ def test_a_class_has_to_declare_who_may_send_its_message() -> None:
     with pytest.raises(TypeError, match="Silence does not declare in `said` who may send it"):
 
         class Silence(m.Message, frozen=True):
+            pass
+
+
+def test_a_request_of_a_stage_has_to_declare_until_when_it_is_repeated() -> None:
+    with pytest.raises(TypeError, match="AskPower does not declare in `repeated` until when"):
+
+        class AskPower(ServingRequest, frozen=True):
             pass
