@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -82,3 +83,18 @@ def test_every_module_is_of_the_core_or_of_a_wing() -> None:
     of_wings = {name for name in modules if {name, name.rpartition(".")[0]} & wings}
     assert core & of_wings == set()
     assert modules - core - of_wings == entries
+
+
+# The two ends of a conversation share names; an activation is a message, and what it carries.
+MEANT_TWICE = {"Activation", "Neighbors"}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    package = TESTS.parent / "lightning_hetero"
+    names = Counter(
+        node.name
+        for file in package.rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, number in names.items() if number > 1} == MEANT_TWICE

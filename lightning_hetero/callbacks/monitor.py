@@ -236,7 +236,7 @@ class StageMonitor(pl.Callback):
         # Also one that was lost before it had answered.
         lost = lost_between(losses or (), asked.began_seconds, math.inf)
         replaced = {loss.worker.number for loss in lost}
-        window = Window(
+        window = MonitoredSteps(
             {
                 n: difference(t, self._before.get(n, Totals()))
                 for n, t in totals.items()
@@ -264,7 +264,7 @@ class StageMonitor(pl.Callback):
         self,
         trainer: pl.Trainer,
         deployment: Deployment,
-        window: Window,
+        window: MonitoredSteps,
         names: Mapping[int, str],
     ) -> dict[str, float]:
         """The metrics that compare the run with the speeds of its devices, if these are known."""
@@ -325,7 +325,7 @@ def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[
 
 
 @dataclass(frozen=True)
-class Window:
+class MonitoredSteps:
     """What all processes did between two moments.
 
     Args:
@@ -393,7 +393,7 @@ def _added(after: Any, before: Any) -> Any:
     return max(type(after)(0), after - before)
 
 
-def process_metrics(window: Window, process: int) -> dict[str, float]:
+def process_metrics(window: MonitoredSteps, process: int) -> dict[str, float]:
     """The metrics of one process; their names do not contain its number.
 
     Computing, transferring and waiting add up to the step. A process whose optimizer steps first
@@ -439,7 +439,7 @@ def _of_one(totals: Totals, num_steps: int) -> dict[str, float]:
     return found
 
 
-def pipeline_metrics(window: Window) -> dict[str, float]:
+def pipeline_metrics(window: MonitoredSteps) -> dict[str, float]:
     """The metrics of all processes together."""
     found = {
         "tokens_per_second": window.num_tokens / window.wall_seconds,

@@ -48,7 +48,7 @@ from .steps import RemoteStages
 _Part = tuple[m.ReplicaContent, int, Member]
 
 
-class Exchange:
+class ReplicaExchange:
     """What this process exchanges with workers that hold a stage as it does.
 
         this process ─ sums ─▶ worker       of the parameters that the worker owns, if it owns any
@@ -204,7 +204,7 @@ class HostedReplicas:
         self._is_split = remote.holdings.stages[self._number].is_split
         owned = remote.holdings.owner_of
         self.given = {tensor: name for tensor, name in self.names_of.items() if name in owned}
-        self._exchange = Exchange(remote, self.names_of.values(), self._copies, recorder)
+        self._exchange = ReplicaExchange(remote, self.names_of.values(), self._copies, recorder)
         self._sent = self._states()
         # The gradients that have gone to owners in this step, and those that were left here within
         # an accumulation window.

@@ -114,13 +114,13 @@ class _Route:
 
 def visit(address: Address, options: Options) -> Report:
     """Check the way to one worker, hop by hop."""
-    visited = _Visit(address, options)
+    visited = _WayToWorker(address, options)
     with contextlib.closing(visited.checks()) as checks:
         findings = list(completed(checks))
     return Report(str(address), findings, visited.machine)
 
 
-class _Visit:
+class _WayToWorker:
     """The way to a worker, as far as the checks have come."""
 
     def __init__(self, address: Address, options: Options) -> None:

@@ -83,7 +83,7 @@ _IN_WORDS = {
 }
 
 
-class _Noted(NamedTuple):
+class _NotedTensor(NamedTuple):
     """A tensor as it was at a call."""
 
     tensor: Tensor
@@ -94,7 +94,7 @@ class _Noted(NamedTuple):
     content: Tensor | None
 
     @classmethod
-    def of(cls, tensor: Tensor, user: str) -> _Noted:
+    def of(cls, tensor: Tensor, user: str) -> _NotedTensor:
         if tensor.is_inference():
             return cls(tensor, user, 0, _address(tensor), tensor.clone())
         return cls(tensor, user, tensor._version, _address(tensor), None)
@@ -114,7 +114,7 @@ class GivenTensors:
     """The tensors that a forward has given to layers on workers, and what they held then."""
 
     def __init__(self) -> None:
-        self._noted: dict[int, _Noted] = {}
+        self._noted: dict[int, _NotedTensor] = {}
         self._flags: list[tuple[int, list[Tensor], list[bool]]] = []
 
     def note(self, tensors: Iterable[Tensor], user: str) -> None:
@@ -122,7 +122,7 @@ class GivenTensors:
         for tensor in tensors:
             is_away = isinstance(tensor, HiddenStatesAway) or tensor.is_meta
             if not is_away and id(tensor) not in self._noted:
-                self._noted[id(tensor)] = _Noted.of(tensor, user)
+                self._noted[id(tensor)] = _NotedTensor.of(tensor, user)
 
     def note_flags(self, number: int, parameters: Iterable[Tensor]) -> None:
         """Note which parameters of a layer train."""

@@ -87,7 +87,7 @@ class Text(msgspec.Struct, frozen=True, tag="text"):
     text: str
 
 
-class Device(msgspec.Struct, frozen=True, tag="device"):
+class DeviceKind(msgspec.Struct, frozen=True, tag="device"):
     """A device: the one of the layer, or else main memory or no memory at all."""
 
     kind: Literal["layer", "cpu", "meta"]
@@ -189,7 +189,7 @@ Value = Union[  # noqa: UP007 - the names are known only later
     Items,
     DictionaryTable,
     Text,
-    Device,
+    DeviceKind,
     Function,
     EnumMember,
     ObjectRecord,
@@ -287,7 +287,7 @@ def _write_object(
     return ObjectRecord(noted_path(kind, "class", where, paths), fields, others)
 
 
-def _write_device(device: torch.device, where: str, owner: nn.Module | None) -> Device:
+def _write_device(device: torch.device, where: str, owner: nn.Module | None) -> DeviceKind:
     """Encode a device: where the module has its tensors is where a worker has the layer's.
 
     A module whose tensors are elsewhere does not say where it was; a worker's device is as good.
@@ -296,11 +296,11 @@ def _write_device(device: torch.device, where: str, owner: nn.Module | None) -> 
     places = {_without_number(tensor.device) for tensor in tensors} - {META}
     place = _without_number(device)
     if place == META:
-        return Device("meta")
+        return DeviceKind("meta")
     if not places or place in places:
-        return Device("layer")
+        return DeviceKind("layer")
     if place == _CPU:
-        return Device("cpu")
+        return DeviceKind("cpu")
     raise _refusal(
         where,
         f"is the device {str(device)!r}, and the module's tensors are on {min(map(str, places))!r}",
@@ -489,7 +489,7 @@ def read_value(
             return _hashed(dict, [(read(key), read(item)) for key, item in items])
         case Text(kind, text):
             return _TEXTS[kind](text)
-        case Device(kind):
+        case DeviceKind(kind):
             return device if kind == "layer" else torch.device(kind)
         case Function(path):
             return find_function(allowed, path)

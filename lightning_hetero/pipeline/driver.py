@@ -273,7 +273,7 @@ class _WaitForEarlier:
 
 
 @dataclass
-class _Visit:
+class _HandedOver:
     """One hand-over of a micro-batch: the tensors where its graph ends, the hidden states first,
     and the leaves where it goes on.
 
@@ -299,7 +299,7 @@ class _Microbatch:
     batch: BatchWork
     loss_factor: Callable[[], float]
     draws: MicrobatchDraws
-    visits: list[_Visit] = field(default_factory=list)
+    visits: list[_HandedOver] = field(default_factory=list)
     stop: _Stop | None = None
     has_result: bool = False
     num_behind: int = 0
@@ -548,7 +548,7 @@ class _RunningStep:
         request: Request = report.request
         key = Key(index, len(microbatch.visits))
         outs = (request.hidden, *request.surroundings.carried.values())
-        microbatch.visits.append(_Visit(key, outs))
+        microbatch.visits.append(_HandedOver(key, outs))
         microbatch.draws.note_hand_over(request.surroundings.calls[-1].layer_index)
         self.driver.stages.send_forward(key, request.hidden, request.surroundings)
 
@@ -589,7 +589,7 @@ class _RunningStep:
         if torch.is_grad_enabled() and hidden.requires_grad:
             out, hidden = hidden, _leaf_on(hidden.device, hidden)
             visits = microbatch.visits
-            visits.append(_Visit(Key(index, len(visits)), (out,), (hidden,), is_here=True))
+            visits.append(_HandedOver(Key(index, len(visits)), (out,), (hidden,), is_here=True))
         self._stop(index, is_behind=False)
         return hidden
 

@@ -194,7 +194,7 @@ class MicrobatchDraws(BatchDraws):
 
     @override
     def of_call(self, layer: int, visit: int) -> AbstractContextManager[None]:
-        return _Call(self, layer, visit)
+        return _DrawingCall(self, layer, visit)
 
     @override
     def pass_by(self, layer: int) -> None:
@@ -205,7 +205,7 @@ class MicrobatchDraws(BatchDraws):
         seed_action(self._seed, self._step, layer, self._microbatch, visit, "behind")
 
 
-class _Call:
+class _DrawingCall:
     """Inside, a call of a layer runs. The functions of `contextlib` would take twice as long."""
 
     def __init__(self, microbatch: MicrobatchDraws, layer: int, visit: int) -> None:

@@ -95,7 +95,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _NotedSpan:
     """A span that has ended.
 
     Args:
@@ -141,7 +141,7 @@ class Recorder:
         self._totals = Totals()
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._num_dropped = 0
-        self._noted: list[_Noted] = []
+        self._noted: list[_NotedSpan] = []
         self._sent: deque[Span] = deque(maxlen=MOST_SPANS)
         self._step: _Step | None = None
         self._depth = 0
@@ -298,7 +298,7 @@ class Recorder:
                 self._step.add(span, max(0.0, seconds))
             self._keep(span)
 
-    def _placed(self, noted: _Noted) -> Span:
+    def _placed(self, noted: _NotedSpan) -> Span:
         """The span at its place in time.
 
         A call may give the device work that it only reaches later: the next span of the stage
@@ -335,7 +335,7 @@ class Recorder:
         moments = None if first is None else (first, self._moment())
         if self.is_on or lap is not None:
             span = replace(span, start_seconds=start, end_seconds=end)
-            self._noted.append(_Noted(span, self._depth, inside, moments, lap))
+            self._noted.append(_NotedSpan(span, self._depth, inside, moments, lap))
         if len(self._noted) >= _MOST_OPEN:
             self._add_up()
 

@@ -118,7 +118,7 @@ class StageCaches:
 
     def __init__(self) -> None:
         self._caches: dict[int, Cache] = {}
-        self._elsewhere = _Elsewhere()  # type: ignore[no-untyped-call]
+        self._elsewhere = _LayersElsewhere()  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self._caches)
@@ -203,7 +203,7 @@ def _check_rows(rows: Tensor, found: DynamicLayer, hidden: Tensor) -> None:
         )
 
 
-class _Elsewhere(CacheLayerMixin):
+class _LayersElsewhere(CacheLayerMixin):
     """Takes the places of other stages' layers in a cache."""
 
     def update(self, *_args: Any, **_kwargs: Any) -> NoReturn:

@@ -47,7 +47,7 @@ from ..pipeline.tolerance import coarsest, rounding_of_hidden, rounding_of_loss
 from ..profiler.dry_run import no_trace
 from .arguments import computing_dtypes, scaler_of
 from .check_schedule import RunChecks
-from .first_gradients import Gradients, WatchesBackwards
+from .first_gradients import RunGradients, WatchesBackwards
 from .first_logs import Logged, differing, differing_results, form_of, metrics_of
 from .step_changes import may_change, warn_of_changes
 
@@ -432,7 +432,7 @@ class FirstBatchCheck:
             )
         return None
 
-    def _draws_gradients(self, batch: CutBatch, whole: Gradients, rounding: float) -> bool:
+    def _draws_gradients(self, batch: CutBatch, whole: RunGradients, rounding: float) -> bool:
         """Whether the gradients vary between forwards; this is said."""
         self._gradients(batch.whole, 1.0, puts_draws_back=False)  # it draws what `whole` has drawn
         again = self._gradients(batch.whole, 1.0, puts_draws_back=False)
@@ -445,10 +445,10 @@ class FirstBatchCheck:
         self,
         batch: Any,
         weight: float,
-        whole: Gradients | None = None,
+        whole: RunGradients | None = None,
         *,
         puts_draws_back: bool = True,
-    ) -> Gradients:
+    ) -> RunGradients:
         """The gradients of a loss for the hidden states that come back from the layers, and for
         the coordinator's parameters."""
         from_the_start = self._from_the_start(puts_draws_back=puts_draws_back)
@@ -466,7 +466,7 @@ class FirstBatchCheck:
                 with plugin.train_step_context(), WatchesBackwards(tried):
                     loss = loss_of(self.module.training_step(batch, *self.rest))
                 self.deployment.check_forward_finished()
-                return Gradients.of(loss, tried, weight, scale, own, whole)
+                return RunGradients.of(loss, tried, weight, scale, own, whole)
         finally:
             hooks.put_back()
             put_back()

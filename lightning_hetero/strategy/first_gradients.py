@@ -153,7 +153,7 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class RunGradients:
     """The gradients that one run of a batch has.
 
     Args:
@@ -180,8 +180,8 @@ class Gradients:
         weight: float,
         scale: float = 1.0,
         parameters: Sequence[nn.Parameter] = (),
-        whole: Gradients | None = None,
-    ) -> Gradients:
+        whole: RunGradients | None = None,
+    ) -> RunGradients:
         """Run the backward of a loss as far as the hidden states, and that of what was sent.
 
         Args:
@@ -220,12 +220,12 @@ class Gradients:
         of_layers = [each for one in tried for each in one.backwards]
         return cls(of_loss, of_outputs, of_sent, of_layers, [each.shape for each in sent], factor)
 
-    def has_hand_overs_of(self, cut: Sequence[Gradients]) -> bool:
+    def has_hand_overs_of(self, cut: Sequence[RunGradients]) -> bool:
         """Whether the layers were called as often for each micro-batch."""
         num_hand_overs = len(self.of_loss.for_hidden)
         return all(len(each.of_loss.for_hidden) == num_hand_overs for each in cut)
 
-    def is_cut_into(self, cut: Sequence[Gradients]) -> bool:
+    def is_cut_into(self, cut: Sequence[RunGradients]) -> bool:
         """Whether what was sent is that of micro-batches together, beside what does not belong to
         samples. Otherwise they may be padded to other lengths."""
         columns = [each.sent for each in cut]
@@ -235,7 +235,7 @@ class Gradients:
         )
 
     def differing(
-        self, cut: Sequence[Gradients], rounding: float, which: str
+        self, cut: Sequence[RunGradients], rounding: float, which: str
     ) -> tuple[str, bool] | None:
         """What differs from the gradients of micro-batches together, in words, and whether it ends
         a run; None if nothing does.
@@ -288,12 +288,12 @@ class Gradients:
             )
         return None
 
-    def difference_for_loss(self, cut: Sequence[Gradients]) -> float:
+    def difference_for_loss(self, cut: Sequence[RunGradients]) -> float:
         """The largest difference of the gradients of the loss to those of micro-batches together,
         relative to their norms."""
         return self.of_loss.difference([each.of_loss for each in cut])
 
-    def difference_for_outputs(self, cut: Sequence[Gradients]) -> tuple[float, str]:
+    def difference_for_outputs(self, cut: Sequence[RunGradients]) -> tuple[float, str]:
         """The largest difference of the gradients of the loss for collected outputs, and their
         kind."""
         found = (
@@ -307,7 +307,7 @@ class Gradients:
         )
         return max(found, default=(0.0, ""))
 
-    def difference_before_layers(self, cut: Sequence[Gradients]) -> float:
+    def difference_before_layers(self, cut: Sequence[RunGradients]) -> float:
         """The same of what was sent."""
         return self.of_sent.difference([each.of_sent for each in cut])
 

@@ -392,7 +392,7 @@ def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:
         for name in ("log", "log_dict"):
             given = vars(callback).get(name)
             if getattr(given, "__self__", None) is trainer.lightning_module:
-                put_back.callback(stand_in(callback, name, _Shared(given)))
+                put_back.callback(stand_in(callback, name, _SharedMethod(given)))
         if isinstance(callback, ProgressBar):
             put_back.callback(
                 stand_in(callback, "__deepcopy__", partial(_copied_bar, trainer, callback))
@@ -400,10 +400,10 @@ def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:
     return put_back
 
 
-class _Shared(partial[Any]):
+class _SharedMethod(partial[Any]):
     """A method that the copies of its holder share."""
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> _Shared:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _SharedMethod:
         return self
 
 

@@ -146,7 +146,7 @@ def dial(
         asked_seconds,
         process=own_name() if role == "coordinator" else "",
     )
-    call = _Call(address, hello, deadlines, identity.credentials)
+    call = _OpeningCall(address, hello, deadlines, identity.credentials)
     try:
         opened = call.open()
     except WorkerUnreachable as error:
@@ -154,7 +154,7 @@ def dial(
     return call.channel(opened), opened.welcome
 
 
-class _Refused(WorkerUnreachable):
+class _ConversationRefused(WorkerUnreachable):
     """The worker has answered that it does not want the conversation.
 
     Attributes:
@@ -164,7 +164,7 @@ class _Refused(WorkerUnreachable):
     away = ""
 
 
-class _Replaced(_Refused):
+class _SessionEnds(_ConversationRefused):
     """The process that answered ends with its session; another one takes its place."""
 
 
@@ -187,7 +187,7 @@ class _Opened:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _OpeningCall:
     """What one end says to a worker to open a conversation, or to go on with it.
 
     Args:
@@ -221,11 +221,11 @@ class _Call:
         while True:
             try:
                 return self._open(hello, self.deadlines)
-            except _Replaced:
+            except _SessionEnds:
                 # The next process listens at the same address already, or will in a moment.
                 if time.monotonic() > end:
                     raise
-            except _Refused as error:
+            except _ConversationRefused as error:
                 if error.away == hello.ended or not has_ended(error.away):
                     raise
                 logger.info(
@@ -276,9 +276,9 @@ class _Call:
         quick_seconds = min(seconds, self.deadlines.connect_seconds)
         try:
             opened = self._open(hello, replace(self.deadlines, connect_seconds=quick_seconds))
-        except _Replaced:
+        except _SessionEnds:
             raise
-        except (_Refused, _NobodyListens) as error:
+        except (_ConversationRefused, _NobodyListens) as error:
             raise PeerGone(str(error)) from error
         return opened.connection, opened.welcome.received
 
@@ -334,7 +334,7 @@ def open_over(
     there = f"the worker at {address}"
     welcome = _ask_to_talk(connection, session, hello, there, deadlines.connect_seconds)
     opened = _Opened(connection, session, welcome, time.monotonic() - began_seconds)
-    call = _Call(address, hello, deadlines, identity.credentials, has_joined_again)
+    call = _OpeningCall(address, hello, deadlines, identity.credentials, has_joined_again)
     return call.channel(opened), welcome
 
 
@@ -590,7 +590,7 @@ def _ask_to_talk(
     if not isinstance(answer, m.Welcome):
         reason = answer.reason if isinstance(answer, m.Failure) else str(answer)
         is_replaced = isinstance(answer, m.Failure) and answer.is_replaced
-        refusal = _Replaced if is_replaced else _Refused
+        refusal = _SessionEnds if is_replaced else _ConversationRefused
         error = refusal(f"{there_name[0].upper()}{there_name[1:]} refused: {reason}")
         error.away = answer.away if isinstance(answer, m.Failure) else ""
         raise error

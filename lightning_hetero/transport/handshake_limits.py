@@ -70,7 +70,7 @@ class Lobby:
 
 
 @dataclass
-class _Refused:
+class _RefusedAddress:
     """What was refused of an address since its last line in the log."""
 
     told_at: float
@@ -92,7 +92,7 @@ class RefusalLog:
         self._now = now
         self._lock = threading.Lock()
         # In the order of their last lines.
-        self._refused: dict[str, _Refused] = {}
+        self._refused: dict[str, _RefusedAddress] = {}
 
     def note(self, host: str, port: int, reason: str) -> None:
         """Log a refused connection, or count it."""
@@ -103,7 +103,7 @@ class RefusalLog:
                 refused.num_left_out += 1
                 refused.last_reason = reason
             else:
-                self._refused[whose] = _Refused(self._now())
+                self._refused[whose] = _RefusedAddress(self._now())
                 logger.warning("connection from %s:%d refused: %s", host, port, reason)
 
     def tell_left_out(self, at_once: bool = False) -> None:
@@ -125,4 +125,4 @@ class RefusalLog:
                         refused.last_reason,
                     )
                     if not at_once:
-                        self._refused[host] = _Refused(now)
+                        self._refused[host] = _RefusedAddress(now)

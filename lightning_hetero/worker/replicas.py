@@ -37,7 +37,7 @@ _MOST_AHEAD = 1
 
 
 @dataclass(frozen=True)
-class _Shared:
+class _SharedStage:
     """A stage that other processes hold too.
 
     Args:
@@ -107,7 +107,7 @@ class ReplicaSide:
         # Whether a worker in the place of a lost one may send again what has come.
         self._expects_repeats = False
         self._number = 0
-        self._shared: list[_Shared] = []
+        self._shared: list[_SharedStage] = []
         self._owner_of: dict[str, int] = {}
         # The exchange that runs or was the last to run, and what it waits for.
         self._round = 0
@@ -128,7 +128,7 @@ class ReplicaSide:
             owner_of = {spec.name: owner for spec, owner in pairs}
             self._owner_of |= owner_of
             if len(stage.holders) > 1:
-                self._shared.append(_Shared(stage.holders, owner_of, stage.is_split))
+                self._shared.append(_SharedStage(stage.holders, owner_of, stage.is_split))
         self.end(self._round)
         self._is_reduced = False
 
@@ -337,7 +337,7 @@ class ReplicaSide:
         worker owns."""
         owner = other if content == "sums" else self._number
 
-        def is_wanted(shared: _Shared, owned_by: int) -> bool:
+        def is_wanted(shared: _SharedStage, owned_by: int) -> bool:
             return owned_by == owner and other in shared.receivers(content)
 
         for name, parameter in self._parameters(is_wanted):
@@ -351,11 +351,11 @@ class ReplicaSide:
                 if early is None or not early.is_still(gradient):
                     yield name, gradient
 
-    def _owned_in(self, shared: _Shared) -> Iterator[tuple[str, nn.Parameter]]:
+    def _owned_in(self, shared: _SharedStage) -> Iterator[tuple[str, nn.Parameter]]:
         return self._parameters(lambda each, owner: each is shared and owner == self._number)
 
     def _parameters(
-        self, is_wanted: Callable[[_Shared, int], bool]
+        self, is_wanted: Callable[[_SharedStage, int], bool]
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of shared stages, each by the first of its names; the choice knows stage
         and owner."""

@@ -60,7 +60,7 @@ _FAREWELL_SECONDS = 3.0
 _SPARE_SECONDS = 15.0
 
 
-class _Replaced(WorkerError):
+class _ProcessReplaced(WorkerError):
     """This process takes no session any more; the next one does."""
 
 
@@ -76,7 +76,7 @@ class _Waiting(WorkerError):
         self.process = process
 
 
-class _Elsewhere(_Replaced):
+class _ServedElsewhere(_ProcessReplaced):
     """Another process of this worker serves the session."""
 
 
@@ -321,7 +321,7 @@ class Worker:
             patience_seconds = self._host.deadlines.connect_seconds
             connection = secured(plain, self._host.identity.credentials, True, patience_seconds)
             session = self._talk(plain, connection, f"{host}:{port}")
-        except _Elsewhere:
+        except _ServedElsewhere:
             plain.close_after_last_word(_LAST_WORD_SECONDS)
         except (OSError, HeteroError) as error:
             self._refusals.note(host, port, str(error))
@@ -343,7 +343,9 @@ class Worker:
             hello = receive_hello(connection, self._host.deadlines, self._host.identity)
             if self.beside.is_elsewhere(hello.session):
                 self.beside.leave_next()
-                raise _Elsewhere("another process of this worker serves that session; dial again.")
+                raise _ServedElsewhere(
+                    "another process of this worker serves that session; dial again."
+                )
             if hello.role == "watcher":
                 if hello.session:
                     self.note_spare(hello.session, peer, _SPARE_SECONDS)
@@ -482,7 +484,7 @@ class Worker:
         if not self._session_changed.wait_for(lambda: self._session is None, busy_seconds):
             raise self._busy(hello.session)
         if self._is_replaced:
-            raise _Replaced("the process that answered ends with its session; dial again.")
+            raise _ProcessReplaced("the process that answered ends with its session; dial again.")
 
     def _busy(self, wanted: str) -> WorkerError:
         seconds = 0.0 if self._session is None else self._session.waits_seconds
@@ -560,5 +562,5 @@ def _tell_reason(connection: Connection, error: Exception) -> None:
     """Tell a refused peer why."""
     with contextlib.suppress(OSError, ChannelError):
         away = error.process if isinstance(error, _Waiting) else ""
-        failure = m.Failure(str(error), is_replaced=isinstance(error, _Replaced), away=away)
+        failure = m.Failure(str(error), is_replaced=isinstance(error, _ProcessReplaced), away=away)
         send_buffers(connection, encode_frame(Frame(failure)), _LAST_WORD_SECONDS)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_hetero.callbacks.monitor import (
-    Window,
+    MonitoredSteps,
     difference,
     flops_per_token,
     pipeline_metrics,
@@ -60,7 +60,7 @@ WORKER = Totals(
     num_ready=12,
     num_choices=8,
 )
-WINDOW = Window({0: COORDINATOR, 1: WORKER}, wall_seconds=16.0)
+WINDOW = MonitoredSteps({0: COORDINATOR, 1: WORKER}, wall_seconds=16.0)
 SHARES = ("busy_share", "transferring_share", "waiting_share")
 
 
@@ -90,7 +90,7 @@ def test_the_times_and_tokens_of_a_replica_are_those_of_its_own_microbatches() -
     """Two of eight micro-batches; a spare has none."""
     seconds = {"forward": 0.25, "backward": 0.5, "optimizer": 1.0}
     replica = replace(WORKER, seconds=seconds, num_microbatches=2)
-    window = Window({0: COORDINATOR, 1: replica, 2: Totals()}, wall_seconds=16.0)
+    window = MonitoredSteps({0: COORDINATOR, 1: replica, 2: Totals()}, wall_seconds=16.0)
     found = process_metrics(window, 1)
     assert (found["forward_ms"], found["backward_ms"]) == (125.0, 250.0)
     assert found["tokens_per_second"] == pytest.approx(200 / 1.75)
@@ -115,4 +115,4 @@ def test_a_difference_holds_the_growth_between_two_moments() -> None:
     nothing = difference(WORKER, WORKER)
     assert (nothing.step_seconds, nothing.num_steps, nothing.num_ready) == (0.0, 0, 0)
     assert set(nothing.seconds.values()) == {0.0}
-    assert Window({0: nothing}, 1.0).is_empty
+    assert MonitoredSteps({0: nothing}, 1.0).is_empty

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.coordinator.replicas import Exchange
+from lightning_hetero.coordinator.replicas import ReplicaExchange
 from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.errors import RemoteProtocolError
 from lightning_hetero.pipeline.recorder import Recorder
@@ -59,7 +59,7 @@ class Scene:
                 holders_of=dict.fromkeys(names, (self.worker,)),
             ),
         )
-        self.exchange = Exchange(remote, names[:2], PlainCopies(CPU), Recorder(CPU))
+        self.exchange = ReplicaExchange(remote, names[:2], PlainCopies(CPU), Recorder(CPU))
 
     def take(self, message: m.ReplicaTensors, tensors: list[Tensor]) -> None:
         self.connections.take_sums(self.worker, message, tensors)

@@ -27,7 +27,7 @@ from lightning_hetero import (
     StagePlan,
 )
 from lightning_hetero.callbacks import StageWeightAveraging
-from lightning_hetero.coordinator.replicas import Exchange, HostedReplicas
+from lightning_hetero.coordinator.replicas import HostedReplicas, ReplicaExchange
 from lightning_hetero.errors import ModelError, PlanError
 from lightning_hetero.protocol import messages as m
 
@@ -685,18 +685,18 @@ def test_with_split_each_parameter_is_stepped_and_sent_by_its_owner_alone(
 ) -> None:
     sent: list[str] = []
     taken: dict[str, set[str]] = {"sums": set(), "weights": set()}
-    send, take = HostedReplicas._send, Exchange._take
+    send, take = HostedReplicas._send, ReplicaExchange._take
 
     def sending(self: HostedReplicas, names: Collection[str]) -> None:
         sent.extend(names)
         send(self, names)
 
-    def taking(self: Exchange, worker: Any, message: m.ReplicaTensors, tensors: Any) -> None:
+    def taking(self: ReplicaExchange, worker: Any, message: m.ReplicaTensors, tensors: Any) -> None:
         taken[message.content].update(message.names)
         take(self, worker, message, tensors)
 
     monkeypatch.setattr(HostedReplicas, "_send", sending)
-    monkeypatch.setattr(Exchange, "_take", taking)
+    monkeypatch.setattr(ReplicaExchange, "_take", taking)
     stepped: list[int] = []
 
     class Looking(pl.Callback):
@@ -748,13 +748,15 @@ def test_sums_leave_layer_by_layer_in_the_last_backward_of_each_step(
 ) -> None:
     """The worker knows of the exchange when its last gradients come."""
     taken: list[m.ReplicaTensors] = []
-    take = Exchange._take_recorded
+    take = ReplicaExchange._take_recorded
 
-    def taking(replicas: Exchange, worker: Any, message: m.ReplicaTensors, *sums: Any) -> None:
+    def taking(
+        replicas: ReplicaExchange, worker: Any, message: m.ReplicaTensors, *sums: Any
+    ) -> None:
         taken.append(message)
         take(replicas, worker, message, *sums)
 
-    monkeypatch.setattr(Exchange, "_take_recorded", taking)
+    monkeypatch.setattr(ReplicaExchange, "_take_recorded", taking)
     strategy = HeteroPipelineStrategy(workers[:1], hosted_plan(workers, (there, here)))
     fit(TinyModule(), strategy, loader(3 * BATCH_SIZE, BATCH_SIZE))
     early = Counter(each.round for each in taken if not each.is_last)
@@ -768,15 +770,19 @@ def test_with_split_the_sums_here_leave_layer_by_layer_too(
 ) -> None:
     """In the last backward before each optimizer's step, and in no other."""
     sent: list[tuple[int, bool, set[str]]] = []
-    send = Exchange.send_sums
+    send = ReplicaExchange.send_sums
 
     def sending(
-        exchange: Exchange, number: int, worker: Any, sums: dict[str, Tensor], is_last: bool = True
+        exchange: ReplicaExchange,
+        number: int,
+        worker: Any,
+        sums: dict[str, Tensor],
+        is_last: bool = True,
     ) -> None:
         sent.append((number, is_last, {name.partition(".")[0] for name in sums}))
         send(exchange, number, worker, sums, is_last)
 
-    monkeypatch.setattr(Exchange, "send_sums", sending)
+    monkeypatch.setattr(ReplicaExchange, "send_sums", sending)
     plan = with_split(hosted_plan(workers))
     data = loader(4 * BATCH_SIZE, BATCH_SIZE)
     strategy = HeteroPipelineStrategy(workers[:1], plan)

@@ -12,7 +12,7 @@ import torch
 
 from docs.generate import commands
 from docs.generate.links import link_repository
-from lightning_hetero.callbacks.monitor import Window, pipeline_metrics, process_metrics
+from lightning_hetero.callbacks.monitor import MonitoredSteps, pipeline_metrics, process_metrics
 from lightning_hetero.cli.options import command_line
 from lightning_hetero.devices.cpu import Cpu
 from lightning_hetero.protocol.fields import SpanKind, Totals
@@ -62,7 +62,7 @@ def test_every_metric_has_its_row() -> None:
         num_ready=1,
         num_choices=1,
     )
-    window = Window({0: full, 1: full}, wall_seconds=2.0)
+    window = MonitoredSteps({0: full, 1: full}, wall_seconds=2.0)
     stage = {
         *process_metrics(window, 0),
         *process_metrics(window, 1),

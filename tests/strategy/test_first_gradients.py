@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from lightning_hetero.coordinator.handover import TriedHandOver
 from lightning_hetero.errors import ModelError
 from lightning_hetero.pipeline.boundary import Collected
-from lightning_hetero.strategy.first_gradients import Gradients, WatchesBackwards
+from lightning_hetero.strategy.first_gradients import RunGradients, WatchesBackwards
 
 HIDDEN = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
 Loss = Callable[[Tensor], Tensor]
 
 
-def gradients(loss: Loss, hidden: Tensor, weight: float = 1.0, scale: float = 1.0) -> Gradients:
+def gradients(loss: Loss, hidden: Tensor, weight: float = 1.0, scale: float = 1.0) -> RunGradients:
     leaf = hidden.clone().requires_grad_()
-    return Gradients.of(loss(leaf), [TriedHandOver([], leaf)], weight, scale)
+    return RunGradients.of(loss(leaf), [TriedHandOver([], leaf)], weight, scale)
 
 
 def difference(loss: Loss, hidden: Tensor = HIDDEN, scale: float = 1.0, dim: int = 0) -> float:
@@ -96,11 +96,11 @@ def test_pieces_that_are_padded_to_other_lengths_are_compared_by_their_sums() ->
 
 def test_a_micro_batch_without_a_loss_has_no_gradients() -> None:
     part = HIDDEN.clone().requires_grad_()
-    whole = Gradients.of(mean(part[:2]), [TriedHandOver([], part)], 1.0)
+    whole = RunGradients.of(mean(part[:2]), [TriedHandOver([], part)], 1.0)
     pieces = [HIDDEN[:2].clone().requires_grad_(), HIDDEN[2:].clone().requires_grad_()]
     losses = [mean(pieces[0]), None]
     cut = [
-        Gradients.of(loss, [TriedHandOver([], piece)], 1.0)
+        RunGradients.of(loss, [TriedHandOver([], piece)], 1.0)
         for loss, piece in zip(losses, pieces, strict=True)
     ]
     assert whole.difference_for_loss(cut) < 1e-6
@@ -110,10 +110,10 @@ def test_a_micro_batch_without_a_loss_has_no_gradients() -> None:
 def outputs_differ(loss: Loss) -> tuple[float, str]:
     """The difference for an output that the layers gave beside hidden states."""
 
-    def found(hidden: Tensor, weight: float) -> Gradients:
+    def found(hidden: Tensor, weight: float) -> RunGradients:
         back, output = (hidden.clone().requires_grad_() for _ in range(2))
         tried = [TriedHandOver([], back, (Collected("router_logits", output),))]
-        return Gradients.of(mean(back) + 1e-4 * loss(output), tried, weight)
+        return RunGradients.of(mean(back) + 1e-4 * loss(output), tried, weight)
 
     cut = [found(HIDDEN[:2], 0.4), found(HIDDEN[2:], 0.6)]
     return found(HIDDEN, 1.0).difference_for_outputs(cut)
@@ -127,7 +127,7 @@ def test_a_small_part_of_a_loss_is_found_by_its_gradients_for_an_output() -> Non
 
 
 def test_another_number_of_hand_overs_is_not_compared() -> None:
-    nothing = Gradients.of(torch.zeros((), requires_grad=True), [], 1.0)
+    nothing = RunGradients.of(torch.zeros((), requires_grad=True), [], 1.0)
     whole = gradients(mean, HIDDEN)
     assert not whole.has_hand_overs_of([whole, nothing])
     assert whole.has_hand_overs_of([whole, whole])
@@ -159,11 +159,11 @@ def before_layers(
     table = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(2)))
     weight = nn.Parameter(torch.randn(3, 6, generator=torch.Generator().manual_seed(1)))
 
-    def run(batch: Tensor, whole: Gradients | None = None) -> Gradients:
+    def run(batch: Tensor, whole: RunGradients | None = None) -> RunGradients:
         sent, back = [embed(batch @ weight)], torch.ones(len(batch), 4, 6, requires_grad=True)
         tried = [TriedHandOver([*sent, table * 1.0] if has_table else sent, back)]
         parameters = [weight, table]
-        return Gradients.of((back * 2).mean(), tried, len(batch) / 5, 1.0, parameters, whole)
+        return RunGradients.of((back * 2).mean(), tried, len(batch) / 5, 1.0, parameters, whole)
 
     whole = run(HIDDEN)
     cut = [run(piece, whole) for piece in (HIDDEN[:2, : 4 - pad], HIDDEN[2:])]
@@ -191,11 +191,11 @@ def test_a_hook_before_the_layers_that_clips_is_found() -> None:
 
 def test_code_between_two_hand_overs_is_compared_for_each_sample() -> None:
     def run(
-        batch: Tensor, between: Callable[[Tensor], Tensor], whole: Gradients | None = None
-    ) -> Gradients:
+        batch: Tensor, between: Callable[[Tensor], Tensor], whole: RunGradients | None = None
+    ) -> RunGradients:
         first, last = (batch.clone().requires_grad_() for _ in range(2))
         tried = [TriedHandOver([batch], first), TriedHandOver([between(first)], last)]
-        return Gradients.of(last.square().mean(), tried, len(batch) / 5, whole=whole)
+        return RunGradients.of(last.square().mean(), tried, len(batch) / 5, whole=whole)
 
     found = []
     for between in (torch.tanh, Normalized.apply):
