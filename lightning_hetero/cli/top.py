@@ -228,7 +228,7 @@ class _Fitting:
                 break
         yield shown
         if left_out:
-            yield Text(f"A wider terminal shows more: {'; '.join(reversed(left_out))}.", "dim")
+            yield Text(f"A wider terminal shows more: {'; '.join(left_out)}.", "dim")
 
 
 def _table(sightings: Sequence[WorkerSighting], left_out: Sequence[str]) -> Table:
