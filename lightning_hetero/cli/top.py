@@ -51,7 +51,6 @@ _COLOURS = {
 }
 # A narrow terminal shows the table without these, as few as it takes, the first one first.
 _DISPENSABLE = ("links, MB/s", "device", "run from", "memory")
-_WIDTH = sum(COLUMNS.values()) + len(COLUMNS) - 1
 # Of a line, where a table says how wide it would be.
 _NO_LIMIT = 1000
 _BAR_CELLS = 4
@@ -194,7 +193,7 @@ def run(options: argparse.Namespace) -> None:
 def _console() -> Console:
     """Where the table is shown; a file or a pipe takes all columns."""
     console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, _WIDTH))
+    return console if console.is_terminal else Console(width=_NO_LIMIT)
 
 
 def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerStatus | str:
