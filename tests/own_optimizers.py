@@ -137,3 +137,32 @@ class Wanting(Lion):
     def __init__(self, params: Any, model: Any) -> None:
         super().__init__(params, lr=0.01)
         self.model = model
+
+
+class Sparing(torch.optim.SGD):
+    """Steps by the gradient of an L1 penalty of weight 0.01 too."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.data.sign(), alpha=0.01 * group["lr"])
+        super().step()
+        return loss
+
+
+class SlowAdamW(torch.optim.AdamW):
+    """Lookahead: every second step the weights go half of the way that they have gone since."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = loss_of(closure)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        stepped = [p for p in parameters if p.grad is not None]
+        before = {p: p.data.clone() for p in stepped if "slow" not in self.state[p]}
+        super().step()
+        for p in stepped:
+            slow = self.state[p].setdefault("slow", before.get(p))
+            if float(self.state[p]["step"]) % 2 == 0:
+                p.data.copy_(slow.lerp_(p.data, 0.5))
+        return loss

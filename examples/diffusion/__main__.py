@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import HeteroError, traceback_there
 
 from .data import DataError, DiffusionData
 from .module import DiffusionTuner
@@ -30,4 +30,4 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, HeteroError) as error:
-        sys.exit(str(error))
+        sys.exit(f"{traceback_there(error)}{error}")

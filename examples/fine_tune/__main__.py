@@ -13,7 +13,7 @@ import transformers
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_hetero import HeteroPipelineStrategy
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import HeteroError, traceback_there
 
 from .data import FineTuneData
 from .hub import HubError
@@ -96,4 +96,4 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, HubError, LoraError, HeteroError) as error:
-        sys.exit(str(error))
+        sys.exit(f"{traceback_there(error)}{error}")

@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from ..errors import HeteroError
+from ..errors import HeteroError, traceback_there
 from ..optional import import_extra
 from .options import COMMANDS, command_line
 
@@ -32,7 +32,7 @@ def main() -> None:
         # Most commands import torch, which takes seconds, so only the called one is imported.
         import_module(f".{options.command}", _package_for(options)).run(options)
     except HeteroError as error:
-        sys.exit(f"lightning-hetero: {error}")
+        sys.exit(f"{traceback_there(error)}lightning-hetero: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 

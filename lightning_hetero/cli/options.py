@@ -405,7 +405,8 @@ def _add_top_options(top: argparse.ArgumentParser) -> None:
     top.add_argument(
         "--once",
         action="store_true",
-        help="show one table and exit, with status 1 if a worker did not answer",
+        help="show one table and exit, with status 1 if a worker did not answer; of workers in a "
+        "run it shows the time between two looks",
     )
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
@@ -49,7 +49,10 @@ _COLOURS = {
     "gone": "red",
     "lost": "red",
 }
-_WIDTH = sum(COLUMNS.values()) + len(COLUMNS) - 1
+# A narrow terminal shows the table without these, as few as it takes, the first one first.
+_DISPENSABLE = ("links, MB/s", "device", "run from", "memory")
+# Of a line, where a table says how wide it would be.
+_NO_LIMIT = 1000
 _BAR_CELLS = 4
 _MOST_OF_DEVICE = 16
 
@@ -173,6 +176,9 @@ def run(options: argparse.Namespace) -> None:
 
         sightings = look(sightings)
         if options.once:
+            if any(each.stage is not None for each in sightings):
+                time.sleep(options.interval)  # rates are of the time between two looks
+                sightings = look(sightings)
             console.print(table(sightings))
             if any(each.problem for each in sightings):
                 sys.exit(1)
@@ -187,15 +193,7 @@ def run(options: argparse.Namespace) -> None:
 def _console() -> Console:
     """Where the table is shown; a file or a pipe takes all columns."""
     console = Console()
-    if not console.is_terminal:
-        return Console(width=max(console.width, _WIDTH))
-    if console.width < _WIDTH:
-        console.print(
-            f"The table has {_WIDTH} columns, and this terminal shows {console.width}; make it "
-            "wider to see the devices and the links.",
-            highlight=False,
-        )
-    return console
+    return console if console.is_terminal else Console(width=_NO_LIMIT)
 
 
 def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerStatus | str:
@@ -206,18 +204,44 @@ def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerSt
 
 
 def table(sightings: Sequence[WorkerSighting]) -> RenderableType:
-    """The table of all workers, a row for each. Below it is why workers do not answer, and which of
-    them have a lost one's place."""
+    """The table of all workers, a row for each. Below it is why workers do not answer, which of
+    them have a lost one's place, and which columns the terminal has no room for."""
+    notes = (_problem(each) if each.problem else _repetition(each) for each in sightings)
+    return Group(_Fitting(sightings), *(note for note in notes if note is not None))
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """A table with as many columns as its place has room for."""
+
+    sightings: Sequence[WorkerSighting]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left_out: list[str] = []
+        for each in ("", *_DISPENSABLE):
+            left_out += [each] if each else []
+            shown = _table(self.sightings, left_out)
+            if console.measure(shown, options=options.update(max_width=_NO_LIMIT)).maximum <= (
+                options.max_width
+            ):
+                break
+        yield shown
+        if left_out:
+            yield Text(f"A wider terminal shows more: {'; '.join(left_out)}.", "dim")
+
+
+def _table(sightings: Sequence[WorkerSighting], left_out: Sequence[str]) -> Table:
+    columns = {name: width for name, width in COLUMNS.items() if name not in left_out}
     shown = Table(
-        *(Column(n, min_width=w, no_wrap=n != "device") for n, w in COLUMNS.items()),
+        *(Column(n, min_width=w, no_wrap=n != "device") for n, w in columns.items()),
         box=box.SIMPLE_HEAD,
         padding=0,
         show_edge=False,
     )
     for each in sightings:
-        shown.add_row(*_cells(each), style="dim" if each.problem else None)
-    notes = (_problem(each) if each.problem else _repetition(each) for each in sightings)
-    return Group(shown, *(note for note in notes if note is not None))
+        cells = dict(zip(COLUMNS, _cells(each), strict=True))
+        shown.add_row(*(cells[n] for n in columns), style="dim" if each.problem else None)
+    return shown
 
 
 def _problem(each: WorkerSighting) -> Text:

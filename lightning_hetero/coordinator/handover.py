@@ -11,9 +11,10 @@ in flight do.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count
 
 import torch
@@ -23,17 +24,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import BatchError, ModelError, StageFailed
 from ..model.carried_tensors import is_carried
+from ..model.layer_call import LayerCall, result_on_meta
 from ..pipeline.boundary import Activation, Collected, join_activations
 from ..pipeline.handover import (
     Exchange,
     Request,
+    Rows,
     SampleDimension,
-    cut_arguments,
     cut_request,
     exchange_whole,
     first_of_request,
     how_cut,
     listed_arguments,
+    other_rows,
     takes_sequence_first,
 )
 from ..pipeline.microbatch import GO_ON, STOPPING_DIFFERENCE, BatchOptions
@@ -91,8 +94,10 @@ class WholeBatches:
         # What was compared: with gradients, in training mode, and how arguments are cut.
         self._checked: set[tuple[bool, bool, tuple[int | None, ...]]] = set()
         self._said: set[str] = set()
-        # The names of arguments that have as many rows as a batch had samples, and belong to none.
-        self._kept: set[str] = set()
+        # The rows of each sample in arguments that were found to have not one.
+        self._rows: Rows = {}
+        # How arguments were cut where these rows were looked for.
+        self._forms: set[tuple[int | None, ...]] = set()
         self.num_samples: int | None = None
 
     def pieces(self, request: Request) -> tuple[list[Request], int]:
@@ -117,7 +122,8 @@ class WholeBatches:
             self._refuse_batch_statistics()
             dim = self._dimension.find(request.hidden, self.num_samples)
             if dim is not None:
-                return cut_request(request, self._num_pieces, dim, self._kept), dim
+                self._find_rows_by_form(request, dim)
+                return cut_request(request, self._num_pieces, dim, self._rows), dim
         except BatchError as error:
             self._say_once(str(error))
         return [request], 0
@@ -147,19 +153,13 @@ class WholeBatches:
             return False
         around = request.surroundings
         is_training = any(call.training for call in around.calls)
-        kind = around.grad_enabled, is_training, how_cut(request, dim, self._kept)
+        kind = around.grad_enabled, is_training, how_cut(request, dim, self._rows)
         if kind in self._checked:
             return False
         self._checked.add(kind)
-        pieces, whole = self._compared(request, dim, self._kept)
-        try:
-            expected = self._run([whole], dim)
-            difference = _difference(self._run(pieces, dim), expected)
-        except StageFailed:
-            # A layer may not be able to compute with a part of a table.
-            if self._keeps_an_argument(request, dim):
-                return True
-            raise
+        pieces, whole = self._compared(request, dim, self._rows)
+        expected = self._run([whole], dim)
+        difference = _difference(self._run(pieces, dim), expected)
         tolerance = self._tolerance(request)
         if difference <= tolerance:
             if around.grad_enabled and is_training and self._has_own_code:
@@ -171,7 +171,7 @@ class WholeBatches:
                 "random numbers in evaluation mode too, so that every forward gives another result"
             )
             return False
-        if self._keeps_an_argument(request, dim):
+        if self._finds_rows(request, dim):
             return True
         text = (
             "The layers on workers compute other hidden states for a batch than for its "
@@ -189,21 +189,71 @@ class WholeBatches:
         rank_zero_warn(f"{text} With `micro_batches=1` the batch stays whole.")
         return False
 
-    def _keeps_an_argument(self, request: Request, dim: int) -> bool:
-        """Leave an argument whole with which whole the pieces are right, such as a bias for each
-        head or a table of positions; returns whether there is one.
+    def _find_rows_by_form(self, request: Request, dim: int) -> None:
+        """Find an argument in which each sample has not one row, as layers could not compute with
+        pieces of it otherwise: a mask for each sample and head, or a bias for each head."""
+        kind = how_cut(request, dim, self._rows)
+        if kind in self._forms:
+            return
+        self._forms.add(kind)
+        fits = self._fits(request, dim)
+        for name, rows in self._other_rows(request, dim):
+            if not fits(self._rows) and fits(rows):
+                self._take_rows(name, rows)
 
-        A mask of samples is none: pieces of fewer samples cannot run with it.
-        """
-        for name in cut_arguments(request, dim):
-            if name not in self._kept and self._is_right(request, dim, {*self._kept, name}):
-                self._kept.add(name)
-                rank_zero_info(
-                    f"the argument {name} of layers on workers has as many rows as the batch has "
-                    "samples, and belongs to all of them, so each micro-batch gets it whole"
-                )
+    def _finds_rows(self, request: Request, dim: int) -> bool:
+        """Find an argument in which each sample has not one row, as the results of pieces are right
+        then, such as a table of positions; returns whether there is one."""
+        fits = self._fits(request, dim)
+        for name, rows in self._other_rows(request, dim):
+            # A worker whose layer raises forgets the present step.
+            if fits(rows) and self._is_right(request, dim, rows):
+                self._take_rows(name, rows)
                 return True
         return False
+
+    def _other_rows(self, request: Request, dim: int) -> Iterator[tuple[str, Rows]]:
+        for name, num_rows in other_rows(request, dim).items():
+            if name not in self._rows:
+                yield name, {**self._rows, name: num_rows}
+
+    def _fits(self, request: Request, dim: int) -> Callable[[Rows], bool]:
+        """A function that says of rows whether layers compute with pieces that are cut so, by
+        shapes alone. Layers that cannot be tried without numbers are taken to do so."""
+
+        def on_meta(one: Request) -> list[bool]:
+            size = one.hidden.shape[dim]
+            forms = (self._form_of(call, one) for call in one.surroundings.calls)
+            return [form is not None and [*form.shape[dim : dim + 1]] == [size] for form in forms]
+
+        @cache
+        def whole() -> list[bool]:
+            return on_meta(request)
+
+        def fits(rows: Rows) -> bool:
+            pieces, joined = self._compared(request, dim, rows)
+            found = zip(whole(), on_meta(pieces[0]), on_meta(joined), strict=True)
+            return all(one and two or not is_tried for is_tried, one, two in found)
+
+        return fits
+
+    def _form_of(self, call: LayerCall, request: Request) -> Tensor | None:
+        """What a call makes of a request's hidden states, on ``meta``; None if it fails."""
+        carried = request.surroundings.carried
+        if not carried.keys() >= {*call.carried}:
+            return None  # an earlier layer makes what it gets
+        form = result_on_meta(self._layers[call.layer_index], call, request.hidden, carried)
+        return None if form is None else form.hidden
+
+    def _take_rows(self, name: str, rows: Rows) -> None:
+        self._rows = rows
+        has = (
+            f"{rows[name]} rows for each sample, and is cut so"
+            if rows[name]
+            else "as many rows as the batch has samples, and belongs to all of them, so each "
+            "micro-batch gets it whole"
+        )
+        rank_zero_info(f"the argument {name} of layers on workers has {has}")
 
     def _check_backwards(self, pieces: Sequence[Request], whole: Request, rounding: float) -> None:
         """Compare what layers make of made-up gradients.
@@ -235,26 +285,24 @@ class WholeBatches:
         others = tuple(each for each in found.collected if each.kind != TRIED)
         return backwards_in(tried), replace(found, collected=others)
 
-    def _compared(
-        self, request: Request, dim: int, kept: Collection[str]
-    ) -> tuple[list[Request], Request]:
+    def _compared(self, request: Request, dim: int, rows: Rows) -> tuple[list[Request], Request]:
         """The first pieces of a request, and all of them as one."""
-        pieces = cut_request(request, self._num_pieces, dim, kept)[:_NUM_COMPARED]
+        pieces = cut_request(request, self._num_pieces, dim, rows)[:_NUM_COMPARED]
         num_samples = sum(piece.hidden.shape[dim] for piece in pieces)
-        return pieces, first_of_request(request, num_samples, dim, kept)
+        return pieces, first_of_request(request, num_samples, dim, rows)
 
     def _remedies(self, request: Request, dim: int) -> str:
         """A remedy that was tried with success, or remedies that always help."""
         other = 1 - dim
-        if other < request.hidden.ndim - 1 and self._is_right(request, other, self._kept):
+        if other < request.hidden.ndim - 1 and self._is_right(request, other, self._rows):
             return f"`batch_dim={other}`, or `micro_batches=1`"
         return "`micro_batches=1`, or these layers on the coordinator"
 
-    def _is_right(self, request: Request, dim: int, kept: Collection[str]) -> bool:
-        """Whether pieces give what the whole gives, cut along a dimension, with some arguments
-        whole."""
+    def _is_right(self, request: Request, dim: int, rows: Rows) -> bool:
+        """Whether pieces give what the whole gives, cut along a dimension, with so many rows for
+        each sample in some arguments."""
         try:
-            pieces, whole = self._compared(request, dim, kept)
+            pieces, whole = self._compared(request, dim, rows)
             found, expected = self._run(pieces, dim), self._run([whole], dim)
         except (BatchError, StageFailed):
             return False

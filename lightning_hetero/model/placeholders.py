@@ -391,12 +391,18 @@ def _name_of(function: Any) -> str:
     return attribute if name == "__get__" else f"{attribute} ="
 
 
-_SENTENCE = (
+_CONTENT = (
     "wants the content of a parameter or buffer of a layer that lives on a worker, which is not "
-    "here; read it with `state_dict()` and write it with `load_state_dict()`, average weights with "
-    "`lightning_hetero.callbacks.StageWeightAveraging`, let the optimizer's `weight_decay` be a "
-    "penalty on weights, or keep the layer with the coordinator. If the model calls parts of the "
-    "layer itself, name these parts as `layers`."
+    "here; "
+)
+_SENTENCE = (
+    f"{_CONTENT}read it with `state_dict()` and write it with `load_state_dict()`, or keep the "
+    "layer with the coordinator. If the model calls parts of the layer itself, name these parts as "
+    "`layers`."
+)
+_COPIES = (
+    "for an average of weights take `lightning_hetero.callbacks.StageWeightAveraging`, for "
+    "Lookahead keep the slow weights in the state of an optimizer of your own"
 )
 # Reads what is known here. Each step reads these of every parameter, so they are not searched for
 # tensors first.
@@ -408,6 +414,7 @@ _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 _REFUSED = {f"__i{name}__" for name in _OPERATORS} | {"__setitem__", "data ="}
 
 
+_JOINING = frozenset({"cat", "concat", "concatenate", "stack", "hstack"})
 _DEVICE = Tensor.device.__get__
 _ADDRESSES = frozenset({"data_ptr", "storage", "untyped_storage", "numpy", "__array__"})
 # Code that reads the device of a tensor, and takes random numbers in the place of one on `meta`.
@@ -428,6 +435,29 @@ def _reader(function: Any) -> str:
 def _is_ours(names: Mapping[str, Any]) -> bool:
     """Whether the globals of some code are those of a module of this package."""
     return str(names.get("__name__")).partition(".")[0] == __name__.partition(".")[0]
+
+
+def _refuse_content(function: Any, name: str, given: list[Tensor]) -> NoReturn:
+    """Refuse a computation with tensors that are away, by what it is done for as a rule."""
+    away = [tensor for tensor in given if isinstance(tensor, _Away)]
+    here = {tensor.shape for tensor in given if not tensor.is_meta and tensor.ndim}
+    if function is torch.autograd.grad:
+        raise ModelError(
+            "`torch.autograd.grad` is asked for the gradient of a parameter of a layer that lives "
+            "on a worker, as GradNorm does. Run a backward for each loss with "
+            "`self.manual_backward(loss, retain_graph=True)` under manual optimization and read "
+            "`trainer.strategy.grad_norms()`, or keep the layer with the coordinator."
+        )
+    if name in _JOINING or any(not each.ndim for each in away):
+        raise ModelError(
+            f"A penalty on weights, or another number that `{name}` computes of them, {_CONTENT}"
+            "let the optimizer's `weight_decay` be the penalty, let the `step` of an optimizer of "
+            "your own follow another penalty, such as L1, or keep the layer with the "
+            "coordinator."
+        )
+    if any(each.shape in here for each in away):
+        raise ModelError(f"`{name}` {_CONTENT}{_COPIES}, or keep the layer with the coordinator.")
+    raise ModelError(f"`{name}` {_SENTENCE}")
 
 
 class _Away:
@@ -457,13 +487,14 @@ class _Away:
             if name == "clone" and not kwargs:
                 raise ModelError(
                     "A parameter or buffer of a layer that lives on a worker, or what is computed "
-                    "from it, cannot be cloned or logged; do it before `fit` or after it, or use "
-                    "`module.state_dict()`."
+                    "from it, cannot be cloned or logged; do it before `fit` or after it, use "
+                    f"`module.state_dict()`, {_COPIES}."
                 )
             if _is_loading(name, args):
                 return function(*args, **kwargs)
-            if _changes(name, kwargs) or any(not t.is_meta for t in tensors_in((args, kwargs))):
-                raise ModelError(f"`{name}` {_SENTENCE}")
+            given = tensors_in((args, kwargs))
+            if _changes(name, kwargs) or any(not tensor.is_meta for tensor in given):
+                _refuse_content(function, name, given)
             try:
                 # A graph would hold the parameter, which could not get its content back then.
                 with torch.no_grad():

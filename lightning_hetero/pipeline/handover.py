@@ -437,8 +437,14 @@ def takes_sequence_first(layer: nn.Module) -> bool:
     return any(getattr(module, "batch_first", None) is False for module in layer.modules())
 
 
+# By the name of an argument, the rows of each sample in it where they are not one: none in an
+# argument without samples, however many rows it has; one per head in a mask of torch's attention.
+Rows = Mapping[str, int]
+_ONE_EACH: Rows = MappingProxyType({})
+
+
 def cut_request(
-    request: Request, num_pieces: int, dim: int = 0, kept: Collection[str] = ()
+    request: Request, num_pieces: int, dim: int = 0, rows: Rows = _ONE_EACH
 ) -> list[Request]:
     """Cut a request along the samples. A tensor without samples goes into every piece.
 
@@ -446,7 +452,7 @@ def cut_request(
         request: A request of a whole batch.
         num_pieces: The most pieces.
         dim: The dimension of the hidden states that counts samples.
-        kept: The names of arguments without samples, however many rows they have.
+        rows: The rows of each sample in arguments that have not one.
 
     Raises:
         BatchError: If an argument is ambiguous, or collected outputs could not be joined.
@@ -461,41 +467,73 @@ def cut_request(
             "first."
         )
     for name, tensor in _named_tensors(request):
-        if name not in kept:
+        if name not in rows:
             _check_clear(name, tensor, request.hidden)
     for tensor in request.surroundings.carried.values():
         _check_clear("that carries gradients", tensor, request.hidden)
-    whole = _tensors_of(request, kept)
-    return [_piece(request, start, end, dim, whole) for start, end in spans(size, num_pieces)]
+    cuts = _Cutting.of(request, dim, rows)
+    return [_piece(request, start, end, cuts) for start, end in spans(size, num_pieces)]
 
 
-def first_of_request(
-    request: Request, count: int, dim: int = 0, kept: Collection[str] = ()
-) -> Request:
+def first_of_request(request: Request, count: int, dim: int = 0, rows: Rows = _ONE_EACH) -> Request:
     """The piece of a request with its first samples; see `cut_request` for the arguments.
 
     Raises:
         BatchError: If an argument is ambiguous, or collected outputs could not be joined.
     """
     if count < request.hidden.shape[dim]:
-        cut_request(request, 2, dim, kept)  # raises if the request cannot be cut
-    return _piece(request, 0, count, dim, _tensors_of(request, kept))
+        cut_request(request, 2, dim, rows)  # raises if the request cannot be cut
+    return _piece(request, 0, count, _Cutting.of(request, dim, rows))
 
 
-def _piece(request: Request, start: int, end: int, dim: int, whole: Collection[int]) -> Request:
-    """Some samples of a request; tensors with the identities ``whole`` are not cut."""
-    size = request.hidden.shape[dim]
+@dataclass(frozen=True)
+class _Cutting:
+    """Where the samples are in what goes beside the hidden states.
+
+    Args:
+        size: How many samples there are.
+        dim: The dimension of the hidden states that counts them.
+        rows: By the identity of a tensor, the rows of each sample in it, if they are not one.
+    """
+
+    size: int
+    dim: int
+    rows: Mapping[int, int]
+
+    @classmethod
+    def of(cls, request: Request, dim: int, rows: Rows) -> _Cutting:
+        # A walk through all arguments takes long.
+        named = _named_tensors(request) if rows else ()
+        found = {id(tensor): rows[name] for name, tensor in named if name in rows}
+        return cls(request.hidden.shape[dim], dim, found)
+
+    def along(self, tensor: Tensor) -> int | None:
+        """The dimension along which an argument is cut; None for one that stays whole."""
+        rows = self.rows_of(tensor)
+        if rows == 1:
+            return _dim_of_samples(tensor, self.size, self.dim)
+        return 0 if rows and _has_rows(tensor, rows * self.size) else None
+
+    def rows_of(self, tensor: Tensor) -> int:
+        """The rows of each sample in an argument."""
+        return self.rows.get(id(tensor), 1)
+
+
+def _piece(request: Request, start: int, end: int, cutting: _Cutting) -> Request:
+    """Some samples of a request."""
     # Layers share tensors such as masks; cut each one once, so that it is sent once.
     cuts: dict[int, Tensor] = {}
+    dim = cutting.dim
 
     def cut(tensor: Tensor) -> Tensor:
-        along = _dim_of_samples(tensor, size, dim)
-        if along is None or id(tensor) in whole:
+        along, rows = cutting.along(tensor), cutting.rows_of(tensor)
+        if along is None:
             return tensor
-        return cuts.setdefault(id(tensor), tensor.narrow(along, start, end - start))
+        piece = tensor.narrow(along, rows * start, rows * (end - start))
+        return cuts.setdefault(id(tensor), piece)
 
     def cut_operand(tensor: Tensor) -> Tensor:
-        has_samples = _operand_has_samples(tensor, size, dim)
+        has_samples = _operand_has_samples(tensor, cutting.size, dim)
         return tensor.narrow(dim, start, end - start) if has_samples else tensor
 
     calls = [call.with_tensors(cut, cut_operand) for call in request.surroundings.calls]
@@ -510,19 +548,20 @@ def _named_tensors(request: Request) -> Iterator[tuple[str, Tensor]]:
         yield from call.named_tensors()
 
 
-def _tensors_of(request: Request, names: Collection[str]) -> set[int]:
-    """The identities of the tensors that are arguments with these names."""
-    if not names:
-        return set()  # a walk through all arguments takes long
-    return {id(tensor) for name, tensor in _named_tensors(request) if name in names}
+def other_rows(request: Request, dim: int) -> Rows:
+    """How many rows each sample may have in arguments of which that is in doubt.
 
-
-def cut_arguments(request: Request, dim: int) -> list[str]:
-    """The names of the arguments that have as many rows as the batch has samples, each once."""
+    None where there are as many rows as samples by chance, and several where there are a multiple:
+    a mask of torch's attention has the shape (samples x heads, length, length).
+    """
     size = request.hidden.shape[dim]
-    named = _named_tensors(request)
-    found = (name for name, tensor in named if _dim_of_samples(tensor, size, dim) is not None)
-    return list(dict.fromkeys(found))
+    found: dict[str, int] = {}
+    for name, tensor in _named_tensors(request):
+        if _dim_of_samples(tensor, size, dim) is not None:
+            found[name] = 0
+        elif tensor.ndim > 2 and tensor.shape[0] > size and tensor.shape[0] % size == 0:
+            found[name] = tensor.shape[0] // size
+    return found
 
 
 def listed_arguments(request: Request, dim: int) -> list[str]:
@@ -532,18 +571,17 @@ def listed_arguments(request: Request, dim: int) -> list[str]:
     return list(dict.fromkeys(name for name, numbers in named if len(numbers) == size))
 
 
-def how_cut(request: Request, dim: int, kept: Collection[str] = ()) -> tuple[int | None, ...]:
+def how_cut(request: Request, dim: int, rows: Rows = _ONE_EACH) -> tuple[int | None, ...]:
     """For each tensor that goes beside the hidden states, the dimension along which it is cut."""
-    size = request.hidden.shape[dim]
-    whole = _tensors_of(request, kept)
+    cutting = _Cutting.of(request, dim, rows)
     found: list[int | None] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(None if id(tensor) in whole else _dim_of_samples(tensor, size, dim))
+        found.append(cutting.along(tensor))
         return tensor
 
     def note_operand(tensor: Tensor) -> Tensor:
-        found.append(dim if _operand_has_samples(tensor, size, dim) else None)
+        found.append(dim if _operand_has_samples(tensor, cutting.size, dim) else None)
         return tensor
 
     for call in request.surroundings.calls:
@@ -565,7 +603,11 @@ def _dim_of_samples(tensor: Tensor, size: int, dim: int) -> int | None:
     """
     if dim and tensor.ndim > dim + 1 and tensor.shape[dim] == size:
         return dim
-    return 0 if tensor.ndim > 0 and tensor.shape[0] == size else None
+    return 0 if _has_rows(tensor, size) else None
+
+
+def _has_rows(tensor: Tensor, count: int) -> bool:
+    return tensor.ndim > 0 and tensor.shape[0] == count
 
 
 def _check_clear(name: str, tensor: Tensor, hidden: Tensor) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import selectors
 import socket
 import threading
@@ -532,7 +533,7 @@ class Worker:
         send_buffers(connection, encode_frame(Frame(welcome)), self._host.deadlines.connect_seconds)
 
     def _serve(self, session: StageSession) -> None:
-        logger.info("session %s begins", session.name)
+        logger.info("session %s begins in process %d", session.name, os.getpid())
         try:
             session.run()
         except BaseException:  # the coordinator has been told, and the thread ends here

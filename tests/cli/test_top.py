@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from lightning_hetero import HeteroPipelineStrategy, cli
-from lightning_hetero.cli.top import WorkerSighting, seen_again, table
+from lightning_hetero.cli.top import COLUMNS, WorkerSighting, seen_again, table
 from lightning_hetero.discovery.find import WorkerStatus
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
@@ -48,7 +48,7 @@ class Looking(TinyModule):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, workers: list[str]) -> None:
         super().__init__()
-        self.look = lambda: top(monkeypatch, *workers, "--once")
+        self.look = lambda: top(monkeypatch, *workers, "--once", "--interval", "0.1")
 
     def on_train_end(self) -> None:
         self.look()
@@ -64,6 +64,8 @@ def test_once_shows_a_run(
     assert len(lines) == 2
     assert re.search(r"1: \d to \d +\d", lines[0])
     assert all("%" in line for line in lines)
+    # The traffic of the time between two looks.
+    assert all(re.search(r"coordinator +↓\d+\.\d/↑\d+\.\d", line) for line in lines)
     assert len(module.losses) == 3
 
 
@@ -217,9 +219,36 @@ def test_a_narrow_terminal_is_told_and_a_file_gets_all_columns(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(Console, "is_terminal", is_terminal)
     assert run(monkeypatch, "top", str(closed_address()), "--once") == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert ("this terminal shows 80; make it wider" in shown) == is_terminal
-    assert ("links, MB/s" in shown) != is_terminal
+    shown = capsys.readouterr().out
+    assert ("A wider terminal shows more: links, MB/s; device; run from." in shown) == is_terminal
+    assert ("links, MB/s" in shown.splitlines()[0]) != is_terminal
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (130, []),
+        (100, ["links, MB/s"]),
+        (80, ["links, MB/s", "device", "run from"]),
+        (60, ["links, MB/s", "device", "run from", "memory"]),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_columns_and_each_of_them_whole(
+    width: int, left_out: list[str]
+) -> None:
+    first, second = (answer(float(n), 1.0 * n, 2.0 * n, sent=10**7 * n) for n in (1, 2))
+    sighting = seen_again(seen_again(WorkerSighting("10.77.0.11:9999"), first), second)
+    lines = drawn(sighting, width=width)
+    shown = "\n".join(lines)
+    heading, *_ = lines
+    assert [name for name in COLUMNS if name not in heading] == sorted(
+        left_out, key=[*COLUMNS].index
+    )
+    assert "; ".join(left_out) in " ".join(shown.split())
+    assert "…" not in shown
+    for whole in ("training", "1: 0 to 1", "50 %"):
+        assert whole in shown
+    assert ("1.0 MiB" in shown) == ("memory" not in left_out)
 
 
 def drawn(*sightings: WorkerSighting, width: int = 130) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,8 +76,25 @@ def test_samples_that_stand_alone_are_cut_and_compared_once_for_each_kind() -> N
     assert len(stages.shapes) == 6
 
 
-class Looking(Stages):
+class Computing(nn.Module):
     """A layer that computes with its arguments too."""
+
+    def __init__(self, layer: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def forward(self, hidden: Tensor, *arguments: Any) -> Tensor:
+        return self._layer(hidden, *arguments)
+
+
+class Looking(Stages):
+    """Runs such a layer.
+
+    Attributes:
+        has_failed: Whether it has raised. A worker's layer that raises ends the step.
+    """
+
+    has_failed = False
 
     def __init__(self, layer: Callable[..., Tensor]) -> None:
         self._with = layer
@@ -85,9 +104,14 @@ class Looking(Stages):
         self.shapes += [tuple(piece.hidden.shape) for piece in pieces]
         try:
             found = [self._with(p.hidden, *p.surroundings.calls[0].args) for p in pieces]
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
+            self.has_failed = True
             raise StageFailed(str(error)) from error
         return join_activations([Activation(hidden) for hidden in found], dim)
+
+
+def looking(layer: Callable[..., Tensor], **options: Any) -> WholeBatches:
+    return whole_batches(Looking(layer), Computing(layer), **options)
 
 
 def request_with(*arguments: Any) -> Request:
@@ -121,7 +145,8 @@ MASK = torch.ones(4, 6).tril(2)
     ids=["a layer that sums it up", "a layer that cannot run with a part of it"],
 )
 def test_a_table_beside_a_mask_of_samples_stays_whole(layer: Callable[..., Tensor]) -> None:
-    batches = whole_batches(Looking(layer))
+    stages = Looking(layer)
+    batches = whole_batches(stages, Computing(layer))
     for _ in range(2):
         pieces, dim = cut(batches, request_with(MASK, HEADS))
         assert dim == 0
@@ -129,6 +154,41 @@ def test_a_table_beside_a_mask_of_samples_stays_whole(layer: Callable[..., Tenso
             mask, table = piece.surroundings.calls[0].args
             assert torch.equal(mask, MASK[number : number + 1])
             assert torch.equal(table, HEADS)
+    assert not stages.has_failed
+
+
+def attention(hidden: Tensor, masks: Tensor, is_by_head: bool = False) -> Tensor:
+    """Adds, for each head, the positions that a mask of torch's form lets through."""
+    samples, length, _ = hidden.shape
+    heads = 8 // len(BATCH)
+    assert len(masks) == samples * heads, masks.shape
+    shape = (heads, samples) if is_by_head else (samples, heads)
+    each = masks.view(*shape, length, length)
+    return hidden + (each.transpose(0, 1) if is_by_head else each).sum(1) @ hidden
+
+
+MASKS = torch.rand(8, 6, 6, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("check", ["stop", "off"])
+def test_a_mask_for_each_sample_and_head_is_cut_so(check: str) -> None:
+    batches = looking(attention, check=check)
+    pieces, _ = cut(batches, request_with(MASKS))
+    for number, piece in enumerate(pieces):
+        (masks,) = piece.surroundings.calls[0].args
+        assert torch.equal(masks, MASKS[2 * number : 2 * number + 2])
+    found = [attention(p.hidden, *p.surroundings.calls[0].args) for p in pieces]
+    assert torch.equal(torch.cat(found), attention(BATCH, MASKS))
+    # The last batch of an epoch has fewer samples.
+    rest = replace(request_with(MASKS[:4]), hidden=BATCH[:2])
+    pieces, _ = cut(batches, rest, 2)
+    assert [len(p.surroundings.calls[0].args[0]) for p in pieces] == [2, 2]
+
+
+def test_a_mask_for_each_head_and_sample_is_refused() -> None:
+    """Its rows are those of another order."""
+    with pytest.raises(BatchError, match="They mix the samples of a batch"):
+        cut(looking(partial(attention, is_by_head=True)), request_with(MASKS))
 
 
 @pytest.mark.follows("Pass a tensor then.")
@@ -139,8 +199,8 @@ def test_a_list_with_an_entry_for_each_sample_is_named() -> None:
 
     lengths = [6, 2, 4, 3]
     with pytest.raises(BatchError, match=r"the argument 0 is a list.*Pass a tensor then"):
-        cut(whole_batches(Looking(of_lengths)), request_with(lengths))
-    pieces, _ = cut(whole_batches(Looking(of_lengths)), request_with(torch.tensor(lengths)))
+        cut(looking(of_lengths), request_with(lengths))
+    pieces, _ = cut(looking(of_lengths), request_with(torch.tensor(lengths)))
     assert len(pieces) == 4
 
 

@@ -259,6 +259,23 @@ def test_an_idle_worker_gets_the_layers_of_one_that_does_not_come_back(tmp_path:
     assert net.counts["spare"] == 1
 
 
+def test_a_machine_takes_layers_beside_its_own_as_layers_are_sent(tmp_path: Path) -> None:
+    expected, net = undisturbed("a line", "plain"), Net(5)
+    faults = Faults(3.0, has_spare=False, kills={expected.num_events_before // 2: A}, gone={A})
+    assert_same(run(net, "a line", "plain", tmp_path, faults), expected)
+    assert net.counts["takeover"] == 1
+
+
+def test_the_loss_of_all_machines_as_layers_are_sent_ends_the_run_with_a_sentence(
+    tmp_path: Path,
+) -> None:
+    number = undisturbed("a line", "plain").num_events_before // 2
+    kills = {number: A, number + 1: B, number + 2: C}
+    faults = Faults(3.0, has_spare=False, kills=kills, gone={A, B, C})
+    with pytest.raises(WorkerLost, match="was lost before the first step.* It did not come back: "):
+        run(Net(5), "a line", "plain", tmp_path, faults)
+
+
 def test_a_worker_that_is_lost_whenever_layers_are_sent_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

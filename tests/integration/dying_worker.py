@@ -14,6 +14,8 @@ from typing import Any
 
 # By the place of the death: the module, the class and the method that is called there.
 PLACES = {
+    "load": ("worker.layers", "StageLayers", "_on_load_tensor"),
+    "launch": ("worker.session", "StageSession", "_on_launch"),
     "begin": ("worker.session", "StageSession", "_on_begin_step"),
     "arguments": ("worker.session", "StageSession", "_on_arguments"),
     "forward": ("pipeline.stage", "Stage", "forward"),

@@ -50,6 +50,9 @@ def undisturbed(worker_processes: Any, tmp_path_factory: pytest.TempPathFactory)
 
 # The place of the death, the number of its call, the time between snapshots, and which worker.
 CASES = [
+    ("load", 1, NEVER, 0),
+    ("load", 7, ALWAYS, 1),
+    ("launch", 1, NEVER, 1),
     ("begin", 3, ALWAYS, 0),
     ("arguments", 11, ALWAYS, 1),
     ("forward", 8, ALWAYS, 0),
@@ -74,6 +77,7 @@ CASES = [
 # The others die at places of `test_takeovers.py` and `test_lost_replicas.py`, or between two
 # messages, as workers do at random in `tests/coordinator/test_lost_sessions.py`.
 KEPT = [
+    ("load", 7, ALWAYS, 1),
     ("weights", 20, NEVER, 1),
     ("optimizer's state", 1, NEVER, 0),
     ("snapshot", 2, ALWAYS, 1),

@@ -171,14 +171,48 @@ def test_an_optimizer_that_was_not_returned_is_refused_by_name(workers: list[str
     assert found.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
-def test_a_penalty_on_weights_by_hand_is_refused_with_the_way(workers: list[str]) -> None:
-    def penalized(module: Any, batch: Any, _: int) -> Tensor:
-        weights = sum(parameter.square().sum() for parameter in module.parameters())
-        loss: Tensor = module.loss(batch) + 1e-3 * weights
-        return loss
+def shared_weight(module: Any) -> tuple[str, Tensor]:
+    name = f"model.model.layers.{NUM_LAYERS - 1}.mlp.down_proj.weight"
+    return name, module.get_parameter(name)
 
-    with pytest.raises(ModelError, match="let the optimizer's `weight_decay` be a penalty on"):
-        train(penalized, over(workers))
+
+def gradients_by_hand(module: Any, batch: Any, _: int) -> Tensor:
+    """The norm of each loss's gradient for a weight that both share, as GradNorm wants it."""
+    loss, other = module.loss(batch), module.judged(batch)
+    for each in (loss, other):
+        (found,) = torch.autograd.grad(each, [shared_weight(module)[1]], retain_graph=True)
+        module.norms.append(float(found.norm()))
+    return loss
+
+
+def gradients_by_backwards(module: Any, batch: Any, _: int) -> Tensor:
+    loss, other = module.loss(batch), module.judged(batch)
+    for each in (loss, other):
+        module.zero_grad()
+        module.manual_backward(each, retain_graph=True)
+        name, _ = shared_weight(module)
+        module.norms.append(module.trainer.strategy.grad_norms()[name])
+    module.zero_grad()
+    return loss
+
+
+@pytest.mark.follows(
+    "Run a backward for each loss with `self.manual_backward(loss, retain_graph=True)` under "
+    "manual optimization and read `trainer.strategy.grad_norms()`"
+)
+def test_the_gradient_of_a_weight_away_by_hand_is_refused_with_the_way(workers: list[str]) -> None:
+    def norms(act: Any, strategy: Any) -> list[float]:
+        torch.manual_seed(0)
+        module = Manual(act)
+        module.norms = []
+        trainer(strategy, max_epochs=1).fit(module, loader(6, 6))
+        found: list[float] = module.norms
+        return found
+
+    with pytest.raises(ModelError, match="as GradNorm does. Run a backward for each loss"):
+        norms(gradients_by_hand, over(workers))
+    found = norms(gradients_by_backwards, over(workers))
+    assert found == pytest.approx(norms(gradients_by_hand, "auto"), rel=1e-5)
 
 
 def test_the_run_leaves_no_hooks_on_optimizers(workers: list[str]) -> None:

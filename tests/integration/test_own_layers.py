@@ -19,7 +19,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError, StageFailed
 
 from ..conftest import worker_process
-from ..equality import differing
+from ..equality import assert_close, differing
 from ..loose_layers import Loose
 from ..models import fit, loader, trainer
 from ..own_layers import Block, OwnModule, Ramp, Settings, Stack
@@ -336,3 +336,40 @@ def test_blocks_with_code_in_their_attributes_equal_one_device(allowing: list[st
     trainer(strategy, max_epochs=2).fit(ours, data)
     for name, tensor in plain.state_dict().items():
         assert torch.allclose(tensor, ours.state_dict()[name], rtol=1e-5, atol=1e-7), name
+
+
+class Masked(pl.LightningModule):
+    """Encoder layers of torch with a mask for each sample and head, and a mask of the samples."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = (nn.TransformerEncoderLayer(8, heads, 16, 0.0, batch_first=True) for _ in range(3))
+        self.layers = nn.ModuleList(layers)
+        self.losses: list[float] = []
+        self.heads = heads
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        samples, length, _ = batch.shape
+        generator = torch.Generator().manual_seed(batch_idx)
+        masks = torch.randn(samples * self.heads, length, length, generator=generator)
+        padding = torch.zeros(samples, length).masked_fill(batch[..., 0] > 1, -9.0)
+        hidden = batch
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=masks, src_key_padding_mask=padding)
+        loss = hidden.pow(3).mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_mask_of_torch_for_each_sample_and_head_is_cut(workers: list[str]) -> None:
+    """Also where the last batch has fewer samples."""
+    samples = torch.randn(14, 6, 8, generator=torch.Generator().manual_seed(1))
+    data: Any = DataLoader(samples, batch_size=4)  # type: ignore[arg-type]
+    plain = fit(Masked(), "auto", data)
+    found = fit(Masked(), pipeline(workers[:2], layers="layers", micro_batching="boundary"), data)
+    assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert_close(found.state_dict(), plain.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,71 @@ def test_a_worker_that_does_not_allow_its_class_names_the_remedy(workers: list[s
         StageFailed, match=r"optimizer class tests\.own_optimizers\.Lion is outside"
     ):
         fit(Optimized(own.Lion), pipeline(workers[:2]))
+
+
+class Penalized(Optimized):
+    """Adds a penalty on all weights to its loss."""
+
+    def __init__(self, make: Any, penalty: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(make)
+        self.penalty = penalty
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).loss + sum(map(self.penalty, self.parameters()))
+
+
+class LookingAhead(Optimized):
+    """Moves its weights half of the way back to slow ones at every second step, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.AdamW, lr=0.01))
+        self.slow = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            with torch.no_grad():
+                for p, slow in zip(self.parameters(), self.slow, strict=True):
+                    p.copy_(slow.add_(p - slow, alpha=0.5))
+
+
+def squares(parameter: torch.Tensor) -> torch.Tensor:
+    return 0.05 * parameter.square().sum()
+
+
+def sizes(parameter: torch.Tensor) -> torch.Tensor:
+    return 0.01 * parameter.abs().sum()
+
+
+@pytest.mark.follows(
+    "let the optimizer's `weight_decay` be the penalty",
+    "let the `step` of an optimizer of your own follow another penalty, such as L1",
+    "for Lookahead keep the slow weights in the state of an optimizer of your own",
+)
+@pytest.mark.parametrize(
+    ("by_hand", "way", "words"),
+    [
+        (
+            lambda: Penalized(partial(torch.optim.SGD, lr=0.1), squares),
+            lambda: Optimized(partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)),
+            "A penalty on weights.*the optimizer's `weight_decay` be the penalty",
+        ),
+        (
+            lambda: Penalized(partial(torch.optim.SGD, lr=0.1), sizes),
+            lambda: Optimized(partial(own.Sparing, lr=0.1)),
+            "A penalty on weights.*follow another penalty, such as L1",
+        ),
+        (
+            LookingAhead,
+            lambda: Optimized(partial(own.SlowAdamW, lr=0.01)),
+            "for Lookahead keep the slow weights in the state of an optimizer of your own",
+        ),
+    ],
+    ids=["L2", "L1", "Lookahead"],
+)
+def test_what_is_computed_of_weights_by_hand_is_refused_and_the_optimizer_does_it(
+    by_hand: Any, way: Any, words: str, allowing: list[str]
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        fit(by_hand(), pipeline(allowing))
+    expected, found = fit(by_hand()), fit(way(), pipeline(allowing))
+    assert_close(found.state_dict(), expected.state_dict())
