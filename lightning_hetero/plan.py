@@ -164,10 +164,13 @@ class Plan:
         return any(len(stage.workers) > 1 for stage in self.stages)
 
     @property
-    def starts_on_worker(self) -> bool:
-        """Whether a worker holds the first layer."""
-        first = next((stage for stage in self.stages if stage.layer_indices), None)
-        return first is not None and not first.is_local
+    def own_counts(self) -> tuple[int, int]:
+        """How many layers the coordinator alone has before those of the workers and behind them."""
+        counts, is_behind = [0, 0], False
+        for stage in self.stages:
+            is_behind |= not stage.is_local
+            counts[is_behind] += len(stage.layer_indices) if stage.is_local else 0
+        return counts[0], counts[1]
 
     @property
     def narrowings(self) -> list[Narrowing]:

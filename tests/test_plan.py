@@ -91,19 +91,20 @@ def test_a_written_plan_is_plain_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "starts_on_worker"),
+    ("stages", "counts"),
     [
-        ([HERE, THERE], False),
-        ([stage("coordinator", 0, 6)], False),
-        ([stage("coordinator", 0, 0), stage(WORKERS[0], 0, 6)], True),
-        ([stage(WORKERS[0], 0, 2), stage("coordinator", 2, 6)], True),
-        ([], False),
+        ([HERE, THERE], (2, 0)),
+        ([stage("coordinator", 0, 6)], (6, 0)),
+        ([stage("coordinator", 0, 0), stage(WORKERS[0], 0, 6)], (0, 0)),
+        ([stage(WORKERS[0], 0, 2), stage("coordinator", 2, 6)], (0, 4)),
+        ([HERE, stage(WORKERS[0], 2, 5), stage("coordinator", 5, 6)], (2, 1)),
+        ([], (0, 0)),
     ],
 )
-def test_a_plan_says_whether_the_coordinator_has_layers_before_the_workers(
-    stages: list[StagePlan], starts_on_worker: bool
+def test_a_plan_says_how_many_layers_the_coordinator_has_at_its_ends(
+    stages: list[StagePlan], counts: tuple[int, int]
 ) -> None:
-    assert Plan(stages).starts_on_worker == starts_on_worker
+    assert Plan(stages).own_counts == counts
 
 
 def test_only_stages_are_required() -> None:

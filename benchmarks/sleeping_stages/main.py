@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from benchmarks.processes import be_quiet, machine, wide_console
 from benchmarks.training import fit
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.pipeline.rule import starts_first_with
 from lightning_hetero.planner.simulation import simulate
 from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
 
@@ -213,7 +214,7 @@ def predicted_seconds(case: Case, stages: Sequence[Times], max_in_flight: int) -
         backward_hops=[Hop(f"{name} backward", 0.0) for name in names],
         num_microbatches=case.num_microbatches,
         max_in_flight=max_in_flight,
-        starts_first=not starts_here,
+        starts_first=starts_first_with(*plan_for(case, max_in_flight).own_counts),
         processes=[0, *(process for process in processes if process > 0)],
     )
     return simulate(pipeline).step_seconds

@@ -24,7 +24,7 @@ from itertools import accumulate, groupby, pairwise, product
 
 import msgspec
 
-from ..pipeline.rule import loss_waits
+from ..pipeline.rule import loss_waits, starts_first_with
 from ..plan import (
     COORDINATOR,
     Narrowing,
@@ -298,8 +298,7 @@ class Candidate:
             *self._hops(names),
             self.micro_batches,
             self.in_flight,
-            # The same condition as `Plan.starts_on_worker`.
-            starts_first=not own.num_layers,
+            starts_first=starts_first_with(own.num_layers, behind.num_layers),
             max_started=self.max_started,
             processes=() if self.has_lone_seats else [numbers[name] for name in names],
             replicas=self._replicas() if self.has_replicas else None,

@@ -75,6 +75,10 @@ NUM_STARTS = 4
 MOST_NEAR_PLAYED = 12
 """Small changes of one candidate that are simulated, those with the lowest bounds first."""
 
+MOST_WORSE = 1.05
+"""How much longer than the best step known the step of a split may be whose neighbors are played.
+"""
+
 LEAST_GAIN = 0.02
 """Share of the step that a device must save, because each additional device can drift or fail."""
 
@@ -334,7 +338,7 @@ class Search:
     def _descended(self, best: Candidate, keeps_devices: bool, played: set[Hashable]) -> Candidate:
         while True:
             before = best
-            near = [*_with_moved_layers(best), *_with_other_in_flight(best)]
+            near = [*_with_moved_layers(best, best.step_seconds), *_with_other_in_flight(best)]
             near += self._rearranged(best, keeps_devices)
             best = _best_near(best, near, played)
             if best is before:
@@ -359,14 +363,25 @@ class Search:
         return found
 
     def _at_both_ends(self, way: Arrangement, in_flight: int, below: float) -> list[Candidate]:
-        """The best candidate of an arrangement with layers in front; none if it is not faster."""
+        """The best candidate of an arrangement with layers in front; none if it is not faster.
+
+        The split with the fastest slowest stage need not fill the pipeline soonest. So for each
+        number of layers in front the neighbors of that split are played too, if it comes near.
+        """
         placed = []
         for front in range(1, self.costs.num_layers if way.workers else 0):
             if way.own.front_seconds(front) * way.micro_batches >= below:
                 break
             candidate = place_at(way, in_flight, front, below)
             placed += [] if candidate is None else [candidate]
-        best = self._best_played(placed, below, MOST_NEAR_PLAYED)
+        best: Candidate | None = None
+        for split in sorted(placed, key=lambda each: each.least_seconds)[:MOST_NEAR_PLAYED]:
+            if not split.is_below(below * MOST_WORSE):
+                continue
+            near = [split, *_with_moved_layers(split, below)]
+            found = self._best_played(near, below, MOST_NEAR_PLAYED)
+            if found is not None:
+                best, below = found, found.step_seconds
         return [] if best is None else [best]
 
     def _rearranged(self, best: Candidate, keeps_devices: bool) -> Iterator[Candidate]:
@@ -540,13 +555,13 @@ def _counts_of(candidate: Candidate) -> dict[str, int]:
     return {seat.name: seat.num_layers for seat in candidate.seats[1:-1]}
 
 
-def _with_moved_layers(best: Candidate) -> Iterator[Candidate]:
+def _with_moved_layers(best: Candidate, below: float) -> Iterator[Candidate]:
     """Candidates in which one seat has some layers less and another one more; the seats between
     them keep their number."""
     way, counts = Arrangement.of(best), [seat.num_layers for seat in best.seats]
     least = [0, *[1] * (len(counts) - 2), 0]
     for moved in moved_layers(counts, range(len(counts)), least):
-        yield from _with_spans(way, moved, best)
+        yield from _with_spans(way, moved, best.in_flight, below)
 
 
 def _with_counts(
@@ -555,20 +570,22 @@ def _with_counts(
     """The candidate in which these devices keep their numbers of layers, if they can."""
     front, behind = own
     in_order = [front, *(counts[name] for name in way.workers), behind]
-    yield from _with_spans(way, in_order, best)
+    yield from _with_spans(way, in_order, best.in_flight, best.step_seconds)
 
 
-def _with_spans(way: Arrangement, counts: Sequence[int], best: Candidate) -> Iterator[Candidate]:
+def _with_spans(
+    way: Arrangement, counts: Sequence[int], most_in_flight: int, below: float
+) -> Iterator[Candidate]:
     """The candidate with these numbers of layers, if they fit the devices and the pins, and if the
-    slowest process alone does not make it slower than the best candidate."""
+    slowest process alone takes less than ``below``."""
     front, *of_workers, behind = counts
     if min(front, behind) < 0 or min(of_workers, default=1) < 1:
         return
     if not of_workers and behind or way.embedding_left and front:
         return
-    ranges, in_flight = spans_of(counts), min(best.in_flight, way.micro_batches)
+    ranges, in_flight = spans_of(counts), min(most_in_flight, way.micro_batches)
     least_seconds = way.micro_batches * way.slowest_seconds(ranges, in_flight)
-    if least_seconds < best.step_seconds and way.keeps_pins(ranges):
+    if least_seconds < below and way.keeps_pins(ranges):
         yield way.with_ranges(ranges, in_flight)
 
 

@@ -92,8 +92,8 @@ class Pipeline:
             leads to the last stage. Entry i leaves stage i, as in ``forward_hops``.
         num_microbatches: Pieces of all batches of the accumulation window.
         max_in_flight: The bound of the plan.
-        starts_first: Whether the coordinator starts micro-batches as early as possible, as it does
-            without layers before those of the workers. See `choose`.
+        starts_first: Whether the coordinator starts micro-batches as early as possible; see
+            `starts_first_with`.
         max_started: The bound of the plan for the coordinator; None for ``max_in_flight``.
         processes: The number of each stage's process, as `Placement` numbers them; left out, each
             stage has a process of its own. A hop between two stages of one process takes no time.

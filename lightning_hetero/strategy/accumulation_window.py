@@ -29,9 +29,7 @@ from ..coordinator.replicas import HostedReplicas
 from ..model.placeholders import training_flags
 from ..pipeline.awaited import AwaitedGradients, asking_for_gradients, may_be_awaited
 from ..pipeline.driver import Driver
-from ..pipeline.rule import loss_waits
 from ..pipeline.turns import current_turn
-from ..plan import COORDINATOR, Plan
 
 _NOTHING = object()
 
@@ -237,13 +235,3 @@ class AccumulationWindow:
         elif current_turn() is not None:
             self._driver.wait_for_earlier()
             self._awaited.end()
-
-
-def loss_waits_under(plan: Plan) -> bool:
-    """Whether the last loss of a batch waits with its backward until the next batch has started."""
-    away = [number for stage in plan.remote_stages for number in stage.layer_indices]
-    here = [stage for stage in plan.stages if COORDINATOR in stage.workers]
-    own = [number for stage in here for number in stage.layer_indices]
-    num_before = sum(number < min(away, default=0) for number in own)
-    num_behind = sum(number > max(away, default=0) for number in own)
-    return loss_waits(len(plan.workers), num_before, num_behind)

@@ -436,7 +436,7 @@ def own_seconds(plan: Plan, laps: Laps, num_pieces: int) -> StageSeconds:
     """The coordinator's seconds for a micro-batch, by its sums over so many of them."""
     total = laps.seconds.total() / num_pieces
     ends = laps.seconds["loss"] / num_pieces
-    if plan.starts_on_worker and not plan.stages[0].is_hosted:
+    if plan.own_counts[0] == 0 and not plan.stages[0].is_hosted:
         # Layers behind the workers run in one action with the head and the loss.
         ends = total
     return StageSeconds(total - ends, ends)

@@ -41,9 +41,10 @@ from ..pipeline.results import (
     merge_results,
     weighted_mean,
 )
+from ..pipeline.rule import loss_waits, starts_first_with
 from ..pipeline.turns import TurnThreads
 from ..window import Window, Windows
-from .accumulation_window import AccumulationWindow, loss_waits_under
+from .accumulation_window import AccumulationWindow
 from .arguments import StepOptions, scaler_of
 from .batch_kinds import BatchKindReader, BatchKinds
 from .check_schedule import KeptBatch, RunChecks
@@ -294,13 +295,13 @@ class MicrobatchedStep(BatchStep):
             loss_of,
             deployment.draws,
             threads,
-            deployment.plan.starts_on_worker,
+            starts_first_with(*deployment.plan.own_counts),
             self.recorder,
             self._flags.check,
             self._part,
             deployment.hosted,
             lambda first: self._accumulation.as_left(first),
-            loss_waits_under(deployment.plan),
+            loss_waits(len(deployment.plan.workers), *deployment.plan.own_counts),
         )
         away = {inner for each in deployment.modules_away for inner in each.modules()}
         self._accumulation = AccumulationWindow(

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from ..errors import ChannelError, PlanError
 from ..pipeline.placement import Placement
-from ..pipeline.rule import Action
+from ..pipeline.rule import Action, starts_first_with
 from ..plan import Plan
 from ..planner.bounds import least_bottleneck
 from ..planner.candidates import Costs
@@ -452,7 +452,7 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
         [] if replicas else [*back.values()],
         count,
         min(plan.max_in_flight, count),
-        plan.starts_on_worker,
+        starts_first_with(*plan.own_counts),
         max_started=plan.max_started,
         processes=[placement.processes.index(each.worker) for each in entries],
         replicas=replicas,

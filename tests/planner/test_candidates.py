@@ -9,6 +9,7 @@ from itertools import permutations
 
 import pytest
 
+from lightning_hetero.pipeline.rule import starts_first_with
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs
 from lightning_hetero.planner.feasibility import candidate_of
@@ -81,7 +82,7 @@ def test_a_coordinator_may_have_layers_at_both_ends() -> None:
     both = way("fast").with_ranges([(0, 1), (1, 3), (3, 4)], 3)
     assert both.pipeline.stages == [StageTimes(101, 202, 5 + 6 + 2), StageTimes(20, 40, 4)]
     assert both.pipeline.loss_seconds == 12 + 300
-    assert not both.pipeline.starts_first
+    assert both.pipeline.starts_first
     assert both.process_seconds == {COORDINATOR: 303 + 312, "fast": 60}
     assert [(stage.worker, stage.layers) for stage in both.plan().stages] == [
         (COORDINATOR, (0, 1)),
@@ -133,12 +134,13 @@ def test_a_worker_with_several_stages_is_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("front", "behind", "left"), [(1, 0, False), (0, 0, False), (0, 0, True), (1, 1, False)]
+    ("front", "behind", "left"),
+    [(1, 0, False), (0, 0, False), (0, 0, True), (1, 1, False), (2, 1, False)],
 )
 def test_it_starts_as_the_runtime_does(front: int, behind: int, left: bool) -> None:
     ranges = [(0, front), (front, 4 - behind), (4 - behind, 4)]
     candidate = way("fast", left=left).with_ranges(ranges, 3)
-    assert candidate.pipeline.starts_first == candidate.plan().starts_on_worker
+    assert candidate.pipeline.starts_first == starts_first_with(*candidate.plan().own_counts)
     assert candidate.pipeline.limit(0) == candidate.plan().max_started
 
 

@@ -85,6 +85,20 @@ def test_a_coordinator_without_first_layers_starts_micro_batches_first() -> None
     assert worker(True) == "1F0 1F1 1F2 1B0 1B1 1F3 1B2 1B3"
 
 
+@pytest.mark.parametrize("latency", [0, 0.02, 0.05])
+def test_a_coordinator_at_both_ends_of_equal_stages_starts_first(latency: float) -> None:
+    """One layer here, two on each of two workers, and one here, a backward of two units each."""
+    hops = [Hop(f"hop {number}", 0, latency) for number in range(6)]
+
+    def seconds(starts_first: bool) -> float:
+        times = [(1, 2), (2, 4), (2, 4)]
+        given = pipeline(times, 8, 4, 3, hops[:3], hops[3:], starts_first=starts_first)
+        return simulate(given).step_seconds
+
+    assert rule.starts_first_with(num_before=1, num_behind=1)
+    assert seconds(starts_first=True) < 0.95 * seconds(starts_first=False)
+
+
 def test_micro_batches_started_ahead_keep_a_slow_link_busy() -> None:
     """A backward's end is heard of behind the activations that wait for the same link."""
     slow = [Hop("there", 1), Hop("back", 110)], [Hop("there", 110), Hop("back", 1)]
