@@ -180,7 +180,8 @@ class Config(msgspec.Struct, frozen=True, tag="config"):
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):
-    """The very object that was read before, by its number among those that may be meant again."""
+    """The very object that was read before, by its number among those that later values may refer
+    to."""
 
     number: int
 
@@ -223,8 +224,8 @@ class Found:
     """What was read so far.
 
     Attributes:
-        again: What may be meant again, with the number of values in it.
-        num_values: How many values were read, each as often as it is meant.
+        again: What later values may refer to, with the number of values in it.
+        num_values: How many values were read, each as often as something refers to it.
     """
 
     again: list[tuple[Any, int]] = field(default_factory=list)
@@ -234,7 +235,7 @@ class Found:
         """Count values.
 
         Raises:
-            ModelError: If they are too many. A few values that mean each other again could unfold
+            ModelError: If they are too many. A few values that refer to each other could unfold
                 into more than memory holds.
         """
         self.num_values += number
@@ -242,13 +243,15 @@ class Found:
             raise ModelError(f"The recipe has more than {MOST_CHARACTERS} values.")
 
     def take(self, again: Again) -> Any:
-        """What is meant again.
+        """The object that was read before.
 
         Raises:
             ModelError: If it was not read before.
         """
         if not 0 <= again.number < len(self.again):
-            raise ModelError(f"The recipe means a value {again.number} that it has not.")
+            raise ModelError(
+                f"The recipe refers to value {again.number}, and has {len(self.again)} before it."
+            )
         value, number = self.again[again.number]
         self.count(number)
         return value

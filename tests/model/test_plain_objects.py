@@ -86,13 +86,13 @@ def test_what_is_one_object_in_a_stage_is_one_on_its_worker() -> None:
     assert follower.equal is not options
 
 
-def test_values_that_mean_each_other_again_do_not_unfold_for_ever() -> None:
+def test_values_that_refer_to_each_other_do_not_unfold_for_ever() -> None:
     value: a.Value = a.Items("list", [1])
     for number in range(30):
         value = a.Items("list", [value, a.Again(number)])
     with pytest.raises(ModelError, match=r"more than \d+ values"):
         a.read_value(value, HERE)
-    with pytest.raises(ModelError, match="means a value 1 that it has not"):
+    with pytest.raises(ModelError, match="refers to value 1, and has 1 before it"):
         a.read_value(a.Items("list", [a.Items("list", []), a.Again(1)]), HERE)
 
 
