@@ -84,3 +84,41 @@ class ProcessedBlock(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.several.apply(self.processor(self, hidden))
+
+
+class Context:
+    """What a block tells its parts, and they each other."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.marks: list[float] = []
+
+
+class Part(nn.Module):
+    """Reads what its block has put into the context."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+        self.context = context
+        self.marks = context.marks
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.marks.append(2.0)
+        return self.line(hidden).tanh() * self.context.scale
+
+
+class TellingBlock(nn.Module):
+    """Its context is as before when it ends, so that it keeps no state."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.context = Context()
+        self.part = Part(self.context)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.context.scale = 0.5
+        found = self.part(hidden)
+        self.context.scale = 1.0
+        return hidden + found * self.context.marks.pop()

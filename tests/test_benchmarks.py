@@ -21,6 +21,7 @@ from benchmarks.sleeping_stages.main import (
     predicted_seconds,
     stage_times,
 )
+from benchmarks.window import buckets
 from lightning_hetero.plan import COORDINATOR
 
 COSTS = Costs.from_two_models(
@@ -100,6 +101,14 @@ def test_the_bound_of_a_process_counts_all_its_stages() -> None:
     assert bound_seconds(case, stage_times(case, unit_seconds=1.0)) == 3 + 4 * 6
     last = Case.of((1, 1, 1), "a1 b1 C3", 1)
     assert bound_seconds(last, stage_times(last, unit_seconds=1.0)) == 3 + 3 + 9
+
+
+def test_the_bound_of_images_of_three_sizes_is_half_of_one_device_and_the_smallest_image() -> None:
+    tokens = [*buckets.sizes(8)]
+    alone = buckets.one_device_seconds(tokens, 1.0)
+    assert tokens == [16, 24, 32, 16, 24, 32, 16, 24]
+    assert alone == 3 * 6 * sum(tokens)
+    assert buckets.bound_seconds(tokens, 1.0) == alone / 2 + 3 * 3 * 16
 
 
 @pytest.mark.parametrize("seed", [19, 20, 22, 31, 42])

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from bitsandbytes.nn import Linear4bit
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW
 
@@ -36,6 +37,7 @@ class DiffusionTuner(L.LightningModule):
     Args:
         base: The folder of the transformer, or a name on the Hub.
         subfolder: Where the transformer is in there.
+        four_bit: Whether the blocks' linear layers are packed into NF4.
         lora: The adapter.
         learning_rate: Of AdamW.
         output: The folder of the adapter's file.
@@ -45,6 +47,7 @@ class DiffusionTuner(L.LightningModule):
         self,
         base: str,
         subfolder: str | None = None,
+        four_bit: bool = False,
         lora: Lora = Lora(),  # noqa: B008  # jsonargparse shows its defaults; nobody changes it
         learning_rate: float = 1e-4,
         output: Path = Path("output/lora"),
@@ -54,6 +57,10 @@ class DiffusionTuner(L.LightningModule):
             base, subfolder=subfolder, torch_dtype=torch.bfloat16
         )
         self.transformer.train().requires_grad_(False)
+        if four_bit:
+            pack(self.transformer.transformer_blocks)
+            pack(self.transformer.single_transformer_blocks)
+            self.transformer.is_loaded_in_4bit = True  # PEFT looks for it
         # diffusers takes the rank for the scale when it loads an adapter.
         adapter = LoraConfig(r=lora.rank, lora_alpha=lora.rank, target_modules=list(lora.targets))
         self.transformer.add_adapter(adapter)
@@ -92,6 +99,25 @@ class DiffusionTuner(L.LightningModule):
         adapter = get_peft_model_state_dict(self.transformer)
         FluxPipeline.save_lora_weights(self.output, transformer_lora_layers=adapter)
         print(f"The adapter is in {self.output}.")
+
+
+def pack(root: nn.Module) -> None:
+    """Store the linear layers in NF4, which bitsandbytes does when they move to a device.
+
+    diffusers packs too, but wants a GPU in this process for it.
+    """
+    for module in [*root.modules()]:
+        for name, child in [*module.named_children()]:
+            if type(child) is nn.Linear:
+                packed = Linear4bit(
+                    child.in_features,
+                    child.out_features,
+                    bias=False,
+                    compute_dtype=child.weight.dtype,
+                    quant_type="nf4",
+                )
+                packed.weight.data, packed.bias = child.weight.data, child.bias
+                setattr(module, name, packed.requires_grad_(False).to(child.weight.device))
 
 
 def _packed(latents: Tensor) -> Tensor:

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from ..devices.device import forked_generators
 from ..errors import ModelError, WorkerError
 from ..model.attributes import unchanged
+from ..model.hollow_checks import warn_of_changes_outside
 from ..model.layer_call import LayerCall
 from ..model.layer_code import LoadedCode
 from ..model.layers import describe_layer
+from ..model.outer_state import OuterContent, OuterState
 from ..model.override import own_forward
 from ..model.tensors import filled, named_tensors, stored_bytes, stored_in_four_bits
 from ..pipeline.handover import Request
@@ -299,6 +301,8 @@ class Twins:
     ) -> TwinAnswer:
         """The answer of the layer in this process to what the worker's layer was given.
 
+        What it changes outside of itself, its worker's layer changes there: that is said.
+
         Args:
             hand_over: Has the call.
             number: The layer.
@@ -316,6 +320,8 @@ class Twins:
         call = call.with_carried(dict(zip(call.carried, along, strict=True)))
         with ExitStack() as stack:
             stack.enter_context(unchanged(layer.modules()))
+            outside = OuterContent(OuterState(layer.modules()))
+            stack.callback(lambda: warn_of_changes_outside(number, outside.restore()))
             if number not in self._kept:
                 contents = self._remote.fetch([name for name, _ in named_tensors({number: layer})])
                 trained = self._trained_names(number)

@@ -2,6 +2,7 @@
 
     Value                      what an attribute may hold, as data
     write_value, read_value    an attribute as data, and back
+    Written, Found             what was written or read before, so that one object stays one
 
 Functions and classes travel by name. A function that was made inside another one travels as the way
 to its code from a function that can be imported, with the variables that it uses: a worker takes
@@ -15,9 +16,10 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any, Literal, TypeGuard, Union
+from typing import Any, Literal, TypeAlias, TypeGuard, Union
 
 import msgspec
 import torch
@@ -177,6 +179,13 @@ class Config(msgspec.Struct, frozen=True, tag="config"):
     attention: str
 
 
+class Again(msgspec.Struct, frozen=True, tag="again"):
+    """The very object that was read before, by its number among those that later values may refer
+    to."""
+
+    number: int
+
+
 # What torch keeps in every module.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -200,7 +209,52 @@ Value = Union[  # noqa: UP007 - the names are known only later
     Partial,
     Closure,
     Config,
+    Again,
 ]
+
+# Of these a second one would be another object: a change of one would not be a change of the other.
+_MEANT_AGAIN = (Items, DictionaryTable, ObjectRecord, Loose, Config)
+
+Written: TypeAlias = dict[int, tuple[int, Any]]
+"""The numbers of values that were written, by their ids, with the values, which keep their ids."""
+
+
+@dataclass
+class Found:
+    """What was read so far.
+
+    Attributes:
+        again: What later values may refer to, with the number of values in it.
+        num_values: How many values were read, each as often as something refers to it.
+    """
+
+    again: list[tuple[Any, int]] = field(default_factory=list)
+    num_values: int = 0
+
+    def count(self, number: int = 1) -> None:
+        """Count values.
+
+        Raises:
+            ModelError: If they are too many. A few values that refer to each other could unfold
+                into more than memory holds.
+        """
+        self.num_values += number
+        if self.num_values > MOST_CHARACTERS:
+            raise ModelError(f"The recipe has more than {MOST_CHARACTERS} values.")
+
+    def take(self, again: Again) -> Any:
+        """The object that was read before.
+
+        Raises:
+            ModelError: If it was not read before.
+        """
+        if not 0 <= again.number < len(self.again):
+            raise ModelError(
+                f"The recipe refers to value {again.number}, and has {len(self.again)} before it."
+            )
+        value, number = self.again[again.number]
+        self.count(number)
+        return value
 
 
 def write_value(
@@ -209,6 +263,7 @@ def write_value(
     paths: set[ImportPath],
     owner: nn.Module | None = None,
     depth: int = 0,
+    written: Written | None = None,
 ) -> Value:
     """Encode an attribute's value.
 
@@ -218,15 +273,32 @@ def write_value(
         paths: Receives the import paths of the functions and classes in the value.
         owner: The module that has the attribute. The value may refer to it and to what is in it.
         depth: How deep the value is nested.
+        written: What was written before, to be read before; it grows.
 
     Raises:
         ModelError: If a worker could not rebuild the value.
     """
+    written = {} if written is None else written
+    if id(value) in written:
+        return Again(written[id(value)][0])
+    found = _write_new(value, where, paths, owner, depth, written)
+    if isinstance(found, _MEANT_AGAIN):
+        written[id(value)] = len(written), value
+    return found
 
+
+def _write_new(
+    value: Any,
+    where: str,
+    paths: set[ImportPath],
+    owner: nn.Module | None,
+    depth: int,
+    written: Written,
+) -> Value:
     kind: Any = type(value)
 
-    def write(item: Any) -> Value:
-        return write_value(item, where, paths, owner, depth + 1)
+    def write(item: Any, where: str = where) -> Value:
+        return write_value(item, where, paths, owner, depth + 1, written)
 
     if depth > MOST_DEPTH:
         raise _refusal(where, f"is nested deeper than {MOST_DEPTH}", "keep plain values in it")
@@ -267,12 +339,12 @@ def write_value(
         path = noted_path(kind, "config class", where, paths)
         return Config(path, plain_config(value), value._attn_implementation or "eager")
     if is_object(value):
-        return _write_object(value, where, paths, owner, depth)
+        return _write_object(value, where, paths, write)
     raise _refusal(where, *_cause_and_remedy(value))
 
 
 def _write_object(
-    value: Any, where: str, paths: set[ImportPath], owner: nn.Module | None, depth: int
+    value: Any, where: str, paths: set[ImportPath], write: Callable[[Any, str], Value]
 ) -> ObjectRecord:
     """Encode an object by its attributes."""
     kind = type(value)
@@ -281,8 +353,7 @@ def _write_object(
         if reason := hidden_by(kind, name):
             raise _refusal(f"{where}.{name}", f"{reason} {kind.__name__}", "rename it")
     fields, others = (
-        {n: write_value(v, f"{where}.{n}", paths, owner, depth + 1) for n, v in part.items()}
-        for part in content
+        {n: write(item, f"{where}.{n}") for n, item in part.items()} for part in content
     )
     return ObjectRecord(noted_path(kind, "class", where, paths), fields, others)
 
@@ -407,8 +478,9 @@ def _write_closure(
             "give the variable a value",
         ) from error
     variables = dict(zip(value.__code__.co_freevars, map(write, cells), strict=True))
+    defaults = [*map(write, value.__defaults__ or ())]
     named = {name: write(item) for name, item in (value.__kwdefaults__ or {}).items()}
-    return Closure(path, inner, variables, [*map(write, value.__defaults__ or ())], named)
+    return Closure(path, inner, variables, defaults, named)
 
 
 def _way_to(wanted: CodeType, code: CodeType) -> Iterator[tuple[str, int]]:
@@ -463,6 +535,7 @@ def read_value(
     owner: nn.Module | None = None,
     depth: int = 0,
     device: torch.device = META,
+    found: Found | None = None,
 ) -> Any:
     """Decode a value for an attribute of the module ``owner``.
 
@@ -472,16 +545,35 @@ def read_value(
         owner: The module that gets the attribute.
         depth: How deep the value is nested.
         device: Where the layer will compute.
+        found: What was read before, in the order of writing; it grows.
 
     Raises:
         ModelError: If the data is not from `write_value`, or names code that is not allowed here.
     """
-
-    def read(item: Value) -> Any:
-        return read_value(item, allowed, owner, depth + 1, device)
-
+    found = Found() if found is None else found
+    if isinstance(value, Again):
+        return found.take(value)
     if depth > MOST_DEPTH:
         raise ModelError(f"The recipe has a value that is nested deeper than {MOST_DEPTH}.")
+    before = found.num_values
+    found.count()
+    made = _read_new(value, allowed, owner, depth, device, found)
+    if isinstance(value, _MEANT_AGAIN):
+        found.again.append((made, found.num_values - before))
+    return made
+
+
+def _read_new(
+    value: Value,
+    allowed: Allowed,
+    owner: nn.Module | None,
+    depth: int,
+    device: torch.device,
+    found: Found,
+) -> Any:
+    def read(item: Value) -> Any:
+        return read_value(item, allowed, owner, depth + 1, device, found)
+
     match value:
         case Items(container, items):
             return _hashed(_CONTAINERS[container], [read(item) for item in items])
@@ -496,8 +588,8 @@ def read_value(
         case EnumMember(path, name):
             return _member(find_class(allowed, path, Enum, "enumeration"), name)
         case ObjectRecord(path, fields, others):
-            found = ({n: read(item) for n, item in items.items()} for items in (fields, others))
-            return made_of(_object_class(path, allowed), *found)
+            parts = ({n: read(item) for n, item in items.items()} for items in (fields, others))
+            return made_of(_object_class(path, allowed), *parts)
         case Class(path):
             return find_class(allowed, path, object, "class")
         case ModulePart(path):
@@ -624,7 +716,8 @@ def _closure(closure: Closure, outer: Any, read: Callable[[Value], Any]) -> Func
             f"{closure.path} on this worker makes no function {way} of the variables "
             f"{sorted(names)}; install the coordinator's version here."
         )
-    cells = tuple(CellType(read(closure.variables[name])) for name in code.co_freevars)
+    values = {name: read(item) for name, item in closure.variables.items()}
+    cells = tuple(CellType(values[name]) for name in code.co_freevars)
     defaults = tuple(read(item) for item in closure.defaults)
     made = FunctionType(code, function.__globals__, code.co_name, defaults, cells)
     made.__kwdefaults__ = {name: read(item) for name, item in closure.named_defaults.items()}

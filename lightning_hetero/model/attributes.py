@@ -38,7 +38,9 @@ from .attribute_values import (
     MOST_CHARACTERS,
     MOST_DEPTH,
     NAMES_OF_TORCH,
+    Found,
     Value,
+    Written,
     is_loose,
     read_value,
     write_value,
@@ -451,7 +453,7 @@ def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
         ModelError: If a worker cannot or must not set an attribute; the text names it.
     """
     where = f"{layer_name}.{change.path}".rstrip(".")
-    here, paths = vars(change.module), set[ImportPath]()
+    here, paths, before = vars(change.module), set[ImportPath](), Written()
     for name in change.names:
         if reason := _reason_to_refuse(change.module, name):
             raise ModelError(
@@ -462,7 +464,7 @@ def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
     values = {name: here[name] for name in change.names if name in here}
     try:
         written = {
-            n: write_value(v, f"The attribute {where}.{n}", paths, change.module)
+            n: write_value(v, f"The attribute {where}.{n}", paths, change.module, written=before)
             for n, v in values.items()
         }
     except (TypeError, ValueError) as error:  # a config with a value that JSON lacks
@@ -500,7 +502,8 @@ def set_attributes(
             raise ModelError(
                 f"The attribute {name!r} of a {type(module).__name__} is not set here: {reason}."
             )
-    values = {n: read_value(value, allowed, module, 0, device) for n, value in written.items()}
+    found = Found()
+    values = {n: read_value(v, allowed, module, 0, device, found) for n, v in written.items()}
     own = vars(module)
     for name, value in values.items():
         if isinstance(value, PretrainedConfig) and isinstance(own.get(name), PretrainedConfig):

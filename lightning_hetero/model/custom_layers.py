@@ -2,8 +2,8 @@
 
 The arguments of a constructor are not known afterwards, so the tree of modules that it made is
 described: the class of each module, its plain attributes, the shapes of its tensors, and its
-children. A module or parameter that a stage has in two places is described once. Rebuilding runs no
-constructor.
+children. A module, parameter or object that a stage has in two places is described once. Rebuilding
+runs no constructor.
 
     describe_blocks, build_blocks    the layers of a stage
 
@@ -31,7 +31,9 @@ from .attribute_values import (
     MOST_CHARACTERS,
     MOST_DEPTH,
     NAMES_OF_TORCH,
+    Found,
     Value,
+    Written,
     dtype_name,
     dtype_named,
     noted_path,
@@ -140,6 +142,7 @@ class _Description:
         self.parameter_numbers: dict[nn.Parameter, int] = {}
         self.paths: set[ImportPath] = set()
         self._module_numbers: dict[nn.Module, int] = {}
+        self._written: Written = {}
 
     def add(self, module: nn.Module, name: str, depth: int = 0) -> int:
         """The number of a module's node."""
@@ -183,7 +186,9 @@ class _Description:
                     f"or override the method in the class {type(module).__name__}."
                 )
         return {
-            key: write_value(value, f"The attribute {name}.{key}", self.paths, module)
+            key: write_value(
+                value, f"The attribute {name}.{key}", self.paths, module, written=self._written
+            )
             for key, value in vars(module).items()
             if key in own and not is_computed(type(module), key)
         }
@@ -242,12 +247,15 @@ def build_blocks(
     paths = dict.fromkeys(node.layer_class for node in reversed(recipe.modules))
     classes = {path: find_class(allowed, path, nn.Module) for path in paths}
     built: list[nn.Module] = []
+    found = Found()
     for node in recipe.modules:
         _check_names(node, classes[node.layer_class])
         made = _module(classes[node.layer_class], node, parameters, built)
         # Behind the children, which attributes may refer to.
         attributes = node.attributes.items()
-        vars(made).update({n: read_value(v, allowed, made, 0, device) for n, v in attributes})
+        vars(made).update(
+            {n: read_value(v, allowed, made, 0, device, found) for n, v in attributes}
+        )
         built.append(made)
     return nn.ModuleDict({str(number): built[index] for number, index in recipe.layers.items()})
 

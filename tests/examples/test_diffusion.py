@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from diffusers import FluxTransformer2DModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -44,8 +45,12 @@ def scales_of(model: FluxTransformer2DModel) -> set[float]:
     return {scale for layer in layers for scale in layer.scaling.values()}
 
 
-def test_the_adapter_of_two_workers_is_that_of_one_device_and_diffusers_loads_it() -> None:
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_the_adapter_of_two_workers_is_that_of_one_device_and_diffusers_loads_it(
+    four_bit: bool,
+) -> None:
     options = ["fit", "--config", str(YAML), "--trainer.max_epochs", "1", "--model.lora.rank", "4"]
+    options += ["--model.four_bit", str(four_bit)]
     main([*options, "--trainer.strategy.init_args.micro_batches", "1"])
     found = load_file(FILE)
     trained = main([*options, "--trainer.strategy", "auto"]).model.transformer
@@ -53,6 +58,9 @@ def test_the_adapter_of_two_workers_is_that_of_one_device_and_diffusers_loads_it
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert any(tensor.any() for name, tensor in found.items() if "lora_B" in name)
+    names = {name for name, module in trained.named_modules() if isinstance(module, Linear4bit)}
+    assert ("single_transformer_blocks.3.attn.to_q.base_layer" in names) == four_bit
+    assert bool(names) == four_bit
     model = FluxTransformer2DModel.from_pretrained("output/made/flux")
     model.load_lora_adapter("output/lora", use_safetensors=True)
     assert scales_of(model) == scales_of(trained) == {1.0}

@@ -24,15 +24,24 @@ CONFIG = LlamaConfig(
 # What a process may take after its imports. The weights are 220 MiB.
 LIMIT_BYTES = 170 * 2**20
 
-LIMIT = f"""
+# Weights, gradients and momentum of the blocks are 217 MiB.
+LIMIT_OF_BLOCKS_BYTES = 195 * 2**20
+
+
+def limited(limit_bytes: int) -> str:
+    """Code that limits the memory of the process that runs it."""
+    return f"""
 import os, re, resource, threading
 from pathlib import Path
 # Stacks of threads count, although they are hardly used.
 threading.stack_size(2**20)
 # The size of what only this process may write to: heap, stacks, private mappings.
 now = int(re.findall(r"VmData:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (now + {LIMIT_BYTES},) * 2)
+resource.setrlimit(resource.RLIMIT_DATA, (now + {limit_bytes},) * 2)
 """
+
+
+LIMIT, LIMIT_OF_BLOCKS = limited(LIMIT_BYTES), limited(LIMIT_OF_BLOCKS_BYTES)
 TRAINING = f"""{LIMIT}
 import sys
 import lightning.pytorch as pl
@@ -64,6 +73,47 @@ strategy = HeteroPipelineStrategy(workers, plan)
 trainer(strategy, max_steps=3, max_epochs=1).fit(Tuned(), loader(12, 4))
 """
 
+TRAINING_OF_BLOCKS = f"""{LIMIT_OF_BLOCKS}
+import sys
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from tests.models import trainer
+
+workers = sys.argv[1:]
+
+class Encoder(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(512, 8, 2048, 0.0, batch_first=True) for _ in range(6)
+        )
+
+    def training_step(self, batch, batch_idx):
+        hidden = batch
+        for block in self.blocks:
+            hidden = block(hidden)
+        return (hidden - batch.roll(1, 1)).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        print("loss", float(outputs["loss"]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+stages = [StagePlan([w], (3 * i, 3 * i + 3)) for i, w in enumerate(workers)]
+plan = Plan(stages or [StagePlan(["coordinator"], (0, 6))], micro_batches=2)
+strategy = HeteroPipelineStrategy(workers, plan, layers="blocks")
+module = Encoder()
+before = module.blocks[5].linear1.weight.sum().item()
+data = DataLoader(torch.randn(4, 6, 512), batch_size=4)
+trainer(strategy, max_steps=3, max_epochs=3).fit(module, data)
+assert module.blocks[5].linear1.weight.sum().item() != before
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -76,9 +126,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def train(folder: Path, workers: list[str]) -> tuple[int | None, str, str]:
+def train(script: str, *arguments: str) -> tuple[int | None, str, str]:
     """How a limited process that trains has ended, and what it has said."""
-    with running_script(TRAINING, str(folder), *workers) as process:
+    with running_script(script, *arguments) as process:
         said, errors = process.communicate(timeout=100)
         return process.returncode, said, errors
 
@@ -87,12 +137,30 @@ def train(folder: Path, workers: list[str]) -> tuple[int | None, str, str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
 def test_three_processes_train_a_model_that_one_cannot_hold(folder: Path) -> None:
     with worker_process(before=LIMIT) as first, worker_process(before=LIMIT) as second:
-        code, said, errors = train(folder, [first.address, second.address])
+        assert_falls(*train(TRAINING, str(folder), first.address, second.address))
+    assert_lacks_memory(*train(TRAINING, str(folder)))
+
+
+def assert_falls(code: int | None, said: str, errors: str) -> None:
+    """Three losses, the last one below the first."""
     assert code == 0, errors
     losses = [float(line.split()[1]) for line in said.splitlines() if "loss" in line]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 
-    code, _, errors = train(folder, [])
+
+def assert_lacks_memory(code: int | None, _said: str, errors: str) -> None:
     assert code != 0
     assert "memory" in errors.lower()
+
+
+@repeats("integration/test_own_layers.py::test_own_layers_equal_one_device")
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
+def test_two_workers_train_blocks_of_torch_that_one_process_cannot_train() -> None:
+    """The coordinator makes the blocks, and has as little memory as the workers."""
+    with (
+        worker_process(before=LIMIT_OF_BLOCKS) as first,
+        worker_process(before=LIMIT_OF_BLOCKS) as second,
+    ):
+        assert_falls(*train(TRAINING_OF_BLOCKS, first.address, second.address))
+    assert_lacks_memory(*train(TRAINING_OF_BLOCKS))

@@ -15,7 +15,7 @@ from lightning_hetero.errors import StageFailed
 from ..conftest import worker_process
 from ..equality import differing
 from ..models import fit, loader
-from ..processors import Counting, ProcessedBlock, Scaled
+from ..processors import Counting, ProcessedBlock, Scaled, TellingBlock
 from ..stateful_layers import LayeredModule
 
 OPTIONS = tuple(
@@ -50,6 +50,14 @@ class Changing(pl.Callback):
 def test_layers_with_objects_equal_one_device(allowing: list[str]) -> None:
     modules = [
         fit(LayeredModule(ProcessedBlock), strategy, loader(16, 4), callbacks=[Changing()])
+        for strategy in (pipeline(allowing), "auto")
+    ]
+    assert differing(*modules) == []
+
+
+def test_parts_of_a_layer_share_an_object_as_on_one_device(allowing: list[str]) -> None:
+    modules = [
+        fit(LayeredModule(TellingBlock), strategy, loader(8, 4))
         for strategy in (pipeline(allowing), "auto")
     ]
     assert differing(*modules) == []

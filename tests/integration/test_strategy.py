@@ -88,6 +88,27 @@ def test_the_log_tells_how_small_batches_are_cut(
     assert "into 100 micro-batches, or into single samples if it has fewer (" in caplog.text
 
 
+@pytest.mark.follows("start a worker on this machine too and give them to it")
+def test_in_the_safe_mode_layers_of_the_coordinator_can_be_cut_by_a_worker_beside_it(
+    workers: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, _ = workers
+    words = "2 layers stay with the coordinator and run on whole batches"
+    plain = TinyModule()
+    trainer("auto", max_steps=2).fit(plain, loader(24, 12))
+    for holders in (["coordinator", second], [first, second]):
+        stages = [StagePlan([holders[0]], (0, 2)), StagePlan([holders[1]], (2, 5))]
+        strategy = HeteroPipelineStrategy(
+            workers[:2], Plan(stages, micro_batches=3), micro_batching="boundary"
+        )
+        module = TinyModule()
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            trainer(strategy, max_steps=2).fit(module, loader(24, 12))
+        assert (words in caplog.text) == ("coordinator" in holders)
+        assert module.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
 @pytest.mark.skipif(WORKER_DEVICE != "cpu", reason="a GPU's library starts threads of its own")
 def test_a_session_computes_on_as_many_cores_as_its_worker_is_told(
     workers: list[str], worker_processes: list[WorkerProcess]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
@@ -46,6 +47,53 @@ def test_a_block_with_objects_computes_what_it_did() -> None:
     assert Stateless.made == before
     assert found.several.block is found
     assert vars(found.several.rules[1]) == vars(block.several.rules[1])
+
+
+class Holder(nn.Module):
+    """Has what it is given as attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        vars(self).update(attributes)
+
+
+def scaled_by(options: dict[str, Any], *, others: Any) -> Any:
+    def scale(number: float, options: Any = options, *, others: Any = others) -> Any:
+        return number, options, others
+
+    return scale
+
+
+def test_what_is_one_object_in_a_stage_is_one_on_its_worker() -> None:
+    options, activation = {"scale": 1.0}, nn.GELU()
+    one, other = Plain(options=options), Plain()
+    first = Holder(one=one, several=[one, (other, [options])], activation=activation)
+    first.part = Holder(other=other, scale=scaled_by(options, others=other))
+    second = Holder(named={"one": one}, activations=[activation], equal={"scale": 1.0})
+    layers = [(n, DecoderLayer(f"blocks.{n}", each)) for n, each in enumerate((first, second))]
+    recipe = Recipe.from_json(describe_blocks(layers).to_json())
+    assert isinstance(recipe, BlocksRecipe)
+    built: list[Any] = [*build_blocks(recipe, HERE).values()]
+    found, follower = built
+    options, other = found.one.options, found.part.other
+    assert found.several[0] is found.one is follower.named["one"]
+    assert found.several[1][0] is other
+    assert found.several[1][1][0] is options
+    assert follower.activations[0] is found.activation
+    assert found.part.scale(2.0) == (2.0, options, other)
+    assert all(map(operator.is_, found.part.scale(2.0)[1:], (options, other)))
+    assert follower.equal == options
+    assert follower.equal is not options
+
+
+def test_values_that_refer_to_each_other_do_not_unfold_for_ever() -> None:
+    value: a.Value = a.Items("list", [1])
+    for number in range(30):
+        value = a.Items("list", [value, a.Again(number)])
+    with pytest.raises(ModelError, match=r"more than \d+ values"):
+        a.read_value(value, HERE)
+    with pytest.raises(ModelError, match="refers to value 1, and has 1 before it"):
+        a.read_value(a.Items("list", [a.Items("list", []), a.Again(1)]), HERE)
 
 
 def test_the_code_of_objects_counts(monkeypatch: pytest.MonkeyPatch) -> None:
