@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 
 import pytest
 
@@ -56,3 +57,24 @@ def test_one_except_clause_catches_every_exception_of_the_package(name: str) -> 
 
 def test_a_bad_plan_is_a_bad_value() -> None:
     assert issubclass(errors.PlanError, ValueError)
+
+
+def test_a_command_shows_the_traceback_of_a_workers_code_before_its_sentence() -> None:
+    failed = errors.StageFailed.with_traceback_there("stage 1 failed", "Traceback: line 7")
+    above = errors.ProfileError("It cannot be measured.")
+    above.__cause__ = failed
+    for error in (failed, above):
+        assert errors.traceback_there(error).split() == ["Traceback:", "line", "7"]
+    assert errors.traceback_there(errors.PlanError("no")) == ""
+
+
+def test_an_error_with_its_causes_sentence_stands_alone() -> None:
+    lost = errors.WorkerLost("stage 1 was lost. The connection was cut.")
+    lost.__cause__ = errors.ChannelError("The connection was cut.")
+    errors.say_once(lost)
+    printed = "".join(traceback.format_exception(lost))
+    assert printed.count("The connection was cut.") == 1
+    other = errors.WorkerLost("stage 1 was lost.")
+    other.__cause__ = errors.ChannelError("The connection was cut.")
+    errors.say_once(other)
+    assert other.__cause__ is not None

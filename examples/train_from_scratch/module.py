@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning as L
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.text import Perplexity
-from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+from transformers import LlamaConfig, LlamaForCausalLM
 
 IGNORED_LABEL = -100
 
@@ -65,8 +68,15 @@ class DocstringWriter(L.LightningModule):
         ]
         optimizer = AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
         num_steps = int(self.trainer.estimated_stepping_batches)
-        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, num_steps)
+
+        def rate(step: int) -> float:
+            """A linear warm-up, and then half a wave of a cosine down to 0."""
+            if step < self.warmup_steps:
+                return step / self.warmup_steps
+            done = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
+            return 0.5 * (1 + math.cos(math.pi * done))
+
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, rate), "interval": "step"},
         }
