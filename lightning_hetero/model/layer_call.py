@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import transformers
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PretrainedConfig
 
 from ..errors import ModelError
 from .attributes import unchanged
@@ -385,7 +386,7 @@ def result_on_meta(
     try:
         # Parameters that are away refuse every computation but this one.
         untouched = torch._C.DisableTorchFunctionSubclass()
-        with torch.no_grad(), unchanged(layer.modules()), untouched:
+        with torch.no_grad(), unchanged(layer.modules()), _experts_on_meta(layer), untouched:
             result = type(layer).forward(layer, *args, **kwargs)
     except Exception as error:
         # A forward that depends on data, such as the choice of experts, cannot run on `meta`. If
@@ -393,6 +394,21 @@ def result_on_meta(
         logger.debug("layer %d cannot be tried on meta: %s", call.layer_index, error)
         return None
     return ResultForm.of(result, layer, call.layer_index)
+
+
+@contextmanager
+def _experts_on_meta(layer: nn.Module) -> Iterator[None]:
+    """Inside, a mixture's experts compute by products that `meta` has in every dtype."""
+    found = (getattr(module, "config", None) for module in layer.modules())
+    configs = {id(each): each for each in found if isinstance(each, PretrainedConfig)}.values()
+    before = [(config, config._experts_implementation) for config in configs]
+    try:
+        for config in configs:
+            config._experts_implementation = "batched_mm"
+        yield
+    finally:
+        for config, kind in before:
+            config._experts_implementation = kind
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.carried_tensors import Carried
@@ -152,6 +153,28 @@ def test_a_layer_is_tried_on_meta(how: str, length: int) -> None:
     assert tried(Layer(), how=how, rope=(HIDDEN, HIDDEN)) == length
     assert len(SEEN) == 4
     assert all(tensor.is_meta and not tensor.requires_grad for tensor in SEEN)
+
+
+class Paired(MixtralDecoderLayer):
+    """A mixture of experts that returns more than its hidden states."""
+
+    def forward(self, hidden: Tensor, mask: Tensor, **kwargs: Any) -> Any:
+        return super().forward(hidden, **kwargs), mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_of_experts_is_tried_on_meta_in_every_dtype(dtype: torch.dtype) -> None:
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=8, num_attention_heads=2, num_key_value_heads=2
+    )
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        layer = Paired(config, 0).to(dtype)
+    before = config._experts_implementation
+    hidden, table = torch.ones(2, 3, 16, dtype=dtype), torch.ones(2, 3, 8, dtype=dtype)
+    tried_call = LayerCall(7, True, (HIDDEN,), {"position_embeddings": (table, table)})
+    assert expected_result(layer, tried_call, hidden, {}).length == 2
+    assert config._experts_implementation == before
 
 
 class Counting(Layer):
