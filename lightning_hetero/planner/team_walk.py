@@ -37,14 +37,17 @@ class Steps(NamedTuple):
         more: Changes of each of the best ones.
         kept: How many of the best ones go on.
         last: Changes of the best candidate.
-        played: The most of these that are simulated.
+        played: The fewest of these that are simulated, if so many are worth it.
+        passed: How often, for each worker, micro-batches pass stages in all that are simulated:
+            many short steps take as long as few long ones.
     """
 
     first: int = 100
     more: int = 1500
     kept: int = 3
-    last: int = 1500
+    last: int = 4000
     played: int = 40
+    passed: int = 2_000
 
 
 LEAST_GAIN_OF_CHANGE = 1e-9
@@ -53,7 +56,7 @@ LEAST_GAIN_OF_CHANGE = 1e-9
 WARMTH = 0.02
 """Share of the step by which a change may make the estimate longer at the beginning of a walk."""
 
-NEAR = 1.01
+NEAR = 1.05
 """How much longer than that of the best candidate the estimate of a simulated change may be."""
 
 Ordered = Callable[[Iterable[str]], tuple[str, ...]]
@@ -152,7 +155,8 @@ class TeamWalk:
         """The best candidate on a walk with the simulator as the judge."""
         here = _outline_of(best)
         limit = self._estimates.step_seconds(here) * NEAR
-        num_played, tried = 0, {here}
+        num_played, num_passed, tried = 0, 0, {here}
+        enough = self.steps.passed * len(self.by_speed)
         for _ in range(self.steps.last):
             changed = self._changed(here)
             if changed is None or changed in tried:
@@ -162,10 +166,11 @@ class TeamWalk:
                 continue
             for candidate in self._candidates(changed, best.step_seconds):
                 num_played += 1
+                num_passed += candidate.micro_batches * len(changed.teams)
                 if candidate.is_below(best.step_seconds * (1 - LEAST_GAIN_OF_CHANGE)):
                     best, here = candidate, changed
                     limit = self._estimates.step_seconds(here) * NEAR
-            if num_played >= self.steps.played:
+            if num_played >= self.steps.played and num_passed >= enough:
                 break
         return best
 
