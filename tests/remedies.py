@@ -17,6 +17,7 @@ is a remedy. The others have none; `test_errors_page.py` has examples of both.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -100,9 +101,40 @@ def remedies(package: Package) -> list[Remedy]:
     return sorted(found, key=lambda remedy: (remedy.file, remedy.text))
 
 
-def follows(words: str, wrong: Callable[..., object], right: Callable[..., object]) -> Any:
-    """A marked case of a test: what is refused with these words, and what they say to do."""
-    return pytest.param(wrong, right, marks=pytest.mark.follows(words), id=words[:50])
+Act = Callable[..., object]
+
+
+def follows(words: str, wrong: Act, right: Act, *more: str) -> Any:
+    """A marked case of a test: what is refused with these words, and what they say to do.
+
+    Args:
+        words: Of the sentence.
+        wrong: Comes to the sentence.
+        right: Does what the sentence says.
+        more: Other words of the same sentence.
+    """
+    return pytest.param(wrong, right, marks=pytest.mark.follows(words, *more), id=words[:50])
+
+
+def come_and_follow(case: pytest.FixtureRequest, wrong: Act, right: Act, given: object) -> None:
+    """Come to the sentence of a marked case, and do what it says.
+
+    Args:
+        case: Has the mark.
+        wrong: Comes to the sentence.
+        right: Does what the sentence says.
+        given: Is passed to each of the two that takes an argument.
+    """
+    with pytest.raises(Exception) as refused:  # noqa: PT011 - the words are looked at
+        _call(wrong, given)
+    said = "\n".join([str(refused.value), *getattr(refused.value, "__notes__", [])])
+    for words in case.node.get_closest_marker("follows").args:
+        assert re.search(pattern_of(words), said), said
+    _call(right, given)
+
+
+def _call(act: Act, given: object) -> None:
+    act(*[given] * len(inspect.signature(act).parameters))
 
 
 def pattern_of(words: str) -> str:

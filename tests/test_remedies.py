@@ -6,7 +6,6 @@ of single files have those that need a run.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +37,7 @@ from lightning_hetero.transport.address import Address, checked_name
 from lightning_hetero.transport.token import Token, read_token_file, write_token_file
 
 from .planner.profiles import GIB, content, coordinator, device, ends, profile, timing
-from .remedies import follows, pattern_of
+from .remedies import Act, come_and_follow, follows
 
 WORKERS = ["a:1", "b:1"]
 
@@ -553,12 +552,6 @@ FILES = [
 
 @pytest.mark.parametrize(("wrong", "right"), [*PLANS, *PLANNING, *ARGUMENTS, *FILES])
 def test_the_words_are_said_and_what_they_say_is_right(
-    wrong: Callable[..., object],
-    right: Callable[..., object],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+    wrong: Act, right: Act, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    mark = request.node.get_closest_marker("follows")
-    with pytest.raises(Exception, match=pattern_of(mark.args[0])):
-        wrong(*[tmp_path] * len(inspect.signature(wrong).parameters))
-    right(*[tmp_path] * len(inspect.signature(right).parameters))
+    come_and_follow(request, wrong, right, tmp_path)
