@@ -244,6 +244,9 @@ def gathering_model() -> GPTNeoForCausalLM:
     return model
 
 
+@pytest.mark.follows(
+    "call it without output_hidden_states, or leave out `cut_layers`",
+)
 def test_hidden_states_that_a_model_gathers_between_halves_are_refused() -> None:
     model = gathering_model()
     names = [half.name for half in halves_of(model)]

@@ -166,12 +166,19 @@ def test_the_owner_is_told_of_each_run() -> None:
     assert record.peer.startswith("127.0.0.1:")
 
 
+@pytest.mark.follows(
+    "ends with its present run, as its owner wants; use another worker",
+)
 def test_a_drained_worker_finishes_its_run_and_takes_no_other() -> None:
     with deployed() as (worker, coordinator, _):
         worker.drain()
         address = coordinator.connections.named("strix").address
-        with pytest.raises(WorkerUnreachable, match="ends with its present run"):
+        with pytest.raises(WorkerUnreachable, match="its owner wants; use another worker"):
             dial(address, "coordinator", "b", QUICK, Identity())
+        with serving_worker() as (_, other):
+            channel, _ = dial(other, "coordinator", "b", QUICK, Identity())
+            channel.start(SimpleQueue())
+            channel.close(m.Goodbye())
         forward(coordinator)
     # The block's end waits for the worker's thread, which nobody but the drain has stopped.
 
@@ -200,6 +207,9 @@ def test_messages_that_wait_count_as_memory() -> None:
     assert "the owner of this worker allows 1 MiB (`--memory`)" in reason
 
 
+@pytest.mark.follows(
+    "give it fewer layers, or use smaller micro-batches",
+)
 def test_memory_is_free_again_when_nothing_is_in_use() -> None:
     budget = Budget(1000)
     held = [budget.allocate(empty_memory, 400) for _ in range(2)]
@@ -214,6 +224,8 @@ def test_memory_is_free_again_when_nothing_is_in_use() -> None:
     budget.reserve([m.ParameterSpec("a", spec, True), m.ParameterSpec("b", spec, False)])
     with pytest.raises(RemoteProtocolError):
         budget.allocate(empty_memory, 1)
+    smaller = Budget(1000)
+    assert len([smaller.allocate(empty_memory, 200) for _ in range(4)]) == 4
 
 
 def test_a_goodbye_comes_before_the_requests_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
