@@ -10,9 +10,11 @@ import dataclasses
 import importlib
 import logging
 import pickle
+import socket
 import sys
 from ipaddress import ip_interface
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,7 @@ from lightning_hetero.devices import description, numerics
 from lightning_hetero.devices import device as devices
 from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.discovery import mdns
+from lightning_hetero.errors import JoinError
 from lightning_hetero.launch import join as joins
 from lightning_hetero.launch.launcher import start_command, stop_commands
 from lightning_hetero.launch.manifests import manifest_text
@@ -49,23 +52,28 @@ from lightning_hetero.planner.profile import EMBEDDING, HEAD, Part, Profile
 from lightning_hetero.planner.solver import Wishes, solve, solve_replicated
 from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
 from lightning_hetero.profiler.measure import ProfilingOptions
+from lightning_hetero.profiler.trials import change_of_speed
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.fields import ClockSample
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
 from lightning_hetero.protocol.tensor_bytes import TensorSpec
-from lightning_hetero.protocol.values import Packer
+from lightning_hetero.protocol.values import KeptConstants, Packer
 from lightning_hetero.report import svg
 from lightning_hetero.report.run_record import read_run
 from lightning_hetero.report.topology import topology_of
 from lightning_hetero.telemetry.recorded_step import align
 from lightning_hetero.transport.address import Address
-from lightning_hetero.transport.handshake import listen
+from lightning_hetero.transport.compatibility import Identity, Party, obstacles
+from lightning_hetero.transport.handshake import dial, listen
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token, expanded, read_token_file, write_token_file
+from lightning_hetero.written_blocks import WrittenBlock
 
-from .launch.guests import door, knock
+from .launch.guests import WITH_TOKEN, door, knock
 from .planner.profiles import GIB, content, coordinator, device, ends, profile, timing
 from .remedies import Act, come_and_follow, follows
+from .transport.pairs import QUICK, closed_address, worker_thread
+from .transport.test_compatibility import party
 
 
 def call(act: Act, folder: Path) -> None:
@@ -393,6 +401,143 @@ WORKERS = [
         lambda folder: read_token_file(
             pickle.loads(pickle.dumps(token_of(folder)))  # noqa: S301 - our own
         ),
+    ),
+]
+
+
+# Conversations.
+
+
+def dialled(has_token: bool = True, *, is_there: bool = True, is_elsewhere: bool = False) -> Act:
+    """What dials a worker with a token, as if it was on another machine."""
+
+    def act() -> None:
+        credentials = Credentials(Token.new())
+        ours = Identity(credentials=credentials if has_token else None)
+        with worker_thread(credentials) as address, pytest.MonkeyPatch.context() as patch:
+            if is_elsewhere:
+                patch.setattr(Address, "is_loopback", property(lambda self: False))
+            where = address if is_there else closed_address()
+            channel, _ = dial(where, "coordinator", "a", QUICK, ours)
+            channel.start(SimpleQueue())
+            channel.close(m.Goodbye())
+
+    return act
+
+
+def elsewhere(act: Act) -> Act:
+    return patched(act, (Address, "is_loopback", property(lambda self: False)))
+
+
+def joined(identity: Identity) -> Act:
+    def act() -> None:
+        with door() as opened:
+            knock(opened, "a", identity)
+
+    return act
+
+
+def unresolved(*_: Any, **__: Any) -> Any:
+    raise socket.gaierror(-2, "Name or service not known")
+
+
+def refused_by(there: Party) -> Act:
+    """What compares the coordinator with another end."""
+    here = party("the coordinator")
+
+    def act() -> None:
+        if found := obstacles(here, there):
+            raise JoinError(" ".join(found))
+
+    return act
+
+
+def kept(clones: bool) -> Act:
+    """What gives a layer that changes its argument the argument again."""
+
+    def act() -> None:
+        constants = KeptConstants()
+        constants.keep(0, torch.ones(16))
+        given = constants.get(0)
+        (given.clone() if clones else given).add_(1)
+        constants.get(0)
+
+    return act
+
+
+def timed(first: float, last: float) -> Act:
+    """What says whether a device took another time at the end of its measuring."""
+
+    def act() -> None:
+        if told := change_of_speed("a", timing("layer", first, 0), timing("layer", last, 0)):
+            raise LoggedError(told)
+
+    return act
+
+
+def read_again(content: bytes) -> Act:
+    return lambda: WrittenBlock.of(b"content").check(content, "snapshot")
+
+
+CONVERSATIONS = [
+    follows(
+        "which takes a token: make one with `lightning-hetero token`, and copy it to all machines "
+        "as that command says",
+        dialled(has_token=False, is_elsewhere=True),
+        dialled(is_elsewhere=True),
+    ),
+    follows(
+        "copy the coordinator's token file to this machine, as `lightning-hetero token` says there",
+        elsewhere(joined(Identity())),
+        elsewhere(joined(WITH_TOKEN)),
+    ),
+    follows(
+        "This process has no token: if the coordinator has one, copy its token file to this "
+        "machine.",
+        joined(Identity()),
+        joined(WITH_TOKEN),
+    ),
+    follows(
+        "See that `lightning-hetero worker` runs there, with `--listen …`, or with `--join` if it "
+        "dials the coordinator.",
+        dialled(is_there=False),
+        lambda: (dialled()(), joined(WITH_TOKEN)()),
+    ),
+    follows(
+        "cannot be resolved on this machine: …. Check how it is written, or write the … IP "
+        "address.",
+        patched(dialled(), (socket, "create_connection", unresolved)),
+        dialled(),
+    ),
+    follows(
+        "which build layers differently; install the same major version on both",
+        refused_by(party("the worker", transformers="6.0.1")),
+        refused_by(party("the worker", transformers="5.0.1")),
+    ),
+    follows(
+        "(lightning-hetero …); install the same version of lightning-hetero on both",
+        refused_by(party("the worker", 2, lightning_hetero="0.9.0")),
+        refused_by(party("the worker")),
+    ),
+    follows(
+        "which on one device the next layer would see; clone it in the layer's forward",
+        kept(clones=False),
+        kept(clones=True),
+    ),
+    follows(
+        "took … ms for … when its measuring began, and … ms at its end: its speed changed "
+        "meanwhile, because of another program, a quota or heat, so a plan by these figures "
+        "may be far from "
+        "the best. Measure again on idle machines, by `PipelineProfiler(force=True)` or "
+        "`lightning-hetero profile CONFIG --force`.",
+        timed(0.01, 0.02),
+        timed(0.01, 0.01),
+    ),
+    follows(
+        "or keep such files on another one (`recovery=Recovery(folder=...)`, and the environment "
+        "variable TMPDIR), and go on from the last checkpoint of the run",
+        read_again(b"contents"),
+        read_again(b"content"),
     ),
 ]
 
@@ -820,7 +965,9 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "right"), [*MESH, *WORKERS, *COMMANDS, *DEVICES, *MEASURED])
+@pytest.mark.parametrize(
+    ("wrong", "right"), [*MESH, *WORKERS, *CONVERSATIONS, *COMMANDS, *DEVICES, *MEASURED]
+)
 def test_the_words_are_said_and_what_they_say_is_right(
     wrong: Act, right: Act, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -72,11 +72,15 @@ def test_a_batch_that_cannot_be_cut_goes_in_one_piece_with_a_warning(
     assert output.shape == hidden.shape
 
 
+@pytest.mark.follows(
+    "If a worker was lost in the run before, build the module anew and continue with `ckpt_path`.",
+)
 def test_layers_without_weights_are_refused(coordinator: Coordinator) -> None:
     with torch.device("meta"):
         model = tiny_llama(NUM_LAYERS)
     with pytest.raises(ModelError, match="have no weights"):
         deploy(model, coordinator)
+    deploy(tiny_llama(NUM_LAYERS), coordinator)
 
 
 def test_layers_that_were_lost_are_not_read_from_their_checkpoint_again(

@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,12 @@ from lightning_hetero.model import attribute_values as values
 from lightning_hetero.model import custom_layers
 from lightning_hetero.model.adapters import describe_adapters
 from lightning_hetero.model.allowed_imports import Allowed, ImportPath, path_of
-from lightning_hetero.model.checkpoint_reader import Checkpoint
+from lightning_hetero.model.attributes import Change, write_change
+from lightning_hetero.model.checkpoint_reader import Checkpoint, find_files
 from lightning_hetero.model.custom_layers import describe_blocks
+from lightning_hetero.model.four_bit import described_linear
 from lightning_hetero.model.half_layers import cut_layers
-from lightning_hetero.model.layer_call import ResultForm
+from lightning_hetero.model.layer_call import LayerCall, ResultForm, tensors_of
 from lightning_hetero.model.layer_code import check_code
 from lightning_hetero.model.layers import (
     DecoderLayer,
@@ -50,12 +53,13 @@ from lightning_hetero.model.layers import (
     find_embedding,
 )
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
+from lightning_hetero.model.shared_parts import SharedParts
 from lightning_hetero.model.tensors import check_can_be_emptied
 
 from .. import own_layers
 from ..families import tiny_model
 from ..models import tiny_llama
-from ..own_layers import squared_relu
+from ..own_layers import WIDTH, squared_relu
 from ..remedies import Act, come_and_follow, follows
 from .hollow_model import AWAY, Hollowed, tokens
 
@@ -942,6 +946,228 @@ def two_caches(model: Any) -> None:
         model.model.layers[1](torch.ones(2, 1, 16), filled(model), filled(model))
 
 
+# What else a layer is, or has.
+
+
+def with_tied(model: Any) -> None:
+    layer = layer_of(model)
+    layer.post_attention_layernorm.weight = layer.input_layernorm.weight
+
+
+def with_tensor(model: Any) -> None:
+    layer_of(model).scale = nn.Parameter(torch.ones(1))
+
+
+def with_idle_child(model: Any) -> None:
+    layer_of(model).other_mlp = nn.Linear(2, 2)
+
+
+def with_forward(model: Any) -> None:
+    layer_of(model).forward = functools.partial(type(layer_of(model)).forward, layer_of(model))
+
+
+def cut(change: Callable[[Any], object]) -> Act:
+    """What cuts the layers of a model after a change of it."""
+
+    def act() -> None:
+        model = tiny_llama(3)
+        change(model)
+        cut_layers(find_decoder_layers(model))
+
+    return act
+
+
+class SavedHooks:
+    """The answer within hooks for saved tensors, which double what a backward reads."""
+
+    def __call__(self, model: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: 2 * t):
+            model.lm_head(torch.ones(1, 16))
+            found: Tensor = model(tokens()).logits
+        return found
+
+
+def patched_main(act: Act) -> Act:
+    """What does a thing as a notebook, which has no file."""
+
+    def changed() -> None:
+        main = sys.modules["__main__"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(main, "__spec__", None)
+            patch.delattr(main, "__file__", raising=False)
+            patch.setattr(main, "Block", InMain, raising=False)
+            act()
+
+    return changed
+
+
+InMain = type("Block", (nn.Module,), {"__module__": "__main__"})
+
+
+class Table(nn.Module):
+    """Frozen, and read by several layers."""
+
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.ones(3))
+
+
+class Reading(nn.Module):
+    """Reads the table."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+
+def shared_table(change: Callable[[Table], object], *, before: bool) -> Act:
+    """What changes a table that layers on workers share."""
+
+    def act() -> None:
+        table = Table()
+        layers = nn.ModuleList([Reading(table), Reading(table)])
+        root = nn.ModuleDict({"table": table, "layers": layers})
+        if before:
+            change(table)
+        numbered = [{n: DecoderLayer(f"layers.{n}", layer)} for n, layer in enumerate(layers)]
+        parts = SharedParts(root, numbered)
+        if not before:
+            change(table)
+        parts.check()
+
+    return act
+
+
+def shared_weight(*, is_named: bool) -> Act:
+    """What copies a frozen layer that others share, and that the module may have before them."""
+
+    def act() -> None:
+        table = nn.Linear(2, 2).requires_grad_(False)
+        layers = nn.ModuleList([Reading(table), Reading(table)])
+        root = nn.ModuleDict({"table": table, "layers": layers} if is_named else {"layers": layers})
+        numbered = [{n: DecoderLayer(f"layers.{n}", layer)} for n, layer in enumerate(layers)]
+        SharedParts(root, numbered).restore()
+
+    return act
+
+
+class Own4bit:
+    """Makes a linear layer of a class of one's own, in 4 bits."""
+
+    def __new__(cls) -> Any:
+        library = pytest.importorskip("bitsandbytes").nn
+        kind = type("Own4bit", (library.Linear4bit,), {})
+        return kind(8, 8).to("cpu")
+
+
+def closure(way: list[tuple[str, int]]) -> Act:
+    path = ImportPath("tests.loose_layers", "scaled")
+    return value_of(values.Closure(path, way, {"factor": 2.0, "shift": 0.0}))
+
+
+def written(note: object) -> Act:
+    """What sends a changed config of a layer."""
+    here = tiny_llama(1).model.layers[0].self_attn
+    here.config.note = note
+    return lambda: write_change(Change(0, "", here, ("config",)), "blocks.0")
+
+
+def changed_name(name: str) -> Act:
+    here: Any = nn.Linear(2, 2)
+    vars(here)[name] = 1
+    return lambda: write_change(Change(0, "", here, (name,)), "blocks.0")
+
+
+def called(result: Any) -> Act:
+    """What a worker's layer returns where the model expects a tensor."""
+    return lambda: tensors_of(result, LINEAR, LayerCall(7, False, (), {}))
+
+
+REST = [
+    follows(
+        "The attention of … shares a tensor with what follows it. Leave out `cut_layers`.",
+        cut(with_tied),
+        equals(before=with_tied),
+    ),
+    follows(
+        "which belongs to neither half. Leave out `cut_layers`.",
+        cut(with_tensor),
+        equals(before=with_tensor),
+    ),
+    follows(
+        "cannot be cut behind its attention: two halves in a row would not compute the same as the "
+        "layer, or this cannot be checked. Leave out `cut_layers`.",
+        cut(with_idle_child),
+        equals(before=with_idle_child),
+    ),
+    follows(
+        "Leave out `cut_layers`, or build the module anew and continue with `ckpt_path`.",
+        cut(with_forward),
+        both(equals(before=with_forward, away=LAST), cut(id)),
+    ),
+    follows(
+        "`cut_layers` can only cut those. Put two modules in its place in the list of layers.",
+        lambda: cut_layers([DecoderLayer("blocks.0", own_layers.Ramp())]),
+        lambda: described(nn.LayerNorm(WIDTH), own_layers.Ramp()),
+    ),
+    follows(
+        "If they change numbers, leave them before the layers, or let the coordinator alone have",
+        equals(ask=SavedHooks()),
+        both(equals(), equals(ask=SavedHooks(), away=range(0))),
+    ),
+    follows(
+        "which a worker cannot import; move it into a module (a .py file) and import it from there",
+        patched_main(path(InMain)),
+        patched_main(path(squared_relu)),
+    ),
+    follows(
+        "makes no function … of the variables …; install the coordinator's version here",
+        closure([("of_a_later_version", 0)]),
+        closure([("run", 0)]),
+    ),
+    follows(
+        "and cannot be sent: …. Keep the layer with the coordinator.",
+        written(object()),
+        written("text"),
+    ),
+    follows(
+        "which must not set it: …. Change it before `fit`, or keep the layer with the coordinator.",
+        changed_name("training"),
+        changed_name("factor"),
+    ),
+    follows(
+        "and the model was given … in its place. Keep the layer with the coordinator.",
+        called((ROW,)),
+        called(ROW),
+    ),
+    follows(
+        "Change it before `fit`, or keep the layers that share it with the coordinator.",
+        shared_table(lambda table: table.rows.add_(1), before=False),
+        shared_table(lambda table: table.rows.add_(1), before=True),
+    ),
+    follows(
+        "Assign its module to the LightningModule too, before the layers, so that the order of",
+        shared_weight(is_named=False),
+        shared_weight(is_named=True),
+    ),
+    follows(
+        "which a worker cannot rebuild in 4 bits; use bitsandbytes' Linear4bit itself, or keep",
+        lambda: described_linear(Own4bit(), "x"),
+        lambda: described_linear(
+            pytest.importorskip("bitsandbytes").nn.Linear4bit(8, 8).to("cpu"), "x"
+        ),
+    ),
+    follows(
+        "is not the same on this worker and on the coordinator, so this worker would compute other "
+        "numbers. Install the same version of that code on both.",
+        lambda: check_code({"own.scaled": "1"}, {"own.scaled": "2"}),
+        lambda: check_code({"own.scaled": "1"}, {"own.scaled": "1"}),
+    ),
+]
+
+
 # Models that stay on disk.
 
 
@@ -1002,6 +1228,17 @@ def with_index(text: str, *, is_whole: bool = False) -> Act:
 
 
 ON_DISK = [
+    follows(
+        "and they differ on disk; build the model with `tie_word_embeddings=False`",
+        loads(stored={"tie_word_embeddings": True}),
+        loads(stored={"tie_word_embeddings": False}),
+    ),
+    follows(
+        "or run `hf download …` on a machine with a network, copy the files here and name their "
+        "folder",
+        lambda: find_files("someone/nothing", {"local_files_only": True}),
+        lambda folder: find_files(saved(folder), {}),
+    ),
     follows(
         "There is no folder …; name one, or a model on the hub.",
         lambda folder: Checkpoint.open(folder / "lost", tiny_model("llama")),
@@ -1117,7 +1354,7 @@ def of_t5(folder: Path, load: Callable[[Any], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [*RECIPES, *OWN_LAYERS, *LAYERS, *AWAY_FROM_HERE, *CACHES, *ON_DISK]
+    ("wrong", "right"), [*RECIPES, *OWN_LAYERS, *LAYERS, *AWAY_FROM_HERE, *CACHES, *REST, *ON_DISK]
 )
 def test_the_words_are_said_and_what_they_say_is_right(
     wrong: Act, right: Act, request: pytest.FixtureRequest, tmp_path: Path

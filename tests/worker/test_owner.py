@@ -37,9 +37,9 @@ from ..transport.pairs import PATIENCE_SECONDS, QUICK, serving_worker
 HIDDEN = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 
 
-def one_stage() -> RemoteStage:
+def one_stage(num_layers: int = NUM_LAYERS) -> RemoteStage:
     model = tiny_llama(NUM_LAYERS)
-    found = list(enumerate(find_decoder_layers(model)))
+    found = list(enumerate(find_decoder_layers(model)))[:num_layers]
     modules: dict[int, nn.Module] = {i: layer.module for i, layer in found}
     contents = partial(named_contents, modules)
     return RemoteStage(write_recipe(model, found), modules, contents, False)
@@ -127,6 +127,10 @@ def test_a_paused_worker_is_free_at_once_when_its_coordinator_leaves() -> None:
         worker.resume()
 
 
+@pytest.mark.follows(
+    "for their weights and gradients, and the owner of this worker allows … (`--memory`); give "
+    "it fewer layers in the plan, or let `plan='auto'` do so.",
+)
 def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_built() -> None:
     records: Queue[ServedRun] = Queue()
     owner = Owner(40_000, records.put)
@@ -137,6 +141,11 @@ def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_buil
     ):
         list(coordinator.layers.deploy([one_stage()]))
     assert records.get(timeout=PATIENCE_SECONDS).what == ""
+    with (
+        serving_worker(owner=owner) as (_, address),
+        closing(Coordinator([("strix", address)], Deadlines(), Identity())) as coordinator,
+    ):
+        list(coordinator.layers.deploy([one_stage(1)]))
 
 
 def test_what_the_owner_allows_is_what_others_are_told() -> None:
