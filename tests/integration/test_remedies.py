@@ -215,11 +215,13 @@ TRAINING_STEPS = [
         ),
     ),
     follows(
-        "Look at `.grad` in `on_after_backward`, call it in `training_step`, or use "
-        "`micro_batching='boundary'`.",
+        "Look at `.grad` in `on_after_backward`; for tensors behind the layers on workers you may "
+        "also call it in `training_step`, or use `micro_batching='boundary'`.",
         runs(module(on_before_backward=look_for_gradient)),
         both(
-            equals(module(on_after_backward=lambda self: self.model.lm_head.weight.grad.norm())),
+            equals(
+                module(on_after_backward=lambda self: self.model.model.embed_tokens.weight.grad + 1)
+            ),
             equals(module(training_step=step_that_looks)),
             equals(module(on_before_backward=look_for_gradient), BOUNDARY),
         ),
