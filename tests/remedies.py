@@ -17,6 +17,7 @@ is a remedy. The others have none; `test_errors_page.py` has examples of both.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from typing import Any
 import pytest
 
 from docs.generate.sentences import FILLED_IN, Package, last_name
+from lightning_hetero.pipeline.microbatch import GO_ON
 
 TESTS = Path(__file__).parent
 LIST = TESTS / "remedies_not_followed.txt"
@@ -70,12 +72,18 @@ class Remedy:
         return f"{self.file}: {' '.join(words[:_KEY_WORDS])}"
 
     @property
+    def own_text(self) -> str:
+        """The text without the way to go on all the same, which checks have in common."""
+        return self.text.removesuffix(GO_ON).strip()
+
+    @property
     def code(self) -> list[str]:
         """The options, flags, commands and calls that it names, from its first order on."""
-        order = _ORDER.search(self.text)
+        text = self.own_text
+        order = _ORDER.search(text)
         start = order.start() if order else 0
-        quoted = [m for m in _QUOTED.finditer(self.text) if m.start() >= start]
-        rest = _QUOTED.sub("``", self.text)[len(_QUOTED.sub("``", self.text[:start])) :]
+        quoted = [m for m in _QUOTED.finditer(text) if m.start() >= start]
+        rest = _QUOTED.sub("``", text)[len(_QUOTED.sub("``", text[:start])) :]
         return [m[0] for m in quoted if _IN_QUOTES.search(m[1])] + _WITHOUT_QUOTES.findall(rest)
 
     def is_followed(self, marks: Iterable[str]) -> bool:
@@ -95,14 +103,45 @@ def remedies(package: Package) -> list[Remedy]:
         Remedy(call.place.rpartition(":")[0], " ".join(text.split()))
         for call in chain(package.calls(), package.warnings())
         for text in call.texts
-        if names_a_remedy(text)
+        if names_a_remedy(text) and " ".join(text.split()) != f"{FILLED_IN} {GO_ON}"
     }
     return sorted(found, key=lambda remedy: (remedy.file, remedy.text))
 
 
-def follows(words: str, wrong: Callable[..., object], right: Callable[..., object]) -> Any:
-    """A marked case of a test: what is refused with these words, and what they say to do."""
-    return pytest.param(wrong, right, marks=pytest.mark.follows(words), id=words[:50])
+Act = Callable[..., object]
+
+
+def follows(words: str, wrong: Act, right: Act, *more: str) -> Any:
+    """A marked case of a test: what is refused with these words, and what they say to do.
+
+    Args:
+        words: Of the sentence.
+        wrong: Comes to the sentence.
+        right: Does what the sentence says.
+        more: Other words of the same sentence.
+    """
+    return pytest.param(wrong, right, marks=pytest.mark.follows(words, *more), id=words[:50])
+
+
+def come_and_follow(case: pytest.FixtureRequest, wrong: Act, right: Act, given: object) -> None:
+    """Come to the sentence of a marked case, and do what it says.
+
+    Args:
+        case: Has the mark.
+        wrong: Comes to the sentence.
+        right: Does what the sentence says.
+        given: Is passed to each of the two that takes an argument.
+    """
+    with pytest.raises((Exception, SystemExit)) as refused:  # noqa: PT011 - the words count
+        _call(wrong, given)
+    said = "\n".join([str(refused.value), *getattr(refused.value, "__notes__", [])])
+    for words in case.node.get_closest_marker("follows").args:
+        assert re.search(pattern_of(words), said), said
+    _call(right, given)
+
+
+def _call(act: Act, given: object) -> None:
+    act(*[given] * len(inspect.signature(act).parameters))
 
 
 def pattern_of(words: str) -> str:

@@ -58,6 +58,9 @@ print(type(StrategyRegistry.get("hetero_pipeline")).__name__)
     assert ran(script, tmp_path) == "HeteroPipelineStrategy"
 
 
+@pytest.mark.follows(
+    "a Trainer can. Import Trainer and LightningModule from `lightning.pytorch`, or both from",
+)
 def test_fabric_is_told_that_it_cannot_use_the_strategy(tmp_path: Path) -> None:
     package = "lightning_fabric"
     (tmp_path / package).mkdir()
@@ -72,3 +75,9 @@ except lightning_hetero.errors.HeteroError as error:
     print(error)
 """
     assert "Fabric cannot use the strategy" in ran(script, tmp_path)
+    script = """
+import lightning_hetero
+from lightning.pytorch import Trainer
+print(type(Trainer(strategy="hetero_pipeline", logger=False).strategy).__name__)
+"""
+    assert "HeteroPipelineStrategy" in ran(script, tmp_path.parent)

@@ -6,18 +6,23 @@ of single files have those that need a run.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
-from lightning_hetero import RayWorkers, SlurmWorkers, SshWorkers, windows
+from lightning_hetero import RayWorkers, SlurmWorkers, SshWorkers, StageMonitor, windows
+from lightning_hetero import pytorch_lightning as other_package
+from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.launch.cluster import read_cluster
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.candidates import Costs
@@ -32,13 +37,20 @@ from lightning_hetero.planner.solver import (
     solve,
     solve_replicated,
 )
-from lightning_hetero.strategy.arguments import check_num_nodes
+from lightning_hetero.strategy.arguments import (
+    check_callbacks,
+    check_num_nodes,
+    check_package,
+    check_precision,
+    warn_of_idle_devices,
+)
 from lightning_hetero.strategy.strategy import HeteroPipelineStrategy
 from lightning_hetero.transport.address import Address, checked_name
 from lightning_hetero.transport.token import Token, read_token_file, write_token_file
 
+from .models import scaled_precision
 from .planner.profiles import GIB, content, coordinator, device, ends, profile, timing
-from .remedies import follows, pattern_of
+from .remedies import Act, come_and_follow, follows
 
 WORKERS = ["a:1", "b:1"]
 
@@ -367,6 +379,16 @@ def of_cluster(text: str) -> Callable[[Path], object]:
     return act
 
 
+def stepped(**options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def called_back(callback: Any) -> Callable[[], object]:
+    """What checks a callback of the Trainer."""
+    trainer: Any = SimpleNamespace(callbacks=[callback])
+    return lambda: (check_package(trainer), check_callbacks(trainer))
+
+
 ARGUMENTS = [
     follows(
         "To train on this process alone, set `workers=0`.",
@@ -379,9 +401,38 @@ ARGUMENTS = [
         strategy(["a:1"]),
     ),
     follows(
-        "leave out `num_nodes`, run the script on one machine",
+        "leave out `num_nodes`, run the script on one machine, and start workers on the others "
+        "(`lightning-hetero worker`, or a launcher such as `SlurmWorkers`)",
         lambda: check_num_nodes(2),
-        lambda: check_num_nodes(1),
+        lambda: (check_num_nodes(1), SlurmWorkers(["-n2"])),
+    ),
+    follows(
+        "Set `devices=1`, and start workers on the others.",
+        lambda: warn_of_idle_devices([torch.device("cuda", 0), torch.device("cuda", 1)]),
+        lambda: warn_of_idle_devices([torch.device("cuda", 0)]),
+    ),
+    follows(
+        "takes the loss scale of precision '16-mixed' off by itself, without the stages; build it "
+        "with `fused=False`",
+        lambda: check_precision(scaled_precision(), stepped(fused=True)),
+        lambda: check_precision(scaled_precision(), stepped(fused=False)),
+    ),
+    follows(
+        "use `lightning_hetero.callbacks.StageWeightAveraging`, which averages the weights on the",
+        called_back(WeightAveraging()),
+        called_back(StageWeightAveraging(decay=0.9)),
+    ),
+    follows(
+        "and this is a ….Trainer; import the callback from ….",
+        called_back(other_package.StageMonitor()),
+        called_back(StageMonitor()),
+    ),
+    follows(
+        "and only … has workers; name it under trainer.strategy",
+        lambda: HeteroPipelineStrategy.of(pl.Trainer(logger=False)),
+        lambda: HeteroPipelineStrategy.of(
+            pl.Trainer(logger=False, strategy=HeteroPipelineStrategy(0))
+        ),
     ),
     follows(
         "write host:port, such as strix.local:9999",
@@ -553,12 +604,6 @@ FILES = [
 
 @pytest.mark.parametrize(("wrong", "right"), [*PLANS, *PLANNING, *ARGUMENTS, *FILES])
 def test_the_words_are_said_and_what_they_say_is_right(
-    wrong: Callable[..., object],
-    right: Callable[..., object],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+    wrong: Act, right: Act, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    mark = request.node.get_closest_marker("follows")
-    with pytest.raises(Exception, match=pattern_of(mark.args[0])):
-        wrong(*[tmp_path] * len(inspect.signature(wrong).parameters))
-    right(*[tmp_path] * len(inspect.signature(right).parameters))
+    come_and_follow(request, wrong, right, tmp_path)

@@ -146,9 +146,13 @@ def test_code_that_takes_a_window_for_a_batch_is_told() -> None:
         dict(**window)
 
 
+@pytest.mark.follows(
+    "leave out `windows(...)`, and set `accumulate_grad_batches=…` to train",
+)
 def test_plain_lightning_takes_no_window() -> None:
     with pytest.raises(BatchError, match="Only HeteroPipelineStrategy gives `training_step` one"):
         fit(TinyModule(1), "auto", windows(loader(4, 1), 2))
+    fit(TinyModule(1), "auto", loader(4, 1), accumulate_grad_batches=2)
 
 
 def test_the_loader_inside_is_named_where_somebody_looks_for_its_parts() -> None:

@@ -37,6 +37,11 @@ from ..units import in_duration
 
 logger = logging.getLogger(__name__)
 
+_BY_HAND = (
+    "Layers do not move under manual optimization (`replan`, `move_layers`), where only your code "
+    "knows whether gradients are still needed; set `automatic_optimization = True`."
+)
+
 
 def check_move(
     module: pl.LightningModule, deployment: Deployment | None, plan: Plan, is_inside_window: bool
@@ -49,10 +54,7 @@ def check_move(
         ModelError: If layers cannot move now, or not at all.
     """
     if not module.automatic_optimization:
-        raise MisconfigurationException(
-            "Layers do not move under manual optimization, where only your code knows whether "
-            "gradients are still needed; set `automatic_optimization = True`."
-        )
+        raise MisconfigurationException(_BY_HAND)
     if deployment is None:
         raise ModelError("No layers are on workers, so there are none to move.")
     deployment.check_placed()
@@ -83,10 +85,7 @@ def check_move(
 def moves_layers(module: pl.LightningModule) -> bool:
     """Whether ``replan=True`` can move this module's layers; warns if it cannot."""
     if not module.automatic_optimization:
-        rank_zero_warn(
-            "`replan=True` does nothing under manual optimization, where only your code knows "
-            "whether gradients are still needed."
-        )
+        rank_zero_warn(_BY_HAND)
     return bool(module.automatic_optimization)
 
 

@@ -767,7 +767,8 @@ class RefusesGradients(TorchFunctionMode):
                 raise ModelError(
                     "`torch.autograd.grad` wants gradients of the loss that `training_step` has "
                     "returned. Its graph is not here: the micro-batches have run their backwards. "
-                    "Look at `.grad` in `on_after_backward`, call it in `training_step`, or use "
+                    "Look at `.grad` in `on_after_backward`; for tensors behind the layers on "
+                    "workers you may also call it in `training_step`, or use "
                     "`micro_batching='boundary'`."
                 )
         return function(*args, **kwargs)

@@ -161,11 +161,16 @@ def test_sigterm_ends_a_wait_for_a_channel(monkeypatch: pytest.MonkeyPatch) -> N
             worker.channel.wait_until_sent(0, connections.leaving())
 
 
+@pytest.mark.follows(
+    "and the run asks for … s; start the worker with `--linger-seconds …`",
+)
 def test_a_worker_that_allows_less_time_is_named() -> None:
     with (
         pytest.warns(UserWarning, match="allows 5 s for a broken connection to come back, and"),
         connected(allowed_seconds=5.0) as (connections, _),
     ):
+        assert len(connections.workers) == 2
+    with connected(allowed_seconds=3600.0) as (connections, _):
         assert len(connections.workers) == 2
 
 

@@ -72,11 +72,15 @@ def test_a_batch_that_cannot_be_cut_goes_in_one_piece_with_a_warning(
     assert output.shape == hidden.shape
 
 
+@pytest.mark.follows(
+    "If a worker was lost in the run before, build the module anew and continue with `ckpt_path`.",
+)
 def test_layers_without_weights_are_refused(coordinator: Coordinator) -> None:
     with torch.device("meta"):
         model = tiny_llama(NUM_LAYERS)
     with pytest.raises(ModelError, match="have no weights"):
         deploy(model, coordinator)
+    deploy(tiny_llama(NUM_LAYERS), coordinator)
 
 
 def test_layers_that_were_lost_are_not_read_from_their_checkpoint_again(
@@ -106,8 +110,13 @@ def test_layers_that_cannot_become_hollow_leave_the_model_as_it_was(
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.follows(
+    "Install the same transformers version on both, and check whether the model was changed "
+    "after it was built.",
+)
 def test_what_a_worker_cannot_build_leaves_the_model_as_it_was(coordinator: Coordinator) -> None:
     model = tiny_llama(NUM_LAYERS)
+    deploy(model, coordinator).bring_back()  # as it was built
     model.model.layers[3].extra = torch.nn.Parameter(torch.zeros(2))
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     with pytest.raises(StageFailed, match=r"differ from the coordinator's in \['3\.extra'"):
@@ -116,10 +125,17 @@ def test_what_a_worker_cannot_build_leaves_the_model_as_it_was(coordinator: Coor
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
 
+@pytest.mark.follows(
+    "which builds the layers anew. Tie parameters in the code that builds them, or keep these "
+    "layers with the coordinator.",
+)
 @pytest.mark.parametrize("other", [2, 3])
 def test_parameters_that_a_worker_would_not_tie_are_refused(
     coordinator: Coordinator, other: int
 ) -> None:
+    kept = tiny_llama(NUM_LAYERS)
+    kept.model.layers[1].mlp.up_proj.weight = kept.model.layers[0].mlp.gate_proj.weight
+    deploy(kept, coordinator).bring_back()
     layers = (model := tiny_llama(NUM_LAYERS)).model.layers
     layers[other].mlp.up_proj.weight = layers[2].mlp.gate_proj.weight
     text = rf"{other}\.mlp\.up_proj\.weight and 2\.mlp\.gate_proj\.weight are one in the model"
@@ -198,6 +214,9 @@ def test_a_cache_goes_through_the_stages_in_one_piece_and_an_evaluation_in_sever
     assert sizes == [5, 5, 2, 2, 1]
 
 
+@pytest.mark.follows(
+    "a forward with this cache failed, or a step was aborted. Start with a new cache.",
+)
 def test_after_an_abort_a_cache_is_refused_and_a_new_one_works(coordinator: Coordinator) -> None:
     model, plain = tiny_llama(NUM_LAYERS).eval(), tiny_llama(NUM_LAYERS).eval()
     deployment = deploy(model, coordinator)

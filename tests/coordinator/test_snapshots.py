@@ -234,7 +234,12 @@ def test_what_a_living_run_has_stays(tmp_path: Path) -> None:
     first.close()
 
 
+@pytest.mark.follows(
+    "Free some space there, name another folder (`recovery=Recovery(folder=...)`), or go on "
+    "without `recovery`.",
+)
 def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SaveError, match=r"run-1.*name another folder"):
         SnapshotFiles(tmp_path / "file" / "run-1")
+    SnapshotFiles(tmp_path / "other" / "run-1")

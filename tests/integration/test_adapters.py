@@ -172,10 +172,16 @@ class DisablesInStep(FamilyModule):
         return super().training_step(batch, batch_idx) - reference
 
 
+@pytest.mark.follows(
+    "Leave adapters as they are during the run (do not call `disable_adapter()`), or keep the "
+    "layers that have adapters with the coordinator.",
+)
 def test_switching_adapters_off_for_a_forward_is_refused(workers: list[str]) -> None:
     model = shaken(get_peft_model(tiny_model("llama"), lora()))
     with pytest.raises(ModelError, match="switched, scaled or merged .* `disable_adapter"):
         train(model, workers, module=DisablesInStep(model))
+    model = shaken(get_peft_model(tiny_model("llama"), lora()))
+    train(model, workers)
 
 
 @repeats("model/test_adapters.py::test_a_scale_set_by_hand_is_said")

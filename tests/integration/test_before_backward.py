@@ -89,6 +89,10 @@ def test_a_forward_of_ones_own_has_the_result_of_one_device(
         assert torch.equal(its, logits)
 
 
+@pytest.mark.follows(
+    "Call the model within `training_step` or behind the backward (`on_after_backward`), or "
+    "take `optimizer: split` from the plan.",
+)
 @pytest.mark.parametrize(
     ("hook", "with_gradient"),
     covering(product(["on_before_zero_grad", "on_before_backward"], [False, True])),
@@ -99,6 +103,10 @@ def test_a_forward_of_ones_own_is_refused_where_workers_wait_for_gradients(
     with pytest.raises(ModelError, match="before the backward of its loss, where the workers"):
         run(workers[0], "the coordinator owns a part", Calling(hook, forward(with_gradient)))
     assert differing(run(workers[0], "the coordinator owns a part"), undisturbed_alone()) == []
+    behind = Calling("on_after_backward", forward(with_gradient=False))
+    assert (
+        differing(run(workers[0], "the coordinator owns a part", behind), undisturbed_alone()) == []
+    )
 
 
 @pytest.mark.parametrize(

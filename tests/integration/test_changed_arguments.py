@@ -74,7 +74,23 @@ REFUSED = {
 }
 
 
+@pytest.mark.follows(
+    "Set it before the forward and leave it until the backward, or keep the layer with the "
+    "coordinator.",
+    "Change it in `on_train_batch_start` or earlier, pass it as an argument, or keep the layer",
+    "Change a copy of it (`clone`; `x = x + y` for `x += y`), or keep these layers with the "
+    "coordinator.",
+    "and workers compute all layers of a forward alike. …, or keep these layers with the",
+    "Return what is new, or keep the layer with the coordinator.",
+    "Write `x = x + y` for `x += y`, or keep the layer with the coordinator.",
+)
+@pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_what_would_differ_is_refused(kind: type[models.Model], allowing: list[str]) -> None:
     with pytest.raises(HeteroError, match=REFUSED[kind]):
         fit(kind(), strategy(allowing, 1), data(), data())
+    here = Plan([StagePlan(["coordinator"], (0, 4))], micro_batches=1)
+    if kind is models.AddsToHidden:
+        return  # one device does not train it either
+    found = fit(kind(), HeteroPipelineStrategy(allowing, here, layers="layers"), data(), data())
+    assert_close(weights_of(found), weights_of(fit(kind(), "auto", data(), data())))

@@ -179,6 +179,10 @@ class HeldInSaves(TinyModule):
         return found
 
 
+@pytest.mark.follows(
+    "both would read what the workers answer. Save in one thread, after each other, as "
+    "callbacks do.",
+)
 def test_threads_that_save_at_once_get_an_error_and_one_saves(
     workers: list[str], tmp_path: Path
 ) -> None:
@@ -196,3 +200,5 @@ def test_threads_that_save_at_once_get_an_error_and_one_saves(
     two_steps = fit(TinyModule(), "auto", data, max_steps=2)
     written = torch.load(path, weights_only=True)
     assert_same(written["state_dict"], dict(two_steps.state_dict()))
+    for name in ("first", "second"):
+        module.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")

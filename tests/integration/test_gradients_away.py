@@ -229,10 +229,16 @@ class DropsEachBatch(TinyModule):
         self.zero_grad()
 
 
+@pytest.mark.follows(
+    "by the rule of Lightning's own `optimizer_zero_grad`. Accumulate with the Trainer's "
+    "`accumulate_grad_batches`",
+)
 @pytest.mark.parametrize(("kind", "what"), [(KeepsGradients, "kept"), (DropsEachBatch, "dropped")])
 def test_another_rule_for_zeroing_is_refused(kind: type, what: str, workers: list[str]) -> None:
     with pytest.raises(ModelError, match=rf"was {what} here before a backward.*accumulate_grad"):
         train(kind(NUM_LAYERS), workers, accumulate_grad_batches=1 if what == "kept" else 2)
+    expected = train(TinyModule(NUM_LAYERS), None, accumulate_grad_batches=2)
+    assert_same(train(TinyModule(NUM_LAYERS), workers, accumulate_grad_batches=2), expected)
 
 
 class ZeroesInPlace(TinyModule):

@@ -155,9 +155,13 @@ class Collecting(TinyModule):
         return self.model(**batch, output_hidden_states=True).hidden_states
 
 
+@pytest.mark.follows(
+    "call the model without output_hidden_states, or leave out `cut_layers`",
+)
 def test_hidden_states_between_halves_are_refused(workers: list[str]) -> None:
     with pytest.raises(ModelError, match="cannot be collected from halves of layers"):
         trainer(piped(workers, (3,), last=False)).predict(Collecting(NUM_LAYERS), loader(4, 4))
+    trainer(piped(workers, (3,), last=False)).predict(TinyModule(NUM_LAYERS), loader(4, 4))
 
 
 @pytest.mark.parametrize("family", keeping(["phi"], UNCUT))

@@ -647,6 +647,24 @@ class ClippingByHand(pl.Callback):
         self._clip("on_before_optimizer_step", module)
 
 
+class ClippingByLightning(TinyModule):
+    """Clips in a way that reaches the gradients on workers too."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.way == "module":
+            self.clip_gradients(optimizer, 0.01, "norm")
+        else:
+            self.trainer.strategy.clip_grad_norm_(0.01)  # type: ignore[attr-defined]
+
+
+@pytest.mark.follows(
+    "Clip them with `self.clip_gradients(...)`, with the Trainer's `gradient_clip_val`, or with "
+    "`trainer.strategy.clip_grad_norm_(...)`, or take `optimizer: split` out of the stage",
+)
 @pytest.mark.parametrize(
     "hook",
     keeping(["on_before_optimizer_step"], ["on_after_backward", "on_before_optimizer_step"]),
@@ -663,6 +681,13 @@ def test_with_split_gradients_that_change_here_alone_are_refused(
     found = fit(TinyModule(), whole, data, callbacks=callbacks)
     expected = fit(TinyModule(), data=data, callbacks=callbacks)
     assert_close(weights_of(found), weights_of(expected))
+    for way in ("module", "strategy", "Trainer"):
+        split = HeteroPipelineStrategy(workers[:1], hosted_plan(workers, optimizer="split"))
+        if way == "Trainer":
+            found = fit(TinyModule(), split, data, gradient_clip_val=0.01)
+        else:
+            found = fit(ClippingByLightning(way), split, data)
+        assert_close(weights_of(found), weights_of(expected))
 
 
 @pytest.mark.parametrize("optimizer", keeping(["split"], [None, "split"]))

@@ -161,6 +161,10 @@ def own_optimizer_of(part: str, module: Any, batch: Any, _: int) -> Tensor:
     return loss
 
 
+@pytest.mark.follows(
+    "Return it there, and take it from `self.optimizers()` under manual optimization; or give "
+    "it only parameters of layers that stay",
+)
 def test_an_optimizer_that_was_not_returned_is_refused_by_name(workers: list[str]) -> None:
     expected = r"`step\(\)` of Adagrad was called.*`configure_optimizers` has returned\. Return it"
     with pytest.raises(ModelError, match=expected):

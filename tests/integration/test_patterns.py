@@ -35,6 +35,15 @@ def plain(pattern_name: str) -> Outcome:
 
 
 @pytest.mark.follows(
+    "so the layers seem to couple the samples of a batch; `micro_batches=1` keeps the batch whole",
+    "Use manual optimization with `self.manual_backward(...)`, or keep such layers with the "
+    "coordinator",
+    "A custom autograd function (checkpointing without `use_reentrant=False` is one) wants",
+    "A backward that calls layers again (checkpointing without `use_reentrant=False`) wants",
+    "`micro_batches=1` keeps the batch whole, or keep these layers with the coordinator and "
+    "use `micro_batching='boundary'`",
+)
+@pytest.mark.follows(
     "pass a function that counts them as `loss_weighting`; otherwise pass 'samples'",
     "do it in `on_train_batch_end`, or use the safe mode, `micro_batching='boundary'`",
     "With `micro_batching='boundary'` it draws once for each batch",

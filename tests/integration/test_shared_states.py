@@ -84,6 +84,9 @@ def test_a_model_equals_one_device(name: str, workers: list[str]) -> None:
     assert differing(found, plain) == []
 
 
+@pytest.mark.follows(
+    "Give the coordinator layers 0 to … in the plan; those from … on may be on workers.",
+)
 def test_layers_that_keep_states_for_others_are_refused_with_the_plan_that_works(
     workers: list[str],
 ) -> None:
@@ -92,3 +95,7 @@ def test_layers_that_keep_states_for_others_are_refused_with_the_plan_that_works
         ModelError, match=r"Give the coordinator layers 0 to 3 in the plan; those f"
     ):
         fit(FamilyModule(model_of(lambda: gemma4(2))), strategy, loader(8, 4))
+    strategy = HeteroPipelineStrategy(workers[:2], plan_of(workers, (4, 1, 1), 2))
+    found = fit(FamilyModule(model_of(lambda: gemma4(2))), strategy, loader(8, 4))
+    whole = FamilyModule(model_of(lambda: gemma4(2)))
+    assert differing(found, fit(whole, "auto", loader(8, 2), accumulate_grad_batches=2)) == []

@@ -205,11 +205,15 @@ READS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.follows(
+    "`optimizer.state_dict()` returns all of it",
+)
 @pytest.mark.parametrize("read", READS)
 def test_reading_state_that_is_on_workers_is_told(read: str, workers: list[str]) -> None:
     told = r"test_tensors_away.py:\d+ reads `state` of AdamW, .*state_dict\(\)` returns all of it"
     with pytest.warns(UserWarning, match=told):
         fit(Averaging(READS[read]), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
+    fit(Averaging(look_at_own_state), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
 
 
 def look_at_own_state(module: Any) -> None:
@@ -231,7 +235,13 @@ def test_reading_state_that_is_here_is_not(workers: list[str]) -> None:
     assert type(optimizer_of(module).state) is defaultdict
 
 
+@pytest.mark.follows(
+    "Change what `optimizer.state_dict()` returns, and give it to `optimizer.load_state_dict()`",
+)
+@pytest.mark.filterwarnings("ignore:.* reads `state` of")
 def test_a_state_that_is_loaded_again_is_that_of_one_device(workers: list[str]) -> None:
+    with pytest.raises(ModelError, match="give it to `optimizer.load_state_dict"):
+        fit(Averaging(zero_moments), HeteroPipelineStrategy(workers[:1], "even"), loader(16, 4))
     expected = fit(Averaging(restart), data=loader(16, 4))
     found = fit(Averaging(restart), HeteroPipelineStrategy(workers[:1], "even"), loader(16, 4))
     assert_close(weights_of(found), weights_of(expected))

@@ -52,6 +52,9 @@ def test_who_comes_is_told_who_is_missing_and_begins_in_the_order_of_names() -> 
         assert second.note == "the run begins"
 
 
+@pytest.mark.follows(
+    "as it has left again; look at what it printed, and start it again",
+)
 def test_a_session_opens_over_the_connection_that_the_worker_has_dialled() -> None:
     with door() as opened:
         joined = knock(opened, "a")
@@ -72,6 +75,8 @@ def test_a_session_opens_over_the_connection_that_the_worker_has_dialled() -> No
         assert where == LISTENER
         with pytest.raises(WorkerUnreachable, match="No worker named a waits at .* left again"):
             opened.admit("a", "again")
+        knock(opened, "a")
+        assert opened.names() == ["a"]
 
 
 def test_a_second_process_waits_apart_for_its_session_alone() -> None:
@@ -284,10 +289,16 @@ def test_a_name_that_cannot_stand_in_a_plan_is_refused(name: str) -> None:
         knock(opened, name)
 
 
+@pytest.mark.follows(
+    "name the address of a worker, or start workers with `lightning-hetero worker --join …`",
+)
 def test_only_workers_that_join_are_talked_to() -> None:
     told = "a coordinator waits here for workers"
-    with door() as opened, pytest.raises(WorkerUnreachable, match=told):
-        dial(opened.address, "watcher", "", CALM, WITH_TOKEN)
+    with door() as opened:
+        with pytest.raises(WorkerUnreachable, match=told):
+            dial(opened.address, "watcher", "", CALM, WITH_TOKEN)
+        knock(opened, "a")
+        assert opened.names() == ["a"]
 
 
 def test_too_few_in_time_is_an_error_with_the_remedy() -> None:
@@ -315,12 +326,20 @@ def test_after_the_end_nobody_listens_and_who_waits_hears_it() -> None:
     assert all(thread.name != "door" for thread in threading.enumerate())
 
 
+@pytest.mark.follows(
+    "name its file with `token_file=` of the strategy if it is in another place; or listen on "
+    "127.0.0.1.",
+    "Make a token with `lightning-hetero token`, copy it to all machines, and name its file "
+    "with `token_file=` of the strategy",
+)
 def test_beyond_loopback_a_door_needs_a_token() -> None:
     told = "A coordinator without a token listens on loopback only, .* `token_file=`"
     with pytest.raises(WorkerError, match=told):
         joins.open_door(Address("0.0.0.0", 0), Identity(), CALM, 1)  # noqa: S104
     with pytest.raises(JoinError, match="on another machine, which takes a token"):
         join(Address("192.0.2.1", 7070), "a", LISTENER, CALM, Identity())
+    joins.open_door(Address("0.0.0.0", 0), WITH_TOKEN, CALM, 1).close()  # noqa: S104
+    joins.open_door(Address("127.0.0.1", 0), Identity(), CALM, 1).close()
 
 
 def test_a_port_that_is_in_use_is_an_error_with_the_remedy_for_a_coordinator() -> None:

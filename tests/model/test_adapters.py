@@ -247,6 +247,9 @@ def test_a_change_is_noticed(name: str) -> None:
     assert switches.have_changed()
 
 
+@pytest.mark.follows(
+    "cannot be merged into weights that are not here; merge them after the run",
+)
 def test_adapters_of_a_layer_elsewhere_cannot_be_merged() -> None:
     model = adapted(lora())
     switches = AdapterSwitches(model.model.layers[0])

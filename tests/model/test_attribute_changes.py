@@ -94,6 +94,9 @@ def test_names_that_mean_something_else_are_refused_on_both_sides(name: str) -> 
         set_attributes(Layer(), "{}", [name], ALLOWED)
 
 
+@pytest.mark.follows(
+    "and a worker takes at most …. Register large values as buffers.",
+)
 def test_what_cannot_be_written_is_refused_by_name() -> None:
     here = Layer()
     here.value = torch.ones(2)
@@ -102,6 +105,9 @@ def test_what_cannot_be_written_is_refused_by_name() -> None:
     here.value = list(range(1_000_000))
     with pytest.raises(ModelError, match=r"\['value'\] of blocks\.0 take \d+ characters"):
         write_change(Change(0, "", here, ("value",)), "blocks.0")
+    del here.value
+    here.register_buffer("value", torch.arange(1_000_000))
+    assert write_change(Change(0, "", here, ()), "blocks.0") == ("{}", [])
 
 
 def test_a_config_that_json_cannot_hold_is_refused_by_name() -> None:

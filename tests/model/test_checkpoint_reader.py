@@ -450,21 +450,34 @@ def test_a_transposed_tensor_in_4_bits_is_read(tmp_path: Path) -> None:
     assert len(opened.read(name)) == 6
 
 
+@pytest.mark.follows(
+    "4 bits pack into … bytes, and … has …; check that the config belongs to these weights",
+)
 def test_4_bits_of_another_size_are_refused(packed: tuple[PreTrainedModel, Path]) -> None:
     other = on_meta(build("llama", intermediate_size=40))
     with pytest.raises(CheckpointError, match=r"\(16, 40\).* 320 bytes, and .* has 192"):
         Checkpoint.open(packed[1], other)
+    Checkpoint.open(packed[1], on_meta(build("llama")))
 
 
+@pytest.mark.follows(
+    "so it cannot be unpacked; download the checkpoint again",
+)
 def test_4_bits_without_their_state_are_refused(
     packed: tuple[PreTrainedModel, Path], llama: PreTrainedModel
 ) -> None:
     state = f"{PACKED}.quant_state.bitsandbytes__nf4"
+    content = (packed[1] / "model.safetensors").read_bytes()
     rewrite(packed[1], lambda found: {k: v for k, v in found.items() if k != state})
     with pytest.raises(CheckpointError, match=rf"{PACKED} .* absmax, .* no quant_state"):
         Checkpoint.open(packed[1], on_meta(llama))
+    (packed[1] / "model.safetensors").write_bytes(content)
+    Checkpoint.open(packed[1], on_meta(llama))
 
 
+@pytest.mark.follows(
+    "is packed into 4 bits; use the checkpoint before its quantisation",
+)
 def test_experts_in_4_bits_that_would_be_merged_are_refused(tmp_path: Path) -> None:
     model = build("mixtral")
     model.save_pretrained(tmp_path)
@@ -472,8 +485,14 @@ def test_experts_in_4_bits_that_would_be_merged_are_refused(tmp_path: Path) -> N
     rewrite(tmp_path, lambda state: {**state, f"{expert}.absmax": torch.ones(6)})
     with pytest.raises(CheckpointError, match=rf"{expert} is packed .* before its quantisation"):
         Checkpoint.open(tmp_path, on_meta(model))
+    model.save_pretrained(tmp_path)
+    Checkpoint.open(tmp_path, on_meta(model))
 
 
+@pytest.mark.follows(
+    "which cannot be read here; use the checkpoint before its quantisation, or bitsandbytes' 4 "
+    "bits",
+)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_other_kinds_of_quantisation_are_refused(
     tmp_path: Path, llama: PreTrainedModel, dtype: torch.dtype
@@ -481,6 +500,8 @@ def test_other_kinds_of_quantisation_are_refused(
     rewrite(tmp_path, lambda state: {**state, PACKED: state[PACKED].to(dtype)})
     with pytest.raises(CheckpointError, match=rf"{PACKED} .* is quantised to (I8|F8_E4M3)"):
         Checkpoint.open(tmp_path, on_meta(llama))
+    llama.save_pretrained(tmp_path)
+    Checkpoint.open(tmp_path, on_meta(llama))
 
 
 # What is missing, damaged or of another model.
@@ -529,6 +550,9 @@ def test_a_shape_that_differs_is_named_with_both(tmp_path: Path, llama: PreTrain
         Checkpoint.open(tmp_path, other)
 
 
+@pytest.mark.follows(
+    "Check that all of them are there and that the config belongs to them.",
+)
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
@@ -542,6 +566,8 @@ def test_a_missing_expert_is_noticed_at_once(tmp_path: Path, lost: str, message:
     rewrite(tmp_path, lambda state: {k: v for k, v in state.items() if lost not in k})
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(tmp_path, on_meta(model))
+    model.save_pretrained(tmp_path)
+    Checkpoint.open(tmp_path, on_meta(model))
 
 
 def shards(model: PreTrainedModel, folder: Path) -> list[Path]:
@@ -549,14 +575,22 @@ def shards(model: PreTrainedModel, folder: Path) -> list[Path]:
     return sorted(folder.glob("model-*.safetensors"))
 
 
+@pytest.mark.follows(
+    "belongs to the checkpoint and is missing; download or copy it again",
+)
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     model = build("llama")
     lost = shards(model, tmp_path)[1]
     lost.unlink()
     with pytest.raises(CheckpointError, match=rf"{lost.name} belongs .* missing; download"):
         Checkpoint.open(tmp_path, on_meta(model))
+    shards(model, tmp_path)
+    Checkpoint.open(tmp_path, on_meta(model))
 
 
+@pytest.mark.follows(
+    "It is cut off or damaged; download or copy it again.",
+)
 @pytest.mark.parametrize("damage", ["cut", "empty", "noise"])
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
     model = build("llama")
@@ -565,6 +599,8 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
     shard.write_bytes({"cut": content[:-5], "empty": b"", "noise": b"\xff" * 64}[damage])
     with pytest.raises(CheckpointError, match=rf"{shard.name} cannot be read: .* download"):
         Checkpoint.open(tmp_path, on_meta(model))
+    shard.write_bytes(content)
+    Checkpoint.open(tmp_path, on_meta(model))
 
 
 def test_a_shard_that_is_cut_after_opening_is_named(tmp_path: Path, llama: PreTrainedModel) -> None:

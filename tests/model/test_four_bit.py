@@ -176,10 +176,15 @@ def test_ordinary_parameters_have_no_state() -> None:
     assert not is_four_bit(linear(bias=True), "bias")
 
 
+@pytest.mark.follows(
+    "load the model with load_in_4bit=True, or without quantisation",
+)
 def test_eight_bits_are_refused() -> None:
     model = Holder(bnb.nn.Linear8bitLt(8, 8))
     with pytest.raises(ModelError, match="inner is quantised to 8 bits.*load_in_4bit=True"):
         describe_four_bit(model)
+    assert describe_four_bit(Holder(bnb.nn.Linear4bit(8, 8))).keys() == {"inner"}
+    assert describe_four_bit(Holder(nn.Linear(8, 8))) == {}
 
 
 def test_a_layer_that_the_model_does_not_have_is_refused() -> None:

@@ -220,11 +220,17 @@ class Mine(LlamaForCausalLM):
     """A model that workers do not know."""
 
 
+@pytest.mark.follows(
+    "so workers cannot build halves of it. Leave out `cut_layers`.",
+)
 def test_halves_in_a_model_that_workers_do_not_know_are_refused() -> None:
     model = Mine(tiny_llama(2).config)
     halves = list(enumerate(halves_of(model)))
     with pytest.raises(ModelError, match="in no model of a class of transformers"):
         write_recipe(model, halves)
+    model = Mine(tiny_llama(2).config)
+    described = write_recipe(model, list(enumerate(find_decoder_layers(model)))).to_json()
+    assert len(build_layers(Recipe.from_json(described))) == 2
 
 
 def test_a_recipe_with_a_half_outside_its_layers_is_refused() -> None:
@@ -244,6 +250,9 @@ def gathering_model() -> GPTNeoForCausalLM:
     return model
 
 
+@pytest.mark.follows(
+    "call it without output_hidden_states, or leave out `cut_layers`",
+)
 def test_hidden_states_that_a_model_gathers_between_halves_are_refused() -> None:
     model = gathering_model()
     names = [half.name for half in halves_of(model)]

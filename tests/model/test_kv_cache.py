@@ -312,6 +312,9 @@ def test_the_model_is_left_without_hooks(hollowed: Hollowed) -> None:
     assert not any(module._forward_pre_hooks for module in hollowed.model.modules())
 
 
+@pytest.mark.follows(
+    "for layers that are all inside one Hugging Face model; call the layers without a cache",
+)
 def test_a_cache_outside_of_a_hugging_face_model_is_left_out_and_then_refused() -> None:
     caches = HollowCaches()
     caches.listen(nn.Linear(1, 1), [""])
@@ -322,6 +325,8 @@ def test_a_cache_outside_of_a_hugging_face_model_is_left_out_and_then_refused() 
     assert (args, kwargs, use) == ((None,), {}, None)
     with torch.no_grad(), pytest.raises(ModelError, match="inside one Hugging Face model"):
         caches.begin(0, nn.Linear(1, 1), (cache,), {})
+    with torch.no_grad():
+        caches.begin(0, nn.Linear(1, 1), (), {})
 
 
 def test_generating_without_a_cache_needs_nothing_elsewhere(hollowed: Hollowed) -> None:

@@ -358,18 +358,27 @@ def test_an_embedding_with_a_hook_stays() -> None:
         Hollowed(model, away=FIRST_ONES)
 
 
+@pytest.mark.follows(
+    "and no torch.nn.Embedding; take `embedding: true` out of the plan",
+)
 def test_a_module_that_is_not_an_embedding_stays() -> None:
     model = tiny_llama(5)
     layers = find_decoder_layers(model)
     model.set_input_embeddings(nn.Sequential(nn.Embedding(48, 16)))
     with pytest.raises(ModelError, match="is a Sequential and no torch.nn.Embedding; take"):
         find_embedding(model, layers)
+    Hollowed(model)
 
 
+@pytest.mark.follows(
+    "so its input embedding cannot be found; take `embedding: true` out of the plan",
+)
 def test_layers_outside_of_hugging_face_models_have_no_embedding() -> None:
     block = nn.Linear(4, 4)
     with pytest.raises(ModelError, match="not inside one Hugging Face model.*`embedding: true`"):
         find_embedding(nn.Sequential(block), [DecoderLayer("0", block)])
+    recipe = Recipe.from_json(write_recipe(block, [(0, DecoderLayer("", block))]).to_json())
+    assert list(build_layers(recipe)) == ["0"]
 
 
 @pytest.mark.parametrize("choice", [None, "model.model.layers"])

@@ -95,6 +95,9 @@ class FullDisk:
         return getattr(self._file, name)
 
 
+@pytest.mark.follows(
+    "Free space there, or name another folder by the environment variable TMPDIR.",
+)
 @pytest.mark.parametrize("num_bytes", [None, 0, 100])
 def test_frames_for_which_the_disk_has_no_room_stay_in_memory(
     num_bytes: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -115,6 +118,12 @@ def test_frames_for_which_the_disk_has_no_room_stay_in_memory(
     for each in kept:
         store.drop(each)
     assert store.num_bytes == 0
+    store.close()
+    monkeypatch.undo()
+    caplog.clear()
+    store = FrameStore(100)
+    assert sum(in_files([store.put(content) for content in contents])) > 3
+    assert not caplog.text
     store.close()
 
 

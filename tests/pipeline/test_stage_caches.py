@@ -131,9 +131,13 @@ def test_samples_of_nothing_are_refused() -> None:
         run(stage_of(Remembering(7)), use(rows=torch.tensor([0, 1])))
 
 
+@pytest.mark.follows(
+    "generate with `use_cache=False`, or put both layers into one stage",
+)
 def test_a_layer_that_asks_for_the_cache_of_another_layer_is_refused() -> None:
     with pytest.raises(ModelError, match="a layer on another stage"):
         run(stage_of(Remembering(7, asks=2)), use())
+    run(stage_of(Remembering(7), Remembering(8, asks=7)), use(), use())
 
 
 @pytest.mark.parametrize("index", [-1, 2**40, "one", None])
@@ -142,6 +146,10 @@ def test_a_layer_without_a_place_is_refused(index: Any) -> None:
         run(stage_of(Remembering(index)), use())
 
 
+@pytest.mark.follows(
+    "key-value caches are held at once; delete those that are no more in use, such as "
+    "`past_key_values`",
+)
 def test_a_stage_keeps_a_limited_number_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_module, "MOST_CACHES", 3)
     stage = stage_of(Remembering(0))

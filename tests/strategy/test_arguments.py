@@ -135,7 +135,15 @@ def test_compiled_layers_are_refused_by_name(name: str) -> None:
         check_not_compiled(module, layers)
 
 
+@pytest.mark.follows(
+    "compile each layer by itself, or modules that neither contain decoder layers nor are part "
+    "of one",
+)
 def test_a_module_beside_the_layers_and_each_layer_by_itself_may_be_compiled() -> None:
+    module = TinyModule()
+    module.model.compile()
+    with pytest.raises(MisconfigurationException, match="compile each layer by itself, or modules"):
+        check_not_compiled(module, find_decoder_layers(module))
     module = TinyModule()
     module.model.lm_head.compile()
     layers = module.model.model.layers

@@ -132,12 +132,17 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.follows(
+    "or save to another folder (`dirpath` of ModelCheckpoint, `default_root_dir` of the Trainer)",
+)
 def test_a_full_disk_is_reported_and_leaves_the_old_file(path: Path) -> None:
     expected = r"last.ckpt' could not be written: File too large\..* free some space .*`dirpath`"
     with largest_file(MIB), pytest.raises(SaveError, match=expected) as caught:
         FileCheckpointIO().save_checkpoint(checkpoint(2.0), path)
     assert isinstance(caught.value, OSError)
     assert_untouched(path)
+    FileCheckpointIO().save_checkpoint(checkpoint(2.0), path)
+    FileCheckpointIO().save_checkpoint(checkpoint(2.0), path.parent / "other" / path.name)
 
 
 def test_a_folder_that_cannot_be_made_is_reported(path: Path) -> None:

@@ -89,10 +89,15 @@ def test_several_loaders_make_pieces_together(mode: Any) -> None:
     assert found.trainer.num_training_batches == {"min_size": 2, "max_size_cycle": 3}[mode]
 
 
+@pytest.mark.follows(
+    "Wrap them together: `windows(CombinedLoader(loaders, 'max_size_cycle'), size)`",
+)
 def test_one_of_several_loaders_may_not_give_windows() -> None:
     given = {"a": windows(loader(4, 1), 2), "b": loader(4, 1)}
     with pytest.raises(BatchError, match="Wrap them together"):
         fit(OfTwo(NUM_LAYERS), alone(), given)
+    loaders = {"a": loader(4, 1), "b": loader(4, 1)}
+    fit(OfTwo(NUM_LAYERS), alone(), windows(CombinedLoader(loaders, "max_size_cycle"), 2))
 
 
 class Order(torch.utils.data.Sampler[int]):
@@ -180,6 +185,9 @@ def test_a_datamodule_may_give_windows() -> None:
     assert "_on_before_batch_transfer" not in vars(module)
 
 
+@pytest.mark.follows(
+    "Give the Trainer that loader without `windows(...)`",
+)
 @pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
 def test_windows_are_refused_where_nothing_trains(function: str) -> None:
     run, module = trainer(alone(), max_epochs=1), TinyModule(NUM_LAYERS)
@@ -187,6 +195,8 @@ def test_windows_are_refused_where_nothing_trains(function: str) -> None:
     data = (loader(4, 1), given) if function == "fit" else (given,)
     with pytest.raises(BatchError, match="only a training takes apart"):
         getattr(run, function)(module, *data)
+    whole = (loader(4, 1), loader(4, 1)) if function == "fit" else (loader(4, 1),)
+    getattr(trainer(alone(), max_epochs=1), function)(TinyModule(NUM_LAYERS), *whole)
 
 
 class Resuming:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,13 @@ from lightning_hetero.planner.profile import Profile
 from lightning_hetero.planner.replan import MoveCosts
 from lightning_hetero.profiler.cache import Measured
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.strategy.replan import Horizon, Watch, own_seconds, parts_of_workers
+from lightning_hetero.strategy.replan import (
+    Horizon,
+    Watch,
+    moves_layers,
+    own_seconds,
+    parts_of_workers,
+)
 
 from ..planner.profiles import coordinator, device, ends, profile
 
@@ -300,3 +307,11 @@ def test_replicas_of_a_window_have_their_parts_of_all_its_micro_batches() -> Non
     assert parts_of_workers(plan, num_batches=8) == {"a": 5 / 8, "b": 3 / 8}
     # A batch by itself has one micro-batch, which the first replica runs.
     assert parts_of_workers(plan, num_batches=1) == {"a": 1, "b": 0}
+
+
+def test_under_manual_optimization_replanning_is_told_to_do_nothing() -> None:
+    by_hand: Any = SimpleNamespace(automatic_optimization=False)
+    with pytest.warns(UserWarning, match="do not move .*; set `automatic_optimization = True`"):
+        assert not moves_layers(by_hand)
+    by_hand.automatic_optimization = True
+    assert moves_layers(by_hand)

@@ -66,6 +66,9 @@ def said(
     return [str(each.message) for each in caught]
 
 
+@pytest.mark.follows(
+    ". With …, so …. Use ….",
+)
 def test_a_batch_that_is_too_small_is_said_once_with_its_cost_and_the_settings() -> None:
     (sentence,) = said(1, plan=FOUR, known=FOUR_DEVICES, times=3)
     times = SmallBatch(FOUR, 1, 8, cuts_step=True).times_as_long(FOUR_DEVICES)
@@ -79,6 +82,7 @@ def test_a_batch_that_is_too_small_is_said_once_with_its_cost_and_the_settings()
         "Use `lightning_hetero.windows(loader, 8)` with accumulate_grad_batches=1, or batches of 8 "
         "samples."
     )
+    assert said(8, accumulated=1, plan=FOUR, known=FOUR_DEVICES) == []
 
 
 def test_the_cost_is_that_of_the_plan_by_its_own_prediction() -> None:

@@ -329,6 +329,14 @@ DIALLED = {
 }
 
 
+@pytest.mark.follows(
+    "this end has none; give both the same token file, as `lightning-hetero token` says.",
+    "this end has one; give both the same token file, as `lightning-hetero token` says.",
+    "does not belong to our token: the tokens differ; copy the same token file to both machines",
+    "refused our certificate: the tokens differ; copy the same token file to both machines",
+    "is not valid by its clock: the clocks of the two machines are days apart; set them",
+    "is not valid by this machine's clock: the clocks of the two machines are days apart; set them",
+)
 @pytest.mark.parametrize("name", DIALLED)
 def test_a_coordinator_and_a_worker_both_say_why_they_do_not_talk(
     caplog: pytest.LogCaptureFixture, name: str
@@ -387,6 +395,9 @@ STRANGERS = {
 }
 
 
+@pytest.mark.follows(
+    "showed no certificate, so it has no token; copy the same token file to both machines",
+)
 @pytest.mark.parametrize("name", STRANGERS)
 def test_a_tls_client_without_the_token_learns_nothing(
     caplog: pytest.LogCaptureFixture, name: str

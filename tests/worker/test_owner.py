@@ -37,9 +37,9 @@ from ..transport.pairs import PATIENCE_SECONDS, QUICK, serving_worker
 HIDDEN = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 
 
-def one_stage() -> RemoteStage:
+def one_stage(num_layers: int = NUM_LAYERS) -> RemoteStage:
     model = tiny_llama(NUM_LAYERS)
-    found = list(enumerate(find_decoder_layers(model)))
+    found = list(enumerate(find_decoder_layers(model)))[:num_layers]
     modules: dict[int, nn.Module] = {i: layer.module for i, layer in found}
     contents = partial(named_contents, modules)
     return RemoteStage(write_recipe(model, found), modules, contents, False)
@@ -127,6 +127,10 @@ def test_a_paused_worker_is_free_at_once_when_its_coordinator_leaves() -> None:
         worker.resume()
 
 
+@pytest.mark.follows(
+    "for their weights and gradients, and the owner of this worker allows … (`--memory`); give "
+    "it fewer layers in the plan, or let `plan='auto'` do so.",
+)
 def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_built() -> None:
     records: Queue[ServedRun] = Queue()
     owner = Owner(40_000, records.put)
@@ -137,6 +141,11 @@ def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_buil
     ):
         list(coordinator.layers.deploy([one_stage()]))
     assert records.get(timeout=PATIENCE_SECONDS).what == ""
+    with (
+        serving_worker(owner=owner) as (_, address),
+        closing(Coordinator([("strix", address)], Deadlines(), Identity())) as coordinator,
+    ):
+        list(coordinator.layers.deploy([one_stage(1)]))
 
 
 def test_what_the_owner_allows_is_what_others_are_told() -> None:
@@ -166,12 +175,19 @@ def test_the_owner_is_told_of_each_run() -> None:
     assert record.peer.startswith("127.0.0.1:")
 
 
+@pytest.mark.follows(
+    "ends with its present run, as its owner wants; use another worker",
+)
 def test_a_drained_worker_finishes_its_run_and_takes_no_other() -> None:
     with deployed() as (worker, coordinator, _):
         worker.drain()
         address = coordinator.connections.named("strix").address
-        with pytest.raises(WorkerUnreachable, match="ends with its present run"):
+        with pytest.raises(WorkerUnreachable, match="its owner wants; use another worker"):
             dial(address, "coordinator", "b", QUICK, Identity())
+        with serving_worker() as (_, other):
+            channel, _ = dial(other, "coordinator", "b", QUICK, Identity())
+            channel.start(SimpleQueue())
+            channel.close(m.Goodbye())
         forward(coordinator)
     # The block's end waits for the worker's thread, which nobody but the drain has stopped.
 
@@ -200,6 +216,9 @@ def test_messages_that_wait_count_as_memory() -> None:
     assert "the owner of this worker allows 1 MiB (`--memory`)" in reason
 
 
+@pytest.mark.follows(
+    "give it fewer layers, or use smaller micro-batches",
+)
 def test_memory_is_free_again_when_nothing_is_in_use() -> None:
     budget = Budget(1000)
     held = [budget.allocate(empty_memory, 400) for _ in range(2)]
@@ -214,6 +233,8 @@ def test_memory_is_free_again_when_nothing_is_in_use() -> None:
     budget.reserve([m.ParameterSpec("a", spec, True), m.ParameterSpec("b", spec, False)])
     with pytest.raises(RemoteProtocolError):
         budget.allocate(empty_memory, 1)
+    smaller = Budget(1000)
+    assert len([smaller.allocate(empty_memory, 200) for _ in range(4)]) == 4
 
 
 def test_a_goodbye_comes_before_the_requests_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,9 @@ def test_a_second_session_gets_what_the_owner_allows_beside_the_first(
     assert room_bytes(50, 20, allowed_bytes, granted_bytes) == expected
 
 
+@pytest.mark.follows(
+    "another process of this worker serves that session; dial again",
+)
 def test_a_peer_at_the_wrong_process_is_told_to_dial_again() -> None:
     with serving_worker() as (worker, address), ExitStack() as stack:
         channel, _ = dial(address, "coordinator", "a", QUICK, Identity())

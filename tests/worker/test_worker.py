@@ -58,14 +58,22 @@ def test_only_loopback_is_listened_on(host: str) -> None:
         listen(Address(host, 0))
 
 
+@pytest.mark.follows(
+    "another process uses this port. Choose another one with …, or end that process.",
+)
 def test_a_port_in_use_is_named() -> None:
     with listen(Address("127.0.0.1", 0)) as listener:
         taken = address_of(listener)
         expected = f"Cannot listen on {taken}: another process .* Choose another one .*`--listen"
         with pytest.raises(WorkerError, match=expected):
             listen(taken)
+        listen(Address(taken.host, 0)).close()
+    listen(taken).close()
 
 
+@pytest.mark.follows(
+    "wait for its run to end, or use another worker. `lightning-hetero top` shows what it does.",
+)
 def test_one_coordinator_at_a_time_and_then_the_next() -> None:
     with worker_thread() as address:
         first, _ = dial(address, "coordinator", "a", QUICK, Identity())
@@ -81,11 +89,15 @@ def test_one_coordinator_at_a_time_and_then_the_next() -> None:
         second.close()
 
 
+@pytest.mark.follows(
+    "if two of the run's addresses lead to it, name one of them only",
+)
 def test_one_worker_at_two_addresses_is_told_as_such() -> None:
     with worker_thread() as address:
         other = Address("localhost", address.port)
         with pytest.raises(WorkerUnreachable, match="serves this run already.*name one of them"):
             Coordinator([("a", address), ("b", other)], QUICK, Identity())
+        Coordinator([("a", address)], QUICK, Identity()).close()
 
 
 @pytest.fixture
