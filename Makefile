@@ -12,7 +12,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format docs bench faults spot fuzz foreign wheel-check clean
+.PHONY: help demo test test-all sweep lint format docs bench faults spot fuzz foreign wheel-check clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,7 +28,10 @@ test: $(INSTALLED) ## Run the first tier of the tests
 	$(PYTEST) -m 'not exhaustive' $(ARGS)
 
 test-all: $(INSTALLED) ## Run both tiers of the tests
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m 'not sweep' $(ARGS)
+
+sweep: $(INSTALLED) ## Run the rest of large tables of tests: each cell, each family
+	$(PYTEST) -m sweep $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format, imports and types
 	$(BIN)/ruff check .

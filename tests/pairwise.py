@@ -15,6 +15,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 # Of two axes, the number and the value in each.
 _Pair = tuple[int, Any, int, Any]
@@ -38,6 +39,18 @@ def all_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def _pairs(row: Sequence[int]) -> set[_Pair]:
     return {(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)}
+
+
+def meeting(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Few of the rows in which each two values of two places meet that meet in any of them."""
+    rows, found = [*rows], []
+    met = {row: {*combinations(enumerate(row), 2)} for row in rows}
+    missing = set().union(*met.values())
+    while missing:
+        best = max(rows, key=lambda row: len(missing & met[row]))
+        missing -= met[best]
+        found.append(best)
+    return found
 
 
 def each_value(first: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -82,6 +95,29 @@ def repeats(*tests: str) -> pytest.MarkDecorator:
     return pytest.mark.exhaustive(*tests)
 
 
+def sweeping(kept: Collection[Any], rows: Iterable[Any]) -> list[Any]:
+    """Mark all rows but those that are kept, and that may be marked, as a sweep of a whole table.
+
+    The continuous build leaves sweeps out; ``make sweep`` runs them.
+    """
+    rows = [*rows]
+    lacking = [value for value in kept if value not in map(_values_of, rows)]
+    assert not lacking, lacking
+    return [row if _values_of(row) in kept else _marked(row, pytest.mark.sweep) for row in rows]
+
+
 def _exhaustive(value: Any) -> Any:
-    row = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*row, marks=pytest.mark.exhaustive)
+    return _marked(value, pytest.mark.exhaustive)
+
+
+def _values_of(row: Any) -> Any:
+    """The values of a row that may be marked."""
+    if isinstance(row, ParameterSet):
+        return row.values if len(row.values) > 1 else row.values[0]
+    return row
+
+
+def _marked(row: Any, mark: pytest.MarkDecorator) -> Any:
+    if isinstance(row, ParameterSet):
+        return pytest.param(*row.values, marks=(*row.marks, mark))
+    return pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=mark)

@@ -6,12 +6,13 @@ The page has the table of all cells; a cell that becomes another one makes its t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from ..conftest import worker_process
-from ..pairwise import covering, keeping
+from ..pairwise import covering, keeping, meeting, sweeping
 from ..patterns.cells import CELLS, MARKS, Cell, marks_in, outcome_of, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "patterns.md"
@@ -34,7 +35,13 @@ def worker() -> Iterator[str]:
         yield found.address
 
 
-@pytest.mark.parametrize("cell", keeping(FIRST_TIER, CELLS), ids=str)
+# Each place with each writer and each reader, and each writer with each reader.
+PAIRS = [Cell(*row) for row in meeting(astuple(cell) for cell in CELLS)]
+
+
+@pytest.mark.parametrize(
+    "cell", sweeping([*FIRST_TIER, *PAIRS], keeping(FIRST_TIER, CELLS)), ids=str
+)
 def test_a_cell_is_what_the_page_says(cell: Cell, worker: str) -> None:
     found, words = outcome_of(cell, worker)
     expected = ON_PAGE[cell]

@@ -77,6 +77,7 @@ class Whole(pl.LightningModule):
             self.model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family]())
 
 
+@pytest.mark.sweep
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - NO_DEFAULT))
 def test_a_worker_builds_the_layers_of_every_family(family: str) -> None:
