@@ -119,7 +119,7 @@ def memory_bytes(pid: int | str, entry: str) -> int:
 def wide_console() -> Console:
     """A console whose tables are not squeezed when they go to a file."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal else Console(width=140)
 
 
 def machine() -> str:
