@@ -73,7 +73,7 @@ from .launch.guests import WITH_TOKEN, door, knock
 from .planner.profiles import GIB, content, coordinator, device, ends, profile, timing
 from .remedies import Act, come_and_follow, follows
 from .transport.pairs import QUICK, closed_address, worker_thread
-from .transport.test_compatibility import party
+from .transport.parties import party
 
 
 def call(act: Act, folder: Path) -> None:

@@ -88,7 +88,6 @@ def test_the_log_tells_how_small_batches_are_cut(
     assert "into 100 micro-batches, or into single samples if it has fewer (" in caplog.text
 
 
-@pytest.mark.follows("start a worker on this machine too and give them to it")
 def test_in_the_safe_mode_layers_of_the_coordinator_can_be_cut_by_a_worker_beside_it(
     workers: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -771,7 +771,7 @@ AWAY_FROM_HERE = [
         ),
     ),
     follows(
-        "cannot be cloned or logged; do it before `fit` or after it, or use `module.state_dict()`",
+        "cannot be cloned or logged; do it before `fit` or after it, use `module.state_dict()`",
         hollowed(lambda model: weight_of(model).clone()),
         both(
             around(lambda model: weight_of(model).clone()),

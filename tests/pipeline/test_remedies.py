@@ -33,7 +33,7 @@ from lightning_hetero.pipeline.stage_layers import describe_parameters
 
 from .. import own_optimizers
 from ..remedies import Act, come_and_follow, follows
-from .test_stage_caches import Remembering, run, stage_of, use
+from .remembering import Remembering, run, stage_of, use
 
 ROWS = torch.arange(12.0).view(4, 3)
 
