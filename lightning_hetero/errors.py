@@ -176,13 +176,6 @@ def traceback_there(error: BaseException) -> str:
     return "" if link is None else f"{link}\n"
 
 
-def say_once(error: HeteroError) -> None:
-    """Let an error that has the whole sentence of its cause stand alone where Python prints it."""
-    cause = error.__cause__
-    if isinstance(cause, HeteroError) and str(cause) in str(error):
-        error.__cause__ = cause.__cause__
-
-
 def did_you_mean(text: str, *known: str) -> str:
     """A question for what a misspelt text probably is, with a space before it; empty if nobody
     knows."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 
 import pytest
 
@@ -66,15 +65,3 @@ def test_a_command_shows_the_traceback_of_a_workers_code_before_its_sentence() -
     for error in (failed, above):
         assert errors.traceback_there(error).split() == ["Traceback:", "line", "7"]
     assert errors.traceback_there(errors.PlanError("no")) == ""
-
-
-def test_an_error_with_its_causes_sentence_stands_alone() -> None:
-    lost = errors.WorkerLost("stage 1 was lost. The connection was cut.")
-    lost.__cause__ = errors.ChannelError("The connection was cut.")
-    errors.say_once(lost)
-    printed = "".join(traceback.format_exception(lost))
-    assert printed.count("The connection was cut.") == 1
-    other = errors.WorkerLost("stage 1 was lost.")
-    other.__cause__ = errors.ChannelError("The connection was cut.")
-    errors.say_once(other)
-    assert other.__cause__ is not None

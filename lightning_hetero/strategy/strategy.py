@@ -26,7 +26,7 @@ from typing_extensions import override
 from ..coordinator.deployment import Deployment, check_is_whole
 from ..coordinator.fleet import Fleet
 from ..devices.main_memory import share_one_arena
-from ..errors import HeteroError, ModelError, ProfileError, WeightsLost, WorkerLost, say_once
+from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
 from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
 from ..model.allowed_imports import refuse_training_in_worker
@@ -470,8 +470,6 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             steps = [*self._fleet.restart, _ANEW, "and " + self._remedy()]
             next_time = "" if self._recovery is not None else _NEXT_TIME
             exception.args = (f"{exception} To go on: {', '.join(steps)}.{next_time}",)
-        if isinstance(exception, HeteroError):
-            say_once(exception)
         if self._notes is not None:
             self._notes.note_error(exception)
         super().on_exception(exception)
