@@ -217,13 +217,11 @@ class _Fitting:
     sightings: Sequence[WorkerSighting]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        left_out: list[str] = []
-        for each in ("", *_DISPENSABLE):
-            left_out += [each] if each else []
+        unlimited = options.update(max_width=_NO_LIMIT)
+        for count in range(len(_DISPENSABLE) + 1):
+            left_out = _DISPENSABLE[:count]
             shown = _table(self.sightings, left_out)
-            if console.measure(shown, options=options.update(max_width=_NO_LIMIT)).maximum <= (
-                options.max_width
-            ):
+            if console.measure(shown, options=unlimited).maximum <= options.max_width:
                 break
         yield shown
         if left_out:

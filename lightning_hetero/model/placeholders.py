@@ -697,13 +697,10 @@ _KINDS: dict[type, type] = {Tensor: TensorAway, nn.Parameter: ParameterAway}
 _BACK = {away: kind for kind, away in _KINDS.items()}
 
 
-_TRAINS: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-
-
 def training_flags(tensors: Iterable[Tensor]) -> list[bool]:
     """Whether each tensor trains; tensors that are away answer as quickly as others."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [*map(_TRAINS, tensors)]
+        return [tensor.requires_grad for tensor in tensors]
 
 
 def mark_as_away(tensors: Iterable[Tensor]) -> None:

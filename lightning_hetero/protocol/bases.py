@@ -143,6 +143,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
         super().__init_subclass__(**config)
         if not cls.said:
             raise TypeError(f"{cls.__name__} does not declare in `said` who may send it, and when.")
+        # The bases in this file leave it to their classes.
         if cls.repeated is None and cls.said.keys() & _TO_A_STAGE and cls.__module__ != __name__:
             raise TypeError(
                 f"{cls.__name__} does not declare in `repeated` until when it is said again to a "

@@ -457,7 +457,7 @@ class Site:
             f"each batch is cut into {in_micro_batches(plan.micro_batches)}, or into single "
             f"samples if it has fewer ({what}), at most {plan.max_in_flight} in flight"
         )
-        num_whole = sum(s.layers[1] - s.layers[0] for s in plan.stages if s.is_local)
+        num_whole = sum(plan.own_counts)
         is_fitting = self.module.trainer.state.fn is TrainerFn.FITTING
         if is_fitting and not self._cuts_step and num_whole and plan.micro_batches > 1:
             rank_zero_info(

@@ -120,14 +120,13 @@ def write_token_file(path: Path, token: Token) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        why = error.strerror or error
-        if isinstance(error, FileExistsError):
-            if path.parent.is_dir():
-                raise TokenError(
-                    f"{str(path)!r} is there already, and overwriting it would lock out every "
-                    "machine that uses its token; name another file, or remove this one first."
-                ) from None
-            why = f"{error.filename!r} is no folder"
+        is_there = isinstance(error, FileExistsError)
+        if is_there and path.parent.is_dir():
+            raise TokenError(
+                f"{str(path)!r} is there already, and overwriting it would lock out every machine "
+                "that uses its token; name another file, or remove this one first."
+            ) from None
+        why = f"{error.filename!r} is no folder" if is_there else error.strerror or error
         raise TokenError(
             f"The token file {str(path)!r} cannot be written: {why}; name another file."
         ) from error

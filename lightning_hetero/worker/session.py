@@ -400,9 +400,8 @@ class StageSession:
     def _is_end(self, arrival: Arrival) -> bool:
         """Whether this is how the coordinator has ended the conversation."""
         content = arrival.content
-        ends = isinstance(content, HeteroError) or isinstance(
-            content.message, (m.Failure, m.Goodbye)
-        )
+        last_word = content if isinstance(content, HeteroError) else content.message
+        ends = isinstance(last_word, (HeteroError, m.Failure, m.Goodbye))
         return ends and arrival.channel is self._coordinator
 
     def _carry_out(self, handler: Handler, arrival: Arrival, frame: Frame) -> None:
