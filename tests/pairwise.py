@@ -17,32 +17,21 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-# Of two axes, the number and the value in each.
-_Pair = tuple[int, Any, int, Any]
-
 
 def all_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Few rows with a value of each axis, in which each two values of two axes meet at least once.
 
-    The rows are the same at every call: each time the one of the product, the first of equals,
-    that has most of the pairs that are missing.
+    The rows are the same at every call.
     """
-    numbers = [range(len(axis)) for axis in axes]
-    missing = {pair for row in product(*numbers) for pair in _pairs(row)}
-    rows = []
-    while missing:
-        row = max(product(*numbers), key=lambda row: len(missing & _pairs(row)))
-        missing -= _pairs(row)
-        rows.append(tuple(axis[number] for axis, number in zip(axes, row, strict=True)))
-    return rows
-
-
-def _pairs(row: Sequence[int]) -> set[_Pair]:
-    return {(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)}
+    rows = meeting(product(*(range(len(axis)) for axis in axes)))
+    return [tuple(axis[n] for axis, n in zip(axes, row, strict=True)) for row in rows]
 
 
 def meeting(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Few of the rows in which each two values of two places meet that meet in any of them."""
+    """Few of the rows in which each two values of two places meet that meet in any of them.
+
+    Each time the row, the first of equals, that has most of the pairs that are missing.
+    """
     rows, found = [*rows], []
     met = {row: {*combinations(enumerate(row), 2)} for row in rows}
     missing = set().union(*met.values())

@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.processes import be_quiet, machine, wide_console
 from benchmarks.sleeping_stages.main import HIDDEN_SIZE, Sleep
-from benchmarks.training import fit
-from benchmarks.window.main import Way
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
+from benchmarks.window.main import Way, trained_seconds
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 # Tokens of an image in each bucket, relative to the first.
 TOKENS = (16, 24, 32)
@@ -107,9 +106,6 @@ def measured_seconds(way: Way, options: argparse.Namespace) -> float:
     """The median optimizer step, the first left out; each has the same sizes."""
     count = options.accumulate
     images = [torch.randn(size, HIDDEN_SIZE) for size in sizes(count)] * options.steps
-    loader: Any = DataLoader(images, batch_size=1)  # type: ignore[arg-type]
-    if way == "windows":
-        loader = windows(loader, count)
     end, half = NUM_DOUBLE + NUM_SINGLE, (NUM_DOUBLE + NUM_SINGLE) // NUM_WORKERS
     stages = [StagePlan(["local-1"], (0, half)), StagePlan(["local-2"], (half, end))]
     strategy = HeteroPipelineStrategy(
@@ -119,10 +115,8 @@ def measured_seconds(way: Way, options: argparse.Namespace) -> float:
         micro_batches=count,
     )
     module = Diffusing(options.milliseconds / 1e3 / TOKENS[0])
-    accumulate = count if way == "accumulated" else 1
-    fit(module, loader, strategy, accumulate)
-    ends = module.marks[accumulate - 1 :: accumulate]
-    return median(end - start for start, end in itertools.pairwise(ends))
+    loader = DataLoader(images, batch_size=1)  # type: ignore[arg-type]
+    return trained_seconds(module, loader, strategy, way, count)
 
 
 def main() -> None:

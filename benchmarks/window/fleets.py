@@ -10,10 +10,7 @@ Plans have no replicas here.
 from __future__ import annotations
 
 import argparse
-import itertools
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -29,10 +26,17 @@ from benchmarks.sleeping_stages.main import (
     SleepingBlock,
     Sleepy,
 )
-from benchmarks.training import fit
-from examples.fine_tune.cards import FRAMEWORK_BYTES, MODELS, Layer, count_layer, model_profile
+from benchmarks.window.main import Way, trained_seconds
+from examples.fine_tune.cards import (
+    FRAMEWORK_BYTES,
+    MODELS,
+    Layer,
+    count_layer,
+    layer_timings,
+    model_profile,
+)
 from examples.fine_tune.loading import Lora
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.plan import COORDINATOR
 from lightning_hetero.planner.candidates import Candidate
 from lightning_hetero.planner.cards import Card, find_card
@@ -104,14 +108,9 @@ def _device(
     """A card; one without bfloat16 computes in its fastest other dtype."""
     peaks = card.operations_per_second
     speed = EFFICIENCY * peaks.get("bfloat16", max(peaks.values()))
-    seconds, peak = layer.multiplications / speed, layer.kept_bytes + layer.largest_bytes
-    inputs = model.activation_bytes_per_sample
-    timings = [
-        Timing("layer", 1, seconds, seconds, layer.kept_bytes, peak, "bfloat16"),
-        Timing("layer", 1, seconds, 2 * seconds, inputs, peak, "bfloat16", recompute=True),
-    ]
+    timings = layer_timings(layer, model, speed)
     if number == 0:
-        each = head_operations / speed
+        each, inputs = head_operations / speed, model.activation_bytes_per_sample
         timings += [
             Timing(EMBEDDING, 1, 0.0, 0.0, inputs, inputs, "bfloat16"),
             Timing(HEAD, 1, each, each, inputs, inputs, "bfloat16"),
@@ -134,8 +133,8 @@ class SleepyWithHead(Sleepy):
         return self.head(hidden).square().mean()  # type: ignore[no-any-return]
 
 
-def trained_seconds(
-    plan: Plan, profile: Profile, way: str, accumulate: int, steps: int, scale: float
+def sleeping_seconds(
+    plan: Plan, profile: Profile, way: Way, accumulate: int, steps: int, scale: float
 ) -> float:
     """The median optimizer step of sleeping layers under a plan, the first left out.
 
@@ -155,17 +154,13 @@ def trained_seconds(
         stages.append(StagePlan([names[holder]], stage.layers))
     module = SleepyWithHead(blocks, _sleeping(devices[COORDINATOR], HEAD, scale))
     data = torch.randn(steps * accumulate, SEQUENCE_LENGTH, HIDDEN_SIZE)
-    loader: Any = DataLoader(data, batch_size=1)
-    if way == "windows":
-        loader, accumulate = windows(loader, accumulate), 1
     strategy = HeteroPipelineStrategy(
         workers=len(profile.workers),
         plan=Plan(stages, plan.micro_batches, plan.in_flight),
         layers="blocks",
     )
-    fit(module, loader, strategy, accumulate)
-    ends = module.marks[accumulate - 1 :: accumulate]
-    return median(end - start for start, end in itertools.pairwise(ends)) / scale
+    loader = DataLoader(data, batch_size=1)
+    return trained_seconds(module, loader, strategy, way, accumulate) / scale
 
 
 def _sleeping(
@@ -181,7 +176,7 @@ def rows(fleet: Fleet, steps: int, scale: float) -> list[list[str]]:
     """The rows of both ways."""
     found = []
     profile = profile_of(fleet, ETHERNET)
-    ways = {
+    ways: dict[Way, dict[str, int]] = {
         "accumulated": {"accumulate_grad_batches": fleet.accumulate},
         "windows": {"batch_size": fleet.accumulate, "window": fleet.accumulate},
     }
@@ -200,7 +195,7 @@ def rows(fleet: Fleet, steps: int, scale: float) -> list[list[str]]:
         if steps:
             near = replace(profile, **settings, default_link=LOOPBACK)
             predicted = candidate_of(solution.plan, near).step_seconds
-            measured = trained_seconds(solution.plan, near, way, fleet.accumulate, steps, scale)
+            measured = sleeping_seconds(solution.plan, near, way, fleet.accumulate, steps, scale)
             row += [f"{predicted:.3f}", f"{measured:.3f}", f"{predicted / measured:.3f}"]
         found.append(row)
     return found

@@ -90,13 +90,28 @@ def measured_seconds(setting: Setting, way: Way, unit_seconds: float, num_steps:
     num_layers = sum(count for _, count in case.stages)
     module = Sleepy([SleepingBlock(unit_seconds, 2 * unit_seconds) for _ in range(num_layers)])
     size = setting.batch if way != "one batch" else case.num_microbatches
-    accumulate = setting.accumulate if way == "accumulated" else 1
     data = torch.randn(num_steps * case.num_microbatches, SEQUENCE_LENGTH, HIDDEN_SIZE)
-    loader: Any = DataLoader(data, batch_size=size)
-    if way == "windows":
-        loader = windows(loader, setting.accumulate)
     plan = plan_for(case, None)
     strategy = HeteroPipelineStrategy(workers=case.num_workers, plan=plan, layers="blocks")
+    loader = DataLoader(data, batch_size=size)
+    return trained_seconds(module, loader, strategy, way, setting.accumulate)
+
+
+def trained_seconds(
+    module: Any, loader: Any, strategy: HeteroPipelineStrategy, way: Way, accumulate: int
+) -> float:
+    """The median optimizer step of a training, the first left out.
+
+    Args:
+        module: What is trained; its ``marks`` are the ends of its batches.
+        loader: Its batches; those of each step in one, if they come as one batch.
+        strategy: How it is trained.
+        way: How the batches of a step come.
+        accumulate: How many there are for each step.
+    """
+    if way == "windows":
+        loader = windows(loader, accumulate)
+    accumulate = accumulate if way == "accumulated" else 1
     fit(module, loader, strategy, accumulate)
     ends = module.marks[accumulate - 1 :: accumulate]
     return median(end - start for start, end in itertools.pairwise(ends))

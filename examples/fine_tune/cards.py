@@ -216,7 +216,7 @@ def profile_of(config: PretrainedConfig, cards: Sequence[str], tokens: int, lora
             raise PlanError(f"{card.name} does not compute in bfloat16; take another card.")
         ends = [] if index else _ends(config, model, speed)
         name = f"{index + 1}: {card.name}" if index else COORDINATOR
-        timings = [*_timings(layer, model, speed), *ends]
+        timings = [*layer_timings(layer, model, speed), *ends]
         memory = card.memory_bytes
         devices.append(DeviceProfile(name, card.name, memory, FRAMEWORK_BYTES, timings))
     found = Profile(VERSION, model, devices, batch_size=MICRO_BATCHES)
@@ -224,7 +224,7 @@ def profile_of(config: PretrainedConfig, cards: Sequence[str], tokens: int, lora
     return found
 
 
-def _timings(layer: Layer, model: ModelProfile, speed: float) -> list[Timing]:
+def layer_timings(layer: Layer, model: ModelProfile, speed: float) -> list[Timing]:
     """A layer, without and with a second forward in the backward."""
     seconds = layer.multiplications / speed
     peak = layer.kept_bytes + layer.largest_bytes
