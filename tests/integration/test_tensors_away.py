@@ -78,7 +78,8 @@ REFUSED: dict[str, Callable[[Averaging], object]] = {
 
 
 def test_operations_without_effect_are_refused(workers: list[str]) -> None:
-    operate = try_all(REFUSED, r"layer that lives on a worker.*state_dict\(\)`")
+    ways_on = r"(state_dict\(\)|StageWeightAveraging)`"
+    operate = try_all(REFUSED, r"layer that lives on a worker.*" + ways_on)
     with pytest.raises(ModelError, match="layer that lives on a worker"):
         fit(Averaging(operate), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
 
