@@ -33,11 +33,12 @@ have a rule of the planner and what carries it out (`planner/replan.py`, `strate
     yaml_file.py    YAML files: read, and what is wrong with one
     version.py      the version of this package
 
-    pytorch_lightning.py   all of it once more, for projects that import `pytorch_lightning`
+    pytorch_lightning.py   the door for projects that import `pytorch_lightning`
+    _lightning.py          Lightning, by the name that the project imports
 
 Imports point one way: cli -> verify -> strategy -> callbacks -> profiler -> report, coordinator ->
 telemetry, doctor, launch -> worker, discovery -> planner, transport -> pipeline -> devices ->
-protocol, model -> plan -> errors.
+protocol, model -> plan, _lightning -> errors.
 """
 
 from __future__ import annotations
@@ -128,11 +129,12 @@ def __dir__() -> list[str]:
 
 
 def _strategy() -> Any:
+    import_module("._lightning", __name__).require("lightning.pytorch")
     return __getattr__("HeteroPipelineStrategy")()
 
 
 def _strategy_of_pytorch_lightning() -> Any:
-    return import_module(f"{__name__}.pytorch_lightning").HeteroPipelineStrategy()
+    return import_module(".pytorch_lightning", __name__).HeteroPipelineStrategy()
 
 
 def _refuse() -> NoReturn:

@@ -20,8 +20,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
-from lightning_hetero import RayWorkers, SlurmWorkers, SshWorkers, StageMonitor, windows
-from lightning_hetero import pytorch_lightning as other_package
+from lightning_hetero import RayWorkers, SlurmWorkers, SshWorkers, windows
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.launch.cluster import read_cluster
 from lightning_hetero.plan import Plan, StagePlan
@@ -40,7 +39,6 @@ from lightning_hetero.planner.solver import (
 from lightning_hetero.strategy.arguments import (
     check_callbacks,
     check_num_nodes,
-    check_package,
     check_precision,
     warn_of_idle_devices,
 )
@@ -386,7 +384,7 @@ def stepped(**options: Any) -> torch.optim.Optimizer:
 def called_back(callback: Any) -> Callable[[], object]:
     """What checks a callback of the Trainer."""
     trainer: Any = SimpleNamespace(callbacks=[callback])
-    return lambda: (check_package(trainer), check_callbacks(trainer))
+    return lambda: check_callbacks(trainer)
 
 
 ARGUMENTS = [
@@ -421,11 +419,6 @@ ARGUMENTS = [
         "use `lightning_hetero.callbacks.StageWeightAveraging`, which averages the weights on the",
         called_back(WeightAveraging()),
         called_back(StageWeightAveraging(decay=0.9)),
-    ),
-    follows(
-        "and this is a ….Trainer; import the callback from ….",
-        called_back(other_package.StageMonitor()),
-        called_back(StageMonitor()),
     ),
     follows(
         "and only … has workers; name it under trainer.strategy",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import subprocess
+import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -67,10 +69,13 @@ def main() -> None:
     known = {project.name: project for project in PROJECTS}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="PROJECT", help=", ".join(known))
-    for name in parser.parse_args().names or known:
+    names = parser.parse_args().names or list(known)
+    for name in names:
         if name not in known:
             parser.error(f"there is no project {name!r} here; there are {', '.join(known)}")
-        if known[name].is_installed:
+        if len(names) > 1:  # a process has one Lightning, and projects use either name
+            subprocess.run([sys.executable, __file__, name], check=True)  # noqa: S603 - this file
+        elif known[name].is_installed:
             report(known[name])
         else:
             print(f"\n{name} is not installed: pip install {name}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from .._lightning import Callback, pl
 
 
 class RecoveryCallback(Callback):

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from .._lightning import MisconfigurationException, pl
 from ..coordinator.deployment import Deployment
 from ..coordinator.lost_workers import Loss, lost_between, seconds_of
 from ..model.four_bit import describe_parameter, is_four_bit

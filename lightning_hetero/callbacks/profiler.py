@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning.pytorch import Callback
-
+from .._lightning import Callback
 from ..plan import Dtype
 from ..profiler.measure import ProfilingOptions
 

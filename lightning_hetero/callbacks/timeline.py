@@ -14,11 +14,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from .._lightning import MisconfigurationException, pl
 from ..coordinator.lost_workers import Loss
 from ..coordinator.telemetry import Telemetry
 from ..pipeline.placement import COORDINATOR_STAGE

@@ -7,16 +7,13 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EMAWeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .._lightning import EMAWeightAveraging, MisconfigurationException, TrainerFn, pl
 from ..pipeline.optimizer import AveragingAction, WeightAverages, averaged_tensors
 
 Found = TypeVar("Found")

@@ -30,18 +30,17 @@ def main() -> None:
             parser.print_help()
             return
         # Most commands import torch, which takes seconds, so only the called one is imported.
-        import_module(f".{options.command}", _package_for(options)).run(options)
+        _take_lightning(options)
+        import_module(f".{options.command}", __name__).run(options)
     except HeteroError as error:
         sys.exit(f"{traceback_there(error)}lightning-hetero: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _package_for(options: argparse.Namespace) -> str:
-    """The package with the command's module: a config may be one for `pytorch_lightning`."""
+def _take_lightning(options: argparse.Namespace) -> None:
+    """Take `pytorch_lightning` for this process if a config names the module for it."""
     other = f"{__name__.partition('.')[0]}.pytorch_lightning"
     configs = [Path(name) for name in getattr(options, "config", [])]
     if any(each.is_file() and other.encode() in each.read_bytes() for each in configs):
         import_module(other)
-        return f"{other}.{__name__.rpartition('.')[2]}"
-    return __name__

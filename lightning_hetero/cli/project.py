@@ -9,18 +9,18 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers.logger import DummyLogger
-
+from .._lightning import FOR_OTHER_PROJECTS, DummyLogger, MisconfigurationException, pl
 from ..errors import ModelError, ProfileError
 from ..model.layers import DecoderLayer, without_layers
-from ..strategy.arguments import other_package, this_package
 from ..strategy.deploy import Site
 from ..yaml_file import check_kind, read_yaml
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI
+else:
+    LightningCLI = importlib.import_module(f"{pl.__name__}.cli").LightningCLI
 
 Found = TypeVar("Found")
 Action = Callable[[Site, list[DecoderLayer]], None]
@@ -75,7 +75,7 @@ def project_of(options: argparse.Namespace) -> Project:
     """The project that the options name.
 
     Raises:
-        ProfileError: If a file is not a config of LightningCLI, if a value in it cannot be used,
+        ProfileError: If a file is not a config of if a value in it cannot be used,
             or if a class that the options name does not exist or has another base.
     """
     merged: dict[str, Any] = {}
@@ -129,11 +129,9 @@ def _class_named(name: str, base: type) -> Any:
 
 def _two_names() -> str:
     """What may be wrong with a class that has another base, as a sentence with the remedy."""
-    other, package = other_package()
     return (
-        f"The strategy of the config is for {pl.__name__}, so all its classes must be too, with "
-        f"callbacks from {this_package()}; a project on {other} takes the strategy and the "
-        f"callbacks from {package}."
+        f"The command uses {pl.__name__}, so all classes of the config must be of this name; "
+        f"{FOR_OTHER_PROJECTS}."
     )
 
 
@@ -162,12 +160,10 @@ def _fault(error: Exception) -> str | None:
     elif base := re.search(r"^(model|data)\b.* class_path '[\w.]*\.Lightning(Data)?Module'", text):
         hint = f" {_to_name(base[1])}"
     elif "There is no option" in text:
-        hint = (
-            " The command takes a config of LightningCLI, which is for `Trainer`, model and data."
-        )
+        hint = " The command takes a config of which is for `Trainer`, model and data."
     return f"{text.rstrip('.')}.{hint}"
 
 
 def _to_name(*parts: str) -> str:
     options = " ".join(f"--{part} my_module.My{part.capitalize()}" for part in parts)
-    return f"If your script gives it to LightningCLI, name it here too, such as `{options}`."
+    return f"If your script gives it to name it here too, such as `{options}`."

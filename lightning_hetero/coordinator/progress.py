@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning_utilities.core.rank_zero import rank_zero_info
 from rich.progress import (
     BarColumn,
@@ -27,6 +24,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
+from .._lightning import ProgressBar, RichProgressBar, Tqdm, TQDMProgressBar, pl
 from ..model.override import stand_in
 
 # A shorter transfer shows no progress.

@@ -15,15 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +24,18 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from .._lightning import (
+    CombinedLoader,
+    DummyLogger,
+    TrainerFn,
+    _collect_rng_states,
+    _DataLoaderSource,
+    _init_optimizers_and_lr_schedulers,
+    _MockOptimizer,
+    _set_rng_states,
+    is_param_in_hook_signature,
+    pl,
+)
 from ..devices.device import device_for
 from ..errors import BatchError, HeteroError
 from ..model.allowed_imports import ImportedHere

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NoReturn
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from .._lightning import is_param_in_hook_signature, pl
 from ..devices.device import MemoryMeter, device_for
 from ..errors import ModelError
 from ..model.captured_outputs import CollectingHooks, SilencedHooks, add_collected, wanted_kinds

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from .._lightning import MisconfigurationException, pl
 from ..coordinator.connections import Connections
 from ..coordinator.progress import progress_of_parts
 from ..errors import RemoteProtocolError, StageFailed

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast, get_args
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .._lightning import MixedPrecision, pl
 from ..devices.device import device_for, is_out_of_memory
 from ..errors import BatchError, ModelError
 from ..model.allowed_imports import ImportedHere

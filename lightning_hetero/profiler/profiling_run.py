@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
+from .._lightning import pl
 from ..coordinator.connections import Connections
 from ..coordinator.member import Member
 from ..devices.description import describe_device

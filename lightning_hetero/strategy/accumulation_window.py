@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from .._lightning import pl
 from ..coordinator.connections import Connections
 from ..coordinator.replicas import HostedReplicas
 from ..model.placeholders import training_flags

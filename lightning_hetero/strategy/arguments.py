@@ -9,23 +9,24 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    GradientAccumulationScheduler,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
+from .._lightning import (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    MisconfigurationException,
+    MixedPrecision,
+    ModelPruning,
+    Precision,
+    StochasticWeightAveraging,
+    WeightAveraging,
+    _optimizer_handles_unscaling,
+    pl,
+)
 from ..callbacks.weight_average import StageWeightAveraging
 from ..errors import ModelError, did_you_mean
 from ..launch.cluster import ClusterFile
@@ -36,8 +37,6 @@ from ..pipeline.microbatch import BatchOptions, LossWeighting
 from ..pipeline.turns import casts_here
 from ..plan import Plan
 from ..recovery import Recovery
-
-_PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -252,35 +251,6 @@ def warn_of_idle_devices(devices: Sequence[torch.device] | None) -> None:
             f"This process computes on {devices[0]} alone, so {len(devices) - 1} of the Trainer's "
             f"{len(devices)} devices stay idle. Set `devices=1`, and start workers on the others."
         )
-
-
-def other_package() -> tuple[str, str]:
-    """The other name of Lightning, and the module that has the strategy for its Trainer."""
-    if "." in pl.__name__:
-        return "pytorch_lightning", f"{_PACKAGE}.pytorch_lightning"
-    # In one word it would be replaced where this file is loaded for the other package.
-    return ".".join(["lightning", "pytorch"]), _PACKAGE
-
-
-def this_package() -> str:
-    """The module that has the strategy and the callbacks for this name of Lightning."""
-    return _PACKAGE if "." in pl.__name__ else f"{_PACKAGE}.pytorch_lightning"
-
-
-def check_package(trainer: pl.Trainer) -> None:
-    """Refuse callbacks of this package that are made for the other name of Lightning.
-
-    Raises:
-        MisconfigurationException: With the callback's name and the remedy.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        bases = [base.__module__.partition(".")[0] for base in type(callback).__mro__]
-        if _PACKAGE in bases and not isinstance(callback, pl.Callback):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} is a callback for {other_package()[0]}.Trainer, and "
-                f"this is a {pl.__name__}.Trainer; import the callback from "
-                f"{this_package()}."
-            )
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:

@@ -14,17 +14,14 @@ from copy import copy
 from pathlib import Path
 from typing import IO, Any
 
-import lightning.pytorch as pl
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from .._lightning import CheckpointIO, TorchCheckpointIO, TrainerStatus, _WrappingCheckpointIO, pl
 from ..atomic_file import replacing
 from ..coordinator.deployment import Deployment
 from ..errors import HeteroError, ModelError, SaveError, WeightsLost

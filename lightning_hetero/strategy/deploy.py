@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from msgspec import structs
 from rich.console import Console
 from typing_extensions import override
 
+from .._lightning import TrainerFn, pl
 from ..callbacks.lost_worker import RecoveryCallback
 from ..callbacks.profiler import PipelineProfiler
 from ..coordinator.deployment import Deployment, imports_for

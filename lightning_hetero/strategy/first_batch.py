@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 from typing_extensions import override
 
+from .._lightning import pl
 from ..coordinator.deployment import Deployment
 from ..devices.device import device_for, is_out_of_memory
 from ..devices.main_memory import free_main_memory

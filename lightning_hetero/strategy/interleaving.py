@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from .._lightning import pl
 from ..coordinator.deployment import Deployment
 from ..coordinator.lone_microbatch import LoneMicrobatch
 from ..errors import BatchError

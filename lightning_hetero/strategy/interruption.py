@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import lightning.pytorch as pl
-
+from .._lightning import pl
 from ..model.override import stand_in
 
 _HOOK = "on_exception"

@@ -11,20 +11,23 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.trainer.connectors.data_connector import (
-    _process_dataloader,
-    _resolve_overfit_batches,
-)
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from typing_extensions import override
 
+from .._lightning import (
+    _SUPPORTED_MODES,
+    CombinedLoader,
+    MisconfigurationException,
+    RunningStage,
+    TrainerFn,
+    _process_dataloader,
+    _resolve_overfit_batches,
+    _set_sampler_epoch,
+    extract_batch_size,
+    pl,
+    sized_len,
+)
 from ..errors import BatchError
 from ..model.override import stand_in
 from ..window import StatefulWindows, Window, Windows

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from .._lightning import pl
 from ..callbacks.lost_worker import RecoveryCallback
 from ..coordinator.fleet import Fleet
 from ..coordinator.member import Member

@@ -21,8 +21,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
@@ -31,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
+from .._lightning import LightningOptimizer, Precision
 from ..coordinator.deployment import Deployment
 from ..coordinator.optimizers import RemoteOptimizer, changed_parameters, optimized_parameters
 from ..errors import ModelError

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._lightning import MisconfigurationException, pl
 from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
 from ..errors import ModelError, MoveUndone, PlanError

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
+from .._lightning import pl
 from ..errors import ModelError
 from ..model.outer_state import OuterState, form_of
 from ..model.placeholders import tensors_in

@@ -10,19 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .._lightning import (
+    FOR_OTHER_PROJECTS,
+    Accelerator,
+    CheckpointIO,
+    MisconfigurationException,
+    Precision,
+    SingleDeviceStrategy,
+    TrainerFn,
+    pl,
+)
 from ..coordinator.deployment import Deployment, check_is_whole
 from ..coordinator.fleet import Fleet
 from ..devices.main_memory import share_one_arena
@@ -44,8 +47,6 @@ from .arguments import (
     StepOptions,
     check_arguments,
     check_num_nodes,
-    check_package,
-    other_package,
     warn_of_batch_statistics,
     warn_of_frequencies,
     warn_of_idle_devices,
@@ -182,10 +183,9 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     def __repr__(self) -> str:
         # Fabric and the Trainer of the other package show this when they refuse the strategy.
-        other, source = other_package()
         return (
             f"<{type(self).__name__}, which only {pl.__name__}.Trainer can use: not Fabric; "
-            f"{other}.Trainer takes that of the module {source}>"
+            f"{FOR_OTHER_PROJECTS}>"
         )
 
     @classmethod
@@ -243,7 +243,6 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def model_to_device(self) -> None:
-        check_package(self._module().trainer)
         module, site = self._module(), self._site()
         keep_layout(module)
         layers = find_decoder_layers(module, self._layers)

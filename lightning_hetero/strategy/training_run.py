@@ -18,18 +18,21 @@ from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from msgspec import json, structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .._lightning import (
+    CSVLogger,
+    LightningOptimizer,
+    ProgressBar,
+    TensorBoardLogger,
+    TrainerFn,
+    get_filesystem,
+    pl,
+)
 from ..coordinator.deployment import Deployment
 from ..coordinator.lost_workers import Loss
 from ..coordinator.optimizers import remote_optimizers

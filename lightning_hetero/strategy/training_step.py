@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 from typing_extensions import override
 
+from .._lightning import pl
 from ..coordinator.deployment import Deployment
 from ..devices.copies import Copies, HostCopy
 from ..errors import BatchError, ModelError

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from .._lightning import pl
 from ..coordinator.deployment import Deployment
 from ..errors import WorkerError
 from ..pipeline.microbatch import CutBatch, CutWindow

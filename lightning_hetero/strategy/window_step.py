@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
+from .._lightning import pl
 from ..coordinator.deployment import Deployment
 from ..devices.copies import Copies, PlainCopies
 from ..errors import BatchError

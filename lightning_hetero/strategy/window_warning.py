@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from msgspec import structs
 
+from .._lightning import pl
 from ..errors import PlanError
 from ..plan import Plan
 from ..planner.feasibility import candidate_of

@@ -18,17 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 from typing_extensions import override
 
 from .. import HeteroPipelineStrategy, PipelineProfiler
+from .._lightning import Accelerator, AcceleratorRegistry, MixedPrecision, SingleDeviceStrategy, pl
 from ..callbacks.monitor import deployment_of, profile_of
 from ..devices.copies import PlainCopies
 from ..devices.device import Device, device_for

@@ -11,12 +11,11 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from .._lightning import is_param_in_hook_signature, pl
 from ..coordinator.deployment import Deployment, layers_of_stage
 from ..errors import BatchError, PlanError
 from ..model.layer_call import ResultForm, take_hidden
