@@ -41,6 +41,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     "integration/test_manual_optimization.py::test_lightnings_own_example_trains_unchanged",
     "integration/test_conformance.py::test_hooks_and_metrics_are_those_of_one_device",
 )
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_project_trains_as_on_one_device(name: str, main: Any) -> None:
     project = {project.name: project for project in main.PROJECTS}[name]
