@@ -14,7 +14,6 @@ have a rule of the planner and what carries it out (`planner/replan.py`, `strate
     coordinator/   the Trainer's side
     launch/        who starts workers
     discovery/     where workers are
-    mesh/          networks apart: WireGuard files, which only their command uses
     planner/       who gets what: pure functions from a profile to a plan
     profiler/      how fast it is: measurements of a model on its devices
     telemetry/     what happened: recorded steps and their predictions

@@ -15,7 +15,6 @@ HeteroError
 │  └─ TrustError             the two ends have no token in common, or one has none
 ├─ DiscoveryError            workers that cannot be announced or found
 ├─ ClusterError              a cluster file that cannot be used
-├─ MeshError                 a WireGuard mesh that cannot work, or its files
 ├─ SaveError                 a checkpoint that could not be written
 ├─ PictureError              a picture or a report that cannot be made here
 ├─ WorkerTraceback           the traceback of a worker's error; only the cause of another one
@@ -98,10 +97,6 @@ class DiscoveryError(HeteroError):
 
 class ClusterError(HeteroError, ValueError):
     """A cluster file that cannot be used."""
-
-
-class MeshError(HeteroError, ValueError):
-    """A WireGuard mesh that cannot work, or files of it that cannot be read or written."""
 
 
 class SaveError(HeteroError, OSError):

@@ -106,7 +106,6 @@ def convert(
     kind: type[Value],
     error_class: type[Exception],
     strict: bool = True,
-    may_show: bool = True,
 ) -> Value:
     """Build an object from the content of a file.
 
@@ -115,7 +114,6 @@ def convert(
         kind: The class of the object.
         error_class: The class of the error.
         strict: Whether a number that is written as a text is refused.
-        may_show: Whether errors may contain values, which may be secrets.
 
     Raises:
         error_class: With the place of a wrong value, and with what it must be.
@@ -123,7 +121,7 @@ def convert(
     try:
         return msgspec.convert(content, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise error_class(_sentence(str(error), content, kind, may_show)) from None
+        raise error_class(_sentence(str(error), content, kind)) from None
 
 
 # The words for the types in msgspec's sentences.
@@ -146,11 +144,11 @@ _STEP = re.compile(r"([^.\[\]]+)|\[([^\]]+)\]")
 _UNKNOWN = object()
 
 
-def _sentence(fault: str, content: object, kind: type, may_show: bool) -> str:
+def _sentence(fault: str, content: object, kind: type) -> str:
     """What msgspec says, such as "Expected `int`, got `str` - at `$.a`", as a plain sentence."""
     parts = _FAULT.fullmatch(fault)
     what, path = (fault, "") if parts is None else (parts["what"], parts["path"] or "")
-    place = _with_names(path, content) if may_show else path
+    place = _with_names(path, content)
     field = _FIELD.fullmatch(what)
     if field is not None:
         where = f" in {place}" if path else ""
@@ -162,7 +160,7 @@ def _sentence(fault: str, content: object, kind: type, may_show: bool) -> str:
         return f"{place or 'The content'} cannot be used: {what}."
     name, value = place or "The content", _value_at(content, path)
     wanted = _wanted(*expected.groups()) if expected else " or ".join(map(repr, words))
-    if value is _UNKNOWN or not may_show:
+    if value is _UNKNOWN:
         return f"{name} must be {wanted}."
     shown = repr(value)
     shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"

@@ -109,11 +109,6 @@ COMMANDS = {
     "down": "--now cluster",
     "status": "cluster",
     "token": "--paste file",
-    "mesh": "",
-    "mesh init": "--file --mtu --network",
-    "mesh add": "--endpoint --file name",
-    "mesh write": "--file",
-    "mesh show": "--file name",
     "doctor": "--json --plan --profile --seconds --timeout --token-file addresses",
     "profile": "--data --force --model --output -o config",
     "plan": (

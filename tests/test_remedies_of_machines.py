@@ -6,7 +6,6 @@ say.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import logging
 import pickle
@@ -34,15 +33,6 @@ from lightning_hetero.launch import join as joins
 from lightning_hetero.launch.launcher import start_command, stop_commands
 from lightning_hetero.launch.manifests import manifest_text
 from lightning_hetero.launch.ssh import names_of
-from lightning_hetero.mesh.wireguard import (
-    DEFAULT_NETWORK,
-    Mesh,
-    create_mesh,
-    new_private_key,
-    parse_endpoint,
-    read_mesh,
-    write_nodes,
-)
 from lightning_hetero.optional import bitsandbytes, peft
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.cards import with_card
@@ -113,128 +103,6 @@ def logs(act: Act) -> Act:
             raise LoggedError("\n".join(lines))
 
     return logged
-
-
-# The mesh.
-
-GPU = ("gpu", "gpu.org:4000")
-
-
-def mesh(*nodes: tuple[str, str | None], network: str = DEFAULT_NETWORK, mtu: int = 1420) -> Mesh:
-    found = Mesh.new(network, mtu)
-    for name, endpoint in nodes:
-        found = found.with_node(name, endpoint)
-    return found
-
-
-def meshed(*nodes: tuple[str, str | None], **options: Any) -> Act:
-    return lambda: mesh(*nodes, **options)
-
-
-def edited(**changes: Any) -> Act:
-    """What reads a mesh whose node was edited."""
-    return lambda: Mesh(
-        new_private_key(), nodes=(dataclasses.replace(mesh(GPU).nodes[0], **changes),)
-    )
-
-
-def of_another_author(folder: Path) -> None:
-    (folder / "gpu.conf").write_text("[Interface]\n")
-    write_nodes(folder, mesh(GPU))
-
-
-def moved_away(folder: Path) -> None:
-    (folder / "gpu.conf").rename(folder / "mine.conf")
-    write_nodes(folder, mesh(GPU))
-
-
-def remade(folder: Path) -> None:
-    create_mesh(folder / "mesh.yaml", mesh())
-    create_mesh(folder / "mesh.yaml", mesh())
-
-
-def again_behind_removal(folder: Path) -> None:
-    (folder / "mesh.yaml").unlink()
-    create_mesh(folder / "mesh.yaml", mesh())
-
-
-def read_back(folder: Path) -> None:
-    create_mesh(folder / "new.yaml", mesh(GPU))
-    assert len(read_mesh(folder / "new.yaml").nodes) == 1
-
-
-def grown(network: str) -> Act:
-    """What adds a third node to a network that was edited in the inventory."""
-    small = mesh(GPU, ("laptop", None), network="192.168.7.0/30")
-    return lambda: dataclasses.replace(small, network=network).with_node("third")
-
-
-MESH = [
-    follows(
-        "so foreign machines may be in it; choose a network in … that your machines do not use",
-        meshed(network="8.8.8.0/24"),
-        meshed(network="10.99.0.0/24"),
-    ),
-    follows(
-        "is not an IPv4 network (…); write one such as 10.88.0.0/24",
-        meshed(network="10.88.0.1/24"),
-        meshed(network="10.88.0.0/24"),
-    ),
-    follows(
-        "name a host and a UDP port that they can reach, or leave it out for a machine behind NAT",
-        meshed(("gpu", "127.0.0.1")),
-        meshed(("gpu", "gpu.org:4000"), ("laptop", None)),
-    ),
-    follows(
-        "write host or host:port, such as gpu.example.org:51820, and leave it out for a machine",
-        lambda: parse_endpoint("http://host"),
-        lambda: (
-            parse_endpoint("host"),
-            parse_endpoint("gpu.example.org:51820"),
-            mesh(("a", None)),
-        ),
-    ),
-    follows(
-        "lacks its port; write host:port",
-        edited(endpoint="gpu.org"),
-        edited(endpoint="gpu.org:4000"),
-    ),
-    follows(
-        "write a wider network into the inventory, and run `lightning-hetero mesh write`",
-        grown("192.168.7.0/30"),
-        grown("192.168.7.0/29"),
-    ),
-    follows(
-        "choose another name, or edit the inventory and run `lightning-hetero mesh write`",
-        meshed(GPU, GPU),
-        lambda: (mesh(GPU, ("gpu2", None)), edited(endpoint="gpu.org:5000")()),
-    ),
-    follows(
-        "make one with `lightning-hetero mesh init`, or name an inventory with --file",
-        lambda folder: read_mesh(folder / "mesh.yaml"),
-        read_back,
-    ),
-    follows(
-        "WireGuard cannot use the MTU …; use … to …, by default …",
-        meshed(mtu=9001),
-        lambda: (mesh(mtu=1280), mesh()),
-    ),
-    follows(
-        "use letters, digits, '-', '_' and '.', at most 63, and begin with a letter or a digit",
-        meshed(("-x", None)),
-        meshed(("a-b_c.1", None)),
-    ),
-    follows(
-        "name another file with --file, or remove this file first",
-        remade,
-        lambda folder: (create_mesh(folder / "new.yaml", mesh()), again_behind_removal(folder)),
-    ),
-    follows(
-        "which therefore does not replace it; move the file away",
-        of_another_author,
-        moved_away,
-    ),
-]
 
 
 # Workers that join, are found and listened for.
@@ -966,7 +834,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [*MESH, *WORKERS, *CONVERSATIONS, *COMMANDS, *DEVICES, *MEASURED]
+    ("wrong", "right"), [*WORKERS, *CONVERSATIONS, *COMMANDS, *DEVICES, *MEASURED]
 )
 def test_the_words_are_said_and_what_they_say_is_right(
     wrong: Act, right: Act, request: pytest.FixtureRequest, tmp_path: Path

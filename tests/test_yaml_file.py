@@ -78,11 +78,9 @@ def test_a_wrong_value_is_named_with_what_it_must_be(content: object, expected: 
     assert str(refused.value) == expected
 
 
-def test_a_value_that_is_not_found_or_is_a_secret_is_not_shown() -> None:
+def test_a_value_that_is_not_found_is_not_shown() -> None:
     with pytest.raises(PlanError, match=r"^by_name\[\.\.\.\] must be a whole number\.$"):
         convert({"by_name": {"x": "y"}}, Numbers, PlanError)
-    with pytest.raises(PlanError, match=r"^by_name must be a mapping of keys to values\.$"):
-        convert({"by_name": "secret"}, Numbers, PlanError, may_show=False)
 
 
 def test_another_kind_of_file_is_named() -> None:

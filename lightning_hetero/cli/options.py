@@ -205,49 +205,6 @@ def _add_token_options(token: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_mesh_options(mesh: argparse.ArgumentParser) -> None:
-    actions = mesh.add_subparsers(dest="action", required=True, metavar="ACTION")
-    init = _action(actions, "init", "make an inventory without nodes")
-    init.add_argument(
-        "--network",
-        default="10.88.0.0/24",
-        metavar="NETWORK",
-        help="a private network that no machine uses (default: %(default)s)",
-    )
-    init.add_argument(
-        "--mtu",
-        type=int,
-        default=1420,
-        metavar="BYTES",
-        help="MTU of the tunnels; use less if a path carries smaller packets than Ethernet "
-        "(default: %(default)s)",
-    )
-    add = _action(actions, "add", "add a node, and write the files of all nodes")
-    add.add_argument("name", metavar="NAME", help="name of the machine")
-    add.add_argument(
-        "--endpoint",
-        metavar="HOST[:PORT]",
-        help="where other machines can send UDP packets; leave it out for a machine behind NAT",
-    )
-    _action(actions, "write", "write the files of all nodes after a change of the inventory")
-    show = _action(actions, "show", "show all nodes, or what to do on one of them")
-    show.add_argument("name", nargs="?", metavar="NAME", help="name of one node")
-
-
-def _action(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
-) -> argparse.ArgumentParser:
-    action = actions.add_parser(name, help=text)
-    action.add_argument(
-        "--file",
-        type=Path,
-        default=Path("mesh.yaml"),
-        metavar="FILE",
-        help="the inventory with all keys, which stays on this machine (default: %(default)s)",
-    )
-    return action
-
-
 def _add_doctor_options(doctor: argparse.ArgumentParser) -> None:
     _add_addresses(doctor, "addresses")
     _add_token_option(doctor, "the token of the workers")
@@ -438,7 +395,6 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "down": ("end the workers of a cluster file", _add_down_options),
     "status": ("show what the workers of a cluster file do", _add_cluster_options),
     "token": ("make the secret that all machines of a run share", _add_token_options),
-    "mesh": ("make a WireGuard network of machines in different places", _add_mesh_options),
     "doctor": ("find out why a worker cannot be used, hop by hop", _add_doctor_options),
     "profile": ("measure a model on its devices, and train nothing", _add_profile_options),
     "plan": ("decide from measurements which device holds which layers", _add_plan_options),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from ..errors import HeteroError, TokenError
+from ..errors import TokenError
 
 DEFAULT_FILE = Path("~/.config/lightning-hetero/token")
 FILE_VARIABLE = "LIGHTNING_HETERO_TOKEN_FILE"
@@ -150,7 +150,7 @@ def read_token_file(path: Path) -> Token:
         with open(path, "rb", opener=_without_waiting) as file:
             _check_own(file)
             _check_folders(path)
-            check_private(file, "The token file", "use it", TokenError)
+            _check_private(file)
             content = file.read(_MOST_FILE_BYTES)
     except FileNotFoundError:
         raise TokenError(
@@ -213,17 +213,11 @@ def _check_folders(path: Path) -> None:
             )
 
 
-def check_private(file: IO[Any], what: str, danger: str, error: type[HeteroError]) -> None:
-    """Refuse an open file that users other than its owner may read, write or run.
-
-    Args:
-        what: What the file is, as the beginning of a sentence.
-        danger: What other users could do, as the end of a sentence.
-        error: The class of the error.
-    """
+def _check_private(file: IO[Any]) -> None:
+    """Refuse an open file that users other than its owner may read, write or run."""
     mode = os.fstat(file.fileno()).st_mode
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise error(
-            f"{what} {str(file.name)!r} has mode {stat.S_IMODE(mode):04o}, so that others may "
-            f"{danger}; `chmod 600 {file.name}`."
+        raise TokenError(
+            f"The token file {str(file.name)!r} has mode {stat.S_IMODE(mode):04o}, so that others "
+            f"may use it; `chmod 600 {file.name}`."
         )

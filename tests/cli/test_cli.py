@@ -126,7 +126,6 @@ LIGHT = {
     "worker --help": 0,
     "doctor --listen": 2,
     "token my_token": 0,
-    "mesh init": 0,
     "plan profile.yaml": 0,
     "plan nothing.yaml": 1,
     "diagram given.yaml": 0,

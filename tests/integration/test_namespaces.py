@@ -7,6 +7,8 @@ coordinator ── 10.77.0.0/24 ── worker
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,11 +17,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from lightning_hetero import HeteroPipelineStrategy, cli
+from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.transport.token import Token, write_token_file
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, fit
+from ..pages import ROOT
 from ..pairwise import repeats
 from .namespaces import Host, join, new_host, reason_against_hosts
 
@@ -105,15 +108,13 @@ def test_losses_through_a_mesh_are_those_on_loopback(
     token_file: Path,
     on_loopback: TinyModule,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From one node behind NAT to another one, by the files of `lightning-hetero mesh`."""
-    monkeypatch.chdir(tmp_path)
-    hub = ("hub", "--endpoint", "10.78.0.2")
-    for words in (("init",), ("add", "coordinator"), ("add", "worker"), ("add", *hub)):
-        monkeypatch.setattr("sys.argv", ["lightning-hetero", "mesh", *words])
-        cli.main()
-    far_file = Path("mesh/worker.conf")
+    """From one node behind NAT to another one, by the files of `examples/wireguard/mesh.py`."""
+    script = ROOT / "examples" / "wireguard" / "mesh.py"
+    for words in (["coordinator"], ["worker"], ["hub", "--endpoint", "10.78.0.2:51820"]):
+        command = [sys.executable, str(script), "add", *words]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    far_file = tmp_path / "mesh" / "worker.conf"
     # A name would lead to another address of the hub from there.
     far_file.write_text(far_file.read_text().replace("10.78.0.2:", "10.79.0.2:"))
     for name in ("hub", "coordinator", "worker"):

@@ -1,1 +1,0 @@
-"""Networks apart: WireGuard files for machines in different places."""
