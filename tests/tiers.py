@@ -228,6 +228,7 @@ SECOND_TIER = frozenset(
         "test_pytorch_lightning.py::test_profile_and_plan_take_a_config_for_it",
         "test_pytorch_lightning.py::test_the_command_line_takes_a_config_for_it",
         "test_pytorch_lightning.py::test_the_door_takes_the_second_name_where_both_are_imported",
+        "test_wings.py",
         "verify/test_device_check.py::test_the_report_says_what_is_right_and_ends_with_that",
         "verify/test_device_check.py::test_wrong_losses_are_told",
         "verify/test_rehearsal.py::test_a_model_that_stays_on_disk_is_verified",
