@@ -20,7 +20,7 @@ from typing_extensions import override
 from .._lightning import MisconfigurationException, pl
 from ..coordinator.deployment import Deployment
 from ..coordinator.lost_workers import Loss, lost_between, seconds_of
-from ..model.four_bit import describe_parameter, is_four_bit
+from ..model.stored import format_of
 from ..pipeline.optimizer import gradient_norms, gradients_here, total_norm
 from ..pipeline.placement import Placement
 from ..plan import COORDINATOR
@@ -478,8 +478,8 @@ def _matrices(root: nn.Module) -> Iterator[tuple[str, int, bool]]:
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             count = parameter.numel()
-            if is_four_bit(module, leaf):
-                count = math.prod(describe_parameter(module, leaf).shape)
+            if (stored := format_of(module, leaf)) is not None:
+                count = math.prod(stored.describe(module, leaf).shape)
             elif parameter.ndim < 2:
                 continue
             yield f"{prefix}.{leaf}", count, parameter.requires_grad

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, RemoteProtocolError
 from ..model.carried_tensors import ENTERED, returned
-from ..model.four_bit import State, describe_parameter, read_state, shapes_only
 from ..model.layer_call import result_on_meta
 from ..model.layers import EMBEDDING_LAYER
-from ..model.tensors import locate, named_tensors, stored_in_four_bits
+from ..model.stored import State, format_of, shapes_only
+from ..model.tensors import locate, named_tensors
 from ..pipeline.boundary import Activation, Gradients, Surroundings
 from ..pipeline.optimizer import most_in_state
 from ..pipeline.rule import Key
@@ -110,14 +110,14 @@ def check_state(layers: Mapping[int, nn.Module], name: str, content: Tensor, sta
     Raises:
         RemoteProtocolError: With the name.
     """
-    is_packed = stored_in_four_bits(layers, name)
-    if is_packed != bool(state):
-        kind = "lacks its state in 4 bits" if is_packed else f"came with a state, {[*state][:5]}"
+    owner, leaf, _ = locate(layers, name)
+    stored = format_of(owner, leaf)
+    if (stored is not None) != bool(state):
+        kind = "lacks its state in 4 bits" if stored else f"came with a state, {[*state][:5]}"
         raise RemoteProtocolError(f"The tensor {name!r} {kind}.")
-    if is_packed:
-        owner, leaf, _ = locate(layers, name)
+    if stored is not None:
         try:
-            read_state(state, content, describe_parameter(owner, leaf))
+            stored.read_state(state, content, stored.describe(owner, leaf))
         except ModelError as error:
             raise RemoteProtocolError(f"The tensor {name!r} is damaged. {error}") from error
 

@@ -11,10 +11,10 @@ from typing import NoReturn
 from torch import Tensor, nn
 
 from ..errors import HeteroError, ModelError, RemoteProtocolError, WeightsLost
-from ..model.four_bit import State
 from ..model.hollow import no_copy
 from ..model.layers import describe_layers
 from ..model.lazy_weights import CheckpointWeights
+from ..model.stored import State
 from ..model.tensors import (
     flatten,
     named_tensors,

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from ..devices.copies import Copies
 from ..errors import ModelError, RemoteProtocolError, WorkerError
-from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers
+from ..model.stored import state_of
 from ..model.tensors import Content, first_names, locate
 from ..pipeline.optimizer import NotedGradient, leaving_by_layer
 from ..pipeline.placement import COORDINATOR_STAGE, Placement

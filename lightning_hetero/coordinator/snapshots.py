@@ -32,7 +32,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from ..errors import CheckpointError, RemoteProtocolError, SaveError
-from ..model.four_bit import State
+from ..model.stored import State
 from ..model.tensors import named_tensors
 from ..pipeline.journal import Journal
 from ..protocol import messages as m

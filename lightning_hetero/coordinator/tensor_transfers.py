@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..model.four_bit import State
+from ..model.stored import State
 from ..model.tensors import Content
 from ..protocol import messages as m
 from ..protocol.frames import Frame

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ..devices.device import needs_triton
 from ..errors import WorkerError
 from ..model.custom_layers import BlocksRecipe
-from ..model.four_bit import State
 from ..model.layers import DecoderLayer
 from ..model.lazy_weights import CheckpointWeights
 from ..model.recipe import Recipe, write_recipe
+from ..model.stored import State
 from ..model.tensors import (
     dtypes_on_stage,
     first_names,

@@ -17,8 +17,8 @@ from torch import nn
 
 from ..errors import ModelError
 from ..optional import peft
-from .four_bit import unpacked_on_meta
 from .override import stand_in
+from .stored import unpacked_on_meta
 
 # Other kinds share tensors between layers, change them while training, or download from the hub.
 _KINDS = frozenset({"BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT"})

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ..errors import ModelError, RemoteProtocolError
-from .four_bit import is_cache_hook
 from .layers import DecoderLayer, models_around_each
 from .placeholders import is_away
+from .stored import is_cache_hook
 
 HIDDEN_STATES = "hidden_states"
 # The collector's entry for a model that is asked for the hidden states of some layers only.

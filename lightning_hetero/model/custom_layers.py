@@ -41,10 +41,10 @@ from .attribute_values import (
     write_value,
 )
 from .captured_outputs import CollectedOutput
-from .four_bit import FourBit, described_linear, empty_linear
 from .layer_code import code_of
 from .layers import DecoderLayer
 from .plain_objects import is_computed
+from .stored import FourBit, format_here, formats
 
 # A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
 MOST_MODULES = 2**16
@@ -156,7 +156,8 @@ class _Description:
 
     def _node(self, module: nn.Module, name: str, depth: int) -> ModuleNode:
         _check_is_ordinary(module, name)
-        if (four_bit := described_linear(module, name)) is not None:
+        described = (each.described_linear(module, name) for each in formats())
+        if (four_bit := next(filter(None, described), None)) is not None:
             bias: Any = module.bias
             held: dict[str, int | None] = {}
             if bias is not None:
@@ -314,7 +315,7 @@ def _linear(node: ModuleNode, four_bit: FourBit, parameters: Sequence[nn.Paramet
     bias = node.parameters.get("bias")
     if not is_plain or (bias is not None) != four_bit.has_bias:
         raise ModelError("The recipe has a linear layer in 4 bits with other parts than its bias.")
-    linear = empty_linear(four_bit, "weight")
+    linear = format_here().empty_linear(four_bit, "weight")
     if bias is not None:
         linear.bias = parameters[bias]
     return linear

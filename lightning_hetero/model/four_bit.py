@@ -7,7 +7,7 @@ parametrization, for the experts of a mixture:
     q_proj                                weight      state in weight.quant_state
     experts.parametrizations.down_proj    original    state in that module's own [0].quant_state
 
-`FourBit` describes such a tensor without its content; `State` is its state in parts.
+The core calls the functions of this module through `stored.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,53 +26,10 @@ from torch.nn.utils import parametrize
 from ..errors import ModelError
 from ..optional import bitsandbytes
 from .override import ForwardOverride
-
-# The parts of a state; in a checkpoint their names follow the tensor's own.
-State = dict[str, Tensor]
+from .stored import FourBit, State
 
 # The block sizes that the library's kernels support.
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-
-@dataclass(frozen=True)
-class FourBit:
-    """How one tensor is stored in 4 bits, as plain data.
-
-    Args:
-        shape: The shape of the unpacked tensor; ``[out_features, in_features]`` in a linear layer.
-        quant_type: The code book.
-        compress_statistics: Whether the scales of the blocks are quantised too.
-        storage: The dtype of the packed bytes.
-        compute_dtype: The dtype in which a linear layer multiplies; None for that of its first
-            input.
-        has_bias: Whether the linear layer has a bias.
-    """
-
-    shape: list[int]
-    quant_type: Literal["nf4", "fp4"]
-    compress_statistics: bool
-    storage: Literal["uint8", "float32", "bfloat16", "float16"] = "uint8"
-    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    has_bias: bool = False
-
-    @property
-    def packed_shape(self) -> list[int]:
-        """Shape of the packed bytes, two values to a byte."""
-        num_bytes = (torch.Size(self.shape).numel() + 1) // 2
-        return [num_bytes // getattr(torch, self.storage).itemsize, 1]
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the packed values and of the state, with a scale for each 64 values.
-
-        Scales that are quantised too have a scale for each 256 of them.
-        """
-        num_elements = torch.Size(self.shape).numel()
-        num_scales = -(-num_elements // 64)
-        state_bytes = 16 * 4 + num_scales * (1 if self.compress_statistics else 4)
-        if self.compress_statistics:
-            state_bytes += 256 * 4 + -(-num_scales // 256) * 4 + 4
-        return (num_elements + 1) // 2 + state_bytes
 
 
 def read_state(state: State, packed: Tensor, described: FourBit) -> Any:
@@ -133,7 +89,7 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, int]:
     return tensor.dtype, tensor.numel()
 
 
-def is_four_bit(owner: nn.Module, leaf: str) -> bool:
+def is_stored(owner: nn.Module, leaf: str) -> bool:
     """Whether a module's own parameter of that name is stored in 4 bits."""
     if _is_linear(owner):
         return leaf == "weight"
@@ -142,7 +98,7 @@ def is_four_bit(owner: nn.Module, leaf: str) -> bool:
 
 def state_of(owner: nn.Module, leaf: str) -> State:
     """The state of a 4-bit parameter; empty for other parameters, and without content."""
-    if not is_four_bit(owner, leaf):
+    if not is_stored(owner, leaf):
         return {}
     state = _holder(owner).quant_state
     return {} if state is None else dict(state.as_dict(packed=True))
@@ -156,7 +112,7 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
     Raises:
         ModelError: If the state does not fit: the library's kernels would read beyond its end.
     """
-    described, old = describe_parameter(owner, leaf), _holder(owner)
+    described, old = describe(owner, leaf), _holder(owner)
     read = read_state(state, packed, described)
     if not _is_linear(owner):
         old.quant_state, old.four_bit = read, described
@@ -176,9 +132,9 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
     return parameter
 
 
-def quantize(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, State]:
+def pack(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, State]:
     """Pack a tensor with the settings of the 4-bit parameter that it will fill, on its device."""
-    described = describe_parameter(owner, leaf)
+    described = describe(owner, leaf)
     packed, state = bitsandbytes().functional.quantize_4bit(
         content.contiguous(),
         blocksize=64,
@@ -189,13 +145,13 @@ def quantize(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, Stat
     return packed, state.as_dict(packed=True)
 
 
-def describe_parameter(owner: nn.Module, leaf: str) -> FourBit:
+def describe(owner: nn.Module, leaf: str) -> FourBit:
     """How a module's own 4-bit parameter is stored."""
     is_linear = leaf == "weight" and _is_linear(owner)
     return _describe_linear(owner) if is_linear else _describe_parametrization(owner)
 
 
-def describe_four_bit(module: nn.Module) -> dict[str, FourBit]:
+def describe_all(module: nn.Module) -> dict[str, FourBit]:
     """Every 4-bit tensor inside a module, by the path of its linear layer or of the parameter.
 
     Raises:
@@ -217,7 +173,7 @@ def describe_four_bit(module: nn.Module) -> dict[str, FourBit]:
     return found
 
 
-def apply_four_bit(model: nn.Module, described: Mapping[str, FourBit]) -> None:
+def apply_all(model: nn.Module, described: Mapping[str, FourBit]) -> None:
     """Turn linear layers and parameters of a model on ``meta`` into 4-bit ones without content.
 
     Raises:
@@ -478,7 +434,7 @@ def _take_state(owner: nn.Module, leaf: str, state: dict[str, Any], key: str) ->
     taken = {name.removeprefix(f"{key}."): state.pop(name) for name in parts}
     packed: Any = getattr(owner, leaf)
     if taken and not packed.is_meta:
-        read = read_state(taken, packed, describe_parameter(owner, leaf))
+        read = read_state(taken, packed, describe(owner, leaf))
         _holder(owner).quant_state = read
         if _is_linear(owner):
             owner.quant_state = read

@@ -52,7 +52,6 @@ from .adapters import AdapterSwitches
 from .argument_changes import copied
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .carried_tensors import Carried, is_carried, returned
-from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree
 from .hollow_checks import (
     HeldParts,
@@ -88,6 +87,7 @@ from .placeholders import (
     tensors_in,
     unmark,
 )
+from .stored import shapes_only
 from .tensors import (
     check_can_be_emptied,
     emptied,

@@ -31,9 +31,9 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from ..errors import CheckpointError, ModelError
 from ..optional import bitsandbytes, peft
 from .checkpoint_reader import Checkpoint
-from .four_bit import FourBit, State, apply_four_bit, is_four_bit, pack_linears, quantize
 from .layers import find_decoder_layers
 from .override import MethodOverride
+from .stored import FourBit, State, format_here, format_of
 from .tensors import fill, is_frozen, leave_out
 
 _WEIGHTS = "weights_in_checkpoint"
@@ -88,13 +88,14 @@ class CheckpointWeights:
         content = state.pop("")
         if state:
             return content, state
-        if not is_four_bit(owner, leaf):
+        stored = format_of(owner, leaf)
+        if stored is None:
             return content.to(parameter.dtype), {}
         content = content.T if name in self._conv1d else content
         content = content.to(self._dtype).contiguous()
         if for_worker and self._quantize_on == "worker":
             return content, {}
-        return quantize(owner, leaf, content)
+        return stored.pack(owner, leaf, content)
 
     def end_run(self) -> None:
         """Forget the parameters that the run has trained: the checkpoint has other values."""
@@ -347,7 +348,8 @@ def _store_in_four_bits(
     is_stored = getattr(model.config, "quantization_config", None) is not None
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=is_stored)
     quantizer.preprocess_model(model, device_map=None)
-    pack_linears(model)
+    stored = format_here()
+    stored.pack_linears(model)
     experts = {
         f"{layer.name}.{name}": FourBit(
             shape=list(parameter.shape),
@@ -358,7 +360,7 @@ def _store_in_four_bits(
         for name, parameter in layer.module.named_parameters()
         if parameter.ndim == 3 and (not is_stored or checkpoint.is_packed(f"{layer.name}.{name}"))
     }
-    apply_four_bit(model, experts)
+    stored.apply_all(model, experts)
     quantizer.postprocess_model(model)
 
 

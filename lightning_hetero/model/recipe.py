@@ -31,7 +31,6 @@ from .attribute_values import META
 from .captured_outputs import collect_from, collected_in, install_hooks
 from .compiled_layers import without_wrapper_names
 from .custom_layers import BlocksRecipe, build_blocks, describe_blocks
-from .four_bit import FourBit, apply_four_bit, describe_four_bit
 from .half_layers import absent_in, half_of
 from .hf_config import (
     check_size,
@@ -44,6 +43,7 @@ from .hf_config import (
 )
 from .layer_code import check_code, code_of
 from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions, models_around, name_of
+from .stored import FourBit, describe_stored, format_here
 
 # The calls of torch that building takes, a few seconds of them. The decoders of transformers in
 # their default sizes take fewer than 10,000.
@@ -129,7 +129,7 @@ def write_recipe(
         four_bit={
             f"{paths[number]}.{without_wrappers(path)}": four_bit
             for number, layer in layers
-            for path, four_bit in describe_four_bit(layer.module).items()
+            for path, four_bit in describe_stored(layer.module).items()
         },
         adapters=describe_adapters(owner, [layer.module for _, layer in layers]),
         embedding=next(
@@ -279,7 +279,8 @@ def _build_model(
 ) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = model_class._from_config(config)
-    apply_four_bit(model, recipe.four_bit)
+    if recipe.four_bit:
+        format_here().apply_all(model, recipe.four_bit)
     # PEFT reads it, and then wraps 4-bit layers with classes of their own.
     model.is_loaded_in_4bit = bool(recipe.four_bit)  # type: ignore[assignment]
     if recipe.adapters is not None:

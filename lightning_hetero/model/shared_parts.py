@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from .attributes import AttributeState
-from .four_bit import is_four_bit
 from .half_layers import in_tree
 from .layers import DecoderLayer, identity_of, name_of
+from .stored import format_of
 
 
 @dataclass
@@ -261,7 +261,7 @@ def _may_be_copied(module: nn.Module) -> bool:
     """Whether nothing in a module trains, and its tensors are here and ordinary."""
     tensors = [*module._parameters.items(), *module._buffers.items()]
     return not _is_norm(module) and not any(
-        tensor is not None and (tensor.requires_grad or tensor.is_meta or is_four_bit(module, leaf))
+        tensor is not None and (tensor.requires_grad or tensor.is_meta or format_of(module, leaf))
         for leaf, tensor in tensors
     )
 

@@ -23,8 +23,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import swap_tensors
 
 from ..errors import ModelError
-from .four_bit import State, describe_parameter, is_four_bit, quantize, state_of, with_state
 from .layers import DecoderLayer
+from .stored import State, format_of, state_of
 
 
 def named_tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -69,7 +69,7 @@ def named_contents(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tenso
 def stored_in_four_bits(layers: Mapping[int, nn.Module], name: str) -> bool:
     """Whether a named tensor is stored in 4 bits."""
     owner, leaf, _ = locate(layers, name)
-    return is_four_bit(owner, leaf)
+    return format_of(owner, leaf) is not None
 
 
 def has_four_bit(layers: Mapping[int, nn.Module]) -> bool:
@@ -157,8 +157,8 @@ def fill(owner: nn.Module, leaf: str, content: Tensor, state: State) -> None:
     old = owner._parameters.get(leaf)
     if old is None:
         owner._buffers[leaf] = content
-    elif is_four_bit(owner, leaf):
-        _swap(old, with_state(owner, leaf, content, state))
+    elif (stored := format_of(owner, leaf)) is not None:
+        _swap(old, stored.with_state(owner, leaf, content, state))
     else:
         _swap(old, nn.Parameter(content, requires_grad=old.requires_grad))
 
@@ -261,8 +261,8 @@ def filled(
 
 def _like(owner: nn.Module, leaf: str, tensor: Tensor, content: Tensor, state: State) -> Tensor:
     """A tensor that can stand in the place of another one, with this content."""
-    if is_four_bit(owner, leaf):
-        return with_state(owner, leaf, content, state)
+    if (stored := format_of(owner, leaf)) is not None:
+        return stored.with_state(owner, leaf, content, state)
     if not isinstance(tensor, nn.Parameter):
         return content
     return nn.Parameter(content, requires_grad=tensor.requires_grad)
@@ -300,8 +300,8 @@ def stored_bytes(layers: Mapping[int, nn.Module], dtype: torch.dtype | None = No
     found: dict[int, int] = {}
     for name, tensor in named_tensors(layers):
         owner, leaf, _ = locate(layers, name)
-        if is_four_bit(owner, leaf):
-            found[id(tensor)] = describe_parameter(owner, leaf).stored_bytes
+        if (stored := format_of(owner, leaf)) is not None:
+            found[id(tensor)] = stored.describe(owner, leaf).stored_bytes
         else:
             found[id(tensor)] = tensor.numel() * dtypes[name].itemsize
     return sum(found.values())
@@ -363,10 +363,10 @@ def fill_with_made_up_values(
             continue  # already filled: the layer has this tensor under two names
         if name in given:
             fill(owner, leaf, given[name].to(device), {})
-        elif is_four_bit(owner, leaf):
-            shape = torch.Size(describe_parameter(owner, leaf).shape)
+        elif (stored := format_of(owner, leaf)) is not None:
+            shape = torch.Size(stored.describe(owner, leaf).shape)
             plain = _made_up(leaf, shape, _unpacked_dtype(layers), device)
-            fill(owner, leaf, *quantize(owner, leaf, plain))
+            fill(owner, leaf, *stored.pack(owner, leaf, plain))
         else:
             fill(owner, leaf, _made_up(leaf, tensor.shape, dtypes[name], device), {})
 
@@ -455,4 +455,4 @@ def _starts(key: str) -> Iterator[str]:
 
 
 def _is_left_out_between(module: nn.Module) -> bool:
-    return isinstance(module, ParametrizationList) and is_four_bit(module, "original")
+    return isinstance(module, ParametrizationList) and format_of(module, "original") is not None

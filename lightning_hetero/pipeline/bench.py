@@ -23,7 +23,7 @@ from ..devices.device import Clock as Clock
 from ..devices.device import device_for, is_out_of_memory
 from ..errors import ModelError
 from ..model.allowed_imports import Allowed
-from ..model.four_bit import multiply_in
+from ..model.stored import multiply_in
 from ..model.tensors import dtypes_on_stage, fill_with_made_up_values
 from ..protocol import messages as m
 from ..protocol.frames import Content

@@ -28,7 +28,6 @@ from .._lightning import is_param_in_hook_signature, pl
 from ..devices.device import MemoryMeter, device_for
 from ..errors import ModelError
 from ..model.captured_outputs import CollectingHooks, SilencedHooks, add_collected, wanted_kinds
-from ..model.four_bit import shapes_only
 from ..model.hollow import HollowLayers
 from ..model.layer_call import (
     LayerCall,
@@ -39,6 +38,7 @@ from ..model.layer_call import (
 )
 from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alone, find_embedding
 from ..model.override import ForwardOverride
+from ..model.stored import shapes_only
 from ..model.tensors import ends_of
 from ..pipeline.bench import median_of_blocks
 from ..pipeline.boundary import Surroundings

@@ -27,12 +27,12 @@ from ..errors import BatchError, ModelError
 from ..model.allowed_imports import ImportedHere
 from ..model.captured_outputs import SilencedHooks
 from ..model.custom_layers import BlocksRecipe
-from ..model.four_bit import describe_four_bit
 from ..model.half_layers import absent_in, is_half_with_experts, is_second_half
 from ..model.hf_config import experts_kind
 from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
 from ..model.recipe import Recipe, write_recipe
+from ..model.stored import describe_stored
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
 from ..pipeline.bench import Bench, LayerTrial, OptimizerTrial
 from ..pipeline.handover import Request, first_of_request, surroundings_here
@@ -231,7 +231,7 @@ def _outline(layer: nn.Module) -> _Outline:
         found[path, ""] = type(module).__qualname__
         found |= {(path, name): value for name, value in _settings(module)}
         found |= {(path, f"{leaf} "): form for leaf, form in _forms(module)}
-    for path, four_bit in describe_four_bit(layer).items():
+    for path, four_bit in describe_stored(layer).items():
         found[path, "4 bits"] = repr(four_bit)
     return found
 

@@ -33,10 +33,10 @@ from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
 from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
 from ..model.allowed_imports import refuse_training_in_worker
-from ..model.four_bit import accepting_states, keep_layout
 from ..model.half_layers import cut_layers, join_layers
 from ..model.layers import DecoderLayer, LayerChoice, find_decoder_layers, without_layers
 from ..model.lazy_weights import weights_in_checkpoint
+from ..model.stored import accepting_states, keep_layout
 from ..pipeline.microbatch import BatchOptions, CheckFirstBatch, LossWeighting
 from ..pipeline.optimizer import AveragingAction
 from ..plan import Plan

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import ModelError, RemoteProtocolError
 from ..model.allowed_imports import Allowed
 from ..model.attributes import set_attributes
-from ..model.four_bit import State, is_four_bit, quantize, state_of
+from ..model.stored import State, format_of, state_of
 from ..model.tensors import Content, locate, named_contents, named_tensors, narrowed, set_tensor
 from ..pipeline.stage_layers import build_described, numbered_layers
 from ..protocol import messages as m
@@ -150,8 +150,8 @@ class StageLayers:
         content = tensor.to(self._host.device)
         state = {key: part.to(self._host.device) for key, part in state.items()}
         owner, leaf, _ = locate(self.numbered, name)
-        if is_four_bit(owner, leaf) and not state:
-            content, state = quantize(owner, leaf, content)
+        if (stored := format_of(owner, leaf)) is not None and not state:
+            content, state = stored.pack(owner, leaf, content)
         self._put(name, Content(content, state))
 
     def _on_offer_tensor(self, message: m.OfferTensor, _tensors: tuple[Tensor, ...]) -> None:
@@ -225,7 +225,7 @@ class StageLayers:
                 f"{TensorSpec.of(content.tensor)}."
             )
         tensor = content.tensor
-        if not is_four_bit(owner, leaf):
+        if format_of(owner, leaf) is None:
             tensor = narrowed(tensor, self._specs[name].tensor.torch_dtype)
         set_tensor(self.numbered, name, tensor, content.state)
         self._missing.discard(name)

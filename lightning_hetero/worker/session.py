@@ -40,8 +40,8 @@ from ..errors import (
     ModelError,
     WorkerUnreachable,
 )
-from ..model.four_bit import multiply_in
 from ..model.layers import EMBEDDING_LAYER, check_token_ids, describe_layers
+from ..model.stored import multiply_in
 from ..pipeline.boundary import Activation, Gradients
 from ..pipeline.codec import (
     decode_activation,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_hetero.coordinator.snapshots import Bases, SnapshotFiles
 from lightning_hetero.errors import CheckpointError, RemoteProtocolError, SaveError
-from lightning_hetero.model.four_bit import State
+from lightning_hetero.model.stored import State
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.protocol.values import Packer

@@ -19,9 +19,9 @@ from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import StageFailed, WorkerError, WorkerLost
-from lightning_hetero.model.four_bit import State
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
+from lightning_hetero.model.stored import State
 from lightning_hetero.model.tensors import named_contents, named_tensors
 from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.optimizer import Clipping, Group

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.errors import StageFailed
-from lightning_hetero.model.four_bit import FourBit, apply_four_bit, describe_four_bit, quantize
+from lightning_hetero.model.four_bit import FourBit, apply_all, describe_all, pack
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, write_recipe
 from lightning_hetero.model.tensors import locate, named_tensors, stored_in_four_bits
@@ -32,7 +32,7 @@ BYTES = torch.uint8
 def model_on_meta() -> Any:
     """A model of which one linear layer is in 4 bits."""
     model = tiny_model("llama").to("meta")
-    apply_four_bit(model, {"model.layers.0.mlp.up_proj": FourBit([24, 16], "nf4", True)})
+    apply_all(model, {"model.layers.0.mlp.up_proj": FourBit([24, 16], "nf4", True)})
     return model
 
 
@@ -49,7 +49,7 @@ def contents(layers: dict[int, nn.Module], **changed: Any) -> Iterator[Content]:
         if not stored_in_four_bits(layers, name):
             yield name, torch.rand(tensor.shape, dtype=tensor.dtype), {}
             continue
-        packed, state = quantize(*locate(layers, name)[:2], torch.rand(24, 16))
+        packed, state = pack(*locate(layers, name)[:2], torch.rand(24, 16))
         packed = changed.get("packed", packed)
         state = {part: changed.get(part, value) for part, value in state.items()}
         yield name, packed, {} if changed.get("no_state") else state
@@ -133,5 +133,5 @@ def test_a_module_named_by_an_adapter_is_not_imported(workers: list[str]) -> Non
 def test_the_description_that_a_worker_reads_is_that_of_the_model() -> None:
     recipe = stage_of(model_on_meta()).recipe
     assert isinstance(recipe, Recipe)
-    described = describe_four_bit(model_on_meta().model.layers[0])
+    described = describe_all(model_on_meta().model.layers[0])
     assert recipe.four_bit == {f"model.layers.0.{k}": v for k, v in described.items()}

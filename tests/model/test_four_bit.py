@@ -17,12 +17,12 @@ from lightning_hetero.errors import ModelError
 from lightning_hetero.model.four_bit import (
     FourBit,
     accepting_states,
-    apply_four_bit,
-    describe_four_bit,
-    is_four_bit,
+    apply_all,
+    describe_all,
+    is_stored,
     keep_layout,
     multiply_in,
-    quantize,
+    pack,
     shapes_only,
     state_of,
     unpacked_on_meta,
@@ -75,11 +75,11 @@ class Holder(nn.Module):
 
 def empty_linear(like: nn.Module) -> nn.Module:
     """What a worker makes of a description: an ordinary layer on `meta` becomes a 4-bit one."""
-    described = describe_four_bit(Holder(like))
+    described = describe_all(Holder(like))
     in_features, out_features = int(like.in_features), int(like.out_features)  # type: ignore[arg-type]
     plain = nn.Linear(in_features, out_features, like.bias is not None, device="meta")
     model = Holder(plain)
-    apply_four_bit(model, described)
+    apply_all(model, described)
     return model.inner
 
 
@@ -115,7 +115,7 @@ def test_a_layer_with_half_a_byte_too_many_is_the_same_too() -> None:
 def assert_rebuilt(original: nn.Module, in_features: int) -> None:
     rebuilt = empty_linear(original)
     assert all(parameter.is_meta for parameter in rebuilt.parameters())
-    assert describe_four_bit(rebuilt) == describe_four_bit(original)
+    assert describe_all(rebuilt) == describe_all(original)
     fill_from(rebuilt, original)
     assert_same_bits(rebuilt, original)
     hidden = torch.randn(3, in_features)
@@ -136,10 +136,10 @@ def test_the_packed_shape_is_known_from_the_description(
 @pytest.mark.parametrize("options", [{}, {"quant_type": "fp4"}, {"compress_statistics": True}])
 def test_experts_rebuilt_elsewhere_are_the_same(options: dict[str, Any]) -> None:
     original = experts(**options)
-    described = describe_four_bit(original)
+    described = describe_all(original)
     assert list(described) == ["down_proj"]
     model = Holder(Experts().to("meta"))
-    apply_four_bit(model, {"inner.down_proj": described["down_proj"]})
+    apply_all(model, {"inner.down_proj": described["down_proj"]})
     fill_from(model.inner, original)
     assert_same_bits(model.inner, original)
     hidden = torch.randn(2, 16)
@@ -147,14 +147,14 @@ def test_experts_rebuilt_elsewhere_are_the_same(options: dict[str, Any]) -> None
 
 
 def test_a_description_is_plain_data() -> None:
-    described = describe_four_bit(Holder(linear(bias=True, quant_storage=torch.bfloat16)))
+    described = describe_all(Holder(linear(bias=True, quant_storage=torch.bfloat16)))
     assert described == {"inner": FourBit([20, 24], "nf4", True, "bfloat16", "float32", True)}
 
 
 def test_packing_here_gives_the_bits_of_packing_there() -> None:
     original, weight = linear(), nn.Linear(24, 20, bias=False).weight.detach()
     empty = empty_linear(original)
-    packed, state = quantize(empty, "weight", weight)
+    packed, state = pack(empty, "weight", weight)
     expected = bnb.nn.Params4bit(weight.clone(), quant_type="nf4").to("cpu")
     assert torch.equal(packed, expected)
     assert torch.equal(state["absmax"], expected.quant_state.absmax)
@@ -162,18 +162,18 @@ def test_packing_here_gives_the_bits_of_packing_there() -> None:
 
 def test_emptied_experts_can_still_be_described() -> None:
     original = experts()
-    before = describe_four_bit(original)
+    before = describe_all(original)
     packed = torch.empty(192, 1, dtype=torch.uint8, device="meta")
     set_tensor({0: original}, "0.parametrizations.down_proj.original", packed)
-    assert describe_four_bit(original) == before
+    assert describe_all(original) == before
 
 
 def test_ordinary_parameters_have_no_state() -> None:
     plain = nn.Linear(2, 2)
-    assert not is_four_bit(plain, "weight")
+    assert not is_stored(plain, "weight")
     assert state_of(plain, "weight") == {}
-    assert describe_four_bit(plain) == {}
-    assert not is_four_bit(linear(bias=True), "bias")
+    assert describe_all(plain) == {}
+    assert not is_stored(linear(bias=True), "bias")
 
 
 @pytest.mark.follows(
@@ -182,14 +182,14 @@ def test_ordinary_parameters_have_no_state() -> None:
 def test_eight_bits_are_refused() -> None:
     model = Holder(bnb.nn.Linear8bitLt(8, 8))
     with pytest.raises(ModelError, match="inner is quantised to 8 bits.*load_in_4bit=True"):
-        describe_four_bit(model)
-    assert describe_four_bit(Holder(bnb.nn.Linear4bit(8, 8))).keys() == {"inner"}
-    assert describe_four_bit(Holder(nn.Linear(8, 8))) == {}
+        describe_all(model)
+    assert describe_all(Holder(bnb.nn.Linear4bit(8, 8))).keys() == {"inner"}
+    assert describe_all(Holder(nn.Linear(8, 8))) == {}
 
 
 def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(ModelError, match=r"no 'inner\.nothing'"):
-        apply_four_bit(Holder(nn.Linear(2, 2)), {"inner.nothing": FourBit([2, 2], "nf4", True)})
+        apply_all(Holder(nn.Linear(2, 2)), {"inner.nothing": FourBit([2, 2], "nf4", True)})
 
 
 @pytest.mark.parametrize("path", ["inner", "inner.weight"])
@@ -199,14 +199,14 @@ def test_a_missing_library_is_said_with_the_remedy(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     model = Holder(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ModelError, match=r"bitsandbytes is not installed.*pip install"):
-        apply_four_bit(model, {path: FourBit([2, 2], "nf4", True)})
+        apply_all(model, {path: FourBit([2, 2], "nf4", True)})
 
 
 def test_without_the_library_nothing_is_in_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     model = Holder(nn.Linear(2, 2))
     nn.utils.parametrize.register_parametrization(model.inner, "weight", nn.Identity())
-    assert describe_four_bit(model) == {}
+    assert describe_all(model) == {}
 
 
 def changed(state: dict[str, Tensor], **changes: Any) -> dict[str, Tensor]:

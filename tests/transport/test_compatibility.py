@@ -11,8 +11,8 @@ import torch
 from lightning_hetero.coordinator.worker_stages import obstacles_to_compiling, shortcomings
 from lightning_hetero.model.adapters import Adapters
 from lightning_hetero.model.custom_layers import BlocksRecipe
-from lightning_hetero.model.four_bit import FourBit
 from lightning_hetero.model.recipe import Recipe
+from lightning_hetero.model.stored import FourBit
 from lightning_hetero.protocol.messages import Equipment
 from lightning_hetero.transport.compatibility import Party, differences, obstacles
 
