@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from ..errors import HeteroError, ModelError, StageFailed, WeightsLost, WorkerLost
 from ..model.captured_outputs import CollectingHooks
 from ..model.compiled_layers import uncompile
-from ..model.half_layers import absent_in
 from ..model.hollow import HollowLayers, is_hollow, remote_of
 from ..model.hollow_forward import list_begins
 from ..model.layer_call import LayerCall
@@ -34,6 +33,7 @@ from ..model.layers import (
     find_embedding,
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
+from ..model.partial_layers import absent_in
 from ..model.recipe import imports_of
 from ..model.shared_parts import SharedParts
 from ..model.tensors import is_frozen, named_tensors

@@ -3,16 +3,14 @@
     layer 3       h + attention(norm(h))   │   h + mlp(norm(h))
     as halves     6                        │   7
 
-A half is a layer of the same class with the children of the whole layer. The children of the other
-half are absent: they return zeros, so that they add nothing to the hidden states. To find the cut,
-``forward`` is called with stand-ins for the children: the two halves in a row must give the bits of
-the whole layer.
+`partial_layers.py` says what a half is. To find the cut, ``forward`` is called with stand-ins for
+the children: the two halves in a row must give the bits of the whole layer.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,33 +19,22 @@ import transformers
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .attributes import own_attributes
 from .captured_outputs import has_hooks
-from .layer_call import take_hidden, without_cache
 from .layers import DecoderLayer, identity_of
-from .override import ForwardOverride, overrides_of
-
-# Attributes that a layer and its halves do not share while they are cut or away.
-_OF_EACH = frozenset({"_apply", "forward"})
+from .override import overrides_of
+from .partial_layers import (
+    AbsentChildren,
+    InHalves,
+    cut_of,
+    half_of,
+    halves_of,
+    hidden_in,
+    is_attention,
+    with_children,
+)
 
 # The kinds of ``*args`` and ``**kwargs``, which may be empty.
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-AbsentChildren = Mapping[str, bool]
-"""The names of absent children, and whether each returns a tuple, as attention mostly does."""
-
-
-class Absent(nn.Module):
-    """Stands for a child of the other half: it adds nothing to the hidden states."""
-
-    def __init__(self, in_tuple: bool) -> None:
-        super().__init__()
-        self.in_tuple = in_tuple
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
-        # Minus zero: plus zero would change the sign of a minus zero. A scalar costs little.
-        zero = _hidden(args, kwargs).new_full((), -0.0)
-        return (zero, None) if self.in_tuple else zero
 
 
 def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
@@ -79,7 +66,7 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
         _check_nothing_is_shared(layer, found[-1])
     made = []
     for layer, halves in zip(layers, found, strict=True):
-        _InHalves(layer.module, halves).put_on()
+        InHalves(layer.module, halves).put_on()
         made += [replace(layer, module=half) for half in halves]
     return made
 
@@ -87,89 +74,9 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 def join_layers(root: nn.Module) -> None:
     """Undo `cut_layers`. Layers whose worker was lost stay cut and raise when called."""
     for module in root.modules():
-        cut = _cut_of(module)
+        cut = cut_of(module)
         if cut is not None and not any(any(overrides_of(half)) for half in cut.halves):
             cut.take_off()
-
-
-def half_of(layer: nn.Module, absent: AbsentChildren) -> nn.Module:
-    """A layer of the same class without some of the children.
-
-    Raises:
-        ModelError: If the layer has no such children.
-    """
-    unknown = sorted(absent.keys() - layer._modules.keys())
-    if unknown:
-        raise ModelError(f"A {type(layer).__name__} has no children {unknown} to leave out.")
-    return _with(layer, {name: Absent(in_tuple) for name, in_tuple in absent.items()})
-
-
-def absent_in(layer: nn.Module) -> dict[str, bool]:
-    """The absent children of a half; empty for a whole layer."""
-    children = layer.named_children()
-    return {name: child.in_tuple for name, child in children if isinstance(child, Absent)}
-
-
-def is_second_half(layer: nn.Module) -> bool:
-    """Whether a layer is a half without attention."""
-    return any(_is_attention(name) for name in absent_in(layer))
-
-
-def is_half_with_experts(layer: nn.Module) -> bool:
-    """Whether a layer is a half without attention that has the experts of a mixture."""
-    names = (f"{path} {type(module).__name__}" for path, module in layer.named_modules())
-    return is_second_half(layer) and any("experts" in name.lower() for name in names)
-
-
-def in_tree(layer: nn.Module) -> list[nn.Module]:
-    """The modules of the user's tree that a layer stands for: itself, or the children of a half."""
-    if not absent_in(layer):
-        return [layer]
-    return [child for child in layer.children() if not isinstance(child, Absent)]
-
-
-class _InHalves(ForwardOverride):
-    """A layer's ``forward`` that calls its halves."""
-
-    def __init__(self, layer: nn.Module, halves: Sequence[nn.Module]) -> None:
-        super().__init__(layer)
-        self.halves = halves
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, args, kwargs, _ = take_hidden(0, args, kwargs)
-        first, second = self.halves
-        first.training = second.training = self.module.training
-        for half in self.halves:
-            _follow(half, self.module)
-        result = first(hidden, *args, **kwargs)
-        # Only the attention uses the cache.
-        args, kwargs = without_cache(self.module, args, kwargs)
-        if not isinstance(result, tuple):
-            return second(result, *args, **kwargs)
-        hidden, *others = second(result[0], *args, **kwargs)
-        # The first half returns attentions, the second one router logits.
-        pairs = zip(result[1:], others, strict=True)
-        return (hidden, *(other if mine is None else mine for mine, other in pairs))
-
-
-def _follow(half: nn.Module, layer: nn.Module) -> None:
-    """Copy the current plain attributes of a layer to one of its halves."""
-    wanted, own = own_attributes(layer), own_attributes(half)
-    for name in (wanted.keys() | own.keys()) - _OF_EACH:
-        if name not in wanted:
-            del vars(half)[name]
-        elif name not in own or own[name] is not wanted[name]:
-            vars(half)[name] = wanted[name]
-
-
-def halves_of(layer: nn.Module) -> Sequence[nn.Module] | None:
-    """The halves of a layer that is cut; None for a whole layer."""
-    cut = _cut_of(layer)
-    return None if cut is None else cut.halves
-
-
-def _cut_of(layer: nn.Module) -> _InHalves | None:
-    return next((each for each in overrides_of(layer) if isinstance(each, _InHalves)), None)
 
 
 class _StandIn(nn.Module):
@@ -184,7 +91,7 @@ class _StandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
         self._called.append(self.name)
-        result = torch.sin(_hidden(args, kwargs) * (2 + self._number) + self._number)
+        result = torch.sin(hidden_in(args, kwargs) * (2 + self._number) + self._number)
         return (result, None) if self._in_tuple else result
 
 
@@ -235,18 +142,18 @@ def _find_cut(layer: nn.Module) -> tuple[AbsentChildren, AbsentChildren] | None:
     for in_tuple in (True, False):
         called: list[str] = []
         stand_ins = {
-            name: _StandIn(name, number, in_tuple and _is_attention(name), called)
+            name: _StandIn(name, number, in_tuple and is_attention(name), called)
             for number, (name, _) in enumerate(layer.named_children())
         }
-        whole = _with(layer, stand_ins)
+        whole = with_children(layer, stand_ins)
         expected = _try(whole)
         order = list(dict.fromkeys(called))
         if expected is None or _leaves_out_some(layer, order):
             continue
-        ends = [number for number, name in enumerate(order, start=1) if _is_attention(name)]
+        ends = [number for number, name in enumerate(order, start=1) if is_attention(name)]
         for end in range(max(ends, default=len(order)), len(order)):
             behind = dict.fromkeys(order[end:], False)
-            before = {n: in_tuple and _is_attention(n) for n in stand_ins if n not in behind}
+            before = {n: in_tuple and is_attention(n) for n in stand_ins if n not in behind}
             found = _try(half_of(whole, behind), half_of(whole, before))
             if found is not None and torch.equal(expected, found):
                 return behind, before
@@ -285,24 +192,3 @@ def _required(layer_class: type[nn.Module]) -> dict[str, None]:
     _self, _hidden_states, *others = inspect.signature(layer_class.forward).parameters.values()
     required = [each for each in others if each.default is inspect.Parameter.empty]
     return {each.name: None for each in required if each.kind not in _COLLECTING}
-
-
-def _with(layer: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """A layer of the same class and attributes with some children replaced, without hooks."""
-    made = type(layer).__new__(type(layer))
-    vars(made).update(vars(layer) | vars(nn.Module()))
-    vars(made).update(training=layer.training, _modules={**layer._modules, **children})
-    for name in ("forward", "_compiled_call_impl"):
-        vars(made).pop(name, None)
-    return made
-
-
-def _is_attention(name: str) -> bool:
-    """Whether a child of that name is attention, and not a norm or dropout named after it."""
-    is_about = "attn" in name or "attention" in name
-    return is_about and not any(word in name for word in ("norm", "dropout", "ln_"))
-
-
-def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden states among the arguments of a child."""
-    return take_hidden(0, args, dict(kwargs))[0]

@@ -52,7 +52,6 @@ from .adapters import AdapterSwitches
 from .argument_changes import copied
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .carried_tensors import Carried, is_carried, returned
-from .half_layers import absent_in, halves_of, in_tree
 from .hollow_checks import (
     HeldParts,
     check_hooks_of_all_modules,
@@ -76,6 +75,7 @@ from .layer_call import (
 from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer, embedded_on_meta, look_past_meta
 from .outer_state import OuterContent, OuterState
 from .override import ForwardOverride, MethodOverride, has_own_forward, overrides_of
+from .partial_layers import absent_in, halves_of, in_tree
 from .placeholders import (
     Form,
     HiddenStatesAway,

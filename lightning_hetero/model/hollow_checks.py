@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
 from .captured_outputs import has_hooks
-from .half_layers import in_tree
 from .layers import DecoderLayer
+from .partial_layers import in_tree
 from .tensors import locate, named_tensors
 
 # Hooks of Lightning, such as those of its profiler and its summary, observe and change nothing.

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .argument_changes import GivenTensors, Modes
 from .carried_tensors import ENTERED, Arithmetic, Carried, Wanted, computed, entering
-from .half_layers import is_second_half
 from .layer_call import LayerCall
 from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer
+from .partial_layers import is_second_half
 from .placeholders import (
     Assumptions,
     Form,

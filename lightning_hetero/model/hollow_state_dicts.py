@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .half_layers import in_tree
+from .partial_layers import in_tree
 from .tensors import (
     flatten,
     keys_of,

@@ -31,7 +31,6 @@ from .attribute_values import META
 from .captured_outputs import collect_from, collected_in, install_hooks
 from .compiled_layers import without_wrapper_names
 from .custom_layers import BlocksRecipe, build_blocks, describe_blocks
-from .half_layers import absent_in, half_of
 from .hf_config import (
     check_size,
     experts_kind,
@@ -43,6 +42,7 @@ from .hf_config import (
 )
 from .layer_code import check_code, code_of
 from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions, models_around, name_of
+from .partial_layers import absent_in, half_of
 from .stored import FourBit, describe_stored, format_here
 
 # The calls of torch that building takes, a few seconds of them. The decoders of transformers in

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from .attributes import AttributeState
-from .half_layers import in_tree
 from .layers import DecoderLayer, identity_of, name_of
+from .partial_layers import in_tree
 from .stored import format_of
 
 

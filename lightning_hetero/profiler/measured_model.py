@@ -27,10 +27,10 @@ from ..errors import BatchError, ModelError
 from ..model.allowed_imports import ImportedHere
 from ..model.captured_outputs import SilencedHooks
 from ..model.custom_layers import BlocksRecipe
-from ..model.half_layers import absent_in, is_half_with_experts, is_second_half
 from ..model.hf_config import experts_kind
 from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
+from ..model.partial_layers import absent_in, is_half_with_experts, is_second_half
 from ..model.recipe import Recipe, write_recipe
 from ..model.stored import describe_stored
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
