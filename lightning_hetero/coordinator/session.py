@@ -21,6 +21,7 @@ import torch
 
 from ..devices.device import check_has_backend, device_for
 from ..errors import WorkerLost
+from ..events import Observers
 from ..plan import Narrowing
 from ..protocol import messages as m
 from ..recovery import Recovery
@@ -80,6 +81,7 @@ class Coordinator:
         device: The device that this process computes on.
         source: Where these workers are found, and others, of which one that the plan leaves idle
             may take a lost one's place; None dials the addresses.
+        observers: Read the events of the run.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -93,6 +95,7 @@ class Coordinator:
         identity: Identity,
         device: torch.device = CPU,
         source: Source | None = None,
+        observers: Observers | None = None,
     ) -> None:
         check_has_backend(device)
         copies = device_for(device).copies()
@@ -104,6 +107,7 @@ class Coordinator:
         self.neighbors = Neighbors(self.connections)
         self.telemetry = Telemetry(self.connections, device)
         self.replacements: Replacements | None = None
+        self.observers = observers or Observers()
         self._has_served = False
         recorder = self.telemetry.recorder
         self.layers = RemoteLayers(self.connections)
@@ -148,7 +152,7 @@ class Coordinator:
         """
         parts = self.connections, self.layers, self.stages
         snapshots = Snapshots(settings, folder, *parts)
-        self.replacements = Replacements(settings, snapshots, *parts)
+        self.replacements = Replacements(settings, snapshots, *parts, self.observers)
         return self.replacements
 
     def close(self) -> None:

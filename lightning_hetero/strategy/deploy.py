@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -26,13 +26,13 @@ from msgspec import structs
 from rich.console import Console
 from typing_extensions import override
 
-from ..callbacks.lost_worker import RecoveryCallback
 from ..callbacks.profiler import PipelineProfiler
 from ..coordinator.deployment import Deployment, imports_for
 from ..coordinator.fleet import Fleet
 from ..coordinator.progress import progress_of_bytes
 from ..coordinator.session import Coordinator
 from ..errors import PlanError
+from ..events import Observers
 from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..pipeline.optimizer import own_optimizer_modules
@@ -46,9 +46,8 @@ from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
 from ..profiler.profiling_run import NewcomerTrials, ProfilingRun
 from ..recovery import Recovery, too_few
-from ..telemetry.layer_ranges import share_as_text
 from ..transport.deadlines import Deadlines
-from ..units import in_micro_batches
+from ..units import in_micro_batches, in_share
 from .arguments import (
     NAMED_PLANS,
     StepOptions,
@@ -208,6 +207,7 @@ class Site:
         may_move: Whether any layer may move to any worker during the run.
         deadlines: How long anything may take.
         recovery: How the run gets over lost workers; None if it does not.
+        observers: Read the events of the run.
     """
 
     module: pl.LightningModule
@@ -217,6 +217,7 @@ class Site:
     may_move: bool
     deadlines: Deadlines
     recovery: Recovery | None = None
+    observers: Observers = field(default_factory=Observers)
 
     def deploy(self, layers: Sequence[DecoderLayer], choice: PlanChoice) -> Deployment | None:
         """Choose a plan and send the layers; None if no layer goes to a worker.
@@ -275,7 +276,9 @@ class Site:
         """
         # The optimizers are made later, when local workers run already.
         imports = imports_for(self.module, layers, imported_for) | own_optimizer_modules()
-        coordinator = self.fleet.connect(workers, imports, self.device, self.deadlines)
+        coordinator = self.fleet.connect(
+            workers, imports, self.device, self.deadlines, self.observers
+        )
         trainer = self.module.trainer
         # The Trainer forgets the signal of an earlier run only after the layers are sent.
         if not trainer.received_sigterm:
@@ -305,7 +308,8 @@ class Site:
         if before is None and self.recovery is not None:
             if missing := too_few(plan.workers, self.recovery.least_workers):
                 raise PlanError(f"The run cannot begin. {missing}")
-            self._recover_with(coordinator, self.recovery)
+            folder = self.recovery.folder or Path(self.module.trainer.default_root_dir, "recovery")
+            coordinator.replace_lost(self.recovery, Path(folder))
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
         seed = dropout_seed() if before is None else before.draws.seed
@@ -327,24 +331,6 @@ class Site:
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment
-
-    def _recover_with(self, coordinator: Coordinator, recovery: Recovery) -> None:
-        """Let the run get over lost workers, and tell the callbacks of them."""
-        trainer = self.module.trainer
-        folder = recovery.folder or Path(trainer.default_root_dir, "recovery")
-        replacements = coordinator.replace_lost(recovery, Path(folder))
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        told = [each for each in callbacks if isinstance(each, RecoveryCallback)]
-
-        def on_lost(name: str, step: int) -> None:
-            for each in told:
-                each.on_worker_lost(trainer, name, step)
-
-        def on_restored(name: str, step: int, seconds: float) -> None:
-            for each in told:
-                each.on_worker_restored(trainer, name, step, seconds)
-
-        replacements.on_lost, replacements.on_restored = on_lost, on_restored
 
     def _check_hosted(self, plan: Plan) -> None:
         """Refuse a training in which this process could not be a replica.
@@ -473,7 +459,7 @@ def _holders_as_text(stage: StagePlan) -> str:
         return stage.worker
     shares = stage.present_shares
     pairs = zip(stage.workers, shares, strict=True)
-    return ", ".join(f"{name} ({share_as_text(share, sum(shares))})" for name, share in pairs)
+    return ", ".join(f"{name} ({in_share(share, sum(shares))})" for name, share in pairs)
 
 
 def _all_on_one(workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:

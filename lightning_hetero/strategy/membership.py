@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from ..callbacks.lost_worker import RecoveryCallback
 from ..coordinator.fleet import Fleet
 from ..coordinator.member import Member
 from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
+from ..events import Departed, Entered
 from ..plan import Plan
 from ..planner.membership import (
     at_present,
@@ -75,7 +75,7 @@ class Membership:
     """Lets workers join a training, and leave it.
 
     Args:
-        trainer: Its callbacks are told.
+        trainer: Of the training.
         fleet: The workers.
         terms: Who may join and leave.
         run: The training.
@@ -235,8 +235,7 @@ class Membership:
         if is_new and connections.step:
             connections.send(worker, m.Replay(connections.step, has_more=False))
         self._note_members()
-        for callback in self._told:
-            callback.on_worker_joined(self.trainer, worker.name, self._next_step)
+        self._publish(Entered(worker.name, self._next_step))
 
     # leaving
 
@@ -263,8 +262,7 @@ class Membership:
         connections.release(worker)
         connections.departed[worker.name] = self._departure
         self._note_members()
-        for callback in self._told:
-            callback.on_worker_left(self.trainer, worker.name, self._next_step)
+        self._publish(Departed(worker.name, self._next_step))
 
     def _why_to_stay(self) -> str:
         """Why no worker can leave before the end of the run; empty if one can."""
@@ -398,10 +396,8 @@ class Membership:
         members = self.run.deployment.coordinator.connections.members
         self.fleet.note_members([worker.name for worker in members])
 
-    @property
-    def _told(self) -> list[RecoveryCallback]:
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        return [each for each in callbacks if isinstance(each, RecoveryCallback)]
+    def _publish(self, event: Entered | Departed) -> None:
+        self.run.deployment.coordinator.observers.publish(event)
 
 
 def _why_not(change: PlanChange | None) -> str:

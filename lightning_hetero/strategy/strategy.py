@@ -27,6 +27,7 @@ from ..coordinator.deployment import Deployment, check_is_whole
 from ..coordinator.fleet import Fleet
 from ..devices.main_memory import share_one_arena
 from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
+from ..events import Observers, RunEnded
 from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
 from ..model.allowed_imports import refuse_training_in_worker
@@ -57,8 +58,10 @@ from .loaders import check_is_training, check_no_window_inside, note_size, prepa
 from .membership import Membership, Terms
 from .optimizers import clip_by_global_norm, norms_by_name
 from .replan import check_move, moves_layers, moving_averages, staying_if_undone
-from .training_run import Run, RunNotes, TrainingRun, leave_pictures
+from .run_events import failure, now, publish_begin, publish_deployed
+from .training_run import Run, TrainingRun
 from .window_step import WindowsAlone
+from .wings import observers_of
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +177,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._recovery = recovery_of(recovery)
         self._run: Run | None = None
         self._membership: Membership | None = None
-        self._notes: RunNotes | None = None
+        self._observers = Observers()
         self._guards = ExitStack()
         # Why the weights of the latest run have not come home; None if they have.
         self._lost: WeightsLost | None = None
@@ -234,6 +237,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         check_num_nodes(self.num_nodes)
         warn_of_idle_devices(self.parallel_devices)
         self._checkpoints.begin_run()
+        self._observers = observers_of(self._module().trainer)
         self._guards = guard_hooks(self._module().trainer, self.on_exception)
         self._lost = None
         check_is_whole(self._module())
@@ -276,8 +280,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if self._options.cuts_step(module) and deployment.plan.micro_batches > 1:
             warn_of_batch_statistics(module)
             warn_of_frequencies(module)
-        leave_pictures(trainer, deployment, self.plan_choice.profile)
-        self._notes = RunNotes.begin(trainer, deployment)
+        publish_begin(self._observers, trainer, deployment)
+        publish_deployed(self._observers, module, deployment, self.plan_choice.profile)
 
     @property
     @override
@@ -435,12 +439,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         check_move(self._module(), self.deployment, plan, is_inside_window)
         if isinstance(run, TrainingRun) and run.deployment.plan.differs_in_shares_only(plan):
             run.share(plan)
-            leave_pictures(self._module().trainer, run.deployment, run.profile)
+            publish_deployed(self._observers, self._module(), run.deployment, run.profile)
         elif isinstance(run, TrainingRun):
             trainer = self._module().trainer
             with moving_averages(trainer, plan, lambda: run.deployment):
                 run.move(plan, self.optimizers, partial(self._redeploy, plan, run.deployment))
-            leave_pictures(trainer, run.deployment, run.profile)
+            publish_deployed(self._observers, self._module(), run.deployment, run.profile)
 
     def _redeploy(self, plan: Plan, before: Deployment) -> Deployment:
         """Move the layers of a deployment to where a plan has them."""
@@ -470,8 +474,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             steps = [*self._fleet.restart, _ANEW, "and " + self._remedy()]
             next_time = "" if self._recovery is not None else _NEXT_TIME
             exception.args = (f"{exception} To go on: {', '.join(steps)}.{next_time}",)
-        if self._notes is not None:
-            self._notes.note_error(exception)
+        self._observers.publish(failure(exception))
         super().on_exception(exception)
         # Lightning ends the loggers next. One that cannot be written raises, and no teardown comes.
         try:
@@ -489,14 +492,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if run is None:
             return
         loss = run.end(self._remedy())
-        if self._notes is not None and loss is not None:
-            self._notes.note_error(loss)
+        if loss is not None:
+            self._observers.publish(failure(loss))
         self._checkpoints.note_loss(loss)
         self._lost = run.deployment.tensors.loss
 
     @override
     def teardown(self) -> None:
-        notes = self._notes
         try:
             self._end_run()
             lost, self._lost = self._lost, None
@@ -504,12 +506,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 self._leave_weights()
             super().teardown()
         finally:
-            self._notes = None
             if self.lightning_module is not None:
                 join_layers(self.lightning_module)
             self._fleet.end(self.deadlines)
-            if notes is not None:
-                notes.end()
+            self._observers.publish(RunEnded(now()))
+            self._observers = Observers()
         self._checkpoints.end_run(self.lightning_module)
 
     @property
@@ -581,6 +582,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             may_move=self._replan,
             deadlines=dataclasses.replace(self.deadlines, linger_seconds=linger_seconds),
             recovery=self._recovery,
+            observers=self._observers,
         )
 
     def _leave_weights(self) -> None:

@@ -6,50 +6,29 @@ A run leaves its plan, a drawing of its topology, and notes on how it ran beside
 from __future__ import annotations
 
 import copy
-import logging
-import os
-import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from datetime import datetime, timezone
 from functools import partial
-from itertools import chain
-from pathlib import PurePath
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
-from msgspec import json, structs
-from torch import Tensor, nn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.lost_workers import Loss
 from ..coordinator.optimizers import remote_optimizers
 from ..coordinator.progress import TrainingFigures
-from ..devices.description import equipment_here
-from ..errors import HeteroError, PictureError, PlanError, WeightsLost
-from ..model.layers import DecoderLayer
+from ..errors import HeteroError, WeightsLost
 from ..model.override import stand_in
-from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
 from ..pipeline.microbatch import CutBatch
 from ..pipeline.turns import TurnThreads
-from ..plan import COORDINATOR, Plan
+from ..plan import Plan
 from ..planner.drift import StageSeconds
-from ..planner.feasibility import as_measured
-from ..planner.profile import EMBEDDING, HEAD, Profile
+from ..planner.profile import Profile
 from ..profiler.cache import Measured
-from ..protocol.messages import Equipment
-from ..report.diagram import picture_for
-from ..report.run_record import FACTS, PICTURE_NAME, PLAN_NAME, LostWorker, Process, RunFacts
-from ..report.topology import DrawnPlace, Memory, Topology, marks_of, topology_of, with_profile
 from .arguments import StepOptions, check_precision, most_accumulated
 from .audit import Audit, DeploymentAudit
 from .check_schedule import RunChecks
@@ -417,242 +396,3 @@ def _copied_bar(trainer: pl.Trainer, bar: ProgressBar, memo: dict[int, Any]) -> 
     kept = {name: value for name, value in state.items() if name != "__deepcopy__"}
     vars(made).update(copy.deepcopy(kept, memo))
     return made
-
-
-logger = logging.getLogger(__name__)
-
-
-@rank_zero_only
-def leave_pictures(
-    trainer: pl.Trainer, deployment: Deployment | None, profile: Profile | None
-) -> None:
-    """Write the topology and the plan of a training run beside its logs; errors are logged."""
-    folder = run_folder(trainer)
-    if folder is None or deployment is None or trainer.state.fn != TrainerFn.FITTING:
-        return
-    try:
-        _write(folder, deployment, topology_here(trainer.lightning_module, deployment, profile))
-    except (HeteroError, OSError, ValueError) as error:
-        logger.warning("The topology of this run is not drawn: %s", error)
-
-
-class RunNotes:
-    """The file beside the logs that says when and where a training run ran, and how it ended.
-
-    Args:
-        folder: The folder of the run's logs.
-        facts: What is known when the run begins.
-    """
-
-    def __init__(self, folder: str, facts: RunFacts) -> None:
-        self._folder = folder
-        self._facts = facts
-        self._write()
-
-    @classmethod
-    def begin(cls, trainer: pl.Trainer, deployment: Deployment) -> RunNotes | None:
-        """Note that a run begins; None if it is no training, or keeps no logs."""
-        folder = run_folder(trainer)
-        if folder is None or trainer.state.fn != TrainerFn.FITTING or not trainer.is_global_zero:
-            return None
-        module, connections = trainer.lightning_module, deployment.coordinator.connections
-        here = {COORDINATOR: equipment_here(module.device)}
-
-        def processes() -> dict[str, Process]:
-            return {
-                name: Process(name, each.host, each.device_name, each.versions)
-                for name, each in (here | connections.worker_equipment).items()
-            }
-
-        notes = cls(folder, RunFacts(_title(module), _now(), [*processes().values()]))
-        if (replacements := deployment.coordinator.replacements) is not None:
-            replacements.on_change = lambda: notes.note_losses(replacements.losses, processes())
-        return notes
-
-    def note_losses(self, losses: Iterable[Loss], present: Mapping[str, Process]) -> None:
-        """Note the workers that the run has lost so far, and the present process of each name."""
-        lost = [_lost_worker(each) for each in losses]
-        processes = [present.get(each.name, each) for each in self._facts.processes]
-        self._facts = structs.replace(self._facts, losses=lost, processes=processes)
-        self._write()
-
-    def note_error(self, error: BaseException) -> None:
-        """Note the error that ends the run; of several, the first one."""
-        if not self._facts.error:
-            said = str(error)
-            kind = type(error).__name__
-            self._facts = structs.replace(self._facts, error=f"{kind}: {said}" if said else kind)
-            self._write()
-
-    def end(self) -> None:
-        """Note that the run has ended."""
-        self._facts = structs.replace(self._facts, ended_at=_now())
-        self._write()
-
-    def _write(self) -> None:
-        """Write the file; a full disk or a lost folder is no reason to end a run."""
-        try:
-            files = get_filesystem(self._folder)
-            files.makedirs(self._folder, exist_ok=True)
-            files.pipe_file(os.path.join(self._folder, FACTS), json.encode(self._facts))
-        except (OSError, ValueError) as error:
-            logger.warning("%s is not written: %s", os.path.join(self._folder, FACTS), error)
-
-
-def _lost_worker(loss: Loss) -> LostWorker:
-    came, restored = loss.served_seconds, loss.restored_seconds
-    end = loss.end_seconds if loss.has_caught_up else None
-    return LostWorker(
-        loss.worker.name,
-        loss.step,
-        loss.reason,
-        None if came is None else came - loss.began_seconds,
-        None if came is None or restored is None else restored - came,
-        None if restored is None or end is None else end - restored,
-        "" if restored is None else loss.repeated,
-        loss.place,
-        loss.served_by,
-    )
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def run_folder(trainer: pl.Trainer) -> str | None:
-    """The folder that holds the logs of this run alone; None if it keeps none."""
-    if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
-        return None
-    first = trainer.loggers[0]
-    if isinstance(first, (CSVLogger, TensorBoardLogger)):
-        return trainer.log_dir
-    if first.save_dir is None or first.name is None:
-        return None
-    # Several runs share the logger's folder; this is where Lightning puts a run's checkpoints.
-    version = first.version if isinstance(first.version, str) else f"version_{first.version}"
-    return os.path.join(first.save_dir, str(first.name), version)
-
-
-def topology_here(
-    module: pl.LightningModule, deployment: Deployment, profile: Profile | None
-) -> Topology:
-    """The topology of a deployment; a profile adds its measured times."""
-    plan = deployment.plan
-    bare = topology_of(plan, title=_title(module))
-    connections = deployment.coordinator.connections
-    equipment = connections.worker_equipment
-    placed = {place.name for place in bare.workers}
-    numbers = {member.name: member.number for member in connections.members}
-    idle = [DrawnPlace(name, numbers[name]) for name in equipment if name not in placed]
-    found = replace(
-        bare,
-        coordinator=_coordinator(bare.coordinator, module, deployment.layers),
-        workers=[
-            _worker(replace(place, number=numbers[place.name]), equipment[place.name], deployment)
-            for place in [*bare.workers, *idle]
-        ],
-        frozen_ends=_frozen_ends(module, deployment.layers),
-    )
-    if profile is None:
-        return found
-    try:
-        return with_profile(found, as_measured(plan, profile), profile)
-    except HeteroError:
-        logger.debug("the profile is of another plan", exc_info=True)
-        return found
-
-
-def _write(folder: str, deployment: Deployment, topology: Topology) -> None:
-    """Write every picture that can be drawn here, and the plan."""
-    files = get_filesystem(folder)
-    files.makedirs(folder, exist_ok=True)
-    for name in (f"{PICTURE_NAME}{suffix}" for suffix in (".svg", ".mmd", ".png")):
-        try:
-            content = picture_for(name, topology)
-        except PictureError as error:
-            logger.info("%s is skipped: %s", name, error)
-            continue
-        files.pipe_file(os.path.join(folder, name), content)
-    path = os.path.join(folder, PLAN_NAME)
-    if not _is_there(path, deployment.plan):
-        files.pipe_file(path, deployment.plan.as_yaml().encode())
-
-
-def _is_there(path: str, plan: Plan) -> bool:
-    """Whether a file has the plan already; it may have a person's comments."""
-    try:
-        return Plan.from_yaml(path) == plan
-    except PlanError:
-        return False
-
-
-def _title(module: nn.Module) -> str:
-    """The name of the Hugging Face model in it, or its own class."""
-    for each in module.modules():
-        config = getattr(each, "config", None)
-        if config is not None and hasattr(config, "_name_or_path"):
-            return PurePath(str(config._name_or_path)).name or type(each).__name__
-    return type(module).__name__
-
-
-def _coordinator(
-    place: DrawnPlace, module: pl.LightningModule, layers: Sequence[DecoderLayer]
-) -> DrawnPlace:
-    tensors = chain(module.parameters(), module.buffers())
-    own = {id(tensor): tensor for tensor in tensors if not tensor.is_meta}
-    weights = sum(tensor.nbytes for tensor in own.values())
-    held = [
-        {number: layers[number].module for number in range(*each.layers)} for each in place.ranges
-    ]
-    here = replace(place, host=platform.node())
-    return _equipped(here, equipment_here(module.device), weights, held)
-
-
-def _worker(place: DrawnPlace, equipment: Equipment, deployment: Deployment) -> DrawnPlace:
-    stages = [stage for stage in deployment.plan.remote_stages if place.name in stage.workers]
-    layers = [deployment.modules_of(stage) for stage in stages]
-    weights = sum(
-        stored_bytes(held, deployment.weights_dtype_of(stage))
-        for stage, held in zip(stages, layers, strict=True)
-    )
-    there = replace(place, host=equipment.host or (platform.node() if place.host else ""))
-    return _equipped(there, equipment, weights, layers)
-
-
-def _equipped(
-    place: DrawnPlace,
-    equipment: Equipment,
-    weights_bytes: int,
-    layers: Sequence[dict[int, nn.Module]],
-) -> DrawnPlace:
-    """The place on its device.
-
-    Args:
-        layers: The layers of each of the place's ranges.
-    """
-    return replace(
-        place,
-        device=equipment.device_name,
-        identity=equipment.machine,
-        memory=Memory(equipment.memory_bytes, {"weights": weights_bytes}),
-        marks=(*marks_of(place.ranges, [_marks_of(held) for held in layers]), *place.marks),
-    )
-
-
-def _marks_of(layers: dict[int, nn.Module]) -> list[str]:
-    tensors = list(named_tensors(layers))
-    marks = ["4-bit"] if any(stored_in_four_bits(layers, name) for name, _ in tensors) else []
-    if _are_frozen([tensor for _, tensor in tensors]):
-        marks.append("frozen")
-    return marks
-
-
-def _frozen_ends(module: nn.Module, layers: Sequence[DecoderLayer]) -> frozenset[str]:
-    before, behind = ends_of(module, layers)
-    # A head tied to the embedding has no tensors of its own.
-    ends = {EMBEDDING: before, HEAD: behind or before}
-    return frozenset(name for name, tensors in ends.items() if _are_frozen(tensors))
-
-
-def _are_frozen(tensors: Sequence[Tensor]) -> bool:
-    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
