@@ -26,7 +26,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
-from ..callbacks.weight_average import StageWeightAveraging
 from ..errors import ModelError, did_you_mean
 from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
@@ -298,7 +297,7 @@ def check_callbacks(trainer: pl.Trainer) -> None:
                 "`on_train_epoch_start`."
             )
         averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
-        if averages and not isinstance(callback, StageWeightAveraging):
+        if averages and not getattr(callback, "averages_on_stages", False):
             raise MisconfigurationException(
                 f"{type(callback).__name__} averages copies of the weights, and this process does "
                 "not have the weights of layers on workers; use "

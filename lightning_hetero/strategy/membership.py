@@ -6,23 +6,27 @@
     lost, and another machine serves for it too ─▶ all that are left share its layers
 
 Which plan follows is decided by `planner.membership`. Layers move as for `replan=True`.
+`Replanner` looks after all that changes a plan between two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from ..coordinator.deployment import Deployment
 from ..coordinator.fleet import Fleet
 from ..coordinator.member import Member
 from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
 from ..events import Departed, Entered
 from ..plan import Plan
+from ..planner.drift import StageSeconds
 from ..planner.membership import (
     at_present,
     fits,
@@ -45,12 +49,22 @@ from ..profiler.profiling_run import (
 from ..protocol import messages as m
 from ..recovery import Recovery, too_few
 from ..units import in_bytes
-from .replan import SHARE_OF_MEMORY, layer_bytes, room_bytes, staying_if_undone
+from .arguments import most_accumulated
+from .deploy import Move, Site
+from .replan import (
+    SHARE_OF_MEMORY,
+    Horizon,
+    Watch,
+    layer_bytes,
+    moves_layers,
+    room_bytes,
+    staying_if_undone,
+    steps_left,
+)
+from .window_warning import WindowWarning
 
 if TYPE_CHECKING:
     from .training_run import TrainingRun
-
-Move = Callable[[Plan], None]
 
 
 @dataclass(frozen=True)
@@ -78,14 +92,14 @@ class Membership:
         trainer: Of the training.
         fleet: The workers.
         terms: Who may join and leave.
-        run: The training.
+        run: The plan of the training.
         move: Moves layers to where a plan has them.
     """
 
     trainer: pl.Trainer
     fleet: Fleet
     terms: Terms
-    run: TrainingRun
+    run: Replanner
     move: Move
     # What is known of workers that have come.
     _devices: dict[str, DeviceProfile] = field(default_factory=dict)
@@ -417,3 +431,96 @@ def _read(measured: Measured | None) -> Profile | None:
         return Profile.from_yaml(measured.path)
     except ProfileError:
         return None
+
+
+class Replanner:
+    """Looks after the plan of one training; see `PlanFollower`.
+
+    Args:
+        run: The training.
+        site: Its module and workers, and how the run gets over faults.
+        move: Moves layers to where a plan has them.
+        measured: What was measured before the run; None if nothing was.
+        trials: What measures a worker that joins; None if nothing can.
+        may_change: Whether workers that join may get layers.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        site: Site,
+        move: Move,
+        measured: Measured | None,
+        trials: NewcomerTrials | None,
+        may_change: bool,
+    ) -> None:
+        self._run = run
+        self._move = move
+        module, trainer, plan = site.module, site.module.trainer, run.deployment.plan
+        accumulated = most_accumulated(trainer) if site.cuts_step else 1
+        moves = site.may_move and moves_layers(module)
+        horizon = Horizon(accumulated, partial(steps_left, trainer))
+        self._watch = Watch(run.deployment, measured, run.recorder, moves, horizon)
+        self._warning = WindowWarning(trainer, plan, site.options, self.profile)
+        joins = may_change and module.automatic_optimization
+        terms = Terms(joins, site.recovery, measured, trials)
+        self._membership = Membership(trainer, site.fleet, terms, self, move)
+
+    @property
+    def deployment(self) -> Deployment:
+        """Where the layers are now."""
+        return self._run.deployment
+
+    @property
+    def profile(self) -> Profile | None:
+        """The measured times of the deployment; None if they are not known."""
+        return self._watch.profile
+
+    @property
+    def bottleneck(self) -> str:
+        """The stages of the slowest process, in words; empty while it is not known."""
+        return self._watch.bottleneck
+
+    @property
+    def present_seconds(self) -> dict[str, StageSeconds]:
+        """The seconds of each process in the latest steps; empty while these are too few."""
+        return self._watch.present_seconds
+
+    @property
+    def keeps_own_layers(self) -> bool:
+        """Whether the time of this process's own layers is not known, so that they stay here."""
+        return self._run.recorder is None
+
+    @contextmanager
+    def planning_with(self, profile: Profile | None) -> Iterator[None]:
+        """Inside, layers move to a plan that was made with this profile, which stays then."""
+        before, self._watch.profile = self._watch.profile, profile
+        try:
+            yield
+        except BaseException:
+            self._watch.profile = before
+            raise
+
+    def note_batch(self, *args: Any) -> None:
+        """Warn of a first batch that is too small for the pipeline."""
+        self._warning.note_batch(*args)
+
+    def note_step(self) -> None:
+        """Note this process's own times after an optimizer step."""
+        self._watch.note_own()
+
+    def after_move(self) -> None:
+        """Follow the deployment from here on."""
+        self._watch = self._watch.after_move(self._run.deployment, self._run.recorder)
+
+    def between_steps(self) -> None:
+        """Move layers if that is worth it, and let workers join and leave.
+
+        Raises:
+            WorkerError: If a worker that the run needs is lost.
+        """
+        plan = self._watch.next_plan()
+        if plan is not None:
+            with staying_if_undone():
+                self._move(plan)
+        self._membership.act()

@@ -52,16 +52,14 @@ from .arguments import (
     warn_of_idle_devices,
 )
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
-from .deploy import PlanChoice, Site
+from .deploy import PlanSource, Site
 from .interruption import guard_hooks
 from .loaders import check_is_training, check_no_window_inside, note_size, prepared, transferring
-from .membership import Membership, Terms
 from .optimizers import clip_by_global_norm, norms_by_name
-from .replan import check_move, moves_layers, moving_averages, staying_if_undone
 from .run_events import failure, now, publish_begin, publish_deployed
-from .training_run import Run, TrainingRun
+from .training_run import Run, TrainingRun, check_move
 from .window_step import WindowsAlone
-from .wings import observers_of
+from .wings import moving_averages, observers_of, plan_source
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +162,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
         check_arguments(locals())
-        self.plan_choice = PlanChoice(plan, micro_batches)
+        self.plan_choice: PlanSource = plan_source(plan, micro_batches)
         # Lightning sets the devices; this process computes on the first one.
         self.parallel_devices: list[torch.device] | None = None
         self._fleet = Fleet(workers, token_file)
@@ -176,7 +174,6 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._replan = replan
         self._recovery = recovery_of(recovery)
         self._run: Run | None = None
-        self._membership: Membership | None = None
         self._observers = Observers()
         self._guards = ExitStack()
         # Why the weights of the latest run have not come home; None if they have.
@@ -303,18 +300,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 self._run.deployment,
                 self._options,
                 self.optimizers,
-                self.plan_choice.measured,
-                moves=self._replan and moves_layers(self._module()),
+                partial(self.plan_choice.follow, site=self._site(), move=self.move_layers),
             )
-            self._membership = self._membership_of(self._run)
-
-    def _membership_of(self, run: TrainingRun) -> Membership:
-        """What lets workers join and leave a training."""
-        module, choice = self._module(), self.plan_choice
-        is_free = self._replan or choice.is_of_strategy
-        joins = is_free and module.automatic_optimization
-        terms = Terms(joins, self._recovery, choice.measured, choice.trials)
-        return Membership(module.trainer, self._fleet, terms, run, self.move_layers)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -372,15 +359,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if isinstance(batch, Window):
             note_size(self._module().trainer, batch)
-        run = self._run
-        if not isinstance(run, TrainingRun) or run.is_inside_window:
-            return
-        plan = run.next_plan()
-        if plan is not None:
-            with staying_if_undone():
-                self.move_layers(plan)
-        if self._membership is not None:
-            self._membership.act()
+        if isinstance(self._run, TrainingRun) and not self._run.is_inside_window:
+            self._run.plans.between_steps()
 
     @override
     def backward(
@@ -439,12 +419,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         check_move(self._module(), self.deployment, plan, is_inside_window)
         if isinstance(run, TrainingRun) and run.deployment.plan.differs_in_shares_only(plan):
             run.share(plan)
-            publish_deployed(self._observers, self._module(), run.deployment, run.profile)
+            publish_deployed(self._observers, self._module(), run.deployment, run.plans.profile)
         elif isinstance(run, TrainingRun):
             trainer = self._module().trainer
             with moving_averages(trainer, plan, lambda: run.deployment):
                 run.move(plan, self.optimizers, partial(self._redeploy, plan, run.deployment))
-            publish_deployed(self._observers, self._module(), run.deployment, run.profile)
+            publish_deployed(self._observers, self._module(), run.deployment, run.plans.profile)
 
     def _redeploy(self, plan: Plan, before: Deployment) -> Deployment:
         """Move the layers of a deployment to where a plan has them."""
@@ -488,7 +468,6 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         """Bring everything home and disconnect. May be called twice."""
         self._guards.close()
         run, self._run = self._run, None
-        self._membership = self.plan_choice.trials = None
         if run is None:
             return
         loss = run.end(self._remedy())

@@ -1,7 +1,4 @@
-"""One run of a Trainer over stages: it exists while layers of the module are on workers.
-
-A run leaves its plan, a drawing of its topology, and notes on how it ran beside the logs.
-"""
+"""One run of a Trainer over stages: it exists while layers of the module are on workers."""
 
 from __future__ import annotations
 
@@ -9,9 +6,10 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -21,23 +19,20 @@ from typing_extensions import override
 from ..coordinator.deployment import Deployment
 from ..coordinator.optimizers import remote_optimizers
 from ..coordinator.progress import TrainingFigures
-from ..errors import HeteroError, WeightsLost
+from ..errors import HeteroError, ModelError, PlanError, WeightsLost
 from ..model.override import stand_in
 from ..pipeline.microbatch import CutBatch
+from ..pipeline.optimizer import state_beside
+from ..pipeline.recorder import Recorder
 from ..pipeline.turns import TurnThreads
 from ..plan import Plan
-from ..planner.drift import StageSeconds
-from ..planner.profile import Profile
-from ..profiler.cache import Measured
-from .arguments import StepOptions, check_precision, most_accumulated
+from .arguments import StepOptions, check_precision
 from .audit import Audit, DeploymentAudit
 from .check_schedule import RunChecks
 from .first_batch import FirstBatchCheck
 from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
-from .replan import Horizon, Watch, settle, steps_left
 from .training_step import BatchReader, BatchStep, MicrobatchedStep, RefusesGradients
 from .window_step import WindowStep
-from .window_warning import WindowWarning
 
 
 class Run:
@@ -94,6 +89,33 @@ class Run:
         self.deployment.bring_back(remedy)
 
 
+class PlanFollower(Protocol):
+    """Looks after the plan of one training, from step to step.
+
+    Attributes:
+        profile: What is measured of the devices; None if nothing is.
+        bottleneck: The slowest stage, in words; empty while it is not known.
+    """
+
+    @property
+    def profile(self) -> Any: ...
+
+    @property
+    def bottleneck(self) -> str: ...
+
+    def note_batch(self, *args: Any) -> None:
+        """Look at the arguments of a ``training_step`` before it runs."""
+
+    def note_step(self) -> None:
+        """Note that an optimizer has stepped."""
+
+    def after_move(self) -> None:
+        """Note that layers have moved, or replicas take other shares."""
+
+    def between_steps(self) -> None:
+        """Move layers, let workers join and leave, as it is worth it."""
+
+
 class TrainingRun(Run):
     """A training over stages, with its optimizers.
 
@@ -102,10 +124,10 @@ class TrainingRun(Run):
         deployment: Where its layers are.
         options: How batches are cut.
         optimizers: All of them.
-        measured: What was measured before the run.
-        moves: Whether layers move when that shortens the step.
+        follow: Makes what looks after the plan.
 
     Attributes:
+        plans: Looks after the plan.
         is_inside_window: Whether there are gradients that the next optimizer step will use.
     """
 
@@ -117,8 +139,7 @@ class TrainingRun(Run):
         deployment: Deployment,
         options: StepOptions,
         optimizers: Sequence[Optimizer],
-        measured: Measured | None,
-        moves: bool,
+        follow: Callable[[TrainingRun], PlanFollower],
     ) -> None:
         super().__init__(module, deployment, options)
         # The checks belong to the run, not to each deployment.
@@ -126,12 +147,7 @@ class TrainingRun(Run):
         self._audit = None if options.batches.check == "off" else Audit(options.batches.check)
         self._threads = TurnThreads()
         self._remote_steps, self._step = self._attached(deployment, optimizers)
-        accumulated = most_accumulated(module.trainer) if options.cuts_step(module) else 1
-        horizon = Horizon(accumulated, partial(steps_left, module.trainer))
-        self._watch = Watch(deployment, measured, self._step.recorder, moves, horizon)
-        self._window_warning = WindowWarning(
-            module.trainer, deployment.plan, options, self._watch.profile
-        )
+        self.plans = follow(self)
         self._put_back = let_callbacks_be_copied(module.trainer)
         self._hosted_hooks = ExitStack()
         self._follow_hosted(optimizers)
@@ -143,7 +159,7 @@ class TrainingRun(Run):
         )
         stages = deployment.coordinator.stages
         figures = TrainingFigures(
-            module.trainer, lambda: stages.num_tokens, lambda: self._watch.bottleneck
+            module.trainer, lambda: stages.num_tokens, lambda: self.plans.bottleneck
         )
         self._put_back.callback(figures.detach)
         # Under automatic optimization, Lightning's rule says when gradients become zero.
@@ -159,29 +175,9 @@ class TrainingRun(Run):
             self._put_back.callback(stand_in(stages, "on_backward", self._begin_backward_by_hand))
 
     @property
-    def profile(self) -> Profile | None:
-        """The measured times of the deployment; None if they are not known."""
-        return self._watch.profile
-
-    @property
-    def present_seconds(self) -> dict[str, StageSeconds]:
-        """The seconds of each process in the latest steps; empty while these are too few."""
-        return self._watch.present_seconds
-
-    @property
-    def keeps_own_layers(self) -> bool:
-        """Whether the time of this process's own layers is not known, so that they stay here."""
-        return self._step.recorder is None
-
-    @contextmanager
-    def planning_with(self, profile: Profile | None) -> Iterator[None]:
-        """Inside, layers move to a plan that was made with this profile, which stays then."""
-        before, self._watch.profile = self._watch.profile, profile
-        try:
-            yield
-        except BaseException:
-            self._watch.profile = before
-            raise
+    def recorder(self) -> Recorder | None:
+        """Sums up this process's own work; None if that work cannot be told from waiting."""
+        return self._step.recorder
 
     def training_step(self, step: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run the training step of a batch.
@@ -194,7 +190,7 @@ class TrainingRun(Run):
         self.is_inside_window = True
         if self._audit is not None:
             self._audit.begin_batch(self.deployment, self._remote_steps.optimizers)
-        self._window_warning.note_batch(*args)
+        self.plans.note_batch(*args)
         if self._step.accumulates:
             self._remote_steps.follow_dropped()
         result = self._step.run(step, args)
@@ -241,11 +237,7 @@ class TrainingRun(Run):
     def note_optimizer_step(self) -> None:
         """Note that an optimizer has stepped."""
         self.is_inside_window = False
-        self._watch.note_own()
-
-    def next_plan(self) -> Plan | None:
-        """The plan under which the next step is to run; None for the present one."""
-        return None if self.is_inside_window else self._watch.next_plan()
+        self.plans.note_step()
 
     @override
     def end(self, remedy: str) -> WeightsLost | None:
@@ -302,7 +294,7 @@ class TrainingRun(Run):
                 optimizer.state.update(present)
             raise
         self._remote_steps, self._step = attached
-        self._watch = self._watch.after_move(self.deployment, self._step.recorder)
+        self.plans.after_move()
         for optimizer in optimizers:
             settle(optimizer)
         self._follow_hosted(optimizers)
@@ -316,7 +308,7 @@ class TrainingRun(Run):
     def share(self, plan: Plan) -> None:
         """Let replicas take other shares; the plan differs in nothing else."""
         self.deployment.share(plan)
-        self._watch = self._watch.after_move(self.deployment, self._step.recorder)
+        self.plans.after_move()
 
     def _attached(
         self, deployment: Deployment, optimizers: Sequence[Optimizer]
@@ -396,3 +388,57 @@ def _copied_bar(trainer: pl.Trainer, bar: ProgressBar, memo: dict[int, Any]) -> 
     kept = {name: value for name, value in state.items() if name != "__deepcopy__"}
     vars(made).update(copy.deepcopy(kept, memo))
     return made
+
+
+BY_HAND = (
+    "Layers do not move under manual optimization (`replan`, `move_layers`), where only your code "
+    "knows whether gradients are still needed; set `automatic_optimization = True`."
+)
+
+
+def check_move(
+    module: pl.LightningModule, deployment: Deployment | None, plan: Plan, is_inside_window: bool
+) -> None:
+    """Refuse a move that cannot be made, before anything changes.
+
+    Raises:
+        MisconfigurationException: Under manual optimization.
+        PlanError: If the plan does not fit, or has workers that the run does not have.
+        ModelError: If layers cannot move now, or not at all.
+    """
+    if not module.automatic_optimization:
+        raise MisconfigurationException(BY_HAND)
+    if deployment is None:
+        raise ModelError("No layers are on workers, so there are none to move.")
+    deployment.check_placed()
+    connections = deployment.coordinator.connections
+    names = [member.name for member in connections.members]
+    for name in plan.workers:
+        if name in connections.departed:
+            raise PlanError(
+                f"{name} {connections.departed[name]}, so no layers move to it; make a plan over "
+                f"the workers that the run has, {names}."
+            )
+    plan.check(len(deployment.layers), names)
+    if not plan.workers:
+        raise PlanError(
+            "The plan has no worker; leave a layer with one, or end the run and start it again "
+            "with this plan and `ckpt_path`."
+        )
+    if is_inside_window or not module.trainer.training:
+        wait = "there are gradients that the next step needs"
+        now = wait if is_inside_window else "the Trainer does not train"
+        raise ModelError(
+            f"Layers move between an optimizer step and the next training_step, and now {now}; do "
+            "it in `on_train_batch_start` of a batch that begins an accumulation window."
+        )
+    deployment.check_can_move(plan)
+
+
+def settle(optimizer: Optimizer) -> None:
+    """Move the optimizer state that is here to the device of its parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                optimizer.state[parameter] = state_beside(parameter, state, group)

@@ -5,14 +5,41 @@ Each function imports its wing when it is called, so a room that nobody chooses 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
 import lightning.pytorch as pl
 
+from ..coordinator.deployment import Deployment
 from ..events import Observers, RecordFile
+from ..plan import Plan
+from .deploy import PlanSource
+
+
+def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSource:
+    """Where the plans of a strategy come from, by its arguments.
+
+    Raises:
+        PlanError: If the plan's file is there already and cannot be read.
+    """
+    from .planning import PlanChoice
+
+    return PlanChoice(plan, micro_batches)
 
 
 def observers_of(trainer: pl.Trainer) -> Observers:
-    """Who reads the events of a Trainer's runs: its record, its pictures, its callbacks."""
+    """Who reads the events of a Trainer's run: its record, its pictures, its callbacks."""
     from ..callbacks.lost_worker import CallbackObserver
     from ..report.run_files import RunFiles
 
     return Observers([RecordFile(), RunFiles(), CallbackObserver(trainer)])
+
+
+def moving_averages(
+    trainer: pl.Trainer, plan: Plan, present: Callable[[], Deployment]
+) -> AbstractContextManager[None]:
+    """Inside, layers move; the averages of their weights move along."""
+    from ..callbacks import weight_average
+
+    return weight_average.moving_averages(trainer, plan, present)
