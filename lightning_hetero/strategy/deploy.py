@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from ..coordinator.connections import Connections
 from ..coordinator.deployment import Deployment, imports_for
-from ..coordinator.fleet import Fleet
 from ..coordinator.progress import progress_of_bytes
 from ..coordinator.session import Coordinator
 from ..errors import PlanError
@@ -41,6 +40,38 @@ from .arguments import (
 from .training_run import PlanFollower, TrainingRun
 
 logger = logging.getLogger(__name__)
+
+
+class WorkerSource(Protocol):
+    """Where the workers of a strategy's runs come from: `coordinator.fleet.Fleet`."""
+
+    @property
+    def restart(self) -> list[str]:
+        """What the user has to do before another run, as words of a list."""
+
+    def find(
+        self, device: torch.device, deadlines: Deadlines, named: Sequence[str] = ()
+    ) -> list[str]:
+        """The workers' names in plans."""
+
+    def connect(
+        self,
+        names: Sequence[str],
+        imports: set[str],
+        device: torch.device,
+        deadlines: Deadlines,
+        observers: Observers,
+    ) -> Coordinator:
+        """Connect to some of the workers."""
+
+    def waiting(self, used: Collection[str], num_members: int) -> list[str]:
+        """The names of the workers that could join the run now."""
+
+    def note_members(self, names: Collection[str]) -> None:
+        """Note which workers the run has."""
+
+    def end(self, deadlines: Deadlines) -> None:
+        """End the processes that were started. May be called twice."""
 
 
 Move = Callable[[Plan], None]
@@ -109,7 +140,7 @@ class Site:
     """
 
     module: pl.LightningModule
-    fleet: Fleet
+    fleet: WorkerSource
     device: torch.device
     options: StepOptions
     may_move: bool

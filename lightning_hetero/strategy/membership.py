@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.fleet import Fleet
 from ..coordinator.member import Member
 from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
 from ..events import Departed, Entered
@@ -47,7 +45,7 @@ from ..profiler.profiling_run import (
     with_newcomer,
 )
 from ..protocol import messages as m
-from ..recovery import Recovery, too_few
+from ..recovery import too_few
 from ..units import in_bytes
 from .arguments import most_accumulated
 from .deploy import Move, Site
@@ -67,38 +65,23 @@ if TYPE_CHECKING:
     from .training_run import TrainingRun
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The terms on which workers join and leave.
-
-    Args:
-        joins: Whether workers join: the plan is the strategy's own, or may change.
-        recovery: How the run gets over lost workers; None if it does not.
-        measured: The profile of the run, and its file; None if nothing is measured.
-        trials: What measures a worker; None if nothing can.
-    """
-
-    joins: bool
-    recovery: Recovery | None
-    measured: Measured | None
-    trials: NewcomerTrials | None
-
-
 @dataclass
 class Membership:
     """Lets workers join a training, and leave it.
 
     Args:
-        trainer: Of the training.
-        fleet: The workers.
-        terms: Who may join and leave.
+        site: The module and the workers, and how the run gets over lost ones.
+        joins: Whether workers join: the plan is the strategy's own, or may change.
+        measured: The profile of the run, and its file; None if nothing is measured.
+        trials: What measures a worker; None if nothing can.
         run: The plan of the training.
         move: Moves layers to where a plan has them.
     """
 
-    trainer: pl.Trainer
-    fleet: Fleet
-    terms: Terms
+    site: Site
+    joins: bool
+    measured: Measured | None
+    trials: NewcomerTrials | None
     run: Replanner
     move: Move
     # What is known of workers that have come.
@@ -124,8 +107,8 @@ class Membership:
                 self._let_go(worker)
         with staying_if_undone():
             self._gather()
-        if not self.terms.joins:
-            if self.terms.recovery is not None:
+        if not self.joins:
+            if self.site.recovery is not None:
                 self._waiting()  # a spare is told that it is one
             return
         if self.run.deployment.plan is not self._plan:
@@ -148,7 +131,7 @@ class Membership:
         staying = [worker for worker in members if not worker.is_leaving]
         idle = [worker.name for worker in staying if not worker.stages]
         used = {name for worker in members for name in (worker.name, worker.own_name)}
-        return [*idle, *self.fleet.waiting(used, len(staying))]
+        return [*idle, *self.site.fleet.waiting(used, len(staying))]
 
     # joining
 
@@ -216,7 +199,7 @@ class Membership:
         if worker in coordinator.layers.deployed:
             # It can be measured before it gets any layers only.
             return profile if name in profile.workers else None
-        kept = _read(self.terms.measured)
+        kept = _read(self.measured)
         described = describe(coordinator.connections, worker)
         of_its_name = [
             device
@@ -225,8 +208,8 @@ class Membership:
             if device.name == name
         ]
         device = known_device(name, described, [*of_its_name, *self._measured_as(name)])
-        if device is None and self.terms.trials is not None:
-            device = self.terms.trials.measure(coordinator.connections, worker, described)
+        if device is None and self.trials is not None:
+            device = self.trials.measure(coordinator.connections, worker, described)
         device = device or known_device(name, described, profile.devices)
         if device is None:
             return None
@@ -280,9 +263,9 @@ class Membership:
 
     def _why_to_stay(self) -> str:
         """Why no worker can leave before the end of the run; empty if one can."""
-        if self.terms.recovery is None:
+        if self.site.recovery is None:
             return "layers are handed over with `recovery=True` only"
-        if not self.trainer.lightning_module.automatic_optimization:
+        if not self.site.module.automatic_optimization:
             return "layers do not move under manual optimization"
         return ""
 
@@ -302,7 +285,7 @@ class Membership:
 
     def _plan_without(self, plan: Plan, worker: Member) -> Plan | str:
         """A plan without a worker, or why there is none."""
-        run, recovery, name = self.run, self.terms.recovery, worker.name
+        run, recovery, name = self.run, self.site.recovery, worker.name
         others = {*plan.workers} - {name}
         if recovery is not None and (missing := too_few(others, recovery.least_workers)):
             return missing
@@ -368,7 +351,7 @@ class Membership:
         self._served_for = hosts
         plan = self.run.deployment.plan
         hosts = {name: host for name, host in hosts.items() if name in plan.workers}
-        if not hosts or not self.trainer.lightning_module.automatic_optimization:
+        if not hosts or not self.site.module.automatic_optimization:
             return
         lost = " and ".join(hosts)
         try:
@@ -408,7 +391,7 @@ class Membership:
 
     def _note_members(self) -> None:
         members = self.run.deployment.coordinator.connections.members
-        self.fleet.note_members([worker.name for worker in members])
+        self.site.fleet.note_members([worker.name for worker in members])
 
     def _publish(self, event: Entered | Departed) -> None:
         self.run.deployment.coordinator.observers.publish(event)
@@ -463,8 +446,7 @@ class Replanner:
         self._watch = Watch(run.deployment, measured, run.recorder, moves, horizon)
         self._warning = WindowWarning(trainer, plan, site.options, self.profile)
         joins = may_change and module.automatic_optimization
-        terms = Terms(joins, site.recovery, measured, trials)
-        self._membership = Membership(trainer, site.fleet, terms, self, move)
+        self._membership = Membership(site, joins, measured, trials, self, move)
 
     @property
     def deployment(self) -> Deployment:

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment, check_is_whole
-from ..coordinator.fleet import Fleet
 from ..devices.main_memory import share_one_arena
 from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
 from ..events import Observers, RunEnded
@@ -59,7 +58,7 @@ from .optimizers import clip_by_global_norm, norms_by_name
 from .run_events import failure, now, publish_begin, publish_deployed
 from .training_run import Run, TrainingRun, check_move
 from .window_step import WindowsAlone
-from .wings import moving_averages, observers_of, plan_source
+from .wings import moving_averages, observers_of, plan_source, run_guard, worker_source
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +164,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self.plan_choice: PlanSource = plan_source(plan, micro_batches)
         # Lightning sets the devices; this process computes on the first one.
         self.parallel_devices: list[torch.device] | None = None
-        self._fleet = Fleet(workers, token_file)
+        self._fleet = worker_source(workers, token_file)
         self._layers: LayerChoice = layers
         self._cuts_layers = cut_layers
         batches = BatchOptions(batch_dim, check_first_batch)
@@ -300,6 +299,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 self._run.deployment,
                 self._options,
                 self.optimizers,
+                run_guard(self._module(), self._options),
                 partial(self.plan_choice.follow, site=self._site(), move=self.move_layers),
             )
 

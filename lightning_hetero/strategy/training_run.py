@@ -12,26 +12,21 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.optimizers import remote_optimizers
+from ..coordinator.optimizers import RemoteOptimizer, remote_optimizers
 from ..coordinator.progress import TrainingFigures
 from ..errors import HeteroError, ModelError, PlanError, WeightsLost
 from ..model.override import stand_in
-from ..pipeline.microbatch import CutBatch
 from ..pipeline.optimizer import state_beside
 from ..pipeline.recorder import Recorder
 from ..pipeline.turns import TurnThreads
 from ..plan import Plan
 from .arguments import StepOptions, check_precision
-from .audit import Audit, DeploymentAudit
-from .check_schedule import RunChecks
-from .first_batch import FirstBatchCheck
-from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
-from .training_step import BatchReader, BatchStep, MicrobatchedStep, RefusesGradients
+from .optimizers import FollowedZeroGrad, RemoteSteps, StepWatch, record_own_steps
+from .training_step import BatchReader, BatchStep, MicrobatchedStep, RefusesGradients, StepGuard
 from .window_step import WindowStep
 
 
@@ -116,6 +111,19 @@ class PlanFollower(Protocol):
         """Move layers, let workers join and leave, as it is worth it."""
 
 
+class Guard(Protocol):
+    """Looks for what would be silently wrong in a training, over all its deployments."""
+
+    def begin_batch(self, deployment: Deployment, optimizers: Sequence[RemoteOptimizer]) -> None:
+        """Count a batch before its step."""
+
+    def watch(self, deployment: Deployment) -> StepWatch | None:
+        """What looks at the optimizers' steps; None if nothing does."""
+
+    def of_steps(self, deployment: Deployment) -> StepGuard:
+        """What looks at the training steps of a deployment."""
+
+
 class TrainingRun(Run):
     """A training over stages, with its optimizers.
 
@@ -124,6 +132,7 @@ class TrainingRun(Run):
         deployment: Where its layers are.
         options: How batches are cut.
         optimizers: All of them.
+        guard: Looks at all batches of the run, over all its deployments.
         follow: Makes what looks after the plan.
 
     Attributes:
@@ -139,12 +148,11 @@ class TrainingRun(Run):
         deployment: Deployment,
         options: StepOptions,
         optimizers: Sequence[Optimizer],
+        guard: Guard,
         follow: Callable[[TrainingRun], PlanFollower],
     ) -> None:
         super().__init__(module, deployment, options)
-        # The checks belong to the run, not to each deployment.
-        self._checks = RunChecks() if options.batches.check != "off" else None
-        self._audit = None if options.batches.check == "off" else Audit(options.batches.check)
+        self._guard = guard
         self._threads = TurnThreads()
         self._remote_steps, self._step = self._attached(deployment, optimizers)
         self.plans = follow(self)
@@ -188,8 +196,7 @@ class TrainingRun(Run):
         """
         self.deployment.check_placed()
         self.is_inside_window = True
-        if self._audit is not None:
-            self._audit.begin_batch(self.deployment, self._remote_steps.optimizers)
+        self._guard.begin_batch(self.deployment, self._remote_steps.optimizers)
         self.plans.note_batch(*args)
         if self._step.accumulates:
             self._remote_steps.follow_dropped()
@@ -324,32 +331,13 @@ class TrainingRun(Run):
             training.restore_zeros,
             deployment.kept_here,
         )
-        watch = None if self._audit is None else DeploymentAudit(self._audit, deployment)
+        watch = self._guard.watch(deployment)
         remote_steps = RemoteSteps(plugin, remote, names_of, zero, restore, kept, optimizers, watch)
         module, options = self._module, self._options
         if not options.cuts_step(module):
             return remote_steps, WindowStep(module, deployment, options)
-        check = partial(self._check_batch, deployment)
-        return remote_steps, MicrobatchedStep(
-            module, deployment, options, self._checks, check, self._threads
-        )
-
-    def _check_batch(
-        self,
-        deployment: Deployment,
-        checks: RunChecks,
-        batch: CutBatch,
-        rest: Sequence[Any],
-        begin_again: Callable[[], None],
-    ) -> None:
-        if not checks.is_first:
-            rank_zero_info(
-                f"the {checks.which} batch is checked before its step: it runs whole and in "
-                "micro-batches, one after the other, so this step takes longer than others"
-            )
-        weighting, mode = self._options.loss_weighting, self._options.batches.check
-        check = FirstBatchCheck(self._module, deployment, weighting, rest, begin_again, checks)
-        check.run(batch, mode)
+        guard = self._guard.of_steps(deployment)
+        return remote_steps, MicrobatchedStep(module, deployment, options, guard, self._threads)
 
 
 def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:

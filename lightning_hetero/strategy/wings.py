@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 
 from ..coordinator.deployment import Deployment
 from ..events import Observers, RecordFile
 from ..plan import Plan
-from .deploy import PlanSource
+from .arguments import StepOptions
+from .deploy import PlanSource, WorkerSource
+from .training_run import Guard
 
 
 def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSource:
@@ -26,6 +29,20 @@ def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSourc
     from .planning import PlanChoice
 
     return PlanChoice(plan, micro_batches)
+
+
+def worker_source(workers: Any, token_file: str | Path | None) -> WorkerSource:
+    """Where the workers of a strategy come from, by its arguments."""
+    from ..coordinator.fleet import Fleet
+
+    return Fleet(workers, token_file)
+
+
+def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
+    """What looks for silent mistakes in a training."""
+    from .step_guard import RunGuard
+
+    return RunGuard(module, options)
 
 
 def observers_of(trainer: pl.Trainer) -> Observers:
