@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
@@ -25,6 +25,8 @@ from .protocol.fields import Equipment
 logger = logging.getLogger(__name__)
 
 RECORD_NAME = "events.jsonl"
+
+Kind = TypeVar("Kind")
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
@@ -185,6 +187,14 @@ class Observers:
         """Let every observer read an event."""
         for each in self._observers:
             each.on_event(event)
+
+    def add(self, observer: RunObserver) -> None:
+        """Let one more observer read what comes from now on."""
+        self._observers.append(observer)
+
+    def of_kind(self, kind: type[Kind]) -> Kind | None:
+        """The observer of a class; None if no observer is of it."""
+        return next((each for each in self._observers if isinstance(each, kind)), None)
 
 
 class RecordFile:

@@ -7,24 +7,24 @@
     layers        brings layers to the stages and fetches their tensors
     stages        runs forwards and backwards
     training      steps, clips, freezes and averages on the stages
-    telemetry     records the actions of this process and of the workers
-    replacement   puts other workers in the place of lost ones, if the user wants that
+    recorder      sums up the actions of this process
+    replacements  puts other workers in the place of lost ones, if the user wants that
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from ..devices.device import check_has_backend, device_for
 from ..errors import WorkerLost
 from ..events import Observers
+from ..pipeline.recorder import Recorder
 from ..plan import Narrowing
 from ..protocol import messages as m
-from ..recovery import Recovery
 from ..transport.address import Address
 from ..transport.channel import Channel
 from ..transport.compatibility import Identity
@@ -35,10 +35,7 @@ from .layers import RemoteLayers
 from .member import Source
 from .neighbors import Neighbors
 from .optimizers import OptimizerParts
-from .replacement import Replacements
-from .snapshots import Snapshots
 from .steps import RemoteStages
-from .telemetry import Telemetry
 
 CPU = torch.device("cpu")
 
@@ -69,6 +66,25 @@ class Listening:
     def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
         """Dial a second process; see `Source`."""
         return dial(address, "coordinator", session_name, self.deadlines, self.identity)
+
+
+class Replacing(Protocol):
+    """Puts other workers in the place of lost ones: `coordinator.replacement.Replacements`.
+
+    Attributes:
+        losses: All of the run, in their order.
+    """
+
+    losses: list[Any]
+
+    def begin(self) -> None:
+        """Keep from now on what is said."""
+
+    def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
+        """Open a session anew with each worker, since one was lost while the layers were sent."""
+
+    def close(self) -> None:
+        """Remove all files. May be called twice."""
 
 
 class Coordinator:
@@ -105,11 +121,11 @@ class Coordinator:
             names, source, deadlines, identity.equipment, copies.receive_pool
         )
         self.neighbors = Neighbors(self.connections)
-        self.telemetry = Telemetry(self.connections, device)
-        self.replacements: Replacements | None = None
+        self.recorder = Recorder(device)
+        self.replacements: Replacing | None = None
         self.observers = observers or Observers()
         self._has_served = False
-        recorder = self.telemetry.recorder
+        recorder = self.recorder
         self.layers = RemoteLayers(self.connections)
         self.stages = RemoteStages(self.connections, self.layers, recorder, copies)
         self.training = OptimizerParts(self.connections, self.layers, self.stages, recorder)
@@ -140,20 +156,9 @@ class Coordinator:
             raise cause
         self.replacements.connect_again(cause, num_losses)
 
-    def replace_lost(self, settings: Recovery, folder: Path) -> Replacements:
-        """Put other workers in the place of lost ones; call it before layers are sent.
-
-        Args:
-            settings: What the user wants.
-            folder: Where snapshots lie during the run.
-
-        Raises:
-            SaveError: If the folder cannot be written.
-        """
-        parts = self.connections, self.layers, self.stages
-        snapshots = Snapshots(settings, folder, *parts)
-        self.replacements = Replacements(settings, snapshots, *parts, self.observers)
-        return self.replacements
+    def replace_lost_by(self, replacing: Replacing) -> None:
+        """Put other workers in the place of lost ones; call it before layers are sent."""
+        self.replacements = replacing
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -25,7 +24,6 @@ from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..pipeline.optimizer import own_optimizer_modules
 from ..plan import Plan, StagePlan
-from ..recovery import Recovery, too_few
 from ..transport.deadlines import Deadlines
 from ..units import in_micro_batches, in_share
 from .arguments import (
@@ -120,8 +118,8 @@ class PlanSource(Protocol):
             HeteroError: If no plan fits, or a worker fails.
         """
 
-    def follow(self, run: TrainingRun, site: Site, move: Move) -> PlanFollower:
-        """Look after the plan of a training."""
+    def follow(self, run: TrainingRun, site: Site, recovery: Any, move: Move) -> PlanFollower:
+        """Look after the plan of a training, with the settings of its recovery."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class Site:
         options: How the user wants batches to be cut.
         may_move: Whether any layer may move to any worker during the run.
         deadlines: How long anything may take.
-        recovery: How the run gets over lost workers; None if it does not.
+        recover: Lets a run get over lost workers, before layers are sent; None if it does not.
         observers: Read the events of the run.
     """
 
@@ -145,7 +143,7 @@ class Site:
     options: StepOptions
     may_move: bool
     deadlines: Deadlines
-    recovery: Recovery | None = None
+    recover: Callable[[Coordinator, Plan], None] | None = None
     observers: Observers = field(default_factory=Observers)
 
     def deploy(self, layers: Sequence[DecoderLayer], source: PlanSource) -> Deployment | None:
@@ -247,11 +245,8 @@ class Site:
         if before is None:
             coordinator.serve(plan.workers, plan.narrowings)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
-        if before is None and self.recovery is not None:
-            if missing := too_few(plan.workers, self.recovery.least_workers):
-                raise PlanError(f"The run cannot begin. {missing}")
-            folder = self.recovery.folder or Path(self.module.trainer.default_root_dir, "recovery")
-            coordinator.replace_lost(self.recovery, Path(folder))
+        if before is None and self.recover is not None:
+            self.recover(coordinator, plan)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
         seed = dropout_seed() if before is None else before.draws.seed
@@ -267,7 +262,6 @@ class Site:
         )
         if before is not None:  # a plan that is refused changes nothing
             coordinator.serve(plan.workers, plan.narrowings)
-            coordinator.telemetry.say_again()
         elif coordinator.replacements is not None:
             coordinator.replacements.begin()
         self._announce_layers(layers)

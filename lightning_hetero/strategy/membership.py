@@ -45,7 +45,7 @@ from ..profiler.profiling_run import (
     with_newcomer,
 )
 from ..protocol import messages as m
-from ..recovery import too_few
+from ..recovery import Recovery, too_few
 from ..units import in_bytes
 from .arguments import most_accumulated
 from .deploy import Move, Site
@@ -65,23 +65,36 @@ if TYPE_CHECKING:
     from .training_run import TrainingRun
 
 
+@dataclass(frozen=True)
+class Terms:
+    """The terms on which a plan changes, and workers join and leave.
+
+    Args:
+        joins: Whether workers join: the plan is the strategy's own, or may change.
+        recovery: How the run gets over lost workers; None if it does not.
+        measured: The profile of the run, and its file; None if nothing is measured.
+        trials: What measures a worker; None if nothing can.
+    """
+
+    joins: bool
+    recovery: Recovery | None
+    measured: Measured | None
+    trials: NewcomerTrials | None
+
+
 @dataclass
 class Membership:
     """Lets workers join a training, and leave it.
 
     Args:
-        site: The module and the workers, and how the run gets over lost ones.
-        joins: Whether workers join: the plan is the strategy's own, or may change.
-        measured: The profile of the run, and its file; None if nothing is measured.
-        trials: What measures a worker; None if nothing can.
+        site: The module and the workers.
+        terms: Who may join and leave.
         run: The plan of the training.
         move: Moves layers to where a plan has them.
     """
 
     site: Site
-    joins: bool
-    measured: Measured | None
-    trials: NewcomerTrials | None
+    terms: Terms
     run: Replanner
     move: Move
     # What is known of workers that have come.
@@ -107,8 +120,8 @@ class Membership:
                 self._let_go(worker)
         with staying_if_undone():
             self._gather()
-        if not self.joins:
-            if self.site.recovery is not None:
+        if not self.terms.joins:
+            if self.terms.recovery is not None:
                 self._waiting()  # a spare is told that it is one
             return
         if self.run.deployment.plan is not self._plan:
@@ -199,7 +212,7 @@ class Membership:
         if worker in coordinator.layers.deployed:
             # It can be measured before it gets any layers only.
             return profile if name in profile.workers else None
-        kept = _read(self.measured)
+        kept = _read(self.terms.measured)
         described = describe(coordinator.connections, worker)
         of_its_name = [
             device
@@ -208,8 +221,8 @@ class Membership:
             if device.name == name
         ]
         device = known_device(name, described, [*of_its_name, *self._measured_as(name)])
-        if device is None and self.trials is not None:
-            device = self.trials.measure(coordinator.connections, worker, described)
+        if device is None and self.terms.trials is not None:
+            device = self.terms.trials.measure(coordinator.connections, worker, described)
         device = device or known_device(name, described, profile.devices)
         if device is None:
             return None
@@ -263,7 +276,7 @@ class Membership:
 
     def _why_to_stay(self) -> str:
         """Why no worker can leave before the end of the run; empty if one can."""
-        if self.site.recovery is None:
+        if self.terms.recovery is None:
             return "layers are handed over with `recovery=True` only"
         if not self.site.module.automatic_optimization:
             return "layers do not move under manual optimization"
@@ -285,7 +298,7 @@ class Membership:
 
     def _plan_without(self, plan: Plan, worker: Member) -> Plan | str:
         """A plan without a worker, or why there is none."""
-        run, recovery, name = self.run, self.site.recovery, worker.name
+        run, recovery, name = self.run, self.terms.recovery, worker.name
         others = {*plan.workers} - {name}
         if recovery is not None and (missing := too_few(others, recovery.least_workers)):
             return missing
@@ -422,20 +435,16 @@ class Replanner:
     Args:
         run: The training.
         site: Its module and workers, and how the run gets over faults.
+        terms: What was measured, and who may join and leave.
         move: Moves layers to where a plan has them.
-        measured: What was measured before the run; None if nothing was.
-        trials: What measures a worker that joins; None if nothing can.
-        may_change: Whether workers that join may get layers.
     """
 
     def __init__(
         self,
         run: TrainingRun,
         site: Site,
+        terms: Terms,
         move: Move,
-        measured: Measured | None,
-        trials: NewcomerTrials | None,
-        may_change: bool,
     ) -> None:
         self._run = run
         self._move = move
@@ -443,10 +452,9 @@ class Replanner:
         accumulated = most_accumulated(trainer) if site.cuts_step else 1
         moves = site.may_move and moves_layers(module)
         horizon = Horizon(accumulated, partial(steps_left, trainer))
-        self._watch = Watch(run.deployment, measured, run.recorder, moves, horizon)
+        self._watch = Watch(run.deployment, terms.measured, run.recorder, moves, horizon)
         self._warning = WindowWarning(trainer, plan, site.options, self.profile)
-        joins = may_change and module.automatic_optimization
-        self._membership = Membership(site, joins, measured, trials, self, move)
+        self._membership = Membership(site, terms, self, move)
 
     @property
     def deployment(self) -> Deployment:

@@ -37,9 +37,10 @@ from ..profiler.cache import Measured
 from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
 from ..profiler.profiling_run import NewcomerTrials, ProfilingRun
+from ..recovery import Recovery
 from .arguments import NAMED_PLANS, most_accumulated
 from .deploy import Move, Site
-from .membership import Replanner
+from .membership import Replanner, Terms
 
 if TYPE_CHECKING:
     from .training_run import TrainingRun
@@ -121,11 +122,15 @@ class PlanChoice:
         self.trials = _trials_for(plan, profile, run.later)
         return plan
 
-    def follow(self, run: TrainingRun, site: Site, move: Move) -> Replanner:
+    def follow(
+        self, run: TrainingRun, site: Site, recovery: Recovery | None, move: Move
+    ) -> Replanner:
         """What may change the plan of a training between two steps; see `PlanSource`."""
         trials, self.trials = self.trials, None
         may_change = site.may_move or self.is_of_strategy
-        return Replanner(run, site, move, self.measured, trials, may_change)
+        joins = may_change and site.module.automatic_optimization
+        terms = Terms(joins, recovery, self.measured, trials)
+        return Replanner(run, site, terms, move)
 
     def given(self, num_layers: int, workers: Sequence[str]) -> Plan | None:
         """The user's own plan; None under ``"auto"``.

@@ -58,7 +58,14 @@ from .optimizers import clip_by_global_norm, norms_by_name
 from .run_events import failure, now, publish_begin, publish_deployed
 from .training_run import Run, TrainingRun, check_move
 from .window_step import WindowsAlone
-from .wings import moving_averages, observers_of, plan_source, run_guard, worker_source
+from .wings import (
+    moving_averages,
+    observers_of,
+    plan_source,
+    replace_lost,
+    run_guard,
+    worker_source,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +307,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 self._options,
                 self.optimizers,
                 run_guard(self._module(), self._options),
-                partial(self.plan_choice.follow, site=self._site(), move=self.move_layers),
+                partial(
+                    self.plan_choice.follow,
+                    site=self._site(),
+                    recovery=self._recovery,
+                    move=self.move_layers,
+                ),
             )
 
     @override
@@ -552,7 +564,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         return self._checkpoints.remedy(began_with)
 
     def _site(self) -> Site:
+        trainer = self._module().trainer
         linger_seconds = 0.0 if self._recovery is None else self._recovery.linger_seconds
+        given = self._recovery
+        recover = None if given is None else partial(replace_lost, given, trainer)
         return Site(
             self._module(),
             self._fleet,
@@ -560,7 +575,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._options,
             may_move=self._replan,
             deadlines=dataclasses.replace(self.deadlines, linger_seconds=linger_seconds),
-            recovery=self._recovery,
+            recover=recover,
             observers=self._observers,
         )
 

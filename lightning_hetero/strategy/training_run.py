@@ -159,7 +159,7 @@ class TrainingRun(Run):
         self._put_back = let_callbacks_be_copied(module.trainer)
         self._hosted_hooks = ExitStack()
         self._follow_hosted(optimizers)
-        recorder = deployment.coordinator.telemetry.recorder
+        recorder = deployment.coordinator.recorder
         self._put_back.callback(
             record_own_steps(
                 optimizers, lambda each: self._remote_steps.remote_of(each) is None, recorder
@@ -219,7 +219,7 @@ class TrainingRun(Run):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, Lightning runs a backward."""
-        recorder = self.deployment.coordinator.telemetry.recorder
+        recorder = self.deployment.coordinator.recorder
         # The backwards of a cut step have run in its micro-batches.
         if self._options.cuts_step(self._module):
             with RefusesGradients():

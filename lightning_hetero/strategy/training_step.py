@@ -317,7 +317,7 @@ class MicrobatchedStep(BatchStep):
         local, tied = _local_parameters(module)
         self._gradients = StepGradients(local, tied)
         self._flags = FrozenFlags(module)
-        self.recorder = coordinator.telemetry.recorder
+        self.recorder = coordinator.recorder
         self.recorder.take_laps()  # a former run's
         self._driver = Driver(
             coordinator.stages,

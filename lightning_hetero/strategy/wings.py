@@ -13,8 +13,11 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ..coordinator.deployment import Deployment
+from ..coordinator.session import Coordinator
+from ..errors import PlanError
 from ..events import Observers, RecordFile
 from ..plan import Plan
+from ..recovery import Recovery, too_few
 from .arguments import StepOptions
 from .deploy import PlanSource, WorkerSource
 from .training_run import Guard
@@ -43,6 +46,26 @@ def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
     from .step_guard import RunGuard
 
     return RunGuard(module, options)
+
+
+def replace_lost(
+    settings: Recovery, trainer: pl.Trainer, coordinator: Coordinator, plan: Plan
+) -> None:
+    """Let a run get over lost workers; call it before layers are sent.
+
+    Raises:
+        PlanError: If the plan has fewer workers than the user wants.
+        SaveError: If the folder of snapshots cannot be written.
+    """
+    from ..coordinator.replacement import Replacements
+    from ..coordinator.snapshots import Snapshots
+
+    if missing := too_few(plan.workers, settings.least_workers):
+        raise PlanError(f"The run cannot begin. {missing}")
+    folder = Path(settings.folder or Path(trainer.default_root_dir, "recovery"))
+    parts = coordinator.connections, coordinator.layers, coordinator.stages
+    snapshots = Snapshots(settings, folder, *parts)
+    coordinator.replace_lost_by(Replacements(settings, snapshots, *parts, coordinator.observers))
 
 
 def observers_of(trainer: pl.Trainer) -> Observers:
