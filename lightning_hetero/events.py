@@ -3,6 +3,7 @@
     RunBegan ─▶ Deployed ─▶ Deployed again: layers moved, or replicas share in another way
                             Lost ─▶ Restored ─▶ Recovered
                             Entered, Departed: workers join and leave
+                            Progressed: a transfer of tensors, such as a checkpoint
              ─▶ Failed, if an error ends the run ─▶ RunEnded
 
 A run with logs keeps its events beside them, in a file of one JSON object a line.
@@ -83,6 +84,22 @@ class Deployed(Event, frozen=True):
     processes: list[PlacedProcess]
     frozen_ends: list[str] = []
     profile: Any = None
+
+
+class Progressed(Event, frozen=True):
+    """A long transfer of tensors has come further.
+
+    Args:
+        what: What is done, as the beginning of a sentence.
+        done_bytes: What has been sent or fetched so far.
+        of_bytes: The whole transfer.
+        is_over: Whether it ends here, complete or not.
+    """
+
+    what: str
+    done_bytes: int
+    of_bytes: int
+    is_over: bool = False
 
 
 class Lost(Event, frozen=True):
@@ -167,7 +184,18 @@ class RunEnded(Event, frozen=True):
     ended_at: str
 
 
-_Any = RunBegan | Deployed | Lost | Restored | Recovered | Entered | Departed | Failed | RunEnded
+_Any = (
+    RunBegan
+    | Deployed
+    | Progressed
+    | Lost
+    | Restored
+    | Recovered
+    | Entered
+    | Departed
+    | Failed
+    | RunEnded
+)
 
 
 class RunObserver(Protocol):
@@ -198,7 +226,8 @@ class Observers:
 
 
 class RecordFile:
-    """Observer that keeps the events of a run with logs in a file beside them."""
+    """Observer that keeps the events of a run with logs in a file beside them: of the progress of a
+    transfer, its end."""
 
     def __init__(self) -> None:
         self._folder: str | None = None
@@ -208,7 +237,8 @@ class RecordFile:
         """Add a line; a full disk or a lost folder is no reason to end a run."""
         if isinstance(event, RunBegan):
             self._folder, self._lines = event.folder, b""
-        if self._folder is None:
+        is_passing = isinstance(event, Progressed) and not event.is_over
+        if self._folder is None or is_passing:
             return
         self._lines += msgspec.json.encode(event) + b"\n"
         path = os.path.join(self._folder, RECORD_NAME)

@@ -123,10 +123,10 @@ class Coordinator:
         self.neighbors = Neighbors(self.connections)
         self.recorder = Recorder(device)
         self.replacements: Replacing | None = None
-        self.observers = observers or Observers()
         self._has_served = False
+        self.observers = observers or Observers()
         recorder = self.recorder
-        self.layers = RemoteLayers(self.connections)
+        self.layers = RemoteLayers(self.connections, self.observers)
         self.stages = RemoteStages(self.connections, self.layers, recorder, copies)
         self.training = OptimizerParts(self.connections, self.layers, self.stages, recorder)
 

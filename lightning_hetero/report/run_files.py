@@ -9,7 +9,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from msgspec import json
 
 from ..errors import HeteroError, PictureError, PlanError
-from ..events import Deployed, Event, RunBegan
+from ..events import Deployed, Event, Progressed, RunBegan
 from ..plan import Plan
 from .diagram import picture_for
 from .run_record import FACTS, PICTURE_NAME, PLAN_NAME, facts_of
@@ -29,7 +29,7 @@ class RunFiles:
         """Write what an event changes."""
         if isinstance(event, RunBegan):
             self._folder, self._events = event.folder, []
-        if self._folder is None:
+        if self._folder is None or isinstance(event, Progressed):
             return
         if isinstance(event, Deployed):
             try:

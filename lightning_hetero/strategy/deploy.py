@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -16,7 +15,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from ..coordinator.connections import Connections
 from ..coordinator.deployment import Deployment, imports_for
-from ..coordinator.progress import progress_of_bytes
 from ..coordinator.session import Coordinator
 from ..errors import PlanError
 from ..events import Observers
@@ -244,7 +242,6 @@ class Site:
         self._check_hosted(plan)
         if before is None:
             coordinator.serve(plan.workers, plan.narrowings)
-        coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         if before is None and self.recover is not None:
             self.recover(coordinator, plan)
         # Under autocast, weights keep their dtype.

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ..coordinator.deployment import Deployment
+from ..coordinator.progress import Bars
 from ..coordinator.session import Coordinator
 from ..errors import PlanError
 from ..events import Observers, RecordFile
@@ -69,11 +70,11 @@ def replace_lost(
 
 
 def observers_of(trainer: pl.Trainer) -> Observers:
-    """Who reads the events of a Trainer's run: its record, its pictures, its callbacks."""
+    """Who reads the events of a Trainer's run: record, pictures, bars, callbacks."""
     from ..callbacks.lost_worker import CallbackObserver
     from ..report.run_files import RunFiles
 
-    return Observers([RecordFile(), RunFiles(), CallbackObserver(trainer)])
+    return Observers([RecordFile(), RunFiles(), Bars(trainer), CallbackObserver(trainer)])
 
 
 def moving_averages(

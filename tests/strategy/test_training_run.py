@@ -15,7 +15,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.events import read_events
+from lightning_hetero.events import Progressed, read_events
 from lightning_hetero.report.run_record import read_run
 from lightning_hetero.strategy.run_events import run_folder
 
@@ -143,7 +143,12 @@ def test_the_record_alone_gives_the_page_again(workers: list[str], tmp_path: Pat
     assert again.plan == found.plan == moved
     assert again.topology == found.topology
     assert again.problems == []
-    kinds = [type(event).__name__ for event in read_events(alone / "events.jsonl")]
+    events = read_events(alone / "events.jsonl")
+    transfers = [event for event in events if isinstance(event, Progressed)]
+    assert all(each.is_over for each in transfers)
+    whole = [each.what for each in transfers if each.done_bytes == each.of_bytes > 0]
+    assert {"Moving layers", "Bringing the layers back"} <= {*whole}
+    kinds = [type(event).__name__ for event in events if event not in transfers]
     assert kinds == ["RunBegan", "Deployed", "Deployed", "RunEnded"]
 
 
