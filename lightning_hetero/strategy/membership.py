@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -54,15 +54,12 @@ from .replan import (
     Horizon,
     Watch,
     layer_bytes,
-    moves_layers,
     room_bytes,
     staying_if_undone,
     steps_left,
 )
+from .training_run import TrainingRun, moves_layers
 from .window_warning import WindowWarning
-
-if TYPE_CHECKING:
-    from .training_run import TrainingRun
 
 
 @dataclass(frozen=True)

@@ -30,16 +30,8 @@ from ..planner.replan import LEAST_GAIN, Known, MoveCosts, Replanned, expected_s
 from ..profiler.cache import Measured, distrust
 from ..profiler.trials import MEASURE_AGAIN
 from ..units import in_duration
-from .training_run import BY_HAND
 
 logger = logging.getLogger(__name__)
-
-
-def moves_layers(module: pl.LightningModule) -> bool:
-    """Whether ``replan=True`` can move this module's layers; warns if it cannot."""
-    if not module.automatic_optimization:
-        rank_zero_warn(BY_HAND)
-    return bool(module.automatic_optimization)
 
 
 @contextmanager

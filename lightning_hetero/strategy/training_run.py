@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -378,7 +379,7 @@ def _copied_bar(trainer: pl.Trainer, bar: ProgressBar, memo: dict[int, Any]) -> 
     return made
 
 
-BY_HAND = (
+_BY_HAND = (
     "Layers do not move under manual optimization (`replan`, `move_layers`), where only your code "
     "knows whether gradients are still needed; set `automatic_optimization = True`."
 )
@@ -395,7 +396,7 @@ def check_move(
         ModelError: If layers cannot move now, or not at all.
     """
     if not module.automatic_optimization:
-        raise MisconfigurationException(BY_HAND)
+        raise MisconfigurationException(_BY_HAND)
     if deployment is None:
         raise ModelError("No layers are on workers, so there are none to move.")
     deployment.check_placed()
@@ -421,6 +422,13 @@ def check_move(
             "it in `on_train_batch_start` of a batch that begins an accumulation window."
         )
     deployment.check_can_move(plan)
+
+
+def moves_layers(module: pl.LightningModule) -> bool:
+    """Whether ``replan=True`` can move this module's layers; warns if it cannot."""
+    if not module.automatic_optimization:
+        rank_zero_warn(_BY_HAND)
+    return bool(module.automatic_optimization)
 
 
 def settle(optimizer: Optimizer) -> None:
