@@ -26,6 +26,7 @@ have a rule of the planner and what carries it out (`planner/replan.py`, `strate
     window.py       windows, Window: several batches as one
     recovery.py     Recovery: how a run gets over faults
     errors.py       every exception, drawn as a tree
+    events.py       what happens in a run, for those who look at it
     units.py        amounts as a person writes them
     optional.py     libraries that are an extra
     atomic_file.py  files that are written whole or not at all

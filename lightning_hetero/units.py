@@ -108,3 +108,8 @@ def _short(value: float) -> str:
     if value >= 10:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def in_share(share: int, total: int) -> str:
+    """A replica's part of the micro-batches: ``2 of 3``, or ``warm spare`` for none of them."""
+    return f"{share} of {total}" if share else "warm spare"

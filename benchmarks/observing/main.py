@@ -39,6 +39,7 @@ from benchmarks.processes import (
 )
 from benchmarks.training import Decoder, Sequences, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, Plan, StageMonitor, StagePlan
+from lightning_hetero.coordinator.telemetry import Telemetry
 from lightning_hetero.telemetry.recorded_step import RecordedStep
 
 NUM_LAYERS = 8
@@ -69,7 +70,7 @@ class Marks(pl.Callback):
         self._cpu_before, self._start_seconds = self._read_cpu(), time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        telemetry = trainer.strategy.deployment.coordinator.telemetry
+        telemetry = Telemetry.of(trainer.strategy.deployment.coordinator)
         telemetry.records(telemetry.ask_records(with_spans=False))
         self.wall_seconds.append(time.perf_counter() - self._start_seconds)
         (here, there), (here_before, there_before) = self._read_cpu(), self._cpu_before

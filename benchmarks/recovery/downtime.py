@@ -32,6 +32,7 @@ from transformers import LlamaConfig
 from benchmarks.processes import WorkerProcess, environment, worker_process
 from benchmarks.training import Decoder, Sequences, llama, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan
+from lightning_hetero.coordinator.telemetry import Telemetry
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.doctor.visit import Options, visit
 from lightning_hetero.errors import WorkerLost
@@ -167,7 +168,7 @@ class Killing(pl.Callback):
 
 
 def _telemetry(trainer: pl.Trainer) -> Any:
-    return trainer.strategy.deployment.coordinator.telemetry
+    return Telemetry.of(trainer.strategy.deployment.coordinator)
 
 
 def _strategy(addresses: list[str], recovery: Recovery | bool) -> HeteroPipelineStrategy:

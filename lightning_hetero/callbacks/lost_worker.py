@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .._lightning import Callback, pl
+from ..events import Departed, Entered, Event, Lost, Recovered
 
 
 class RecoveryCallback(Callback):
@@ -51,3 +52,25 @@ class RecoveryCallback(Callback):
             name: The worker's name in plans.
             step: The first step in which it takes no part.
         """
+
+
+class CallbackObserver:
+    """Observer that calls the recovery callbacks of a Trainer."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def on_event(self, event: Event) -> None:
+        """Call each callback with what has become of a worker."""
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        for each in callbacks:
+            if not isinstance(each, RecoveryCallback):
+                continue
+            if isinstance(event, Lost) and event.is_awaited:
+                each.on_worker_lost(self._trainer, event.name, event.step)
+            elif isinstance(event, Recovered):
+                each.on_worker_restored(self._trainer, event.name, event.step, event.seconds)
+            elif isinstance(event, Entered):
+                each.on_worker_joined(self._trainer, event.name, event.step)
+            elif isinstance(event, Departed):
+                each.on_worker_left(self._trainer, event.name, event.step)

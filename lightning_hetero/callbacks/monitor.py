@@ -20,6 +20,7 @@ from typing_extensions import override
 from .._lightning import MisconfigurationException, pl
 from ..coordinator.deployment import Deployment
 from ..coordinator.lost_workers import Loss, lost_between, seconds_of
+from ..coordinator.telemetry import Telemetry
 from ..model.stored import format_of
 from ..pipeline.optimizer import gradient_norms, gradients_here, total_norm
 from ..pipeline.placement import Placement
@@ -185,7 +186,7 @@ class StageMonitor(pl.Callback):
         warn_of_no_stages(trainer, self)
         deployment = deployment_of(trainer)
         if deployment is not None:
-            deployment.coordinator.telemetry.start_recording(_WHO, keeps_spans=False)
+            Telemetry.of(deployment.coordinator).start_recording(_WHO, keeps_spans=False)
         self._since_seconds = time.perf_counter()
 
     @override
@@ -206,7 +207,7 @@ class StageMonitor(pl.Callback):
         self._log_answers(trainer, deployment)
         if self._is_due(trainer, 0):
             now = time.perf_counter()
-            number = deployment.coordinator.telemetry.ask_records(with_spans=False)
+            number = Telemetry.of(deployment.coordinator).ask_records(with_spans=False)
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             names = process_names(deployment)
             self._asked = _Asked(number, names, step, self._since_seconds, now, self._norms)
@@ -218,7 +219,7 @@ class StageMonitor(pl.Callback):
         deployment = deployment_of(trainer)
         if deployment is not None:
             self._log_answers(trainer, deployment)
-            deployment.coordinator.telemetry.stop_recording(_WHO)
+            Telemetry.of(deployment.coordinator).stop_recording(_WHO)
 
     def _is_due(self, trainer: pl.Trainer, steps_to_come: int) -> bool:
         every: int = self._every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -229,7 +230,7 @@ class StageMonitor(pl.Callback):
         asked, self._asked = self._asked, None
         if asked is None:
             return
-        records = deployment.coordinator.telemetry.records(asked.number)
+        records = Telemetry.of(deployment.coordinator).records(asked.number)
         totals = {number: record.totals for number, record in records.items()}
         losses = _losses_of(deployment)
         # Also one that was lost before it had answered.

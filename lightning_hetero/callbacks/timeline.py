@@ -119,7 +119,7 @@ class PipelineTimeline(pl.Callback):
         deployment, step = deployment_of(trainer), trainer.global_step
         if deployment is None or self._open is not None or not self._wants(step):
             return
-        telemetry = deployment.coordinator.telemetry
+        telemetry = Telemetry.of(deployment.coordinator)
         telemetry.start_recording(_WHO, keeps_spans=True)
         telemetry.compare_clocks()
         self._open, self._num_batches = (step, telemetry.recorder.now()), 1
@@ -131,7 +131,7 @@ class PipelineTimeline(pl.Callback):
         if self._open is None or deployment is None or trainer.global_step == self._open[0]:
             return
         opened, self._open = self._open, None
-        telemetry, names = deployment.coordinator.telemetry, process_names(deployment)
+        telemetry, names = Telemetry.of(deployment.coordinator), process_names(deployment)
         recorded = _gather(telemetry, deployment.plan, names, *opened, self._num_batches)
         if (replacements := deployment.coordinator.replacements) is not None:
             recorded = recorded.with_absences(map(_absence, replacements.losses))

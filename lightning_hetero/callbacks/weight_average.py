@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .._lightning import EMAWeightAveraging, MisconfigurationException, TrainerFn, pl
+from ..coordinator.deployment import Deployment
+from ..errors import ModelError
+from ..model.tensors import is_frozen
 from ..pipeline.optimizer import AveragingAction, WeightAverages, averaged_tensors
+from ..plan import Plan
 
 Found = TypeVar("Found")
 
@@ -37,7 +41,12 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     Raises:
         MisconfigurationException: If ``decay`` is not between 0 and 1.
+
+    Attributes:
+        averages_on_stages: Tells the strategy that each process averages its own weights.
     """
+
+    averages_on_stages = True
 
     def __init__(
         self,
@@ -238,3 +247,68 @@ def _load(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     trainer.strategy.load_model_state_dict(
         {"state_dict": state}, strict=trainer.lightning_module.strict_loading
     )
+
+
+@contextmanager
+def moving_averages(
+    trainer: pl.Trainer, plan: Plan, present: Callable[[], Deployment]
+) -> Iterator[None]:
+    """Inside, layers move; the averages of their weights move along.
+
+    Args:
+        trainer: Its callbacks average weights.
+        plan: Where the layers move to.
+        present: The deployment at the time of the call.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    found = [one for one in callbacks if isinstance(one, StageWeightAveraging)]
+    before = present()
+    coming = [_averages_coming_home(trainer, one, before, plan) for one in found]
+    yield
+    for callback, averages in zip(found, coming, strict=True):
+        _go_on(trainer, callback, present(), averages)
+
+
+def _averages_coming_home(
+    trainer: pl.Trainer, callback: StageWeightAveraging, deployment: Deployment, plan: Plan
+) -> dict[str, Tensor]:
+    """Fetch the averages of layers that this process gets under a plan, by their paths.
+
+    Raises:
+        ModelError: If an average would be lost because its parameter is frozen by now.
+    """
+    present = callback.present
+    if present is None:
+        return {}
+    module, leaving = trainer.lightning_module, deployment.leaving_home(plan)
+    for path, parameter in module.named_parameters():
+        if parameter in leaving and is_frozen(parameter) and path in present:
+            raise ModelError(
+                f"{path} was frozen after its average began, and the average of a frozen "
+                "parameter does not move to a worker; keep its layer where it is, or freeze it "
+                "before the run."
+            )
+    paths, coming = deployment.paths(), deployment.coming_home(plan)
+    names_of = deployment.tensors.names_of
+    ever = {names_of[tensor] for tensor in deployment.trained.ever if tensor in names_of}
+    buffers = {path for path, b in module.named_buffers() if b.is_floating_point()}
+    names = [n for n in coming if n in paths and (n in ever or paths[n] in buffers)]
+    found = callback.with_averages_there(trainer, lambda: deployment.tensors.fetch(names))
+    return {paths[name]: found[name] for name in names}
+
+
+def _go_on(
+    trainer: pl.Trainer,
+    callback: StageWeightAveraging,
+    deployment: Deployment,
+    coming: Mapping[str, Tensor],
+) -> None:
+    """Go on with averages after layers have moved, with those that have come home."""
+    if callback.present is None:
+        return
+    present = {**callback.present, **coming}
+    callback.go_on(trainer, present)
+    away = set(deployment.tensors.names_of.values())
+    paths = ((name, path) for name, path in deployment.paths().items() if name in away)
+    leaving = {name: present[path] for name, path in paths if path in present}
+    callback.with_averages_there(trainer, lambda: deployment.tensors.store(leaving))

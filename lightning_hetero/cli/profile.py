@@ -10,7 +10,8 @@ from ..model.layers import DecoderLayer
 from ..planner.profile import Profile
 from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
-from ..strategy.deploy import Site, chosen_profiling
+from ..strategy.deploy import Site
+from ..strategy.planning import chosen_profiling, measure
 from ..strategy.strategy import HeteroPipelineStrategy
 from .options import check_folder, new_file, writing
 from .project import project_of
@@ -22,15 +23,15 @@ def run(options: argparse.Namespace) -> None:
     project = project_of(options)
     strategy = HeteroPipelineStrategy.of(project.trainer)
 
-    def measure(site: Site, layers: list[DecoderLayer]) -> Profile:
+    def measured(site: Site, layers: list[DecoderLayer]) -> Profile:
         chosen = chosen_profiling(project.trainer) or ProfilingOptions()
         try:
-            return site.measure(layers, replace(chosen, force=chosen.force or options.force))
+            return measure(site, layers, replace(chosen, force=chosen.force or options.force))
         except NoSample as reason:
             raise ProfileError(f"The devices cannot be measured. {reason}") from reason
 
     profile = project.instead_of_training(
-        strategy.instead_of_training, measure, "nothing was measured"
+        strategy.instead_of_training, measured, "nothing was measured"
     )
     with writing("profile", path):
         profile.to_yaml(path)

@@ -16,7 +16,8 @@ from ..pipeline.tolerance import Comparison, RehearsalVerdict
 from ..plan import Plan
 from ..planner.solver import even_plan
 from ..planner.verdict import show
-from ..strategy.deploy import PlanChoice, Site
+from ..strategy.deploy import PlanSource, Site
+from ..strategy.planning import PlanChoice
 from ..strategy.strategy import HeteroPipelineStrategy
 from ..verify.rehearsal import Rehearsal
 from .project import project_of
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     sys.exit(0 if verdict.is_right else 1)
 
 
-def _plan(choice: PlanChoice, num_layers: int, names: list[str]) -> Plan:
+def _plan(choice: PlanSource, num_layers: int, names: list[str]) -> Plan:
     given = choice.given(num_layers, names)
     return given or replace(even_plan(num_layers, names), micro_batches=2)
 

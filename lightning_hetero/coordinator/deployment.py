@@ -155,7 +155,7 @@ class Deployment:
         self._away = {number: layer.module for number, layer in away.items()}
         hosted = self._hosted_layers(away)
         self._look_at_tensors(hosted, before)
-        recorder, remote_layers = coordinator.telemetry.recorder, coordinator.layers
+        recorder, remote_layers = coordinator.recorder, coordinator.layers
         twins = Twins(
             self._away,
             hosted,
@@ -211,7 +211,7 @@ class Deployment:
         """What runs the layers of which this process is a replica."""
         coordinator, placement = self.coordinator, Placement.of(self.plan)
         remote, stages = coordinator.layers, coordinator.stages
-        recorder = coordinator.telemetry.recorder
+        recorder = coordinator.recorder
         return HostedReplicas(placement, hosted, remote, stages, recorder, self._hollow)
 
     def _look_at_tensors(self, hosted: Collection[int], before: Deployment | None) -> None:

@@ -17,6 +17,7 @@ from ..devices.description import equipment_here
 from ..devices.device import devices_beside
 from ..discovery.find import Lookout, find_workers
 from ..errors import WorkerUnreachable
+from ..events import Observers
 from ..launch.cluster import ClusterFile, read_cluster
 from ..launch.join import Door, open_door
 from ..launch.launcher import Joining, Launcher, RestartingLauncher
@@ -127,7 +128,12 @@ class Fleet:
         return list(self._found)
 
     def connect(
-        self, names: Sequence[str], imports: set[str], device: torch.device, deadlines: Deadlines
+        self,
+        names: Sequence[str],
+        imports: set[str],
+        device: torch.device,
+        deadlines: Deadlines,
+        observers: Observers | None = None,
     ) -> Coordinator:
         """Connect to some of the workers. If local ones are wanted, all of them are started.
 
@@ -136,6 +142,7 @@ class Fleet:
             imports: The modules that local workers may import to build layers.
             device: The device that this process computes on.
             deadlines: How long each kind of waiting may take.
+            observers: Read the events of the run.
 
         Raises:
             WorkerError: If a local worker cannot be started, or a worker does not answer or
@@ -163,7 +170,7 @@ class Fleet:
         workers = [(name, addresses[name]) for name in names]
         source = source or Listening(addresses, deadlines, identity)
         try:
-            coordinator = Coordinator(workers, deadlines, identity, device, source)
+            coordinator = Coordinator(workers, deadlines, identity, device, source, observers)
         except WorkerUnreachable as error:
             if not self._start_command:
                 raise

@@ -11,6 +11,7 @@ from typing import NoReturn
 from torch import Tensor, nn
 
 from ..errors import HeteroError, ModelError, RemoteProtocolError, WeightsLost
+from ..events import Observers
 from ..model.hollow import no_copy
 from ..model.layers import describe_layers
 from ..model.lazy_weights import CheckpointWeights
@@ -27,7 +28,7 @@ from ..protocol.frames import Frame
 from .answer_checks import HeldTensor, check_content, check_state, held_tensors
 from .connections import Connections
 from .member import Member
-from .progress import Progress, ProgressInLines, ProgressOfBytes
+from .progress import Progress, PublishedProgress
 from .tensor_transfers import TensorLoad, send_all
 from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
@@ -72,13 +73,13 @@ class RemoteLayers:
 
     Args:
         connections: The workers.
+        observers: Read how far tensors have come.
 
     Attributes:
         connections: As given.
         holdings: The stages of the workers, and their tensors.
         is_between_plans: Whether layers are about to move, or a move of theirs has failed: then
             the stages run no step, and all tensors are where ``holdings`` has them.
-        progress: Shows how far tensors have come.
         deployed: What each worker would be asked to build if it had nothing.
         spool: Keeps what a worker gets for one that takes its place, as far as it is wanted; None
             keeps nothing.
@@ -88,11 +89,11 @@ class RemoteLayers:
         on_failed_move: Called with the error of a move that has failed.
     """
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, observers: Observers) -> None:
         self.connections = connections
         self.is_between_plans = False
         self.holdings = Holdings()
-        self.progress: ProgressOfBytes = ProgressInLines
+        self._observers = observers
         self.deployed: dict[Member, m.Deploy] = {}
         self.spool: Spool | None = None
         self.before_move: Callable[[], None] = lambda: None
@@ -100,6 +101,10 @@ class RemoteLayers:
         self.on_failed_move: Callable[[BaseException], None] = lambda _error: None
         self._buffer_updates: list[m.BuffersUpdated] = []
         connections.asides[m.BuffersUpdated] = self._on_buffers_updated
+
+    def progress(self, what: str, num_bytes: int) -> Progress:
+        """Publish the progress of a transfer; the text is the beginning of a sentence."""
+        return PublishedProgress(self._observers, what, num_bytes)
 
     def deploy(
         self, stages: Sequence[RemoteStage], placement: Placement | None = None, seed: int = 0

@@ -25,6 +25,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 from .._lightning import ProgressBar, RichProgressBar, Tqdm, TQDMProgressBar, pl
+from ..events import Event, Observers, Progressed
 from ..model.override import stand_in
 
 # A shorter transfer shows no progress.
@@ -43,8 +44,54 @@ class Progress(Protocol):
         """End the display, whether everything is done or not."""
 
 
-# Shows the progress of so many bytes; the text is the beginning of a sentence.
-ProgressOfBytes = Callable[[str, int], Progress]
+class PublishedProgress:
+    """Publishes how far a transfer of tensors has come.
+
+    Args:
+        observers: Read it.
+        what: The work, as the beginning of a sentence.
+        num_bytes: The size of the whole transfer.
+    """
+
+    def __init__(self, observers: Observers, what: str, num_bytes: int) -> None:
+        self._observers = observers
+        self._what = what
+        self._num_bytes = num_bytes
+        self._done_bytes = 0
+        self.advance(0)
+
+    def advance(self, amount: int, is_over: bool = False) -> None:
+        """Note that so many more bytes are done."""
+        self._done_bytes += amount
+        event = Progressed(self._what, self._done_bytes, self._num_bytes, is_over)
+        self._observers.publish(event)
+
+    def close(self) -> None:
+        """End the transfer, whether everything is done or not."""
+        self.advance(0, is_over=True)
+
+
+class Bars:
+    """Observer that shows each transfer in a bar of its own, as the Trainer shows bars."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        # By its text, the bar of a transfer, and the bytes that it shows.
+        self._open: dict[str, tuple[Progress, int]] = {}
+
+    def on_event(self, event: Event) -> None:
+        """Show how far a transfer has come."""
+        if not isinstance(event, Progressed):
+            return
+        if event.what not in self._open:
+            bar = progress_of_bytes(self._trainer, event.what, event.of_bytes)
+            self._open[event.what] = bar, 0
+        bar, shown_bytes = self._open.pop(event.what)
+        bar.advance(event.done_bytes - shown_bytes)
+        if event.is_over:
+            bar.close()
+        else:
+            self._open[event.what] = bar, event.done_bytes
 
 
 class ProgressInLines:

@@ -15,7 +15,7 @@ seen once. All of this happens in the thread that waits for the workers, inside 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -33,6 +33,7 @@ from ..errors import (
     WorkerLost,
     WorkerUnreachable,
 )
+from ..events import Lost, Observers, Recovered, Restored
 from ..pipeline.journal import MOST_IN_MEMORY_BYTES, FrameStore, Journal
 from ..protocol import messages as m
 from ..protocol.frames import Frame
@@ -85,12 +86,9 @@ class Replacements:
         connections: The workers.
         layers: The layers that they hold.
         stages: Runs the steps.
+        observers: Read who is lost, and how far a process in a lost one's place has come.
 
     Attributes:
-        on_lost: Called with the name of a lost worker and the step.
-        on_restored: Called with the name of a worker, the step in which the one before it was lost,
-            and the seconds since, when it has repeated all of that.
-        on_change: Called when a loss is noted, or a process in a lost one's place has come further.
         losses: All of the run, in their order.
     """
 
@@ -101,15 +99,14 @@ class Replacements:
         connections: Connections,
         layers: RemoteLayers,
         stages: RemoteStages,
+        observers: Observers,
     ) -> None:
-        self.on_lost: Callable[[str, int], None] = lambda _name, _step: None
-        self.on_restored: Callable[[str, int, float], None] = lambda _name, _step, _seconds: None
-        self.on_change: Callable[[], None] = lambda: None
         self.losses: list[Loss] = []
         self._settings = settings
         self._connections = connections
         self._layers = layers
         self._stages = stages
+        self._observers = observers
         self._snapshots, self._files = snapshots, snapshots.files
         self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
@@ -425,13 +422,18 @@ class Replacements:
         """
         if (obstacle := self._obstacle(worker.journal, worker.cannot_reach)) is not None:
             raise WorkerError(obstacle)
-        self._begin_loss(worker, cause, lost)
-        self._check_may_come_again(worker)
-        rank_zero_info(
-            f"{worker} was lost in step {self._connections.step}, and the run waits up to "
-            f"{self._settings.wait_seconds:g} s for it to come back. {cause}"
+        loss = self._begin_loss(worker, cause, lost)
+        refusal = why_not_again(self.losses, worker, loss.step)
+        if not refusal:
+            rank_zero_info(
+                f"{worker} was lost in step {loss.step}, and the run waits up to "
+                f"{self._settings.wait_seconds:g} s for it to come back. {cause}"
+            )
+        self._observers.publish(
+            Lost(worker.name, loss.step, loss.reason, loss.place, loss.began_seconds, not refusal)
         )
-        self.on_lost(worker.name, self._connections.step)
+        if refusal:
+            raise WorkerError(refusal)
 
     def _check_may_come_again(self, worker: Member) -> None:
         """Refuse to replace a worker that is lost again and again in the present step.
@@ -442,13 +444,13 @@ class Replacements:
         if reason := why_not_again(self.losses, worker, self._connections.step):
             raise WorkerError(reason)
 
-    def _begin_loss(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
+    def _begin_loss(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> Loss:
         now = time.perf_counter()
         if (former := self._open.pop(worker, None)) is not None:
             former.note_end(now, has_caught_up=False)
         lost[worker] = self._loss_of(worker, cause)
         self.losses.append(lost[worker])
-        self.on_change()
+        return lost[worker]
 
     def _loss_of(self, worker: Member, cause: HeteroError) -> Loss:
         now = time.perf_counter()
@@ -520,7 +522,16 @@ class Replacements:
                 f"{now_seconds - began_seconds:.2f} s for {num_bytes / 2**20:.1f} MiB; it repeats "
                 f"steps {self._snapshots.step + 1} to {loss.step}"
             )
-        self.on_change()
+            self._observers.publish(
+                Restored(
+                    worker.name,
+                    loss.served_by,
+                    worker.equipment,
+                    began_seconds,
+                    now_seconds,
+                    loss.repeated,
+                )
+            )
         return True
 
     def _note_failed(self, lost: Mapping[Member, Loss]) -> None:
@@ -754,7 +765,6 @@ class Replacements:
         if loss is not None and loss in self.losses:
             now = time.perf_counter()
             loss.note_end(now, has_caught_up=True)
-            self.on_change()
             seconds = now - loss.began_seconds
             rank_zero_info(f"{worker} has caught up {seconds:.2f} s after the loss")
-            self.on_restored(worker.name, loss.step, seconds)
+            self._observers.publish(Recovered(worker.name, loss.step, seconds, now))

@@ -7,23 +7,24 @@
     layers        brings layers to the stages and fetches their tensors
     stages        runs forwards and backwards
     training      steps, clips, freezes and averages on the stages
-    telemetry     records the actions of this process and of the workers
-    replacement   puts other workers in the place of lost ones, if the user wants that
+    recorder      sums up the actions of this process
+    replacements  puts other workers in the place of lost ones, if the user wants that
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from ..devices.device import check_has_backend, device_for
 from ..errors import WorkerLost
+from ..events import Observers
+from ..pipeline.recorder import Recorder
 from ..plan import Narrowing
 from ..protocol import messages as m
-from ..recovery import Recovery
 from ..transport.address import Address
 from ..transport.channel import Channel
 from ..transport.compatibility import Identity
@@ -34,10 +35,7 @@ from .layers import RemoteLayers
 from .member import Source
 from .neighbors import Neighbors
 from .optimizers import OptimizerParts
-from .replacement import Replacements
-from .snapshots import Snapshots
 from .steps import RemoteStages
-from .telemetry import Telemetry
 
 CPU = torch.device("cpu")
 
@@ -70,6 +68,25 @@ class Listening:
         return dial(address, "coordinator", session_name, self.deadlines, self.identity)
 
 
+class Replacing(Protocol):
+    """Puts other workers in the place of lost ones: `coordinator.replacement.Replacements`.
+
+    Attributes:
+        losses: All of the run, in their order.
+    """
+
+    losses: list[Any]
+
+    def begin(self) -> None:
+        """Keep from now on what is said."""
+
+    def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
+        """Open a session anew with each worker, since one was lost while the layers were sent."""
+
+    def close(self) -> None:
+        """Remove all files. May be called twice."""
+
+
 class Coordinator:
     """Connects to the workers of a run. Not thread-safe.
 
@@ -80,6 +97,7 @@ class Coordinator:
         device: The device that this process computes on.
         source: Where these workers are found, and others, of which one that the plan leaves idle
             may take a lost one's place; None dials the addresses.
+        observers: Read the events of the run.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -93,6 +111,7 @@ class Coordinator:
         identity: Identity,
         device: torch.device = CPU,
         source: Source | None = None,
+        observers: Observers | None = None,
     ) -> None:
         check_has_backend(device)
         copies = device_for(device).copies()
@@ -102,11 +121,12 @@ class Coordinator:
             names, source, deadlines, identity.equipment, copies.receive_pool
         )
         self.neighbors = Neighbors(self.connections)
-        self.telemetry = Telemetry(self.connections, device)
-        self.replacements: Replacements | None = None
+        self.recorder = Recorder(device)
+        self.replacements: Replacing | None = None
         self._has_served = False
-        recorder = self.telemetry.recorder
-        self.layers = RemoteLayers(self.connections)
+        self.observers = observers or Observers()
+        recorder = self.recorder
+        self.layers = RemoteLayers(self.connections, self.observers)
         self.stages = RemoteStages(self.connections, self.layers, recorder, copies)
         self.training = OptimizerParts(self.connections, self.layers, self.stages, recorder)
 
@@ -136,20 +156,9 @@ class Coordinator:
             raise cause
         self.replacements.connect_again(cause, num_losses)
 
-    def replace_lost(self, settings: Recovery, folder: Path) -> Replacements:
-        """Put other workers in the place of lost ones; call it before layers are sent.
-
-        Args:
-            settings: What the user wants.
-            folder: Where snapshots lie during the run.
-
-        Raises:
-            SaveError: If the folder cannot be written.
-        """
-        parts = self.connections, self.layers, self.stages
-        snapshots = Snapshots(settings, folder, *parts)
-        self.replacements = Replacements(settings, snapshots, *parts)
-        return self.replacements
+    def replace_lost_by(self, replacing: Replacing) -> None:
+        """Put other workers in the place of lost ones; call it before layers are sent."""
+        self.replacements = replacing
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import torch
-
-from ..pipeline.recorder import Recorder
+from ..events import Deployed, Event
 from ..protocol import messages as m
 from ..protocol.fields import ClockSample
 from ..transport.channel import observe
-from .connections import Connections
 from .member import Member
+from .session import Coordinator
 
 # So many that one of them meets no other traffic.
 _COMPARISONS = 16
 
 
 class Telemetry:
-    """Records what this process and the workers do.
-
-    Args:
-        connections: The workers.
-        device: Computes this process's part of the model.
+    """Records what this process and the workers do. Make it by `of`.
 
     Attributes:
         recorder: Sums up this process's actions, and takes its spans while it is switched on.
     """
 
-    def __init__(self, connections: Connections, device: torch.device) -> None:
-        self.recorder = Recorder(device)
+    def __init__(self, coordinator: Coordinator) -> None:
+        connections = coordinator.connections
+        self.recorder = coordinator.recorder
         self._connections = connections
         self._wishes: dict[str, bool] = {}
         # The records that have come so far, by the number of the request and by process.
@@ -36,6 +31,15 @@ class Telemetry:
         self._asked: dict[int, list[Member]] = {}
         self._num_asked = 0
         connections.asides[m.StageRecord] = self._take_record
+
+    @classmethod
+    def of(cls, coordinator: Coordinator) -> Telemetry:
+        """The telemetry of a session, which all that look at the run share."""
+        found = coordinator.observers.of_kind(cls)
+        if found is None:
+            found = cls(coordinator)
+            coordinator.observers.add(found)
+        return found
 
     def start_recording(self, who: str, keeps_spans: bool) -> None:
         """Record on all stages from the next step on, until ``who`` stops it."""
@@ -59,10 +63,10 @@ class Telemetry:
         self._connections.broadcast(m.FetchRecord(number, with_spans))
         return number
 
-    def say_again(self) -> None:
+    def on_event(self, event: Event) -> None:
         """Tell all workers with layers once more whether to record, for those that have come later,
         and for what is kept of what was said."""
-        if self._wishes:
+        if isinstance(event, Deployed) and self._wishes:
             self._wish(self._wishes)
 
     def records(self, number: int) -> dict[int, m.StageRecord]:

@@ -6,19 +6,35 @@ import csv
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import yaml
+from msgspec.structs import replace
 
 from ..errors import PictureError, PlanError
+from ..events import (
+    RECORD_NAME,
+    Deployed,
+    Event,
+    Failed,
+    Lost,
+    Recovered,
+    Restored,
+    RunBegan,
+    RunEnded,
+    read_events,
+)
 from ..plan import Plan
+from ..protocol.fields import Equipment
 from ..telemetry.layer_ranges import Range, ranges_of
 from ..units import in_duration, in_micro_batches, in_percent
 from .charts import Curve, typical
+from .diagram import picture_for
+from .topology import topology_of_run
 
 PICTURE_NAME = "architecture"
 """The file name of a run's picture, without its suffix."""
@@ -30,7 +46,7 @@ TIMELINE = "timeline.json"
 TIMELINE_PICTURE = "timeline.svg"
 FACTS = "run.json"
 HYPERPARAMETERS = "hparams.yaml"
-FILES = (METRICS, TOPOLOGY, TIMELINE, TIMELINE_PICTURE, PLAN_NAME, FACTS)
+FILES = (METRICS, TOPOLOGY, TIMELINE, TIMELINE_PICTURE, PLAN_NAME, FACTS, RECORD_NAME)
 
 Found = TypeVar("Found")
 
@@ -141,6 +157,54 @@ class RunFacts(msgspec.Struct, frozen=True):
     ended_at: str = ""
     error: str = ""
     losses: list[LostWorker] = []
+
+
+def facts_of(events: Iterable[Event]) -> RunFacts:
+    """What the events of a run, up to the present one, come to."""
+    facts = RunFacts("", "")
+    # Of each worker that was lost, the place of its latest loss, and a moment of it.
+    latest: dict[str, int] = {}
+    moments: dict[str, float] = {}
+    for event in events:
+        if isinstance(event, RunBegan):
+            processes = [_process(*each) for each in event.equipment.items()]
+            facts = RunFacts(event.model, event.began_at, processes)
+        elif isinstance(event, Lost):
+            latest[event.name], moments[event.name] = len(facts.losses), event.moment_seconds
+            lost = LostWorker(event.name, event.step, event.reason, place=event.place)
+            facts = replace(facts, losses=[*facts.losses, lost])
+        elif isinstance(event, Restored):
+            present = _process(event.name, event.equipment)
+            facts = replace(
+                _with_loss(
+                    facts,
+                    latest[event.name],
+                    serving_seconds=event.served_seconds - moments[event.name],
+                    restoring_seconds=event.moment_seconds - event.served_seconds,
+                    repeated=event.repeated,
+                    served_by=event.served_by,
+                ),
+                processes=[present if p.name == event.name else p for p in facts.processes],
+            )
+            moments[event.name] = event.moment_seconds
+        elif isinstance(event, Recovered):
+            seconds = event.moment_seconds - moments[event.name]
+            facts = _with_loss(facts, latest[event.name], repeating_seconds=seconds)
+        elif isinstance(event, Failed):
+            facts = replace(facts, error=facts.error or event.error)
+        elif isinstance(event, RunEnded):
+            facts = replace(facts, ended_at=event.ended_at)
+    return facts
+
+
+def _process(name: str, equipment: Equipment) -> Process:
+    return Process(name, equipment.host, equipment.device_name, equipment.versions)
+
+
+def _with_loss(facts: RunFacts, place: int, **known: Any) -> RunFacts:
+    losses = [*facts.losses]
+    losses[place] = replace(losses[place], **known)
+    return replace(facts, losses=losses)
 
 
 class _Timeline(msgspec.Struct, frozen=True):
@@ -266,16 +330,21 @@ def read_run(folder: Path) -> RunRecord:
             return None
 
     place = folder.resolve()
+    # Files that are missing are made again from the record.
+    events = read(RECORD_NAME, read_events) or []
+    deployed = [event for event in events if isinstance(event, Deployed)][-1:]
+    pictures = (picture_for(TOPOLOGY, topology_of_run(event)).decode() for event in deployed)
+    plans = (event.plan for event in deployed)
     there = [path for path in (folder / name for name in FILES) if path.is_file()]
     return RunRecord(
         name=f"{place.parent.name}/{place.name}",
         metrics=read(METRICS, _metrics) or {},
-        plan=read(PLAN_NAME, Plan.from_yaml),
-        topology=read(TOPOLOGY, _text),
+        plan=read(PLAN_NAME, Plan.from_yaml) or next(plans, None),
+        topology=read(TOPOLOGY, _text) or next(pictures, None),
         timeline=read(TIMELINE_PICTURE, _text),
         recorded=read(TIMELINE, _recorded) or Recorded(),
         problems=problems,
-        facts=read(FACTS, _facts),
+        facts=read(FACTS, _facts) or (facts_of(events) if events else None),
         hyperparameters=read(HYPERPARAMETERS, _hyperparameters) or {},
         written_at=max((path.stat().st_mtime for path in there), default=0.0),
     )

@@ -5,21 +5,27 @@ A profile adds devices, memory and links. Unknown facts are None or empty, and p
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
+import msgspec
+
 from ..errors import PlanError
+from ..events import Deployed, PlacedProcess
 from ..pipeline.placement import COORDINATOR_STAGE, Placement
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..planner.candidates import Candidate
 from ..planner.costs import Need
-from ..planner.feasibility import candidate_of
+from ..planner.feasibility import as_measured, candidate_of
 from ..planner.profile import ENDS, Profile
 from ..telemetry.layer_ranges import Range, Ranges, layers_as_text, ranges_of
 from ..units import in_bytes_per_second, in_micro_batches, in_percent, in_seconds, in_short_bytes
+
+logger = logging.getLogger(__name__)
 
 MEMORY_PARTS = ("weights", "training", "in flight", "other")
 """Kinds of memory in the order of the bar: ``training`` is gradients and optimizer state."""
@@ -304,6 +310,48 @@ def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> 
         facts=[f"{in_micro_batches(plan.micro_batches)}, at most {plan.max_in_flight} in flight"],
     )
     return bare if profile is None else with_profile(bare, plan, profile)
+
+
+def topology_of_run(event: Deployed) -> Topology:
+    """The topology of a run, where its layers are; a profile adds its measured times.
+
+    Raises:
+        PlanError: If the plan cannot run.
+    """
+    bare = topology_of(event.plan, title=event.model)
+    coordinator, *workers = event.processes
+    here = replace(bare.coordinator, host=coordinator.equipment.host)
+    drawn = {place.name: place for place in bare.workers}
+    placed = {each.name: each for each in workers}
+    idle = [DrawnPlace(name, 0) for name in placed if name not in drawn]
+    found = replace(
+        bare,
+        coordinator=_equipped(here, coordinator, here.host),
+        workers=[_equipped(each, placed[each.name], here.host) for each in (*bare.workers, *idle)],
+        frozen_ends=frozenset(event.frozen_ends),
+    )
+    if event.profile is None:
+        return found
+    try:
+        profile = msgspec.convert(event.profile, Profile, strict=False)
+        return with_profile(found, as_measured(event.plan, profile), profile)
+    except PlanError:
+        logger.debug("the profile is of another plan", exc_info=True)
+        return found
+
+
+def _equipped(place: DrawnPlace, process: PlacedProcess, host: str) -> DrawnPlace:
+    """The place on its device; a local worker without a host of its own is on the given one."""
+    equipment = process.equipment
+    return replace(
+        place,
+        number=process.number,
+        host=equipment.host or (host if place.host else ""),
+        device=equipment.device_name,
+        identity=equipment.machine,
+        memory=Memory(equipment.memory_bytes, {"weights": process.weights_bytes}),
+        marks=(*marks_of(place.ranges, process.marks), *place.marks),
+    )
 
 
 def _hops(plan: Plan, numbers: Mapping[str, int]) -> list[DrawnHop]:

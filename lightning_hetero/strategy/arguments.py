@@ -27,7 +27,6 @@ from .._lightning import (
     _optimizer_handles_unscaling,
     pl,
 )
-from ..callbacks.weight_average import StageWeightAveraging
 from ..errors import ModelError, did_you_mean
 from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
@@ -268,7 +267,7 @@ def check_callbacks(trainer: pl.Trainer) -> None:
                 "`on_train_epoch_start`."
             )
         averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
-        if averages and not isinstance(callback, StageWeightAveraging):
+        if averages and not getattr(callback, "averages_on_stages", False):
             raise MisconfigurationException(
                 f"{type(callback).__name__} averages copies of the weights, and this process does "
                 "not have the weights of layers on workers; use "

@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ..coordinator.handover import TriedHandOver
-from ..errors import ModelError
 from ..pipeline.microbatch import STOPPING_DIFFERENCE
 from ..pipeline.trial_backward import (
     TriedBackward,
@@ -34,6 +33,7 @@ from ..pipeline.trial_backward import (
     made_up,
     other_gradients,
 )
+from .training_step import inner_backward
 
 # The numbers within a gradient cancel each other more than those of hidden states do: a difference
 # below this multiple of their rounding error, and below this least one, is rounding.
@@ -350,16 +350,6 @@ class WatchesBackwards(TorchFunctionMode):
                     raise inner_backward()
         if any(_edge_of(each) in beyond for each in _tensors_in(inputs)):
             raise inner_backward()
-
-
-def inner_backward() -> ModelError:
-    """Refuses gradients that a ``training_step`` takes through layers on workers."""
-    return ModelError(
-        "`training_step` takes gradients through layers on workers by itself, as an adversarial "
-        "step or a gradient penalty does. Under automatic optimization these layers run the "
-        "backward of its loss alone. Use manual optimization with `self.manual_backward(...)`, or "
-        "keep such layers with the coordinator."
-    )
 
 
 _Edge: TypeAlias = tuple[Node, int]

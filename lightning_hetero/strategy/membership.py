@@ -6,23 +6,25 @@
     lost, and another machine serves for it too ─▶ all that are left share its layers
 
 Which plan follows is decided by `planner.membership`. Layers move as for `replan=True`.
+`Replanner` looks after all that changes a plan between two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from .._lightning import pl
-from ..callbacks.lost_worker import RecoveryCallback
-from ..coordinator.fleet import Fleet
+from ..coordinator.deployment import Deployment
 from ..coordinator.member import Member
 from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
+from ..events import Departed, Entered
 from ..plan import Plan
+from ..planner.drift import StageSeconds
 from ..planner.membership import (
     at_present,
     fits,
@@ -45,17 +47,24 @@ from ..profiler.profiling_run import (
 from ..protocol import messages as m
 from ..recovery import Recovery, too_few
 from ..units import in_bytes
-from .replan import SHARE_OF_MEMORY, layer_bytes, room_bytes, staying_if_undone
-
-if TYPE_CHECKING:
-    from .training_run import TrainingRun
-
-Move = Callable[[Plan], None]
+from .arguments import most_accumulated
+from .deploy import Move, Site
+from .replan import (
+    SHARE_OF_MEMORY,
+    Horizon,
+    Watch,
+    layer_bytes,
+    room_bytes,
+    staying_if_undone,
+    steps_left,
+)
+from .training_run import TrainingRun, moves_layers
+from .window_warning import WindowWarning
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms on which workers join and leave.
+    """The terms on which a plan changes, and workers join and leave.
 
     Args:
         joins: Whether workers join: the plan is the strategy's own, or may change.
@@ -75,17 +84,15 @@ class Membership:
     """Lets workers join a training, and leave it.
 
     Args:
-        trainer: Its callbacks are told.
-        fleet: The workers.
+        site: The module and the workers.
         terms: Who may join and leave.
-        run: The training.
+        run: The plan of the training.
         move: Moves layers to where a plan has them.
     """
 
-    trainer: pl.Trainer
-    fleet: Fleet
+    site: Site
     terms: Terms
-    run: TrainingRun
+    run: Replanner
     move: Move
     # What is known of workers that have come.
     _devices: dict[str, DeviceProfile] = field(default_factory=dict)
@@ -134,7 +141,7 @@ class Membership:
         staying = [worker for worker in members if not worker.is_leaving]
         idle = [worker.name for worker in staying if not worker.stages]
         used = {name for worker in members for name in (worker.name, worker.own_name)}
-        return [*idle, *self.fleet.waiting(used, len(staying))]
+        return [*idle, *self.site.fleet.waiting(used, len(staying))]
 
     # joining
 
@@ -235,8 +242,7 @@ class Membership:
         if is_new and connections.step:
             connections.send(worker, m.Replay(connections.step, has_more=False))
         self._note_members()
-        for callback in self._told:
-            callback.on_worker_joined(self.trainer, worker.name, self._next_step)
+        self._publish(Entered(worker.name, self._next_step))
 
     # leaving
 
@@ -263,14 +269,13 @@ class Membership:
         connections.release(worker)
         connections.departed[worker.name] = self._departure
         self._note_members()
-        for callback in self._told:
-            callback.on_worker_left(self.trainer, worker.name, self._next_step)
+        self._publish(Departed(worker.name, self._next_step))
 
     def _why_to_stay(self) -> str:
         """Why no worker can leave before the end of the run; empty if one can."""
         if self.terms.recovery is None:
             return "layers are handed over with `recovery=True` only"
-        if not self.trainer.lightning_module.automatic_optimization:
+        if not self.site.module.automatic_optimization:
             return "layers do not move under manual optimization"
         return ""
 
@@ -356,7 +361,7 @@ class Membership:
         self._served_for = hosts
         plan = self.run.deployment.plan
         hosts = {name: host for name, host in hosts.items() if name in plan.workers}
-        if not hosts or not self.trainer.lightning_module.automatic_optimization:
+        if not hosts or not self.site.module.automatic_optimization:
             return
         lost = " and ".join(hosts)
         try:
@@ -396,12 +401,10 @@ class Membership:
 
     def _note_members(self) -> None:
         members = self.run.deployment.coordinator.connections.members
-        self.fleet.note_members([worker.name for worker in members])
+        self.site.fleet.note_members([worker.name for worker in members])
 
-    @property
-    def _told(self) -> list[RecoveryCallback]:
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        return [each for each in callbacks if isinstance(each, RecoveryCallback)]
+    def _publish(self, event: Entered | Departed) -> None:
+        self.run.deployment.coordinator.observers.publish(event)
 
 
 def _why_not(change: PlanChange | None) -> str:
@@ -421,3 +424,90 @@ def _read(measured: Measured | None) -> Profile | None:
         return Profile.from_yaml(measured.path)
     except ProfileError:
         return None
+
+
+class Replanner:
+    """Looks after the plan of one training; see `PlanFollower`.
+
+    Args:
+        run: The training.
+        site: Its module and workers, and how the run gets over faults.
+        terms: What was measured, and who may join and leave.
+        move: Moves layers to where a plan has them.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        site: Site,
+        terms: Terms,
+        move: Move,
+    ) -> None:
+        self._run = run
+        self._move = move
+        module, trainer, plan = site.module, site.module.trainer, run.deployment.plan
+        accumulated = most_accumulated(trainer) if site.cuts_step else 1
+        moves = site.may_move and moves_layers(module)
+        horizon = Horizon(accumulated, partial(steps_left, trainer))
+        self._watch = Watch(run.deployment, terms.measured, run.recorder, moves, horizon)
+        self._warning = WindowWarning(trainer, plan, site.options, self.profile)
+        self._membership = Membership(site, terms, self, move)
+
+    @property
+    def deployment(self) -> Deployment:
+        """Where the layers are now."""
+        return self._run.deployment
+
+    @property
+    def profile(self) -> Profile | None:
+        """The measured times of the deployment; None if they are not known."""
+        return self._watch.profile
+
+    @property
+    def bottleneck(self) -> str:
+        """The stages of the slowest process, in words; empty while it is not known."""
+        return self._watch.bottleneck
+
+    @property
+    def present_seconds(self) -> dict[str, StageSeconds]:
+        """The seconds of each process in the latest steps; empty while these are too few."""
+        return self._watch.present_seconds
+
+    @property
+    def keeps_own_layers(self) -> bool:
+        """Whether the time of this process's own layers is not known, so that they stay here."""
+        return self._run.recorder is None
+
+    @contextmanager
+    def planning_with(self, profile: Profile | None) -> Iterator[None]:
+        """Inside, layers move to a plan that was made with this profile, which stays then."""
+        before, self._watch.profile = self._watch.profile, profile
+        try:
+            yield
+        except BaseException:
+            self._watch.profile = before
+            raise
+
+    def note_batch(self, *args: Any) -> None:
+        """Warn of a first batch that is too small for the pipeline."""
+        self._warning.note_batch(*args)
+
+    def note_step(self) -> None:
+        """Note this process's own times after an optimizer step."""
+        self._watch.note_own()
+
+    def after_move(self) -> None:
+        """Follow the deployment from here on."""
+        self._watch = self._watch.after_move(self._run.deployment, self._run.recorder)
+
+    def between_steps(self) -> None:
+        """Move layers if that is worth it, and let workers join and leave.
+
+        Raises:
+            WorkerError: If a worker that the run needs is lost.
+        """
+        plan = self._watch.next_plan()
+        if plan is not None:
+            with staying_if_undone():
+                self._move(plan)
+        self._membership.act()

@@ -15,15 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
-from torch.optim import Optimizer
 
 from .._lightning import MisconfigurationException, pl
-from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
-from ..errors import ModelError, MoveUndone, PlanError
-from ..model.tensors import is_frozen, named_tensors
-from ..pipeline.optimizer import state_beside
+from ..errors import ModelError, MoveUndone
+from ..model.tensors import named_tensors
 from ..pipeline.placement import Placement
 from ..pipeline.recorder import Laps, Recorder
 from ..plan import COORDINATOR, Plan
@@ -36,66 +32,6 @@ from ..units import in_duration
 
 logger = logging.getLogger(__name__)
 
-_BY_HAND = (
-    "Layers do not move under manual optimization (`replan`, `move_layers`), where only your code "
-    "knows whether gradients are still needed; set `automatic_optimization = True`."
-)
-
-
-def check_move(
-    module: pl.LightningModule, deployment: Deployment | None, plan: Plan, is_inside_window: bool
-) -> None:
-    """Refuse a move that cannot be made, before anything changes.
-
-    Raises:
-        MisconfigurationException: Under manual optimization.
-        PlanError: If the plan does not fit, or has workers that the run does not have.
-        ModelError: If layers cannot move now, or not at all.
-    """
-    if not module.automatic_optimization:
-        raise MisconfigurationException(_BY_HAND)
-    if deployment is None:
-        raise ModelError("No layers are on workers, so there are none to move.")
-    deployment.check_placed()
-    connections = deployment.coordinator.connections
-    names = [member.name for member in connections.members]
-    for name in plan.workers:
-        if name in connections.departed:
-            raise PlanError(
-                f"{name} {connections.departed[name]}, so no layers move to it; make a plan over "
-                f"the workers that the run has, {names}."
-            )
-    plan.check(len(deployment.layers), names)
-    if not plan.workers:
-        raise PlanError(
-            "The plan has no worker; leave a layer with one, or end the run and start it again "
-            "with this plan and `ckpt_path`."
-        )
-    if is_inside_window or not module.trainer.training:
-        wait = "there are gradients that the next step needs"
-        now = wait if is_inside_window else "the Trainer does not train"
-        raise ModelError(
-            f"Layers move between an optimizer step and the next training_step, and now {now}; do "
-            "it in `on_train_batch_start` of a batch that begins an accumulation window."
-        )
-    deployment.check_can_move(plan)
-
-
-def moves_layers(module: pl.LightningModule) -> bool:
-    """Whether ``replan=True`` can move this module's layers; warns if it cannot."""
-    if not module.automatic_optimization:
-        rank_zero_warn(_BY_HAND)
-    return bool(module.automatic_optimization)
-
-
-def settle(optimizer: Optimizer) -> None:
-    """Move the optimizer state that is here to the device of its parameters."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in optimizer.state:
-                state = optimizer.state[parameter]
-                optimizer.state[parameter] = state_beside(parameter, state, group)
-
 
 @contextmanager
 def staying_if_undone() -> Iterator[None]:
@@ -104,71 +40,6 @@ def staying_if_undone() -> Iterator[None]:
         yield
     except MoveUndone as error:
         rank_zero_warn(str(error))
-
-
-@contextmanager
-def moving_averages(
-    trainer: pl.Trainer, plan: Plan, present: Callable[[], Deployment]
-) -> Iterator[None]:
-    """Inside, layers move; the averages of their weights move along.
-
-    Args:
-        trainer: Its callbacks average weights.
-        plan: Where the layers move to.
-        present: The deployment at the time of the call.
-    """
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    found = [one for one in callbacks if isinstance(one, StageWeightAveraging)]
-    before = present()
-    coming = [_averages_coming_home(trainer, one, before, plan) for one in found]
-    yield
-    for callback, averages in zip(found, coming, strict=True):
-        _go_on(trainer, callback, present(), averages)
-
-
-def _averages_coming_home(
-    trainer: pl.Trainer, callback: StageWeightAveraging, deployment: Deployment, plan: Plan
-) -> dict[str, Tensor]:
-    """Fetch the averages of layers that this process gets under a plan, by their paths.
-
-    Raises:
-        ModelError: If an average would be lost because its parameter is frozen by now.
-    """
-    present = callback.present
-    if present is None:
-        return {}
-    module, leaving = trainer.lightning_module, deployment.leaving_home(plan)
-    for path, parameter in module.named_parameters():
-        if parameter in leaving and is_frozen(parameter) and path in present:
-            raise ModelError(
-                f"{path} was frozen after its average began, and the average of a frozen "
-                "parameter does not move to a worker; keep its layer where it is, or freeze it "
-                "before the run."
-            )
-    paths, coming = deployment.paths(), deployment.coming_home(plan)
-    names_of = deployment.tensors.names_of
-    ever = {names_of[tensor] for tensor in deployment.trained.ever if tensor in names_of}
-    buffers = {path for path, b in module.named_buffers() if b.is_floating_point()}
-    names = [n for n in coming if n in paths and (n in ever or paths[n] in buffers)]
-    found = callback.with_averages_there(trainer, lambda: deployment.tensors.fetch(names))
-    return {paths[name]: found[name] for name in names}
-
-
-def _go_on(
-    trainer: pl.Trainer,
-    callback: StageWeightAveraging,
-    deployment: Deployment,
-    coming: Mapping[str, Tensor],
-) -> None:
-    """Go on with averages after layers have moved, with those that have come home."""
-    if callback.present is None:
-        return
-    present = {**callback.present, **coming}
-    callback.go_on(trainer, present)
-    away = set(deployment.tensors.names_of.values())
-    paths = ((name, path) for name, path in deployment.paths().items() if name in away)
-    leaving = {name: present[path] for name, path in paths if path in present}
-    callback.with_averages_there(trainer, lambda: deployment.tensors.store(leaving))
 
 
 SHARE_OF_MEMORY = 0.8

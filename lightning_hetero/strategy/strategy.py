@@ -27,9 +27,9 @@ from .._lightning import (
     pl,
 )
 from ..coordinator.deployment import Deployment, check_is_whole
-from ..coordinator.fleet import Fleet
 from ..devices.main_memory import share_one_arena
 from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
+from ..events import Observers, RunEnded
 from ..launch.cluster import ClusterFile
 from ..launch.launcher import Launcher
 from ..model.allowed_imports import refuse_training_in_worker
@@ -52,14 +52,21 @@ from .arguments import (
     warn_of_idle_devices,
 )
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
-from .deploy import PlanChoice, Site
+from .deploy import PlanSource, Site
 from .interruption import guard_hooks
 from .loaders import check_is_training, check_no_window_inside, note_size, prepared, transferring
-from .membership import Membership, Terms
 from .optimizers import clip_by_global_norm, norms_by_name
-from .replan import check_move, moves_layers, moving_averages, staying_if_undone
-from .training_run import Run, RunNotes, TrainingRun, leave_pictures
+from .run_events import failure, now, publish_begin, publish_deployed
+from .training_run import Run, TrainingRun, check_move
 from .window_step import WindowsAlone
+from .wings import (
+    moving_averages,
+    observers_of,
+    plan_source,
+    replace_lost,
+    run_guard,
+    worker_source,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +169,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
         check_arguments(locals())
-        self.plan_choice = PlanChoice(plan, micro_batches)
+        self.plan_choice: PlanSource = plan_source(plan, micro_batches)
         # Lightning sets the devices; this process computes on the first one.
         self.parallel_devices: list[torch.device] | None = None
-        self._fleet = Fleet(workers, token_file)
+        self._fleet = worker_source(workers, token_file)
         self._layers: LayerChoice = layers
         self._cuts_layers = cut_layers
         batches = BatchOptions(batch_dim, check_first_batch)
@@ -174,8 +181,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._replan = replan
         self._recovery = recovery_of(recovery)
         self._run: Run | None = None
-        self._membership: Membership | None = None
-        self._notes: RunNotes | None = None
+        self._observers = Observers()
         self._guards = ExitStack()
         # Why the weights of the latest run have not come home; None if they have.
         self._lost: WeightsLost | None = None
@@ -234,6 +240,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         check_num_nodes(self.num_nodes)
         warn_of_idle_devices(self.parallel_devices)
         self._checkpoints.begin_run()
+        self._observers = observers_of(self._module().trainer)
         self._guards = guard_hooks(self._module().trainer, self.on_exception)
         self._lost = None
         check_is_whole(self._module())
@@ -275,8 +282,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if self._options.cuts_step(module) and deployment.plan.micro_batches > 1:
             warn_of_batch_statistics(module)
             warn_of_frequencies(module)
-        leave_pictures(trainer, deployment, self.plan_choice.profile)
-        self._notes = RunNotes.begin(trainer, deployment)
+        publish_begin(self._observers, trainer, deployment)
+        publish_deployed(self._observers, module, deployment, self.plan_choice.profile)
 
     @property
     @override
@@ -298,18 +305,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 self._run.deployment,
                 self._options,
                 self.optimizers,
-                self.plan_choice.measured,
-                moves=self._replan and moves_layers(self._module()),
+                run_guard(self._module(), self._options),
+                partial(
+                    self.plan_choice.follow,
+                    site=self._site(),
+                    recovery=self._recovery,
+                    move=self.move_layers,
+                ),
             )
-            self._membership = self._membership_of(self._run)
-
-    def _membership_of(self, run: TrainingRun) -> Membership:
-        """What lets workers join and leave a training."""
-        module, choice = self._module(), self.plan_choice
-        is_free = self._replan or choice.is_of_strategy
-        joins = is_free and module.automatic_optimization
-        terms = Terms(joins, self._recovery, choice.measured, choice.trials)
-        return Membership(module.trainer, self._fleet, terms, run, self.move_layers)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -367,15 +370,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if isinstance(batch, Window):
             note_size(self._module().trainer, batch)
-        run = self._run
-        if not isinstance(run, TrainingRun) or run.is_inside_window:
-            return
-        plan = run.next_plan()
-        if plan is not None:
-            with staying_if_undone():
-                self.move_layers(plan)
-        if self._membership is not None:
-            self._membership.act()
+        if isinstance(self._run, TrainingRun) and not self._run.is_inside_window:
+            self._run.plans.between_steps()
 
     @override
     def backward(
@@ -434,12 +430,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         check_move(self._module(), self.deployment, plan, is_inside_window)
         if isinstance(run, TrainingRun) and run.deployment.plan.differs_in_shares_only(plan):
             run.share(plan)
-            leave_pictures(self._module().trainer, run.deployment, run.profile)
+            publish_deployed(self._observers, self._module(), run.deployment, run.plans.profile)
         elif isinstance(run, TrainingRun):
             trainer = self._module().trainer
             with moving_averages(trainer, plan, lambda: run.deployment):
                 run.move(plan, self.optimizers, partial(self._redeploy, plan, run.deployment))
-            leave_pictures(trainer, run.deployment, run.profile)
+            publish_deployed(self._observers, self._module(), run.deployment, run.plans.profile)
 
     def _redeploy(self, plan: Plan, before: Deployment) -> Deployment:
         """Move the layers of a deployment to where a plan has them."""
@@ -469,8 +465,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             steps = [*self._fleet.restart, _ANEW, "and " + self._remedy()]
             next_time = "" if self._recovery is not None else _NEXT_TIME
             exception.args = (f"{exception} To go on: {', '.join(steps)}.{next_time}",)
-        if self._notes is not None:
-            self._notes.note_error(exception)
+        self._observers.publish(failure(exception))
         super().on_exception(exception)
         # Lightning ends the loggers next. One that cannot be written raises, and no teardown comes.
         try:
@@ -484,18 +479,16 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         """Bring everything home and disconnect. May be called twice."""
         self._guards.close()
         run, self._run = self._run, None
-        self._membership = self.plan_choice.trials = None
         if run is None:
             return
         loss = run.end(self._remedy())
-        if self._notes is not None and loss is not None:
-            self._notes.note_error(loss)
+        if loss is not None:
+            self._observers.publish(failure(loss))
         self._checkpoints.note_loss(loss)
         self._lost = run.deployment.tensors.loss
 
     @override
     def teardown(self) -> None:
-        notes = self._notes
         try:
             self._end_run()
             lost, self._lost = self._lost, None
@@ -503,12 +496,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 self._leave_weights()
             super().teardown()
         finally:
-            self._notes = None
             if self.lightning_module is not None:
                 join_layers(self.lightning_module)
             self._fleet.end(self.deadlines)
-            if notes is not None:
-                notes.end()
+            self._observers.publish(RunEnded(now()))
+            self._observers = Observers()
         self._checkpoints.end_run(self.lightning_module)
 
     @property
@@ -571,7 +563,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         return self._checkpoints.remedy(began_with)
 
     def _site(self) -> Site:
+        trainer = self._module().trainer
         linger_seconds = 0.0 if self._recovery is None else self._recovery.linger_seconds
+        given = self._recovery
+        recover = None if given is None else partial(replace_lost, given, trainer)
         return Site(
             self._module(),
             self._fleet,
@@ -579,7 +574,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._options,
             may_move=self._replan,
             deadlines=dataclasses.replace(self.deadlines, linger_seconds=linger_seconds),
-            recovery=self._recovery,
+            recover=recover,
+            observers=self._observers,
         )
 
     def _leave_weights(self) -> None:

@@ -1,67 +1,36 @@
-"""One run of a Trainer over stages: it exists while layers of the module are on workers.
-
-A run leaves its plan, a drawing of its topology, and notes on how it ran beside the logs.
-"""
+"""One run of a Trainer over stages: it exists while layers of the module are on workers."""
 
 from __future__ import annotations
 
 import copy
-import logging
-import os
-import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from datetime import datetime, timezone
 from functools import partial
-from itertools import chain
-from pathlib import PurePath
-from typing import Any
+from typing import Any, Protocol
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
-from msgspec import json, structs
-from torch import Tensor, nn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from .._lightning import (
-    CSVLogger,
     LightningOptimizer,
+    MisconfigurationException,
     ProgressBar,
-    TensorBoardLogger,
-    TrainerFn,
-    get_filesystem,
     pl,
 )
 from ..coordinator.deployment import Deployment
-from ..coordinator.lost_workers import Loss
-from ..coordinator.optimizers import remote_optimizers
+from ..coordinator.optimizers import RemoteOptimizer, remote_optimizers
 from ..coordinator.progress import TrainingFigures
-from ..devices.description import equipment_here
-from ..errors import HeteroError, PictureError, PlanError, WeightsLost
-from ..model.layers import DecoderLayer
+from ..errors import HeteroError, ModelError, PlanError, WeightsLost
 from ..model.override import stand_in
-from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
-from ..pipeline.microbatch import CutBatch
+from ..pipeline.optimizer import state_beside
+from ..pipeline.recorder import Recorder
 from ..pipeline.turns import TurnThreads
-from ..plan import COORDINATOR, Plan
-from ..planner.drift import StageSeconds
-from ..planner.feasibility import as_measured
-from ..planner.profile import EMBEDDING, HEAD, Profile
-from ..profiler.cache import Measured
-from ..protocol.messages import Equipment
-from ..report.diagram import picture_for
-from ..report.run_record import FACTS, PICTURE_NAME, PLAN_NAME, LostWorker, Process, RunFacts
-from ..report.topology import DrawnPlace, Memory, Topology, marks_of, topology_of, with_profile
-from .arguments import StepOptions, check_precision, most_accumulated
-from .audit import Audit, DeploymentAudit
-from .check_schedule import RunChecks
-from .first_batch import FirstBatchCheck
-from .optimizers import FollowedZeroGrad, RemoteSteps, record_own_steps
-from .replan import Horizon, Watch, settle, steps_left
-from .training_step import BatchReader, BatchStep, MicrobatchedStep, RefusesGradients
+from ..plan import Plan
+from .arguments import StepOptions, check_precision
+from .optimizers import FollowedZeroGrad, RemoteSteps, StepWatch, record_own_steps
+from .training_step import BatchReader, BatchStep, MicrobatchedStep, RefusesGradients, StepGuard
 from .window_step import WindowStep
-from .window_warning import WindowWarning
 
 
 class Run:
@@ -118,6 +87,46 @@ class Run:
         self.deployment.bring_back(remedy)
 
 
+class PlanFollower(Protocol):
+    """Looks after the plan of one training, from step to step.
+
+    Attributes:
+        profile: What is measured of the devices; None if nothing is.
+        bottleneck: The slowest stage, in words; empty while it is not known.
+    """
+
+    @property
+    def profile(self) -> Any: ...
+
+    @property
+    def bottleneck(self) -> str: ...
+
+    def note_batch(self, *args: Any) -> None:
+        """Look at the arguments of a ``training_step`` before it runs."""
+
+    def note_step(self) -> None:
+        """Note that an optimizer has stepped."""
+
+    def after_move(self) -> None:
+        """Note that layers have moved, or replicas take other shares."""
+
+    def between_steps(self) -> None:
+        """Move layers, let workers join and leave, as it is worth it."""
+
+
+class Guard(Protocol):
+    """Looks for what would be silently wrong in a training, over all its deployments."""
+
+    def begin_batch(self, deployment: Deployment, optimizers: Sequence[RemoteOptimizer]) -> None:
+        """Count a batch before its step."""
+
+    def watch(self, deployment: Deployment) -> StepWatch | None:
+        """What looks at the optimizers' steps; None if nothing does."""
+
+    def of_steps(self, deployment: Deployment) -> StepGuard:
+        """What looks at the training steps of a deployment."""
+
+
 class TrainingRun(Run):
     """A training over stages, with its optimizers.
 
@@ -126,10 +135,11 @@ class TrainingRun(Run):
         deployment: Where its layers are.
         options: How batches are cut.
         optimizers: All of them.
-        measured: What was measured before the run.
-        moves: Whether layers move when that shortens the step.
+        guard: Looks at all batches of the run, over all its deployments.
+        follow: Makes what looks after the plan.
 
     Attributes:
+        plans: Looks after the plan.
         is_inside_window: Whether there are gradients that the next optimizer step will use.
     """
 
@@ -141,25 +151,18 @@ class TrainingRun(Run):
         deployment: Deployment,
         options: StepOptions,
         optimizers: Sequence[Optimizer],
-        measured: Measured | None,
-        moves: bool,
+        guard: Guard,
+        follow: Callable[[TrainingRun], PlanFollower],
     ) -> None:
         super().__init__(module, deployment, options)
-        # The checks belong to the run, not to each deployment.
-        self._checks = RunChecks() if options.batches.check != "off" else None
-        self._audit = None if options.batches.check == "off" else Audit(options.batches.check)
+        self._guard = guard
         self._threads = TurnThreads()
         self._remote_steps, self._step = self._attached(deployment, optimizers)
-        accumulated = most_accumulated(module.trainer) if options.cuts_step(module) else 1
-        horizon = Horizon(accumulated, partial(steps_left, module.trainer))
-        self._watch = Watch(deployment, measured, self._step.recorder, moves, horizon)
-        self._window_warning = WindowWarning(
-            module.trainer, deployment.plan, options, self._watch.profile
-        )
+        self.plans = follow(self)
         self._put_back = let_callbacks_be_copied(module.trainer)
         self._hosted_hooks = ExitStack()
         self._follow_hosted(optimizers)
-        recorder = deployment.coordinator.telemetry.recorder
+        recorder = deployment.coordinator.recorder
         self._put_back.callback(
             record_own_steps(
                 optimizers, lambda each: self._remote_steps.remote_of(each) is None, recorder
@@ -167,7 +170,7 @@ class TrainingRun(Run):
         )
         stages = deployment.coordinator.stages
         figures = TrainingFigures(
-            module.trainer, lambda: stages.num_tokens, lambda: self._watch.bottleneck
+            module.trainer, lambda: stages.num_tokens, lambda: self.plans.bottleneck
         )
         self._put_back.callback(figures.detach)
         # Under automatic optimization, Lightning's rule says when gradients become zero.
@@ -183,29 +186,9 @@ class TrainingRun(Run):
             self._put_back.callback(stand_in(stages, "on_backward", self._begin_backward_by_hand))
 
     @property
-    def profile(self) -> Profile | None:
-        """The measured times of the deployment; None if they are not known."""
-        return self._watch.profile
-
-    @property
-    def present_seconds(self) -> dict[str, StageSeconds]:
-        """The seconds of each process in the latest steps; empty while these are too few."""
-        return self._watch.present_seconds
-
-    @property
-    def keeps_own_layers(self) -> bool:
-        """Whether the time of this process's own layers is not known, so that they stay here."""
-        return self._step.recorder is None
-
-    @contextmanager
-    def planning_with(self, profile: Profile | None) -> Iterator[None]:
-        """Inside, layers move to a plan that was made with this profile, which stays then."""
-        before, self._watch.profile = self._watch.profile, profile
-        try:
-            yield
-        except BaseException:
-            self._watch.profile = before
-            raise
+    def recorder(self) -> Recorder | None:
+        """Sums up this process's own work; None if that work cannot be told from waiting."""
+        return self._step.recorder
 
     def training_step(self, step: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run the training step of a batch.
@@ -216,9 +199,8 @@ class TrainingRun(Run):
         """
         self.deployment.check_placed()
         self.is_inside_window = True
-        if self._audit is not None:
-            self._audit.begin_batch(self.deployment, self._remote_steps.optimizers)
-        self._window_warning.note_batch(*args)
+        self._guard.begin_batch(self.deployment, self._remote_steps.optimizers)
+        self.plans.note_batch(*args)
         if self._step.accumulates:
             self._remote_steps.follow_dropped()
         result = self._step.run(step, args)
@@ -240,7 +222,7 @@ class TrainingRun(Run):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, Lightning runs a backward."""
-        recorder = self.deployment.coordinator.telemetry.recorder
+        recorder = self.deployment.coordinator.recorder
         # The backwards of a cut step have run in its micro-batches.
         if self._options.cuts_step(self._module):
             with RefusesGradients():
@@ -265,11 +247,7 @@ class TrainingRun(Run):
     def note_optimizer_step(self) -> None:
         """Note that an optimizer has stepped."""
         self.is_inside_window = False
-        self._watch.note_own()
-
-    def next_plan(self) -> Plan | None:
-        """The plan under which the next step is to run; None for the present one."""
-        return None if self.is_inside_window else self._watch.next_plan()
+        self.plans.note_step()
 
     @override
     def end(self, remedy: str) -> WeightsLost | None:
@@ -326,7 +304,7 @@ class TrainingRun(Run):
                 optimizer.state.update(present)
             raise
         self._remote_steps, self._step = attached
-        self._watch = self._watch.after_move(self.deployment, self._step.recorder)
+        self.plans.after_move()
         for optimizer in optimizers:
             settle(optimizer)
         self._follow_hosted(optimizers)
@@ -340,7 +318,7 @@ class TrainingRun(Run):
     def share(self, plan: Plan) -> None:
         """Let replicas take other shares; the plan differs in nothing else."""
         self.deployment.share(plan)
-        self._watch = self._watch.after_move(self.deployment, self._step.recorder)
+        self.plans.after_move()
 
     def _attached(
         self, deployment: Deployment, optimizers: Sequence[Optimizer]
@@ -356,32 +334,13 @@ class TrainingRun(Run):
             training.restore_zeros,
             deployment.kept_here,
         )
-        watch = None if self._audit is None else DeploymentAudit(self._audit, deployment)
+        watch = self._guard.watch(deployment)
         remote_steps = RemoteSteps(plugin, remote, names_of, zero, restore, kept, optimizers, watch)
         module, options = self._module, self._options
         if not options.cuts_step(module):
             return remote_steps, WindowStep(module, deployment, options)
-        check = partial(self._check_batch, deployment)
-        return remote_steps, MicrobatchedStep(
-            module, deployment, options, self._checks, check, self._threads
-        )
-
-    def _check_batch(
-        self,
-        deployment: Deployment,
-        checks: RunChecks,
-        batch: CutBatch,
-        rest: Sequence[Any],
-        begin_again: Callable[[], None],
-    ) -> None:
-        if not checks.is_first:
-            rank_zero_info(
-                f"the {checks.which} batch is checked before its step: it runs whole and in "
-                "micro-batches, one after the other, so this step takes longer than others"
-            )
-        weighting, mode = self._options.loss_weighting, self._options.batches.check
-        check = FirstBatchCheck(self._module, deployment, weighting, rest, begin_again, checks)
-        check.run(batch, mode)
+        guard = self._guard.of_steps(deployment)
+        return remote_steps, MicrobatchedStep(module, deployment, options, guard, self._threads)
 
 
 def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:
@@ -422,240 +381,62 @@ def _copied_bar(trainer: pl.Trainer, bar: ProgressBar, memo: dict[int, Any]) -> 
     return made
 
 
-logger = logging.getLogger(__name__)
+_BY_HAND = (
+    "Layers do not move under manual optimization (`replan`, `move_layers`), where only your code "
+    "knows whether gradients are still needed; set `automatic_optimization = True`."
+)
 
 
-@rank_zero_only
-def leave_pictures(
-    trainer: pl.Trainer, deployment: Deployment | None, profile: Profile | None
+def check_move(
+    module: pl.LightningModule, deployment: Deployment | None, plan: Plan, is_inside_window: bool
 ) -> None:
-    """Write the topology and the plan of a training run beside its logs; errors are logged."""
-    folder = run_folder(trainer)
-    if folder is None or deployment is None or trainer.state.fn != TrainerFn.FITTING:
-        return
-    try:
-        _write(folder, deployment, topology_here(trainer.lightning_module, deployment, profile))
-    except (HeteroError, OSError, ValueError) as error:
-        logger.warning("The topology of this run is not drawn: %s", error)
+    """Refuse a move that cannot be made, before anything changes.
 
-
-class RunNotes:
-    """The file beside the logs that says when and where a training run ran, and how it ended.
-
-    Args:
-        folder: The folder of the run's logs.
-        facts: What is known when the run begins.
+    Raises:
+        MisconfigurationException: Under manual optimization.
+        PlanError: If the plan does not fit, or has workers that the run does not have.
+        ModelError: If layers cannot move now, or not at all.
     """
-
-    def __init__(self, folder: str, facts: RunFacts) -> None:
-        self._folder = folder
-        self._facts = facts
-        self._write()
-
-    @classmethod
-    def begin(cls, trainer: pl.Trainer, deployment: Deployment) -> RunNotes | None:
-        """Note that a run begins; None if it is no training, or keeps no logs."""
-        folder = run_folder(trainer)
-        if folder is None or trainer.state.fn != TrainerFn.FITTING or not trainer.is_global_zero:
-            return None
-        module, connections = trainer.lightning_module, deployment.coordinator.connections
-        here = {COORDINATOR: equipment_here(module.device)}
-
-        def processes() -> dict[str, Process]:
-            return {
-                name: Process(name, each.host, each.device_name, each.versions)
-                for name, each in (here | connections.worker_equipment).items()
-            }
-
-        notes = cls(folder, RunFacts(_title(module), _now(), [*processes().values()]))
-        if (replacements := deployment.coordinator.replacements) is not None:
-            replacements.on_change = lambda: notes.note_losses(replacements.losses, processes())
-        return notes
-
-    def note_losses(self, losses: Iterable[Loss], present: Mapping[str, Process]) -> None:
-        """Note the workers that the run has lost so far, and the present process of each name."""
-        lost = [_lost_worker(each) for each in losses]
-        processes = [present.get(each.name, each) for each in self._facts.processes]
-        self._facts = structs.replace(self._facts, losses=lost, processes=processes)
-        self._write()
-
-    def note_error(self, error: BaseException) -> None:
-        """Note the error that ends the run; of several, the first one."""
-        if not self._facts.error:
-            said = str(error)
-            kind = type(error).__name__
-            self._facts = structs.replace(self._facts, error=f"{kind}: {said}" if said else kind)
-            self._write()
-
-    def end(self) -> None:
-        """Note that the run has ended."""
-        self._facts = structs.replace(self._facts, ended_at=_now())
-        self._write()
-
-    def _write(self) -> None:
-        """Write the file; a full disk or a lost folder is no reason to end a run."""
-        try:
-            files = get_filesystem(self._folder)
-            files.makedirs(self._folder, exist_ok=True)
-            files.pipe_file(os.path.join(self._folder, FACTS), json.encode(self._facts))
-        except (OSError, ValueError) as error:
-            logger.warning("%s is not written: %s", os.path.join(self._folder, FACTS), error)
-
-
-def _lost_worker(loss: Loss) -> LostWorker:
-    came, restored = loss.served_seconds, loss.restored_seconds
-    end = loss.end_seconds if loss.has_caught_up else None
-    return LostWorker(
-        loss.worker.name,
-        loss.step,
-        loss.reason,
-        None if came is None else came - loss.began_seconds,
-        None if came is None or restored is None else restored - came,
-        None if restored is None or end is None else end - restored,
-        "" if restored is None else loss.repeated,
-        loss.place,
-        loss.served_by,
-    )
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def run_folder(trainer: pl.Trainer) -> str | None:
-    """The folder that holds the logs of this run alone; None if it keeps none."""
-    if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
-        return None
-    first = trainer.loggers[0]
-    if isinstance(first, (CSVLogger, TensorBoardLogger)):
-        return trainer.log_dir
-    if first.save_dir is None or first.name is None:
-        return None
-    # Several runs share the logger's folder; this is where Lightning puts a run's checkpoints.
-    version = first.version if isinstance(first.version, str) else f"version_{first.version}"
-    return os.path.join(first.save_dir, str(first.name), version)
-
-
-def topology_here(
-    module: pl.LightningModule, deployment: Deployment, profile: Profile | None
-) -> Topology:
-    """The topology of a deployment; a profile adds its measured times."""
-    plan = deployment.plan
-    bare = topology_of(plan, title=_title(module))
+    if not module.automatic_optimization:
+        raise MisconfigurationException(_BY_HAND)
+    if deployment is None:
+        raise ModelError("No layers are on workers, so there are none to move.")
+    deployment.check_placed()
     connections = deployment.coordinator.connections
-    equipment = connections.worker_equipment
-    placed = {place.name for place in bare.workers}
-    numbers = {member.name: member.number for member in connections.members}
-    idle = [DrawnPlace(name, numbers[name]) for name in equipment if name not in placed]
-    found = replace(
-        bare,
-        coordinator=_coordinator(bare.coordinator, module, deployment.layers),
-        workers=[
-            _worker(replace(place, number=numbers[place.name]), equipment[place.name], deployment)
-            for place in [*bare.workers, *idle]
-        ],
-        frozen_ends=_frozen_ends(module, deployment.layers),
-    )
-    if profile is None:
-        return found
-    try:
-        return with_profile(found, as_measured(plan, profile), profile)
-    except HeteroError:
-        logger.debug("the profile is of another plan", exc_info=True)
-        return found
+    names = [member.name for member in connections.members]
+    for name in plan.workers:
+        if name in connections.departed:
+            raise PlanError(
+                f"{name} {connections.departed[name]}, so no layers move to it; make a plan over "
+                f"the workers that the run has, {names}."
+            )
+    plan.check(len(deployment.layers), names)
+    if not plan.workers:
+        raise PlanError(
+            "The plan has no worker; leave a layer with one, or end the run and start it again "
+            "with this plan and `ckpt_path`."
+        )
+    if is_inside_window or not module.trainer.training:
+        wait = "there are gradients that the next step needs"
+        now = wait if is_inside_window else "the Trainer does not train"
+        raise ModelError(
+            f"Layers move between an optimizer step and the next training_step, and now {now}; do "
+            "it in `on_train_batch_start` of a batch that begins an accumulation window."
+        )
+    deployment.check_can_move(plan)
 
 
-def _write(folder: str, deployment: Deployment, topology: Topology) -> None:
-    """Write every picture that can be drawn here, and the plan."""
-    files = get_filesystem(folder)
-    files.makedirs(folder, exist_ok=True)
-    for name in (f"{PICTURE_NAME}{suffix}" for suffix in (".svg", ".mmd", ".png")):
-        try:
-            content = picture_for(name, topology)
-        except PictureError as error:
-            logger.info("%s is skipped: %s", name, error)
-            continue
-        files.pipe_file(os.path.join(folder, name), content)
-    path = os.path.join(folder, PLAN_NAME)
-    if not _is_there(path, deployment.plan):
-        files.pipe_file(path, deployment.plan.as_yaml().encode())
+def moves_layers(module: pl.LightningModule) -> bool:
+    """Whether ``replan=True`` can move this module's layers; warns if it cannot."""
+    if not module.automatic_optimization:
+        rank_zero_warn(_BY_HAND)
+    return bool(module.automatic_optimization)
 
 
-def _is_there(path: str, plan: Plan) -> bool:
-    """Whether a file has the plan already; it may have a person's comments."""
-    try:
-        return Plan.from_yaml(path) == plan
-    except PlanError:
-        return False
-
-
-def _title(module: nn.Module) -> str:
-    """The name of the Hugging Face model in it, or its own class."""
-    for each in module.modules():
-        config = getattr(each, "config", None)
-        if config is not None and hasattr(config, "_name_or_path"):
-            return PurePath(str(config._name_or_path)).name or type(each).__name__
-    return type(module).__name__
-
-
-def _coordinator(
-    place: DrawnPlace, module: pl.LightningModule, layers: Sequence[DecoderLayer]
-) -> DrawnPlace:
-    tensors = chain(module.parameters(), module.buffers())
-    own = {id(tensor): tensor for tensor in tensors if not tensor.is_meta}
-    weights = sum(tensor.nbytes for tensor in own.values())
-    held = [
-        {number: layers[number].module for number in range(*each.layers)} for each in place.ranges
-    ]
-    here = replace(place, host=platform.node())
-    return _equipped(here, equipment_here(module.device), weights, held)
-
-
-def _worker(place: DrawnPlace, equipment: Equipment, deployment: Deployment) -> DrawnPlace:
-    stages = [stage for stage in deployment.plan.remote_stages if place.name in stage.workers]
-    layers = [deployment.modules_of(stage) for stage in stages]
-    weights = sum(
-        stored_bytes(held, deployment.weights_dtype_of(stage))
-        for stage, held in zip(stages, layers, strict=True)
-    )
-    there = replace(place, host=equipment.host or (platform.node() if place.host else ""))
-    return _equipped(there, equipment, weights, layers)
-
-
-def _equipped(
-    place: DrawnPlace,
-    equipment: Equipment,
-    weights_bytes: int,
-    layers: Sequence[dict[int, nn.Module]],
-) -> DrawnPlace:
-    """The place on its device.
-
-    Args:
-        layers: The layers of each of the place's ranges.
-    """
-    return replace(
-        place,
-        device=equipment.device_name,
-        identity=equipment.machine,
-        memory=Memory(equipment.memory_bytes, {"weights": weights_bytes}),
-        marks=(*marks_of(place.ranges, [_marks_of(held) for held in layers]), *place.marks),
-    )
-
-
-def _marks_of(layers: dict[int, nn.Module]) -> list[str]:
-    tensors = list(named_tensors(layers))
-    marks = ["4-bit"] if any(stored_in_four_bits(layers, name) for name, _ in tensors) else []
-    if _are_frozen([tensor for _, tensor in tensors]):
-        marks.append("frozen")
-    return marks
-
-
-def _frozen_ends(module: nn.Module, layers: Sequence[DecoderLayer]) -> frozenset[str]:
-    before, behind = ends_of(module, layers)
-    # A head tied to the embedding has no tensors of its own.
-    ends = {EMBEDDING: before, HEAD: behind or before}
-    return frozenset(name for name, tensors in ends.items() if _are_frozen(tensors))
-
-
-def _are_frozen(tensors: Sequence[Tensor]) -> bool:
-    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
+def settle(optimizer: Optimizer) -> None:
+    """Move the optimizer state that is here to the device of its parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                optimizer.state[parameter] = state_beside(parameter, state, group)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -46,14 +46,7 @@ from ..pipeline.turns import TurnThreads
 from ..window import Window, Windows
 from .accumulation_window import AccumulationWindow
 from .arguments import StepOptions, scaler_of
-from .batch_kinds import BatchKindReader, BatchKinds
-from .check_schedule import KeptBatch, RunChecks
-from .first_batch import tensors_of
-from .first_gradients import inner_backward
-from .interleaving import InterleavingCheck
 from .loaders import sizes_of
-from .step_changes import OwnAttributes, StepChanges, warn_of_backwards, warn_of_changes
-from .twin_check import TwinCheck
 
 
 @dataclass(frozen=True)
@@ -249,17 +242,60 @@ def _refuse_backward() -> None:
     raise inner_backward()
 
 
-# Gets the checks of the run, a batch, the other arguments of `training_step`, and what begins a
-# trial step.
-BatchCheck: TypeAlias = Callable[[RunChecks, CutBatch, Sequence[Any], Callable[[], None]], None]
+def inner_backward() -> ModelError:
+    """Refuses gradients that a ``training_step`` takes through layers on workers."""
+    return ModelError(
+        "`training_step` takes gradients through layers on workers by itself, as an adversarial "
+        "step or a gradient penalty does. Under automatic optimization these layers run the "
+        "backward of its loss alone. Use manual optimization with `self.manual_backward(...)`, or "
+        "keep such layers with the coordinator."
+    )
+
+
+class StepGuard(Protocol):
+    """Looks for what would be silently wrong in the steps of a deployment, and refuses it."""
+
+    def begin_batch(
+        self, cut: CutBatch | CutWindow, rest: Sequence[Any], accumulates: bool, step: int
+    ) -> bool:
+        """Check a batch if it is its turn.
+
+        Args:
+            cut: The batch in pieces.
+            rest: The other arguments of ``training_step``.
+            accumulates: Whether it adds to gradients of earlier batches.
+            step: The number of the step for dropout masks.
+
+        Returns:
+            Whether its step has begun for that.
+        """
+
+    def begin_microbatches(self) -> None:
+        """Note that the micro-batches of the batch run next."""
+
+    def part(self, microbatch: int) -> AbstractContextManager[None]:
+        """Inside, a part of a micro-batch runs, up to its next hand-over."""
+
+    def note_changes(self) -> None:
+        """Look at what the code between two hand-overs has changed."""
+
+    def end_batch(
+        self, log: StepLog, results: Sequence[Any], gradients: Callable[[], Collection[Hashable]]
+    ) -> None:
+        """Say what the micro-batches have changed, and note what they have had.
+
+        Args:
+            log: What they have logged.
+            results: What ``training_step`` has returned for each.
+            gradients: Returns the parameters that have got a gradient, as far as that is known.
+        """
 
 
 class MicrobatchedStep(BatchStep):
     """Runs ``training_step`` once per micro-batch and merges the results.
 
     Args:
-        checks: The checks of the run; None if the user does not want any.
-        check: Checks a batch in a step that has begun.
+        guard: Looks at each batch.
         threads: Run the micro-batches, in each step the same ones.
     """
 
@@ -268,26 +304,20 @@ class MicrobatchedStep(BatchStep):
         module: pl.LightningModule,
         deployment: Deployment,
         options: StepOptions,
-        checks: RunChecks | None,
-        check: BatchCheck,
+        guard: StepGuard,
         threads: TurnThreads,
     ) -> None:
         super().__init__(module, deployment, options)
         coordinator = deployment.coordinator
         self._loss_weighting = options.loss_weighting
-        self._checks, self._check_batch = checks, check
-        self._interleaving = InterleavingCheck(module, deployment, options.batches.check)
-        self._kind_reader = BatchKindReader(coordinator.stages.copies)
-        # While a batch runs that was checked, what its micro-batches change.
-        self._changes: StepChanges | None = None
+        self._guard = guard
         self._has_said_in_part = False
         self._copies = coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
         local, tied = _local_parameters(module)
         self._gradients = StepGradients(local, tied)
         self._flags = FrozenFlags(module)
-        self._own_attributes = OwnAttributes(module, deployment.modules_away)
-        self.recorder = coordinator.telemetry.recorder
+        self.recorder = coordinator.recorder
         self.recorder.take_laps()  # a former run's
         self._driver = Driver(
             coordinator.stages,
@@ -298,7 +328,7 @@ class MicrobatchedStep(BatchStep):
             starts_first_with(*deployment.plan.own_counts),
             self.recorder,
             self._flags.check,
-            self._part,
+            guard.part,
             deployment.hosted,
             lambda first: self._accumulation.as_left(first),
             loss_waits(len(deployment.plan.workers), *deployment.plan.own_counts),
@@ -356,9 +386,8 @@ class MicrobatchedStep(BatchStep):
             first: The number of the first micro-batch in the accumulation window.
         """
         batch, *rest = args
-        kinds = self._kinds_of(cut)
         accumulates, step = self.accumulates, self._number_step()
-        has_begun = self._check(cut, rest, accumulates, step)
+        has_begun = self._guard.begin_batch(cut, rest, accumulates, step)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         scale = self._loss_scale
         metrics = BatchMetrics()
@@ -373,7 +402,7 @@ class MicrobatchedStep(BatchStep):
         ]
         plan = self._deployment.plan
         self._flags.begin_step(len(work))
-        self._own_attributes.begin_step()
+        self._guard.begin_microbatches()
         is_last = _steps_behind_batch(self._module.trainer)
         self._deployment.coordinator.stages.is_before_step = is_last
         name = f"batch {rest[0]}" if rest and isinstance(rest[0], int) else "an earlier batch"
@@ -389,19 +418,13 @@ class MicrobatchedStep(BatchStep):
                 has_begun,
                 self._accumulation.may_leave(is_last),
             )
-        self._own_attributes.end_step()
-        self._end_check(log, results, (cut.to_check, rest), accumulates, kinds)
+        # While backwards are left, gradients are not all there.
+        self._guard.end_batch(log, results, lambda: () if self.has_left else self._gradients.found)
         log.publish(self._module.log)
         merged = self._merge(results, weights.all, shares.all, scale)
         if merged is not None:
             self._say_if_in_part(results, weights.all, cut.batch_of)
         return merged
-
-    def _kinds_of(self, cut: CutBatch | CutWindow) -> BatchKinds | None:
-        """Of what kind a batch is; None if no check asks for it."""
-        if self._checks is None or self._checks.are_over:
-            return None
-        return self._kind_reader.read(tensors_of(cut.to_check.whole))
 
     @property
     def _adds_up(self) -> bool:
@@ -451,113 +474,18 @@ class MicrobatchedStep(BatchStep):
         samples = None if self._reader.gives_lists else self._reader.find(batch, rest, piece)
         return CutBatch.of(batch, count or self._deployment.plan.micro_batches, samples)
 
-    def _check(
-        self, cut: CutBatch | CutWindow, rest: Sequence[Any], accumulates: bool, step: int
-    ) -> bool:
-        """Check the batch if it is its turn.
-
-        A batch that adds to gradients of others is not checked: where a check fails, workers drop
-        all gradients. Before the first batch of a run there are none. If such a batch had something
-        new, it is checked in place of the first one that can be.
-
-        Returns:
-            Whether its step has begun for that. Only the first check belongs to a step; later ones
-            are steps by themselves, so that no step takes longer in what is measured of a run.
-        """
-        checks = self._checks
-        if checks is None:
-            return False
-        batch, schedule, kept = cut.to_check, checks.schedule, checks.kept
-        is_free = not accumulates or schedule.number == 0
-        if is_free:
-            checks.kept = None
-        may_check = is_free and (kept is not None or len(cut.microbatches) > 1)
-        is_due = schedule.begin_batch(may_check, kept is not None) and not checks.are_over
-        stages, plan = self._deployment.coordinator.stages, self._deployment.plan
-        begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
-        begin_again = partial(begin, is_trial=True)
-        twins = TwinCheck(self._module, self._deployment)
-        wanted = twins.wanted(len(cut.microbatches)) if is_free else []
-        if not is_due and not wanted:
-            return False
-        is_first = schedule.number == 1 or (is_due and checks.is_first)
-        begin(is_trial=not is_first)
-        twins.run(wanted, cut, rest, step, begin_again, is_first=is_first)
-        if not is_due:
-            stages.dropout_step = step - (not is_first)
-            return is_first
-        checked, its_rest = batch, rest
-        if kept is not None:
-            schedule.check_instead(kept.number, kept.found)
-            checked, its_rest = kept.batch
-        if len(checked.microbatches) > 1:  # the pieces of a window need not be cut
-            self._check_batch(checks, checked, its_rest, begin_again)
-        if len(cut.microbatches) > 1:
-            if not checks.is_first:
-                stages.dropout_step = step
-                begin(is_trial=True)
-            self._interleaving.run_alone(checks, cut, rest, step, begin_again)
-            stages.dropout_step = step - (not checks.is_first)
-        if len(batch.microbatches) > 1:
-            away = self._deployment.modules_away
-            self._changes = StepChanges(self._module, away, batch.num_samples)
-        return checks.is_first
-
-    def _end_check(
-        self,
-        log: StepLog,
-        results: Sequence[Any],
-        batch: tuple[CutBatch, Sequence[Any]],
-        accumulates: bool,
-        kinds: BatchKinds | None,
-    ) -> None:
-        """Say what the micro-batches have changed, note what they have had, and keep a batch with
-        something new that could not be checked."""
-        checks = self._checks
-        if checks is None:
-            return
-        self._interleaving.compare(checks, results)
-        if self._changes is not None:
-            new = [name for name in self._changes.repeated if checks.is_new("changed", name)]
-            warn_of_changes(new)
-            by_backwards = self._changes.of_backwards
-            warn_of_backwards([n for n in sorted(by_backwards) if checks.is_new("backward", n)])
-            self._changes = None
-        if checks.are_over:
-            return
-        keys = {key for result in results if isinstance(result, Mapping) for key in result}
-        found = {
-            *(() if kinds is None else kinds.names()),
-            *(("log", name) for name in log.names),
-            *(("result", key) for key in keys),
-            # While backwards are left, gradients are not all there.
-            *(("gradient", n) for n in (() if self.has_left else self._gradients.found)),
-        }
-        has_new = checks.schedule.end_batch(found)
-        if has_new and accumulates and checks.kept is None and len(batch[0].microbatches) > 1:
-            checks.kept = KeptBatch(checks.schedule.number, found, batch)
-
     def _run_one(
         self, microbatch: Any, rest: Sequence[Any], log: StepLog, begin: Callable[[], None]
     ) -> Any:
         """Run ``training_step`` in the turn of a micro-batch, after its log has begun."""
         begin()
-        self._note_changes()
+        self._guard.note_changes()
         with torch.enable_grad(), self._module.trainer.precision_plugin.train_step_context():
             result = self._module.training_step(microbatch, *rest)
-        self._note_changes()
+        self._guard.note_changes()
         self._deployment.check_forward_finished()
         log.note_loss(loss_of(result))
         return result
-
-    def _part(self, microbatch: int) -> AbstractContextManager[None]:
-        """Inside, a part of a micro-batch runs, up to its next hand-over."""
-        own = self._own_attributes.part(microbatch)
-        return own if self._changes is None else _both(self._changes.part(), own)
-
-    def _note_changes(self) -> None:
-        if self._changes is not None:
-            self._changes.note()
 
     def _merge(
         self, results: list[Any], weights: list[float], shares: list[float], loss_scale: float
@@ -742,14 +670,6 @@ def as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
     anchor = torch.zeros((), requires_grad=True)
     result: Tensor = _ComputedLoss.apply(anchor, loss, publish)  # type: ignore[no-untyped-call]
     return result
-
-
-@contextmanager
-def _both(
-    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
-) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 class RefusesGradients(TorchFunctionMode):

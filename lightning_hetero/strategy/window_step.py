@@ -129,7 +129,7 @@ class WindowStep(WholeBatchStep):
             return super().run(training_step, args)
         check_automatic(self._module)
         before, accumulates = self._module.trainer.fit_loop.total_batch_idx, self.accumulates
-        recorder = self._deployment.coordinator.telemetry.recorder
+        recorder = self._deployment.coordinator.recorder
 
         def forward(number: int, piece: Any) -> Any:
             self._count_from(before * window.size + number + 1)

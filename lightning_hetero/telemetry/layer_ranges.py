@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..plan import COORDINATOR, Plan
+from ..units import in_share
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Range:
     @property
     def share_as_text(self) -> str:
         """The share, as ``2 of 3``; ``warm spare`` without any, and empty without replicas."""
-        return "" if self.share is None else share_as_text(*self.share)
+        return "" if self.share is None else in_share(*self.share)
 
 
 Ranges = Sequence[Range]
@@ -59,11 +60,6 @@ def ranges_of(plan: Plan) -> dict[str, tuple[Range, ...]]:
             held = Range(COORDINATOR_STAGE if stage.is_local else number, stage.layers, of_round)
             found[name] = (*found.get(name, ()), held)
     return found
-
-
-def share_as_text(share: int, total: int) -> str:
-    """A replica's part of the micro-batches: ``2 of 3``, or ``warm spare`` for none of them."""
-    return f"{share} of {total}" if share else "warm spare"
 
 
 def layers_as_text(*layers: tuple[int, int]) -> str:

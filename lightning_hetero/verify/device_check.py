@@ -27,6 +27,7 @@ from typing_extensions import override
 from .. import HeteroPipelineStrategy, PipelineProfiler
 from .._lightning import Accelerator, AcceleratorRegistry, MixedPrecision, SingleDeviceStrategy, pl
 from ..callbacks.monitor import deployment_of, profile_of
+from ..coordinator.telemetry import Telemetry
 from ..devices.copies import PlainCopies
 from ..devices.device import Device, device_for
 from ..errors import HeteroError
@@ -413,7 +414,7 @@ class _Peaks(pl.Callback):
         deployment = deployment_of(trainer)
         if deployment is None:
             return
-        telemetry = deployment.coordinator.telemetry
+        telemetry = Telemetry.of(deployment.coordinator)
         records = telemetry.records(telemetry.ask_records(with_spans=False))
         self.peak_bytes = max(records[1].health.get("memory_peak_bytes", 0.0), self.peak_bytes)
         self.plan, self.profile = deployment.plan, profile_of(trainer)

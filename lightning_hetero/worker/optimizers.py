@@ -89,10 +89,10 @@ class TrainedSide:
         layers: The layers of the session.
         take_timings: Returns the time that training took since the last optimizer step.
         dropped: The parameters whose gradients were dropped as the step began.
+        is_owned: Whether this worker answers for a parameter, which replicas share.
 
     Attributes:
         leaving: What belongs to tensors of former layers.
-        is_owned: Whether this worker answers for a parameter, which replicas share.
         handlers: What carries out each kind of message.
     """
 
@@ -102,12 +102,13 @@ class TrainedSide:
         layers: StageLayers,
         take_timings: Callable[[int], m.Timings],
         dropped: Callable[[], Collection[Tensor]],
+        is_owned: Callable[[str], bool],
     ) -> None:
         self._coordinator = coordinator
         self._layers = layers
         self._take_timings = take_timings
         self._dropped = dropped
-        self.is_owned: Callable[[str], bool] = lambda _name: True
+        self._is_owned = is_owned
         self._is_stepped: Callable[[str], bool] = lambda _name: True
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages({})
@@ -231,7 +232,7 @@ class TrainedSide:
 
     def _on_measure_norms(self, message: m.MeasureNorms, _tensors: tuple[Tensor, ...]) -> None:
         found = self._gradients(message.optimizer).items()
-        gradients = {name: gradient for name, gradient in found if self.is_owned(name)}
+        gradients = {name: gradient for name, gradient in found if self._is_owned(name)}
         norms = dict(zip(gradients, gradient_norms([*gradients.values()]), strict=True))
         self._coordinator.send(m.Norms(message.step, norms))
 

@@ -151,16 +151,18 @@ class StageSession:
         self._trials = MeasuredSide(coordinator, host, self._dial_neighbor)
         self._telemetry = RecordedSide(coordinator, host.device, lambda: self._neighbors.numbers)
         self._recorder = self._telemetry.recorder
-        take_timings = self._telemetry.take_timings
-        self._training = TrainedSide(
-            coordinator, self._layers, take_timings, lambda: self._runner.dropped
-        )
         channel_to = self._neighbors.channel_to
-        self._moves = MovedSide(coordinator, self._layers, self._training, channel_to)
         self._replicas = ReplicaSide(
             self._layers, self._copies, self._neighbors.pass_on, channel_to
         )
-        self._training.is_owned = self._replicas.is_owned
+        self._training = TrainedSide(
+            coordinator,
+            self._layers,
+            self._telemetry.take_timings,
+            lambda: self._runner.dropped,
+            self._replicas.is_owned,
+        )
+        self._moves = MovedSide(coordinator, self._layers, self._training, channel_to)
         self._snapshots = SnapshotSide(coordinator, self._layers, self._training, self._replicas)
         self._takeover = RoomSide(coordinator, host, self._budget)
         self._handlers = self._handler_of_each()

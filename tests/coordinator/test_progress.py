@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,11 +20,14 @@ from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.coordinator import progress as bars
 from lightning_hetero.coordinator.progress import (
     PROGRESS_FROM_BYTES,
+    Bars,
     ProgressInLines,
+    PublishedProgress,
     TrainingFigures,
     progress_of_bytes,
     progress_of_parts,
 )
+from lightning_hetero.events import Observers
 
 from ..models import TinyModule, loader, trainer
 
@@ -89,6 +92,20 @@ def test_a_line_is_added_to_a_bar_of_rich_that_is_on_the_screen() -> None:
         assert (task.description, task.total, task.completed) == ("Gathering (MiB)", 1024, 256)
         progress.close()
         assert live.tasks == []
+
+
+def test_a_transfer_that_ends_too_early_leaves_no_bar() -> None:
+    bar = RichProgressBar()
+    with RichProgress(disable=False) as live:
+        bar.progress = live  # type: ignore[assignment]
+        observers = Observers([Bars(run_with(bar))])
+        with closing(PublishedProgress(observers, "Gathering", GIB)) as transfer:
+            transfer.advance(GIB // 4)
+            transfer.advance(GIB // 4)
+            assert [task.completed for task in live.tasks] == [512]
+        assert live.tasks == []
+        PublishedProgress(observers, "Gathering", GIB).advance(GIB // 8)
+        assert [task.completed for task in live.tasks] == [128]
 
 
 def test_without_a_bar_of_the_trainer_no_bar_is_shown(

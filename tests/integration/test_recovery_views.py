@@ -22,8 +22,9 @@ from lightning_hetero import (
 )
 from lightning_hetero.cli.top import WorkerSighting, seen_again
 from lightning_hetero.discovery.find import ask_status
+from lightning_hetero.events import read_events
 from lightning_hetero.report.html import report
-from lightning_hetero.report.run_record import RunFacts, findings, read_run
+from lightning_hetero.report.run_record import RunFacts, facts_of, findings, read_run
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
@@ -124,6 +125,7 @@ def test_the_report_tells_who_why_and_how_long(seen: Seen) -> None:
     record = read_run(seen.folder)
     assert any("Once a worker was lost and replaced" in sentence for sentence in findings(record))
     assert "Lost workers" in report(record)
+    assert facts_of(read_events(seen.folder / "events.jsonl")) == facts
 
 
 def test_top_shows_what_a_worker_has_repeated(seen: Seen) -> None:

@@ -4,11 +4,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import json
+from msgspec.structs import replace as replace_in
 
 from lightning_hetero.errors import PlanError
+from lightning_hetero.events import Deployed, PlacedProcess
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner import profile as p
-from lightning_hetero.report.topology import DrawnLink, DrawnPart, DrawnSpeed, Topology, topology_of
+from lightning_hetero.protocol.fields import Equipment
+from lightning_hetero.report.topology import (
+    DrawnLink,
+    DrawnPart,
+    DrawnSpeed,
+    Topology,
+    topology_of,
+    topology_of_run,
+)
 from lightning_hetero.telemetry.layer_ranges import Range
 
 from ..planner.profiles import GIB, device, profile
@@ -193,3 +204,26 @@ def test_a_profile_adds_facts_of_each_replica() -> None:
     assert [place.device for place in found.workers] == ["RTX 5090", "EPYC"]
     assert [each.link.forward for each in found.exchanges] == [DrawnSpeed(1e8, 0.001), None]
     assert found.facts[-1].startswith("predicted: ")
+
+
+def test_the_record_of_a_run_gives_the_topology_again() -> None:
+    here, there = Equipment(host="desk"), Equipment(host="tower", device_name="RTX 5090")
+    processes = [
+        PlacedProcess("coordinator", 0, here, GIB, [[]]),
+        PlacedProcess("fast:1", 2, there, 5 * GIB, [["4-bit"]]),
+        PlacedProcess("local-1", 1, Equipment(), 3 * GIB, [["frozen"]]),
+        PlacedProcess("idle:1", 3, there),
+    ]
+    event = Deployed("Llama", PLAN, processes, ["embedding"], measured())
+    found = topology_of_run(event)
+    assert [(place.name, place.number, place.host) for place in found.places] == [
+        *(("coordinator", 0, "desk"), ("fast:1", 2, "tower"), ("local-1", 1, "desk")),
+        ("idle:1", 3, "tower"),
+    ]
+    assert found.workers[0].marks[:2] == ("4-bit", "recomputed")
+    assert found.facts[-1].startswith("predicted: ")
+    assert topology_of_run(json.decode(json.encode(event), type=Deployed)) == found
+    bare = topology_of_run(replace_in(event, profile=None))
+    assert [place.memory and place.memory.used_bytes for place in bare.places] == [
+        *({"weights": GIB}, {"weights": 5 * GIB}, {"weights": 3 * GIB}, {"weights": 0})
+    ]

@@ -24,10 +24,10 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.strategy.replan import (
     Horizon,
     Watch,
-    moves_layers,
     own_seconds,
     parts_of_workers,
 )
+from lightning_hetero.strategy.training_run import moves_layers
 
 from ..planner.profiles import coordinator, device, ends, profile
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import shutil
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.events import Progressed, read_events
 from lightning_hetero.report.run_record import read_run
-from lightning_hetero.strategy.training_run import run_folder
+from lightning_hetero.strategy.run_events import run_folder
 
 from ..models import TinyModule, fit, loader, trainer
 
-NAMES = {"architecture.svg", "architecture.mmd", "plan.yaml", "run.json"}
+NAMES = {"architecture.svg", "architecture.mmd", "plan.yaml", "run.json", "events.jsonl"}
 
 
 def train(plan: Plan, workers: list[str], module: TinyModule | None = None, **options: Any) -> None:
@@ -125,6 +127,29 @@ def test_a_fit_notes_when_and_where_it_ran(workers: list[str], tmp_path: Path) -
     assert [process.name for process in facts.processes] == ["coordinator", *workers[:2]]
     assert {process.host for process in facts.processes} == {platform.node()}
     assert all("torch" in process.versions for process in facts.processes)
+
+
+def test_the_record_alone_gives_the_page_again(workers: list[str], tmp_path: Path) -> None:
+    logger, plan = CSVLogger(tmp_path), two_stages(workers)
+    shares = zip(plan.stages, [(0, 2), (2, 4), (4, 5)], strict=True)
+    moved = replace(plan, stages=[replace(stage, layers=layers) for stage, layers in shares])
+    train(plan, workers, Moves(moved), logger=logger, max_steps=2)
+    folder, alone = Path(logger.log_dir), tmp_path / "alone" / "version_0"
+    alone.mkdir(parents=True)
+    shutil.copy(folder / "events.jsonl", alone)
+    found, again = read_run(folder), read_run(alone)
+    assert found.facts is not None
+    assert again.facts == found.facts
+    assert again.plan == found.plan == moved
+    assert again.topology == found.topology
+    assert again.problems == []
+    events = read_events(alone / "events.jsonl")
+    transfers = [event for event in events if isinstance(event, Progressed)]
+    assert all(each.is_over for each in transfers)
+    whole = [each.what for each in transfers if each.done_bytes == each.of_bytes > 0]
+    assert {"Moving layers", "Bringing the layers back"} <= {*whole}
+    kinds = [type(event).__name__ for event in events if event not in transfers]
+    assert kinds == ["RunBegan", "Deployed", "Deployed", "RunEnded"]
 
 
 class Fails(TinyModule):

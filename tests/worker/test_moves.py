@@ -53,7 +53,11 @@ class OneWorker:
         coordinator = cast(Channel, self.coordinator)
         self.layers = StageLayers(coordinator, host)
         self.training = TrainedSide(
-            coordinator, self.layers, lambda step: m.Timings(step, 0, 0, 0), list
+            coordinator,
+            self.layers,
+            lambda step: m.Timings(step, 0, 0, 0),
+            list,
+            lambda _name: True,
         )
         moves = MovedSide(
             coordinator, self.layers, self.training, lambda _number: cast(Channel, self.others)

@@ -1,0 +1,260 @@
+"""Events of a run. The core publishes them; observers read them, during the run and after it.
+
+    RunBegan ─▶ Deployed ─▶ Deployed again: layers moved, or replicas share in another way
+                            Lost ─▶ Restored ─▶ Recovered
+                            Entered, Departed: workers join and leave
+                            Progressed: a transfer of tensors, such as a checkpoint
+             ─▶ Failed, if an error ends the run ─▶ RunEnded
+
+A run with logs keeps its events beside them, in a file of one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+from .plan import Plan
+from .protocol.fields import Equipment
+
+logger = logging.getLogger(__name__)
+
+RECORD_NAME = "events.jsonl"
+
+Kind = TypeVar("Kind")
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
+    """Something that happened in a run. Moments are on the clock of recorded spans."""
+
+
+class RunBegan(Event, frozen=True):
+    """A training begins.
+
+    Args:
+        model: The name of the model.
+        began_at: The time, in ISO format with the time zone.
+        folder: The folder of the run's logs; None if it keeps none.
+        equipment: What each process runs on, by its name in the plan.
+    """
+
+    model: str
+    began_at: str
+    folder: str | None
+    equipment: dict[str, Equipment]
+
+
+class PlacedProcess(msgspec.Struct, frozen=True):
+    """A process of a run and what it holds.
+
+    Args:
+        name: The name in the plan.
+        number: 0 is the coordinator. A worker keeps its number when layers move.
+        equipment: What it runs on.
+        weights_bytes: The bytes of the weights that it holds.
+        marks: By each of its ranges of layers, ``4-bit`` and ``frozen`` where that is so.
+    """
+
+    name: str
+    number: int
+    equipment: Equipment
+    weights_bytes: int = 0
+    marks: list[list[str]] = []
+
+
+class Deployed(Event, frozen=True):
+    """Layers are where a plan has them: at the beginning, after a move, and with other shares.
+
+    Args:
+        model: The name of the model.
+        plan: The plan.
+        processes: The coordinator and all workers, also those without layers.
+        frozen_ends: Which of the parts ``embedding`` and ``head`` do not train.
+        profile: What is measured of the devices; None if nothing is.
+    """
+
+    model: str
+    plan: Plan
+    processes: list[PlacedProcess]
+    frozen_ends: list[str] = []
+    profile: Any = None
+
+
+class Progressed(Event, frozen=True):
+    """A long transfer of tensors has come further.
+
+    Args:
+        what: What is done, as the beginning of a sentence.
+        done_bytes: What has been sent or fetched so far.
+        of_bytes: The whole transfer.
+        is_over: Whether it ends here, complete or not.
+    """
+
+    what: str
+    done_bytes: int
+    of_bytes: int
+    is_over: bool = False
+
+
+class Lost(Event, frozen=True):
+    """A worker is lost.
+
+    Args:
+        name: The name in the plan.
+        step: The step in which it was lost, as the log counts steps.
+        reason: What ended its conversation.
+        place: The name and, where it is another one, the address.
+        moment_seconds: When the loss was noted.
+        is_awaited: Whether the run waits for another process in its place.
+    """
+
+    name: str
+    step: int
+    reason: str
+    place: str
+    moment_seconds: float
+    is_awaited: bool = True
+
+
+class Restored(Event, frozen=True):
+    """Another process has the layers of a lost worker, and begins to repeat what that had done.
+
+    Args:
+        name: The name in the plan.
+        served_by: The place of the process, as in `Lost`.
+        equipment: What the process runs on.
+        served_seconds: When it served.
+        moment_seconds: When it had the layers and their latest snapshot.
+        repeated: What it repeats, in words.
+    """
+
+    name: str
+    served_by: str
+    equipment: Equipment
+    served_seconds: float
+    moment_seconds: float
+    repeated: str
+
+
+class Recovered(Event, frozen=True):
+    """The process in the place of a lost worker has repeated all that the lost one had done.
+
+    Args:
+        name: The name in the plan.
+        step: The step in which the worker was lost.
+        seconds: The time since the loss was noted.
+        moment_seconds: When the process had caught up.
+    """
+
+    name: str
+    step: int
+    seconds: float
+    moment_seconds: float
+
+
+class Entered(Event, frozen=True):
+    """A worker has got layers between two steps; ``step`` is the first in which it takes part."""
+
+    name: str
+    step: int
+
+
+class Departed(Event, frozen=True):
+    """A worker has given its layers away; ``step`` is the first in which it takes no part."""
+
+    name: str
+    step: int
+
+
+class Failed(Event, frozen=True):
+    """An error ends the run, or comes as it ends."""
+
+    error: str
+
+
+class RunEnded(Event, frozen=True):
+    """The run is over; the time is in ISO format with the time zone."""
+
+    ended_at: str
+
+
+_Any = (
+    RunBegan
+    | Deployed
+    | Progressed
+    | Lost
+    | Restored
+    | Recovered
+    | Entered
+    | Departed
+    | Failed
+    | RunEnded
+)
+
+
+class RunObserver(Protocol):
+    """Reads the events of a run as they come."""
+
+    def on_event(self, event: Event) -> None:
+        """Read an event. It comes in the thread that trains; what this raises ends the run."""
+
+
+class Observers:
+    """Passes the events of one run on to its observers, in their order."""
+
+    def __init__(self, observers: Iterable[RunObserver] = ()) -> None:
+        self._observers = list(observers)
+
+    def publish(self, event: Event) -> None:
+        """Let every observer read an event."""
+        for each in self._observers:
+            each.on_event(event)
+
+    def add(self, observer: RunObserver) -> None:
+        """Let one more observer read what comes from now on."""
+        self._observers.append(observer)
+
+    def of_kind(self, kind: type[Kind]) -> Kind | None:
+        """The observer of a class; None if no observer is of it."""
+        return next((each for each in self._observers if isinstance(each, kind)), None)
+
+
+class RecordFile:
+    """Observer that keeps the events of a run with logs in a file beside them: of the progress of a
+    transfer, its end."""
+
+    def __init__(self) -> None:
+        self._folder: str | None = None
+        self._lines = b""
+
+    def on_event(self, event: Event) -> None:
+        """Add a line; a full disk or a lost folder is no reason to end a run."""
+        if isinstance(event, RunBegan):
+            self._folder, self._lines = event.folder, b""
+        is_passing = isinstance(event, Progressed) and not event.is_over
+        if self._folder is None or is_passing:
+            return
+        self._lines += msgspec.json.encode(event) + b"\n"
+        path = os.path.join(self._folder, RECORD_NAME)
+        try:
+            files, inner = url_to_fs(path)
+            files.makedirs(os.path.dirname(inner), exist_ok=True)
+            files.pipe_file(inner, self._lines)
+        except (OSError, ValueError) as error:
+            logger.warning("%s is not written: %s", path, error)
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a run's record.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If a line is no event.
+    """
+    return [msgspec.json.decode(line, type=_Any) for line in path.read_bytes().splitlines()]

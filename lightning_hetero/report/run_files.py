@@ -1,0 +1,68 @@
+"""RunFiles: the picture, the plan and the notes that a training leaves beside its logs."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from msgspec import json
+
+from ..errors import HeteroError, PictureError, PlanError
+from ..events import Deployed, Event, Progressed, RunBegan
+from ..plan import Plan
+from .diagram import picture_for
+from .run_record import FACTS, PICTURE_NAME, PLAN_NAME, facts_of
+from .topology import topology_of_run
+
+logger = logging.getLogger(__name__)
+
+
+class RunFiles:
+    """Observer that keeps the files of a run up to date; what cannot be written is logged."""
+
+    def __init__(self) -> None:
+        self._folder: str | None = None
+        self._events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        """Write what an event changes."""
+        if isinstance(event, RunBegan):
+            self._folder, self._events = event.folder, []
+        if self._folder is None or isinstance(event, Progressed):
+            return
+        if isinstance(event, Deployed):
+            try:
+                self._draw(event)
+            except (HeteroError, OSError, ValueError) as error:
+                logger.warning("The topology of this run is not drawn: %s", error)
+            return
+        self._events.append(event)
+        try:
+            self._write(FACTS, json.encode(facts_of(self._events)))
+        except (OSError, ValueError) as error:
+            path = os.path.join(self._folder, FACTS)
+            logger.warning("%s is not written: %s", path, error)
+
+    def _draw(self, event: Deployed) -> None:
+        """Write every picture that can be drawn here, and the plan."""
+        topology = topology_of_run(event)
+        for name in (f"{PICTURE_NAME}{suffix}" for suffix in (".svg", ".mmd", ".png")):
+            try:
+                self._write(name, picture_for(name, topology))
+            except PictureError as error:
+                logger.info("%s is skipped: %s", name, error)
+        if not self._has(event.plan):
+            self._write(PLAN_NAME, event.plan.as_yaml().encode())
+
+    def _has(self, plan: Plan) -> bool:
+        """Whether the file has the plan already; it may have a person's comments."""
+        try:
+            return Plan.from_yaml(os.path.join(str(self._folder), PLAN_NAME)) == plan
+        except PlanError:
+            return False
+
+    def _write(self, name: str, content: bytes) -> None:
+        files, folder = url_to_fs(str(self._folder))
+        files.makedirs(folder, exist_ok=True)
+        files.pipe_file(os.path.join(folder, name), content)

@@ -1,0 +1,275 @@
+"""PlanChoice: the plan of each run, as the user gave it, or as measurements say.
+
+given, "even", read from a file ──────────────────────────────▶ plan
+"auto":  connect ─▶ profile = measure(…) ─▶ solve(profile) ───▶ plan
+"replicated":  likewise, and solve_replicated(profile)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import math
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from msgspec import structs
+from rich.console import Console
+from typing_extensions import override
+
+from .._lightning import TrainerFn, pl
+from ..callbacks.profiler import PipelineProfiler
+from ..coordinator.connections import Connections
+from ..errors import PlanError
+from ..model.layers import DecoderLayer
+from ..plan import Plan
+from ..planner.feasibility import as_measured, check_plan, with_shares
+from ..planner.profile import Profile
+from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
+from ..planner.verdict import judge, render, show
+from ..profiler.cache import Measured
+from ..profiler.dry_run import NoSample
+from ..profiler.measure import ProfilingOptions
+from ..profiler.profiling_run import NewcomerTrials, ProfilingRun
+from ..recovery import Recovery
+from .arguments import NAMED_PLANS, most_accumulated
+from .deploy import Move, Site
+from .membership import Replanner, Terms
+
+if TYPE_CHECKING:
+    from .training_run import TrainingRun
+
+logger = logging.getLogger(__name__)
+
+
+class PlanChoice:
+    """Chooses the plan of each run of a strategy.
+
+    Args:
+        plan: ``"auto"``, ``"even"``, ``"replicated"``, a path or a Plan.
+        micro_batches: Pieces of a batch; None takes the plan's number.
+
+    Raises:
+        PlanError: If the plan's file is there already and cannot be read.
+
+    Attributes:
+        plan: As the user gave it.
+        measured: The latest profile that was measured or read; None before there is one.
+        trials: What measures a worker that joins the present run; None if nothing can.
+    """
+
+    def __init__(self, plan: str | Path | Plan, micro_batches: int | None) -> None:
+        self.plan = plan
+        self.measured: Measured | None = None
+        self.trials: NewcomerTrials | None = None
+        self._micro_batches = micro_batches
+        self._solved: dict[tuple[int, tuple[str, ...]], Plan] = {}
+        if not isinstance(plan, Plan) and plan not in NAMED_PLANS and Path(plan).exists():
+            Plan.from_yaml(plan)  # its mistakes are told before a worker is waited for
+
+    @property
+    def profile(self) -> Profile | None:
+        """The latest profile that was measured or read; None before there is one."""
+        return None if self.measured is None else self.measured.profile
+
+    @property
+    def is_of_strategy(self) -> bool:
+        """Whether the strategy makes the plan by what it measures."""
+        return self.plan in ("auto", "replicated")
+
+    def profiling_options(self, trainer: pl.Trainer) -> ProfilingOptions | None:
+        """How this run measures its devices before it deploys; None if it does not measure."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return None
+        chosen = chosen_profiling(trainer)
+        return ProfilingOptions() if chosen is None and self.is_of_strategy else chosen
+
+    def measures(self, trainer: pl.Trainer) -> bool:
+        """Whether the present run measures its devices; see `PlanSource`."""
+        return self.profiling_options(trainer) is not None
+
+    def plan_for(
+        self,
+        site: Site,
+        layers: Sequence[DecoderLayer],
+        workers: Sequence[str],
+        connections: Connections | None,
+    ) -> Plan:
+        """The plan of a run; see `PlanSource`."""
+        trainer, self.trials = site.module.trainer, None
+        options = self.profiling_options(trainer)
+        if connections is None or options is None:
+            return self.unmeasured(trainer, len(layers), workers)
+        given = self.given(len(layers), workers)
+        run = ProfilingRun(site.module, layers, connections, workers, options, not site.cuts_step)
+        try:
+            self.measured = in_window(run.measured(), trainer, site.cuts_step)
+        except NoSample as reason:
+            return given or self.even(len(layers), workers, str(reason))
+        profile = self.measured.profile
+        if given is None or self.plan == "replicated":
+            # The coordinator is no replica where a batch's step runs whole.
+            plan = self.solve(profile, workers, replicas=site.cuts_step)
+        else:
+            _warn_of_faults(given, profile)
+            plan = _shared_by_speed(given, profile)
+        self.trials = _trials_for(plan, profile, run.later)
+        return plan
+
+    def follow(
+        self, run: TrainingRun, site: Site, recovery: Recovery | None, move: Move
+    ) -> Replanner:
+        """What may change the plan of a training between two steps; see `PlanSource`."""
+        trials, self.trials = self.trials, None
+        may_change = site.may_move or self.is_of_strategy
+        joins = may_change and site.module.automatic_optimization
+        terms = Terms(joins, recovery, self.measured, trials)
+        return Replanner(run, site, terms, move)
+
+    def given(self, num_layers: int, workers: Sequence[str]) -> Plan | None:
+        """The user's own plan; None under ``"auto"``.
+
+        Raises:
+            PlanError: If the plan does not fit.
+        """
+        plan, path = self.plan, None
+        if plan == "auto":
+            return None
+        if plan in ("even", "replicated"):
+            make = even_plan if plan == "even" else replicated_plan
+            plan = make(num_layers, workers)
+        elif not isinstance(plan, Plan):
+            plan, path = Plan.from_yaml(plan), plan
+        plan = self._with_micro_batches(plan)
+        try:
+            plan.check(num_layers, workers)
+        except PlanError as error:
+            if path is None:
+                raise
+            raise PlanError(f"The plan of the file {str(path)!r} does not fit. {error}") from error
+        return plan
+
+    def named_workers(self) -> Sequence[str]:
+        """The workers that the user's own plan names; none if the strategy makes the plan.
+
+        Raises:
+            PlanError: If the plan's file cannot be read.
+        """
+        if isinstance(self.plan, Plan):
+            return self.plan.workers
+        return () if self.plan in NAMED_PLANS else Plan.from_yaml(self.plan).workers
+
+    def unmeasured(self, trainer: pl.Trainer, num_layers: int, workers: Sequence[str]) -> Plan:
+        """The plan of a run that does not measure; under ``"auto"``, that of the last training.
+
+        Raises:
+            PlanError: If the plan does not fit.
+        """
+        plan = self.given(num_layers, workers) or self._solved.get((num_layers, tuple(workers)))
+        function = trainer.state.fn.value if trainer.state.fn else ""
+        return plan or self.even(
+            num_layers, workers, f"There is no training in `trainer.{function}`."
+        )
+
+    def even(self, num_layers: int, workers: Sequence[str], reason: str) -> Plan:
+        """The same number of layers for everyone, because nothing can be measured."""
+        rank_zero_info(f"plan='auto' is 'even' here, since nothing can be measured. {reason}")
+        return self._with_micro_batches(even_plan(num_layers, workers))
+
+    def solve(self, profile: Profile, workers: Sequence[str], replicas: bool) -> Plan:
+        """The fastest plan by a profile; under ``"replicated"`` the fastest of such plans.
+
+        Args:
+            profile: The measurements.
+            workers: The names of all workers.
+            replicas: Whether ``"auto"`` may give a stage to several processes.
+
+        Raises:
+            PlanError: If the model fits on no devices, or not on each.
+        """
+        find = solve_replicated if self.plan == "replicated" else solve
+        wishes = Wishes(micro_batches=self._micro_batches, replicas=replicas)
+        solution = find(profile, wishes)
+        _print_verdict(solution)
+        self._solved[len(profile.model.layers), tuple(workers)] = solution.plan
+        return solution.plan
+
+    def _with_micro_batches(self, plan: Plan) -> Plan:
+        if self._micro_batches is None:
+            return plan
+        return dataclasses.replace(plan, micro_batches=self._micro_batches)
+
+
+def in_window(measured: Measured, trainer: pl.Trainer, cuts_step: bool) -> Measured:
+    """The measurements with the batches of an accumulation window, if these are one pipeline:
+    whole batches run one after the other."""
+    count = most_accumulated(trainer) if cuts_step else 1
+    return measured._replace(
+        profile=structs.replace(measured.profile, accumulate_grad_batches=count)
+    )
+
+
+def chosen_profiling(trainer: pl.Trainer) -> ProfilingOptions | None:
+    """The options of the Trainer's `PipelineProfiler`; None without one."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    found = (one.options for one in callbacks if isinstance(one, PipelineProfiler))
+    return next(found, None)
+
+
+def measure(site: Site, layers: Sequence[DecoderLayer], options: ProfilingOptions) -> Profile:
+    """Connect to all workers, measure, and disconnect.
+
+    Raises:
+        NoSample: If there is no training batch to measure with.
+        HeteroError: If a worker fails, or a process cannot run a layer.
+    """
+    workers = site.find_workers()
+    with closing(site.connect_all(workers, layers)) as coordinator:
+        whole = not site.cuts_step
+        run = ProfilingRun(site.module, layers, coordinator.connections, workers, options, whole)
+        return run.measured().profile
+
+
+def _shared_by_speed(plan: Plan, profile: Profile) -> Plan:
+    """The plan with shares by measured speed for replicas without any; equal ones if the profile
+    does not fit."""
+    try:
+        found = with_shares(as_measured(plan, profile), profile)
+    except PlanError:
+        return plan  # `_warn_of_faults` has said why
+    return dataclasses.replace(found, micro_batches=plan.micro_batches)
+
+
+def _trials_for(
+    plan: Plan, profile: Profile, later: NewcomerTrials | None
+) -> NewcomerTrials | None:
+    """What measures a worker that joins later, with the micro-batches of a plan."""
+    size = math.ceil((profile.batch_size or 1) / plan.micro_batches)
+    return None if later is None else later.at_size(size)
+
+
+def _warn_of_faults(plan: Plan, profile: Profile) -> None:
+    for fault in check_plan(as_measured(plan, profile), profile):
+        rank_zero_warn(f"By what was measured, the plan cannot run. {fault}")
+
+
+class _RunsConsole(Console):
+    """Prints during a run, which a closed pipe must not end as it ends a command."""
+
+    @override
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+@rank_zero_only
+def _print_verdict(solution: Solution) -> None:
+    verdict = render(judge(solution))
+    try:
+        show(verdict, _RunsConsole)
+    except (OSError, ValueError) as error:  # standard output is full or closed
+        logger.warning("The plan cannot be printed: %s", error)

@@ -1,0 +1,206 @@
+"""The checks of a run: of its first batch, of later ones, of the steps on the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from .._lightning import pl
+from ..coordinator.deployment import Deployment
+from ..coordinator.optimizers import RemoteOptimizer
+from ..pipeline.microbatch import CutBatch, CutWindow
+from ..pipeline.results import StepLog
+from .arguments import StepOptions
+from .audit import Audit, DeploymentAudit
+from .batch_kinds import BatchKindReader, BatchKinds
+from .check_schedule import KeptBatch, RunChecks
+from .first_batch import FirstBatchCheck, tensors_of
+from .interleaving import InterleavingCheck
+from .step_changes import OwnAttributes, StepChanges, warn_of_backwards, warn_of_changes
+from .twin_check import TwinCheck
+
+
+class RunGuard:
+    """The checks of a run, over all its deployments; see `training_run.Guard`."""
+
+    def __init__(self, module: pl.LightningModule, options: StepOptions) -> None:
+        self._module = module
+        self._options = options
+        is_on = options.batches.check != "off"
+        self._checks = RunChecks() if is_on else None
+        self._audit = Audit(options.batches.check) if is_on else None
+
+    def begin_batch(self, deployment: Deployment, optimizers: Sequence[RemoteOptimizer]) -> None:
+        """Count a batch, and begin an audit if it is its turn."""
+        if self._audit is not None:
+            self._audit.begin_batch(deployment, optimizers)
+
+    def watch(self, deployment: Deployment) -> DeploymentAudit | None:
+        """What looks at the optimizers' steps; None if nothing does."""
+        return None if self._audit is None else DeploymentAudit(self._audit, deployment)
+
+    def of_steps(self, deployment: Deployment) -> CheckedSteps:
+        """The checks of the steps of a deployment."""
+        return CheckedSteps(self._module, deployment, self._options, self._checks)
+
+
+class CheckedSteps:
+    """The checks of the steps of a deployment; see `StepGuard`.
+
+    Args:
+        module: Attached to its Trainer.
+        deployment: Where its layers are.
+        options: How batches are cut.
+        checks: The checks of the run; None if the user does not want any.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        deployment: Deployment,
+        options: StepOptions,
+        checks: RunChecks | None,
+    ) -> None:
+        self._module = module
+        self._deployment = deployment
+        self._options = options
+        self._checks = checks
+        self._interleaving = InterleavingCheck(module, deployment, options.batches.check)
+        self._kind_reader = BatchKindReader(deployment.coordinator.stages.copies)
+        self._own_attributes = OwnAttributes(module, deployment.modules_away)
+        # While a batch runs that was checked, what its micro-batches change.
+        self._changes: StepChanges | None = None
+        # The present batch as a check takes it, and of what kind it is.
+        self._kept: tuple[CutBatch, Sequence[Any]] | None = None
+        self._kinds: BatchKinds | None = None
+
+    def begin_batch(
+        self, cut: CutBatch | CutWindow, rest: Sequence[Any], accumulates: bool, step: int
+    ) -> bool:
+        """Check the batch if it is its turn.
+
+        A batch that adds to gradients of others is not checked: where a check fails, workers drop
+        all gradients. Before the first batch of a run there are none. If such a batch had something
+        new, it is checked in place of the first one that can be.
+
+        Returns:
+            Whether its step has begun for that. Only the first check belongs to a step; later ones
+            are steps by themselves, so that no step takes longer in what is measured of a run.
+        """
+        checks = self._checks
+        if checks is None:
+            return False
+        self._kinds = None
+        if not checks.are_over:
+            self._kinds = self._kind_reader.read(tensors_of(cut.to_check.whole))
+        # One that accumulates cannot be checked itself.
+        may_keep = accumulates and len(cut.to_check.microbatches) > 1
+        self._kept = (cut.to_check, rest) if may_keep else None
+        batch, schedule, kept = cut.to_check, checks.schedule, checks.kept
+        is_free = not accumulates or schedule.number == 0
+        if is_free:
+            checks.kept = None
+        may_check = is_free and (kept is not None or len(cut.microbatches) > 1)
+        is_due = schedule.begin_batch(may_check, kept is not None) and not checks.are_over
+        stages, plan = self._deployment.coordinator.stages, self._deployment.plan
+        begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
+        begin_again = partial(begin, is_trial=True)
+        twins = TwinCheck(self._module, self._deployment)
+        wanted = twins.wanted(len(cut.microbatches)) if is_free else []
+        if not is_due and not wanted:
+            return False
+        is_first = schedule.number == 1 or (is_due and checks.is_first)
+        begin(is_trial=not is_first)
+        twins.run(wanted, cut, rest, step, begin_again, is_first=is_first)
+        if not is_due:
+            stages.dropout_step = step - (not is_first)
+            return is_first
+        checked, its_rest = batch, rest
+        if kept is not None:
+            schedule.check_instead(kept.number, kept.found)
+            checked, its_rest = kept.batch
+        if len(checked.microbatches) > 1:  # the pieces of a window need not be cut
+            self._check_first(checks, checked, its_rest, begin_again)
+        if len(cut.microbatches) > 1:
+            if not checks.is_first:
+                stages.dropout_step = step
+                begin(is_trial=True)
+            self._interleaving.run_alone(checks, cut, rest, step, begin_again)
+            stages.dropout_step = step - (not checks.is_first)
+        if len(batch.microbatches) > 1:
+            away = self._deployment.modules_away
+            self._changes = StepChanges(self._module, away, batch.num_samples)
+        return checks.is_first
+
+    def _check_first(
+        self,
+        checks: RunChecks,
+        batch: CutBatch,
+        rest: Sequence[Any],
+        begin_again: Callable[[], None],
+    ) -> None:
+        if not checks.is_first:
+            rank_zero_info(
+                f"the {checks.which} batch is checked before its step: it runs whole and in "
+                "micro-batches, one after the other, so this step takes longer than others"
+            )
+        weighting, mode = self._options.loss_weighting, self._options.batches.check
+        module, deployment = self._module, self._deployment
+        check = FirstBatchCheck(module, deployment, weighting, rest, begin_again, checks)
+        check.run(batch, mode)
+
+    def begin_microbatches(self) -> None:
+        """Note that the micro-batches of the batch run next."""
+        self._own_attributes.begin_step()
+
+    def part(self, microbatch: int) -> AbstractContextManager[None]:
+        """Inside, a part of a micro-batch runs, up to its next hand-over."""
+        own = self._own_attributes.part(microbatch)
+        return own if self._changes is None else _both(self._changes.part(), own)
+
+    def note_changes(self) -> None:
+        """Look at what the code between two hand-overs has changed."""
+        if self._changes is not None:
+            self._changes.note()
+
+    def end_batch(
+        self, log: StepLog, results: Sequence[Any], gradients: Callable[[], Collection[Hashable]]
+    ) -> None:
+        """Say what the micro-batches have changed, note what they have had, and keep a batch with
+        something new that could not be checked."""
+        self._own_attributes.end_step()
+        (kept, self._kept), (kinds, self._kinds) = (self._kept, None), (self._kinds, None)
+        checks = self._checks
+        if checks is None:
+            return
+        self._interleaving.compare(checks, results)
+        if self._changes is not None:
+            new = [name for name in self._changes.repeated if checks.is_new("changed", name)]
+            warn_of_changes(new)
+            by_backwards = self._changes.of_backwards
+            warn_of_backwards([n for n in sorted(by_backwards) if checks.is_new("backward", n)])
+            self._changes = None
+        if checks.are_over:
+            return
+        keys = {key for result in results if isinstance(result, Mapping) for key in result}
+        found = {
+            *(() if kinds is None else kinds.names()),
+            *(("log", name) for name in log.names),
+            *(("result", key) for key in keys),
+            *(("gradient", n) for n in gradients()),
+        }
+        has_new = checks.schedule.end_batch(found)
+        if has_new and kept is not None and checks.kept is None:
+            checks.kept = KeptBatch(checks.schedule.number, found, kept)
+
+
+@contextmanager
+def _both(
+    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
