@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from msgspec.structs import replace
 from torch.utils.data import DataLoader
@@ -389,6 +390,11 @@ def called_back(callback: Any) -> Callable[[], object]:
     return lambda: (check_package(trainer), check_callbacks(trainer))
 
 
+def monitored(**options: Any) -> None:
+    trainer = pl.Trainer(**options)
+    StageMonitor().setup(trainer, pl.LightningModule(), "fit")
+
+
 ARGUMENTS = [
     follows(
         "To train on this process alone, set `workers=0`.",
@@ -421,6 +427,11 @@ ARGUMENTS = [
         "use `lightning_hetero.callbacks.StageWeightAveraging`, which averages the weights on the",
         called_back(WeightAveraging()),
         called_back(StageWeightAveraging(decay=0.9)),
+    ),
+    follows(
+        "has no logger; give it one, such as `CSVLogger('logs')`, or take the callback away",
+        lambda: monitored(logger=False),
+        lambda folder: monitored(logger=CSVLogger(folder)),
     ),
     follows(
         "and this is a ….Trainer; import the callback from ….",
