@@ -411,7 +411,10 @@ class Site:
         self._check(layers)
         coordinator = self.connect(workers, layers, _all_on_one(workers, layers))
         connections, whole_batches = coordinator.connections, not self._cuts_step
-        run = ProfilingRun(self.module, layers, connections, workers, options, whole_batches)
+        batches = self.options.batches
+        run = ProfilingRun(
+            self.module, layers, connections, workers, options, whole_batches, batches
+        )
         return coordinator, run
 
     @property
