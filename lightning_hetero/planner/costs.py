@@ -227,6 +227,8 @@ class Holder:
             its place, or `HEAD`. They say which layers a stage here can have: the first ones, the
             last ones, or, without ends, any.
         loss_waits: Whether a loss waits for its backward while the next batch begins.
+        least_kept: At least so many micro-batches wait for their backwards, however few are on
+            their way.
     """
 
     def __init__(
@@ -236,6 +238,7 @@ class Holder:
         size: int,
         ends: Sequence[End] = (),
         loss_waits: bool = False,
+        least_kept: int = 1,
     ) -> None:
         self.device = device
         self.is_coordinator = device.name == COORDINATOR
@@ -243,6 +246,7 @@ class Holder:
         self._model = model
         self._size = size
         self._loss_waits = loss_waits
+        self._least_kept = least_kept
         self._matrices: dict[int, tuple[Matrix, npt.NDArray[np.int8]]] = {}
         self._options: dict[tuple[Dtype, bool], Option] = {}
 
@@ -299,7 +303,8 @@ class Holder:
             weights=_over(option.weights, first, end) + sum(p.parameter_bytes for p in parts),
             gradients=_over(option.gradients, first, end) + sum(p.gradient_bytes for p in parts),
             optimizer=_over(option.optimizer, first, end) + sum(p.optimizer_bytes for p in parts),
-            in_flight=in_flight * kept + self._waiting(option, first, end),
+            in_flight=np.maximum(in_flight, self._least_kept) * kept
+            + self._waiting(option, first, end),
             working=working,
             boundaries=self._num_boundaries * self._boundary_bytes,
         )
