@@ -297,14 +297,15 @@ class Holder:
     def need(self, option: Option, first: Index, end: Index, in_flight: Numbers) -> Need:
         """The memory that a stage needs with this many micro-batches in flight."""
         kept, working = self._kept(option, first, end), self._working(option, first, end)
+        if self._least_kept > 1:
+            in_flight = np.maximum(in_flight, self._least_kept)
         parts = [self._model.part(name) for name in self.ends if name in ENDS]
         return Need(
             base=self.device.base_bytes,
             weights=_over(option.weights, first, end) + sum(p.parameter_bytes for p in parts),
             gradients=_over(option.gradients, first, end) + sum(p.gradient_bytes for p in parts),
             optimizer=_over(option.optimizer, first, end) + sum(p.optimizer_bytes for p in parts),
-            in_flight=np.maximum(in_flight, self._least_kept) * kept
-            + self._waiting(option, first, end),
+            in_flight=in_flight * kept + self._waiting(option, first, end),
             working=working,
             boundaries=self._num_boundaries * self._boundary_bytes,
         )
