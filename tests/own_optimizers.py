@@ -166,3 +166,26 @@ class SlowAdamW(torch.optim.AdamW):
             if float(self.state[p]["step"]) % 2 == 0:
                 p.data.copy_(slow.lerp_(p.data, 0.5))
         return loss
+
+
+class Centering(torch.optim.SGD):
+    """Takes the mean off gradients, before or after those of the batch are there."""
+
+    is_early = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.is_early and closure is not None:
+            with torch.enable_grad():
+                closure()
+            closure = None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.sub_(p.grad.mean())
+        return super().step(closure)
+
+
+class CenteringLater(Centering):
+    """Takes it off when they are there."""
+
+    is_early = False

@@ -15,7 +15,9 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
+
+# What `pytest.param` returns; the class has no public name.
+ParameterSet: Any = type(pytest.param())
 
 
 def all_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:

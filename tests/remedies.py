@@ -7,8 +7,7 @@ goes right. It is marked with words of the sentence:
 
 The words must be in a sentence as `docs.generate.sentences` reads it, with ``…`` for what is filled
 in. A sentence is followed if such words are in it, and if every remedy in it that is code (an
-option, a flag, a command, a call) is within some of them. What no test follows yet stands in
-`remedies_not_followed.txt`, by file and first words.
+option, a flag, a command, a call) is within some of them.
 
 A sentence names a remedy if a part of it begins with a verb as in an order, or if it has code that
 is a remedy. The others have none; `test_errors_page.py` has examples of both.
@@ -31,8 +30,6 @@ from docs.generate.sentences import FILLED_IN, Package, last_name
 from lightning_hetero.pipeline.microbatch import GO_ON
 
 TESTS = Path(__file__).parent
-LIST = TESTS / "remedies_not_followed.txt"
-_KEY_WORDS = 8
 
 _VERBS = (
     "accumulate|add|allow|ask|assign|begin|build|call|change|check|choose|clip|"
@@ -64,12 +61,6 @@ class Remedy:
 
     file: str
     text: str
-
-    @property
-    def key(self) -> str:
-        """The file and the first words, by which the list names it."""
-        words = [word for word in self.text.split() if word.strip(f"{FILLED_IN}.,:;()'\"")]
-        return f"{self.file}: {' '.join(words[:_KEY_WORDS])}"
 
     @property
     def own_text(self) -> str:
@@ -160,8 +151,3 @@ def marks() -> Iterator[tuple[str, str]]:
                 for words in node.args:
                     if isinstance(words, ast.Constant):
                         yield str(words.value), path.relative_to(TESTS).as_posix()
-
-
-def listed() -> list[str]:
-    """The keys of the sentences that no test follows yet."""
-    return LIST.read_text("utf-8").splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,16 @@ class CountingInside(Keeping):
     def factor(self, hidden: Tensor) -> float:
         self.progress.num_calls += 1
         return 1.0 / self.progress.num_calls
+
+
+class CountingInClass(Keeping):
+    """Counts outside of itself, in its class."""
+
+    num_calls: ClassVar[int] = 0
+
+    def factor(self, hidden: Tensor) -> float:
+        CountingInClass.num_calls += 1
+        return 1.0
 
 
 class Restoring(Keeping):

@@ -16,11 +16,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
-from lightning_hetero import RayWorkers, SlurmWorkers, SshWorkers, windows
+from lightning_hetero import RayWorkers, SlurmWorkers, SshWorkers, StageMonitor, windows
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.launch.cluster import read_cluster
 from lightning_hetero.plan import Plan, StagePlan
@@ -387,6 +388,11 @@ def called_back(callback: Any) -> Callable[[], object]:
     return lambda: check_callbacks(trainer)
 
 
+def monitored(**options: Any) -> None:
+    trainer = pl.Trainer(**options)
+    StageMonitor().setup(trainer, pl.LightningModule(), "fit")
+
+
 ARGUMENTS = [
     follows(
         "To train on this process alone, set `workers=0`.",
@@ -419,6 +425,11 @@ ARGUMENTS = [
         "use `lightning_hetero.callbacks.StageWeightAveraging`, which averages the weights on the",
         called_back(WeightAveraging()),
         called_back(StageWeightAveraging(decay=0.9)),
+    ),
+    follows(
+        "has no logger; give it one, such as `CSVLogger('logs')`, or take the callback away",
+        lambda: monitored(logger=False),
+        lambda folder: monitored(logger=CSVLogger(folder)),
     ),
     follows(
         "and only … has workers; name it under trainer.strategy",

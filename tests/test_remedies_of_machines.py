@@ -22,6 +22,7 @@ import torch
 from msgspec.structs import replace
 
 from lightning_hetero import PipelineTimeline, StageMonitor, cli
+from lightning_hetero.cli import doctor as doctor_command
 from lightning_hetero.cli import worker as worker_command
 from lightning_hetero.cli.options import writing
 from lightning_hetero.devices import description, numerics
@@ -467,6 +468,21 @@ def with_plan(folder: Path) -> None:
     PLAN_FILE.to_yaml(folder / "plan.yaml")
 
 
+def wanted_by_doctor(folder: Path) -> None:
+    pair(batch_size=16).to_yaml(folder / "profile.yaml")
+    wanted = doctor_command._wanted(str(folder / "profile.yaml"), str(folder / "plan.yaml"))
+    assert wanted is not None
+    assert wanted.plan == PLAN_FILE
+
+
+def allowed_in_its_folder(folder: Path) -> None:
+    (folder / "own_blocks_here.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        patch.chdir(folder)
+        worker_command._warn_of_absent(("own_blocks_here",))
+
+
 COMMANDS = [
     follows(
         "there is no folder …; make it, or name another file",
@@ -516,6 +532,16 @@ COMMANDS = [
         "so no other machine reaches this worker; start it with `--listen 0.0.0.0:…`",
         warned_of_loopback("tower", "127.0.1.1"),
         warned_of_loopback("0.0.0.0", "0.0.0.0"),  # noqa: S104
+    ),
+    follows(
+        "name the profile of its model with --profile",
+        in_order(with_plan, command("doctor", "localhost:1", "--plan", "plan.yaml")),
+        in_order(with_plan, wanted_by_doctor),
+    ),
+    follows(
+        "layers of it will be refused: install it, or start the worker in its folder",
+        logs(lambda: worker_command._warn_of_absent(("own_blocks_here",))),
+        logs(allowed_in_its_folder),
     ),
     follows(
         "No token was written: …; copy its whole line.",

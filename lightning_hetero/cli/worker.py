@@ -66,13 +66,7 @@ def run(options: argparse.Namespace) -> None:
         make_for = partial(_maker, options, token_file)
         joiner = _joiner(options, address_of(place.listener))
         serve_one_session_anew(make_for, _say_when_it_ends, joiner, place)
-    for name in _absent(tuple(options.allow)):
-        logger.warning(
-            "--allow names the package %r, which is not installed here, nor in the current folder "
-            "%s; layers of it will be refused: install it, or start the worker in its folder",
-            name,
-            os.getcwd(),
-        )
+    _warn_of_absent(tuple(options.allow))
     secret = _read_secret() if options.stop_with_stdin else ""
     credentials = _credentials(token_file, secret)
     make_worker = partial(_worker, options, credentials)
@@ -100,12 +94,18 @@ def run(options: argparse.Namespace) -> None:
         supervisor.serve_forever(saying.on_ready, saying.on_signal)
 
 
-def _absent(allowed: tuple[str, ...]) -> list[str]:
-    """The allowed packages that are nowhere. One in the current folder is found, as it is by
+def _warn_of_absent(allowed: tuple[str, ...]) -> None:
+    """Warn of allowed packages that are nowhere. One in the current folder is found, as it is by
     `python -m`; the command's own folder stands first there."""
     if Allowed(allowed).absent():
         sys.path.append(os.getcwd())
-    return Allowed(allowed).absent()
+    for name in Allowed(allowed).absent():
+        logger.warning(
+            "--allow names the package %r, which is not installed here, nor in the current folder "
+            "%s; layers of it will be refused: install it, or start the worker in its folder",
+            name,
+            os.getcwd(),
+        )
 
 
 def _peers(token_file: Path | None, is_started_by_run: bool) -> str:

@@ -685,8 +685,8 @@ def check_weights_can_be_sent(
     if lost:
         _check_not_lost(layers[lost[0]])
         raise ModelError(
-            f"What was {describe_layer(lost[0])} has not come back from the worker that was lost "
-            "in the run before; build the module anew and continue with `ckpt_path`."
+            f"The weights of {describe_layer(lost[0])} are on a worker of another run, which has "
+            "not ended. End that run first."
         )
     for name, tensor in named_tensors(layers):
         if tensor.is_meta and (weights is None or tensor not in weights):

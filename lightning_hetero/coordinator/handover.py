@@ -63,6 +63,8 @@ from .twins import Twins
 _FIRST_TWIN = 8 * FIRST_TRIAL
 _NUM_COMPARED = 2
 
+# For each tensor beside the hidden states, the dimension along which it is cut.
+Cuts = tuple[int | None, ...]
 # Runs pieces without gradients, and joins what comes back along a dimension.
 Trial = Callable[[Sequence[Request], int], Activation]
 
@@ -92,12 +94,12 @@ class WholeBatches:
         self._has_own_code = any(map(has_own_code, layers.values()))
         self._trial = trial
         # What was compared: with gradients, in training mode, and how arguments are cut.
-        self._checked: set[tuple[bool, bool, tuple[int | None, ...]]] = set()
+        self._checked: set[tuple[bool, bool, Cuts]] = set()
         self._said: set[str] = set()
         # The rows of each sample in arguments that were found to have not one.
         self._rows: Rows = {}
         # How arguments were cut where these rows were looked for.
-        self._forms: set[tuple[int | None, ...]] = set()
+        self._forms: set[Cuts] = set()
         self.num_samples: int | None = None
 
     def pieces(self, request: Request) -> tuple[list[Request], int]:
@@ -107,26 +109,34 @@ class WholeBatches:
             BatchError: If the first pieces give another result than the whole, and the check is
                 to stop the run.
         """
-        pieces, dim = self.cut(request)
-        if len(pieces) > 1 and self._check_once(request, dim):
+        pieces, dim, cuts = self._cut(request)
+        if len(pieces) > 1 and self._check_once(request, dim, cuts):
             return self.cut(request)
         return pieces, dim
 
     def cut(self, request: Request) -> tuple[list[Request], int]:
         """Cut a hand-over as `pieces` does, without the check."""
+        return self._cut(request)[:2]
+
+    def first(self, request: Request, count: int, dim: int) -> Request:
+        """So many first samples of a hand-over that `cut` has cut along this dimension."""
+        return first_of_request(request, count, dim, self._rows)
+
+    def _cut(self, request: Request) -> tuple[list[Request], int, Cuts]:
+        """The pieces, the dimension along which they are joined, and how arguments are cut."""
         # A cache holds all samples of a batch. Products of fewer rows may also round differently,
         # and one other bit can make another token.
         if request.surroundings.has_cache or self._num_pieces == 1:
-            return [request], 0
+            return [request], 0, ()
         try:
             self._refuse_batch_statistics()
             dim = self._dimension.find(request.hidden, self.num_samples)
             if dim is not None:
-                self._find_rows_by_form(request, dim)
-                return cut_request(request, self._num_pieces, dim, self._rows), dim
+                cuts = self._find_rows_by_form(request, dim)
+                return cut_request(request, self._num_pieces, dim, self._rows), dim, cuts
         except BatchError as error:
             self._say_once(str(error))
-        return [request], 0
+        return [request], 0, ()
 
     def _refuse_batch_statistics(self) -> None:
         for number, layer in self._layers.items():
@@ -146,14 +156,14 @@ class WholeBatches:
                 stacklevel=2,
             )
 
-    def _check_once(self, request: Request, dim: int) -> bool:
+    def _check_once(self, request: Request, dim: int, cuts: Cuts) -> bool:
         """Compare pieces with the whole, for the first hand-over of its kind; returns whether the
         request is to be cut in another way."""
         if self._check == "off":
             return False
         around = request.surroundings
         is_training = any(call.training for call in around.calls)
-        kind = around.grad_enabled, is_training, how_cut(request, dim, self._rows)
+        kind = around.grad_enabled, is_training, cuts
         if kind in self._checked:
             return False
         self._checked.add(kind)
@@ -189,17 +199,19 @@ class WholeBatches:
         rank_zero_warn(f"{text} With `micro_batches=1` the batch stays whole.")
         return False
 
-    def _find_rows_by_form(self, request: Request, dim: int) -> None:
+    def _find_rows_by_form(self, request: Request, dim: int) -> Cuts:
         """Find an argument in which each sample has not one row, as layers could not compute with
-        pieces of it otherwise: a mask for each sample and head, or a bias for each head."""
-        kind = how_cut(request, dim, self._rows)
-        if kind in self._forms:
-            return
-        self._forms.add(kind)
+        pieces of it otherwise: a mask for each sample and head, or a bias for each head. Returns
+        how all arguments are cut."""
+        cuts, known = how_cut(request, dim, self._rows), self._rows
+        if cuts in self._forms:
+            return cuts
+        self._forms.add(cuts)
         fits = self._fits(request, dim)
         for name, rows in self._other_rows(request, dim):
             if not fits(self._rows) and fits(rows):
                 self._take_rows(name, rows)
+        return cuts if self._rows is known else how_cut(request, dim, self._rows)
 
     def _finds_rows(self, request: Request, dim: int) -> bool:
         """Find an argument in which each sample has not one row, as the results of pieces are right

@@ -177,7 +177,8 @@ class RemoteLayers:
         if unknown:
             raise ModelError(
                 f"The tensor {unknown[0]!r} was added to its layer after the layer went to a "
-                "worker, which does not have it; change the model before the run."
+                "worker, which does not have it; add it before the run, or keep the layer with the "
+                "coordinator."
             )
         found = {}
         asked = self.holdings.names_by_owner(names)

@@ -381,8 +381,8 @@ def unlike_replicas(workers: Sequence[Member], name: str) -> WorkerError:
     """The error for replicas whose weights are not equal."""
     return WorkerError(
         f"The tensor {name} is not equal on the replicas of its stage: "
-        f"{' or '.join(map(str, workers))} computes or stores wrongly. Run `lightning-hetero "
-        "verify`, and continue from a checkpoint."
+        f"{' or '.join(map(str, workers))} computes or stores wrongly. Give the stage to other "
+        "workers, and continue from a checkpoint."
     )
 
 

@@ -382,8 +382,8 @@ class HostedReplicas:
                 raise WorkerError(
                     f"{worker} has another content of the tensor {name} than this process, which "
                     "has sent it: the worker computes or stores wrongly, or the tensor was changed "
-                    "here in a way that torch does not note. Run `lightning-hetero verify`, and "
-                    "continue from a checkpoint."
+                    "here in a way that torch does not note. Give the layers to another worker, "
+                    "change weights with `load_state_dict()`, and continue from a checkpoint."
                 )
 
     def note_gradients(self) -> None:
@@ -490,20 +490,10 @@ class HostedReplicas:
             yield worker, {name: g for name, g in gradients.items() if owner_of[name] is worker}
 
     def _give_gradients(self, number: int) -> None:
-        """Send owners the rest of their gradients.
-
-        Raises:
-            ModelError: If one that has gone to its owner was dropped here since.
-        """
+        """Send owners the rest of their gradients."""
         if not self._is_split:
             return
         found = {name: p.grad for p, name in self.given.items() if p.grad is not None}
-        if dropped := next((name for name in self._early if name not in found), None):
-            raise ModelError(
-                f"The gradient of {dropped} of the layers was dropped between `training_step` and "
-                "its backward, and its worker has it already. Drop gradients behind the "
-                "optimizer's step."
-            )
         early = self._early
         rest = {
             name: gradient

@@ -320,7 +320,7 @@ class Door:
         if guest is None:
             raise WorkerUnreachable(
                 f"The second process of the worker at {address} has not dialled {self.address} "
-                f"within {seconds:g} s; look at what that worker printed."
+                f"within {seconds:g} s; what that worker printed says why."
             )
         return self._open(guest, session_name, lambda: False)
 

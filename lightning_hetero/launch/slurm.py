@@ -2,7 +2,8 @@
 
     srun --gres=gpu:a100:1 -n4 worker … : --gres=gpu:v100:1 -n8 worker …
 
-SLURM starts the tasks and ends them; it carries no tensors. Each task is a worker that joins.
+SLURM starts the tasks and ends them; it carries no tensors. Each task is a worker that joins, and
+that its shell starts again if the worker is killed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ from .launcher import Command, check_wishes, reachable, start_command, stop_comm
 _REJOIN_SECONDS = 60
 # Counts the tasks of all components of a step from 0 on.
 _TASK = "$SLURM_PROCID"
+# Runs a command in the shell of a task, and again if a signal has ended it. srun ends a step by
+# SIGTERM to all of its processes, the command too, for which the shell waits then.
+_AGAIN = (
+    "trap 'wait $worker; exit' TERM; "
+    "while :; do {} & worker=$!; wait $worker; status=$?; "
+    "[ $status -gt 128 ] || exit $status; sleep 1; done"
+)
 
 
 @dataclass
@@ -108,7 +116,7 @@ class SlurmWorkers:
         """The command line, with a colon between two components."""
         words = ["worker", "--join", str(join), "--rejoin-seconds", str(_REJOIN_SECONDS)]
         words += ["--log-level", "WARNING", *self.options]
-        task = f'exec {self.command} {shlex.join(words)} --name "slurm-{_TASK}"'
+        task = _AGAIN.format(f'{self.command} {shlex.join(words)} --name "slurm-{_TASK}"')
         line: list[str] = [*self.srun]
         for number, component in enumerate(self.components):
             colon = [":"] if number else []

@@ -133,6 +133,7 @@ def _layers_named(
     try:
         found = root.get_submodule(name)
     except AttributeError as error:
+        _check_not_hidden(root, name)
         raise ModelError(
             f"There is no module {name!r} to take layers from: {error}. {_near(root, name)}"
         ) from error
@@ -142,6 +143,23 @@ def _layers_named(
     if not len(list(found.children())):
         raise ModelError(f"{name!r} is an empty {type(found).__name__} and has no layers.")
     return _layers_of_list(root, name)
+
+
+def _check_not_hidden(root: nn.Module, name: str) -> None:
+    """Refuse the name of a module that Python does not find by this name.
+
+    Raises:
+        ModelError: If a method of torch has it.
+    """
+    owner = root
+    for leaf in name.split("."):
+        found = owner._modules.get(leaf)
+        if found is not None and getattr(owner, leaf) is not found:
+            raise ModelError(
+                f"The module {leaf!r} of {type(owner).__name__} is hidden by the method "
+                f"`nn.Module.{leaf}` of torch. Rename the module."
+            )
+        owner = found if found is not None else nn.Module()
 
 
 def _near(root: nn.Module, wanted: str) -> str:

@@ -119,6 +119,9 @@ class OuterState:
 class OuterContent:
     """What is outside of modules at one time, to be put back.
 
+    What another thread has changed in these places meanwhile is put back too: nothing tells who has
+    changed a value.
+
     Args:
         state: The places.
     """
@@ -127,7 +130,7 @@ class OuterContent:
         self._state = state
         found = dict(state.look())
         self._forms = {name: form_of(value) for name, value in found.items()}
-        self._contents = [each for each in map(_content_of, found.values()) if each is not None]
+        self._contents = {name: _content_of(value) for name, value in found.items()}
         holders = [os.environ, *state.files] if found else []
         self._names = [(holder, {**holder}) for holder in holders]
         self._attributes = [(kind, {**vars(kind)}) for kind in state.kinds]
@@ -142,7 +145,8 @@ class OuterContent:
                 _put_back(holder, content)
             for kind, content in self._attributes:
                 _put_back_in_class(kind, content)
-            for put_back in self._contents:
+            # Another thread may use the others just now.
+            for put_back in filter(None, map(self._contents.get, changed)):
                 put_back()
         return changed
 

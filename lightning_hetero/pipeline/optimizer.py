@@ -154,6 +154,12 @@ def _check_steps_alone(optimizer: Optimizer) -> None:
             "what it makes of one parameter depends on others, on chance, or on a number in its "
             "group that it changes in each step"
         )
+        if _looks_before_closure(optimizer, places, options):
+            cause = (
+                "its `step` reads or changes gradients before it calls its closure, in which "
+                "Lightning computes them, so on one device that has no effect; do it after the "
+                "closure, or in `on_before_optimizer_step`"
+            )
         raise _cannot_be_cut(optimizer, cause)
     if not _are_close(together, moved):
         cause = (
@@ -162,6 +168,20 @@ def _check_steps_alone(optimizer: Optimizer) -> None:
             "in `self.state[parameter]`"
         )
         raise _cannot_be_cut(optimizer, cause)
+
+
+def _looks_before_closure(
+    optimizer: Optimizer,
+    places: Sequence[tuple[int, tuple[int, ...]]],
+    options: Sequence[Mapping[str, Any]],
+) -> bool:
+    """Whether it alone makes a difference that gradients come in the closure, and not before."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        inside, again, before = (
+            _stepped(optimizer, places, options, set(), calls_closure=each)
+            for each in (True, True, False)
+        )
+    return _are_close(inside, again) and not _are_close(inside, before)
 
 
 def _are_close(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -182,6 +202,7 @@ def _stepped(
     away: Collection[int],
     size: float = 1.0,
     moves: bool = False,
+    calls_closure: bool = True,
 ) -> list[Tensor]:
     """Trial parameters after some steps, of which some may be stepped elsewhere.
 
@@ -192,6 +213,7 @@ def _stepped(
         away: The parameters that another optimizer steps.
         size: About how large the numbers of gradients are.
         moves: Whether these move between two steps, with the state that the optimizer has of them.
+        calls_closure: Whether gradients come in the closure, as in Lightning's loop, or before.
     """
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
     parameters = {str(n): nn.Parameter(draw(shape)) for n, (_, shape) in enumerate(places)}
@@ -226,7 +248,11 @@ def _stepped(
             set_gradients(parameters.keys() - there_names)
             return 0.0
 
-        here.step(closure)
+        if calls_closure:
+            here.step(closure)
+        else:
+            closure()
+            here.step()
     return [parameter.detach() for parameter in parameters.values()]
 
 

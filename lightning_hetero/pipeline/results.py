@@ -302,10 +302,9 @@ class StepLog:
         if counts is None:
             raise BatchError(
                 f"A hook has called `self.log({name!r}, ...)` in the backward of a micro-batch, "
-                "and a hook there cannot know the batch's value. Let the hook append to a list, "
-                "and log what the list has in `on_after_backward`; or use the "
-                "safe mode, `micro_batching='boundary'`, which runs one backward for the whole "
-                "batch."
+                "and a hook there cannot know the batch's value. Let the hook update a metric of "
+                "torchmetrics, and log its `compute()` in `on_after_backward`; or use the safe "
+                "mode, `micro_batching='boundary'`, which runs one backward for the whole batch."
             )
         entry = self._logged.setdefault((name, counts[name]), _Logged(args, kwargs))
         counts[name] += 1

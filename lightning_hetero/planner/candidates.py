@@ -55,6 +55,7 @@ from .replicas import (
     of_replica,
     optimizer_part,
 )
+from .safe_mode import predict_safe
 from .simulation import Simulation, predict, predict_below
 from .step_model import Hop, Pipeline, Replicas, StageTimes, busy_seconds_of_media
 
@@ -73,6 +74,7 @@ class Costs:
         kinds: A key for each device; it is equal for devices with equal measurements.
         num_batches: The batches of an accumulation window.
         num_samples: The samples of all these batches.
+        is_safe_mode: Whether ``training_step`` sees whole batches, and only workers have pieces.
     """
 
     def __init__(self, profile: Profile, pins: Mapping[str, Range]) -> None:
@@ -82,6 +84,7 @@ class Costs:
         self.batch_size = profile.batch_size or 1
         self.num_samples = self.batch_size * self.num_batches
         self.num_layers = len(profile.model.layers)
+        self.is_safe_mode = profile.settings.get("cut") == "boundary"
         self.kinds = {device.name: _kind_of(device) for device in profile.devices}
         self._links = {(link.source, link.target): link for link in profile.links}
         self._holders: dict[tuple[bytes, int, tuple[str, ...]], Holder] = {}
@@ -99,7 +102,8 @@ class Costs:
         if key not in self._holders:
             device, made = self.profile.device(name), [self._end(e, name, size) for e in ends]
             waits = self.num_batches > 1
-            self._holders[key] = Holder(device, self.profile.model, size, made, waits)
+            kept = math.ceil(self.batch_size / size) if self.is_safe_mode else 1
+            self._holders[key] = Holder(device, self.profile.model, size, made, waits, kept)
         return self._holders[key]
 
     def both_ends(self, size: int, embedding_left: bool) -> BothEnds:
@@ -445,7 +449,7 @@ class Candidate:
     @cached_property
     def simulation(self) -> Simulation:
         """The simulated step."""
-        return predict(self.pipeline)
+        return (predict_safe if self.costs.is_safe_mode else predict)(self.pipeline)
 
     @property
     def step_seconds(self) -> float:
@@ -455,7 +459,7 @@ class Candidate:
     def is_below(self, seconds: float) -> bool:
         """Whether the predicted step is shorter; the simulation ends as soon as it cannot be."""
         known = vars(self)
-        if "simulation" in known:
+        if "simulation" in known or self.costs.is_safe_mode:
             return self.step_seconds < seconds
         if seconds <= known.get("_at_least", 0.0):
             return False

@@ -227,6 +227,8 @@ class Holder:
             its place, or `HEAD`. They say which layers a stage here can have: the first ones, the
             last ones, or, without ends, any.
         loss_waits: Whether a loss waits for its backward while the next batch begins.
+        least_kept: At least so many micro-batches wait for their backwards, however few are on
+            their way.
     """
 
     def __init__(
@@ -236,6 +238,7 @@ class Holder:
         size: int,
         ends: Sequence[End] = (),
         loss_waits: bool = False,
+        least_kept: int = 1,
     ) -> None:
         self.device = device
         self.is_coordinator = device.name == COORDINATOR
@@ -243,6 +246,7 @@ class Holder:
         self._model = model
         self._size = size
         self._loss_waits = loss_waits
+        self._least_kept = least_kept
         self._matrices: dict[int, tuple[Matrix, npt.NDArray[np.int8]]] = {}
         self._options: dict[tuple[Dtype, bool], Option] = {}
 
@@ -293,6 +297,8 @@ class Holder:
     def need(self, option: Option, first: Index, end: Index, in_flight: Numbers) -> Need:
         """The memory that a stage needs with this many micro-batches in flight."""
         kept, working = self._kept(option, first, end), self._working(option, first, end)
+        if self._least_kept > 1:
+            in_flight = np.maximum(in_flight, self._least_kept)
         parts = [self._model.part(name) for name in self.ends if name in ENDS]
         return Need(
             base=self.device.base_bytes,

@@ -56,7 +56,7 @@ class AtOnce:
     def _settings(self) -> str:
         batch = f"one batch of {in_samples(self.candidate.costs.num_samples)}"
         # Where `training_step` sees whole batches, it can see no window.
-        is_whole = self.candidate.costs.profile.settings.get("cut") == "boundary"
+        is_whole = self.candidate.costs.is_safe_mode
         return batch if is_whole else f"`windows(loader, {self.num_batches})` or {batch}"
 
 

@@ -9,6 +9,8 @@ So the coordinator's layers, the head and the loss run while no worker computes.
 the work with the coordinator, S equal workers and M pieces, a step takes of one device's step about
 
     (1 - c) / S * (1 + (S - 1) / M) + c
+
+All forwards of a batch come before its backwards, so every process keeps what all pieces need.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from .simulation import predict
+from .simulation import Simulation, predict
 from .step_model import Hop, Pipeline, StageTimes
 
 
 def safe_step_seconds(pipeline: Pipeline) -> float | None:
     """The seconds of a step in the safe mode.
 
-    The rule of the runtime plays the forwards of a batch and then its backwards, with room for all
-    pieces on their way. None for the coordinator alone, and for the coordinator as a replica, whose
-    layers only workers run in that mode.
+    The rule of the runtime plays the forwards of a batch and then its backwards, with as many
+    pieces on their way as the plan has in flight. None for the coordinator alone, and for the
+    coordinator as a replica, whose layers only workers run in that mode.
     """
     if pipeline.is_alone or pipeline.hosted is not None:
         return None
@@ -39,6 +41,12 @@ def safe_step_seconds(pipeline: Pipeline) -> float | None:
         + pipeline.exchange_seconds
         + optimizer_seconds
     )
+
+
+def predict_safe(pipeline: Pipeline) -> Simulation:
+    """The prediction of a step in the safe mode; its spans are those of the other mode."""
+    found, seconds = predict(pipeline), safe_step_seconds(pipeline)
+    return found if seconds is None else replace(found, step_seconds=seconds)
 
 
 def own_share(pipeline: Pipeline) -> float:
@@ -57,7 +65,7 @@ def _passes(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
         loss_seconds=0.0,
         loss_backward_seconds=0.0,
         num_microbatches=count,
-        max_in_flight=count,
+        max_in_flight=min(count, pipeline.max_in_flight),
         max_started=None,
         num_batches=1,
     )

@@ -202,7 +202,7 @@ class SimulatedRun:
 
         Raises:
             PlanError: If the step never ends, because micro-batches in flight wait for others that
-                may not start.
+                may not start: no plan is known of which that is so.
         """
         self._offer_next_microbatch()
         self._begin_action(0, 0.0)
@@ -222,16 +222,13 @@ class SimulatedRun:
             for number in touched:
                 if not self._begin_action(number, now):
                     return self._result(math.inf)
-        self._check_ended()
-        return self._result(now)
-
-    def _check_ended(self) -> None:
         if any(process.in_flight for process in self._processes):
             raise PlanError(
                 f"With {self.pipeline.max_in_flight} micro-batches in flight this plan never ends "
                 "a step: a worker waits for a micro-batch that may not start on it, because others "
-                "fill its places. Raise `in_flight`, or give the worker one stage."
+                "fill its places."
             )
+        return self._result(now)
 
     def _result(self, end_seconds: float) -> Simulation:
         last = self.pipeline.sums([times.optimizer_seconds for times in self.pipeline.stages])

@@ -208,6 +208,12 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
     _check_amount(costs)
     counts = window_counts(costs, wishes.micro_batches)
     found = _searched(costs, counts, wishes.replicas)
+    if costs.is_safe_mode and costs.profile.workers and COORDINATOR not in wishes.pins:
+        # The search balances work that is done at the same time, as that of the coordinator is not.
+        apart = Costs(costs.profile, {**wishes.pins, COORDINATOR: (0, 0)})
+        other = _searched(apart, counts, wishes.replicas)
+        if other is not None and (found is None or other[0].is_below(found[0].step_seconds)):
+            found = other[0], (found or other)[1]
     if found is None:
         raise explain_shortage(costs, counts)
     chosen, search = found

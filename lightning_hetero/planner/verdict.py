@@ -603,14 +603,18 @@ def _safe_mode(verdict: Verdict) -> Iterator[str]:
     seconds, candidate = verdict.safe_seconds, verdict.candidate
     if seconds is None:
         return
+    own = (
+        f"{in_percent(own_share(candidate.pipeline))} of the work is the coordinator's, which runs "
+        "on the whole batch while no worker computes"
+    )
+    if candidate.costs.is_safe_mode:
+        yield f"in the safe mode of this run, `micro_batching='boundary'`, {own}"
+        return
     change = seconds / candidate.step_seconds - 1 if candidate.step_seconds > 0 else 0.0
     compared = f"{in_percent(abs(change))} {'shorter' if change < 0 else 'longer'}"
-    is_chosen = candidate.costs.profile.settings.get("cut") == "boundary"
-    whose = "of this run, " if is_chosen else ""
     yield (
-        f"in the safe mode {whose}`micro_batching='boundary'`, a step takes "
-        f"{in_duration(seconds)}, {compared}: {in_percent(own_share(candidate.pipeline))} of the "
-        "work is the coordinator's, which runs on the whole batch while no worker computes"
+        f"in the safe mode, `micro_batching='boundary'`, a step takes {in_duration(seconds)}, "
+        f"{compared}: {own}"
     )
 
 

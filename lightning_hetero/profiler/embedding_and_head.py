@@ -36,7 +36,13 @@ from ..model.layer_call import (
     take_hidden,
     without_cache,
 )
-from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alone, find_embedding
+from ..model.layers import (
+    EMBEDDING_LAYER,
+    DecoderLayer,
+    check_layers_stand_alone,
+    describe_layers,
+    find_embedding,
+)
 from ..model.override import ForwardOverride
 from ..model.stored import shapes_only
 from ..model.tensors import ends_of
@@ -323,10 +329,12 @@ class EndsRunner:
         """
         passed = _Pass(self.device)
         _, passing = self._forward(batch, passed)
-        if passed.around is None or not passed.leaves:
+        missed = [number for number in range(len(self.layers)) if number not in passing.calls]
+        if passed.around is None or missed:
             raise ModelError(
-                f"The `training_step` of {type(self.module).__name__} does not run all decoder "
-                "layers, so they cannot be measured; use plan='even', or a plan of your own."
+                f"The `training_step` of {type(self.module).__name__} does not run "
+                f"{describe_layers(missed)}, so they cannot be measured; use a plan of your own in "
+                "which they stay with the coordinator."
             )
         wants_gradient = passed.entered[0].requires_grad
         return Example(passing.inputs, wants_gradient, passed.around, passing.calls)

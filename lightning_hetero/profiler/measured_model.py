@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, NoReturn, cast, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .._lightning import MixedPrecision, pl
+from ..coordinator.handover import WholeBatches
 from ..devices.device import device_for, is_out_of_memory
-from ..errors import BatchError, ModelError
+from ..errors import ModelError
 from ..model.allowed_imports import ImportedHere
 from ..model.captured_outputs import SilencedHooks
 from ..model.custom_layers import BlocksRecipe
@@ -35,9 +36,10 @@ from ..model.recipe import Recipe, write_recipe
 from ..model.stored import describe_stored
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
 from ..pipeline.bench import Bench, LayerTrial, OptimizerTrial
-from ..pipeline.handover import Request, first_of_request, surroundings_here
+from ..pipeline.handover import Request, surroundings_here
+from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
 from ..pipeline.stage_layers import build_for_values, describe_parameters
-from ..plan import Dtype
+from ..plan import Dtype, Plan
 from ..planner.profile import ModelProfile, Part
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -48,6 +50,8 @@ from .embedding_and_head import EndsRunner, Example, embedding_to_leave, paramet
 # These attributes change no cost: a stage recomputes as a whole, and modes come with each call.
 _NO_COST = frozenset({"gradient_checkpointing", "_is_hf_initialized", *vars(nn.Module())})
 _MOST_DIGITS = 16
+# Whether a batch can be cut does not depend on the number of its pieces.
+_FEWEST_PIECES = 2
 
 # Everything that the cost of a layer depends on, by the path of a module and a name in it.
 _Outline = Mapping[tuple[str, str], Hashable]
@@ -316,17 +320,8 @@ class Subject:
         return list(dict.fromkeys(self.blueprint.kinds))
 
     def layer_trial(self, job: LayerJob, patience_seconds: float) -> LayerTrial:
-        """The trial of a layer for a job.
-
-        Raises:
-            ModelError: If the model did not call the layer.
-        """
+        """The trial of a layer for a job."""
         example, number = self.examples[job.micro_batch_size], self.blueprint.number_of(job.kind)
-        if number not in example.calls:
-            raise ModelError(
-                f"Layer {number} was not called in `training_step`, so it cannot be measured; use "
-                "plan='even', or a plan of your own."
-            )
         return LayerTrial(
             number=number,
             hidden_shape=tuple(example.inputs[number].shape),
@@ -349,26 +344,40 @@ class Subject:
         )
 
 
-def cut_example(whole: Example, sizes: Sequence[int]) -> dict[int, Example]:
-    """Examples for micro-batches that are cut before the first layer.
+def cut_example(
+    whole: Example, cutting: Cutting, layers: Mapping[int, nn.Module]
+) -> tuple[int, dict[int, Example]]:
+    """The samples of a batch that is cut before the first layer, as its run cuts it, and examples
+    of micro-batches by their sizes.
 
-    A size into which the hidden states cannot be cut has no example.
+    A batch that stays in one piece counts as one sample, so that no plan cuts it.
+
+    Args:
+        whole: The batch.
+        cutting: How training batches become micro-batches.
+        layers: The forms of all layers, on ``meta``.
     """
     calls = list(whole.calls.values())
     request = Request(whole.hidden, replace(whole.surroundings, calls=calls))
-    found = {}
-    for size in sizes:
-        try:
-            piece = first_of_request(request, size)
-        except BatchError:
-            continue
+    batches = WholeBatches(layers, Plan([], _FEWEST_PIECES), cutting.options, _run_nothing)
+    batches.num_samples = cutting.sample.size
+    pieces, dim = batches.cut(request)
+    if len(pieces) == 1:
+        return 1, {1: whole}
+    found, batch_size = {}, whole.hidden.shape[dim]
+    for size in _sizes(batch_size, cutting):
+        piece = batches.first(request, size, dim)
         found[size] = replace(
             whole,
-            inputs={number: hidden[:size] for number, hidden in whole.inputs.items()},
+            inputs={n: hidden.narrow(dim, 0, size) for n, hidden in whole.inputs.items()},
             surroundings=piece.surroundings,
             calls={call.layer_index: call for call in piece.surroundings.calls},
         )
-    return found
+    return batch_size, found
+
+
+def _run_nothing(*_: object) -> NoReturn:
+    raise ModelError("A batch that is only measured runs on no stage.")
 
 
 @dataclass(frozen=True)
@@ -379,11 +388,13 @@ class Cutting:
         sample: A training batch, on its device.
         at_boundary: Whether ``training_step`` sees whole batches, and only hidden states are cut.
         sizes: Samples of the micro-batches to measure; None for 1, 2, 4, … up to the batch.
+        options: What the user said of batches.
     """
 
     sample: SampleBatch
     at_boundary: bool
     sizes: Sequence[int] | None
+    options: BatchOptions = NOTHING_SAID
 
     def batch(self, size: int) -> Any:
         """The batch that ``training_step`` sees for micro-batches of this size."""
@@ -457,9 +468,7 @@ def sight(
 def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Example]]:
     """The size of a training batch, and examples of micro-batches by their sizes."""
     if cutting.at_boundary:
-        whole = runner.example(cutting.sample.batch)
-        batch_size = whole.hidden.shape[0]
-        return batch_size, cut_example(whole, _sizes(batch_size, cutting))
+        return cut_example(runner.example(cutting.sample.batch), cutting, runner.on_meta)
     if cutting.sample.size is None:
         # A batch that runs in one piece counts as one sample, so that no plan cuts it.
         return 1, {1: runner.example(cutting.sample.batch)}

@@ -29,6 +29,7 @@ from ..devices.main_memory import give_back_free_memory, is_in_main_memory
 from ..model.hollow import hold_in_place, let_move
 from ..model.layers import DecoderLayer
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
+from ..pipeline.microbatch import BatchOptions
 from ..plan import COORDINATOR
 from ..planner.profile import DeviceProfile, Link, Profile, fit_link, in_series
 from ..protocol import messages as m
@@ -252,6 +253,7 @@ class ProfilingRun:
         workers: Their names.
         options: How to measure.
         cuts_boundary: Whether ``training_step`` sees whole batches.
+        batches: What the user said of batches.
 
     Attributes:
         later: What measures a worker that joins later; None as long as nothing has been measured.
@@ -263,6 +265,7 @@ class ProfilingRun:
     workers: Sequence[str]
     options: ProfilingOptions
     cuts_boundary: bool
+    batches: BatchOptions
     later: NewcomerTrials | None = field(default=None, init=False)
 
     def measured(self) -> Measured:
@@ -349,7 +352,8 @@ class ProfilingRun:
         identity: ModelIdentity,
     ) -> Measuring:
         here = replace(sample, batch=to_device(self.module.trainer, sample.batch))
-        cutting = Cutting(here, self.cuts_boundary, self.options.micro_batch_sizes)
+        sizes = self.options.micro_batch_sizes
+        cutting = Cutting(here, self.cuts_boundary, sizes, self.batches)
         return Measuring(
             self.module,
             self.layers,

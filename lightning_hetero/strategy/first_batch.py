@@ -138,11 +138,12 @@ class _Problem:
 
     Args:
         text: The difference and its remedies in words.
-        is_large: Whether the difference is too large for a run to go on unless the user says so.
+        refusal: The same, if the difference is too large for a run to go on unless the user says
+            so; None otherwise.
     """
 
     text: str
-    is_large: bool
+    refusal: str | None = None
 
 
 class _Observer:
@@ -271,8 +272,8 @@ class FirstBatchCheck:
         if problem is None:
             return
         is_first = self.checks.is_first
-        if is_first and mode == "stop" and problem.is_large:
-            raise BatchError(f"{problem.text} {GO_ON}")
+        if is_first and mode == "stop" and problem.refusal:
+            raise BatchError(f"{problem.refusal} {GO_ON}")
         rank_zero_warn(problem.text if is_first else f"{problem.text} {_LATER}")
 
     def _problem(self, batch: CutBatch) -> _Problem | None:
@@ -338,7 +339,7 @@ class FirstBatchCheck:
             self.checks.said.update(("loss", size) for size in {is_large, False})
             remedies = self._remedies(losses, batch)
             text = _said(self.checks.which, losses, weights, difference, remedies)
-            problem = _Problem(text, is_large)
+            problem = _Problem(text, text if is_large else None)
         if difference > losses.rounding:
             logged = whole.logged.values.items()
             self._note_said([name for name, value in logged if value == losses.whole])
@@ -374,7 +375,7 @@ class FirstBatchCheck:
                 "anything else in `on_train_batch_end`. `micro_batching='boundary'` returns what "
                 "one device does."
             )
-        return _Problem(" ".join(texts), is_large=False) if texts else None
+        return _Problem(" ".join(texts)) if texts else None
 
     def _differing(self, whole: _Whole, cut: _Whole) -> tuple[dict[str, str], dict[str, str]]:
         """What differs in words, by name, if it was not said: what is logged, and returned."""
@@ -423,7 +424,9 @@ class FirstBatchCheck:
         found = whole.differing(cut, rounding, self.checks.which)
         if found is not None:
             self.checks.said.add(("gradients",))
-            return None if self._draws_gradients(batch, whole, rounding) else _Problem(*found)
+            text, is_large = found
+            problem = _Problem(text, text if is_large else None)
+            return None if self._draws_gradients(batch, whole, rounding) else problem
         if not whole.is_cut_into(cut) and self.checks.is_new("lengths"):
             rank_zero_info(
                 "Whether the code before the layers on workers makes the gradients of the "

@@ -106,7 +106,15 @@ class PlanChoice:
         if connections is None or options is None:
             return self.unmeasured(trainer, len(layers), workers)
         given = self.given(len(layers), workers)
-        run = ProfilingRun(site.module, layers, connections, workers, options, not site.cuts_step)
+        run = ProfilingRun(
+            site.module,
+            layers,
+            connections,
+            workers,
+            options,
+            not site.cuts_step,
+            site.options.batches,
+        )
         try:
             self.measured = in_window(run.measured(), trainer, site.cuts_step)
         except NoSample as reason:
@@ -231,7 +239,15 @@ def measure(site: Site, layers: Sequence[DecoderLayer], options: ProfilingOption
     workers = site.find_workers()
     with closing(site.connect_all(workers, layers)) as coordinator:
         whole = not site.cuts_step
-        run = ProfilingRun(site.module, layers, coordinator.connections, workers, options, whole)
+        run = ProfilingRun(
+            site.module,
+            layers,
+            coordinator.connections,
+            workers,
+            options,
+            whole,
+            site.options.batches,
+        )
         return run.measured().profile
 
 

@@ -365,8 +365,8 @@ class Supervisor:
         was_ended = member.end_seconds is not None  # by this process, which has followed it
         if not member.is_ready and not self._is_draining and not was_ended:
             raise WorkerError(
-                f"The process of a session ended {how} before it could serve; start the worker "
-                "with `--log-level DEBUG` to see more."
+                f"The process of a session ended {how} before it could serve; what it printed says "
+                "why."
             )
         if not was_ended:
             logger.warning("the process that serves sessions ended %s; another one serves", how)

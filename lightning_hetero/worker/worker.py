@@ -485,7 +485,7 @@ class Worker:
         if not self._session_changed.wait_for(lambda: self._session is None, busy_seconds):
             raise self._busy(hello.session)
         if self._is_replaced:
-            raise _ProcessReplaced("the process that answered ends with its session; dial again.")
+            raise _ProcessReplaced("the process that answered ends with its session.")
 
     def _busy(self, wanted: str) -> WorkerError:
         seconds = 0.0 if self._session is None else self._session.waits_seconds

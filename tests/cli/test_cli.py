@@ -17,6 +17,7 @@ import yaml
 from torch import Tensor
 
 from lightning_hetero import cli
+from lightning_hetero.cli.project import project_of
 from lightning_hetero.devices.description import named_device
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.model.allowed_imports import Allowed
@@ -423,6 +424,7 @@ def test_a_plan_that_does_not_exist_is_named_before_the_picture(
 PROJECT = """
 from tests.models import TinyModule, loader
 import lightning as L
+import torch
 
 
 class Module(TinyModule):
@@ -434,6 +436,10 @@ class Module(TinyModule):
 
 
 class NoLayers(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+
     def training_step(self, batch):
         raise RuntimeError("A command trains.")
 
@@ -570,12 +576,18 @@ def test_of_several_configs_the_last_one_wins(
     assert "`workers` is -7; it must be a number of local workers" in said
 
 
+@pytest.mark.follows("name them with `layers` of the strategy in the config")
 @pytest.mark.parametrize("command", ["profile", "verify"])
 def test_a_model_without_layers_is_not_measured_and_not_verified(
     project: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     write_config(project, "{workers: 1}", model="{class_path: my_project.NoLayers}")
     assert "NoLayers has no decoder layers" in str(run(monkeypatch, command, "config.yaml"))
+    named = "{workers: 1, layers: blocks}"
+    write_config(project, named, model="{class_path: my_project.NoLayers}")
+    found = project_of(cli.command_line().parse_args([command, "config.yaml"]))
+    calling = found.trainer.strategy.instead_of_training
+    assert found.instead_of_training(calling, lambda _, layers: len(layers), "nothing") == 2
 
 
 def test_a_token_is_made_once_and_not_shown(

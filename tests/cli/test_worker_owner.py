@@ -259,17 +259,17 @@ def test_a_name_that_stands_for_loopback_is_warned_of(
 
 
 def test_an_allowed_package_in_the_current_folder_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The command's own folder stands first where Python looks, and not the current one."""
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
     monkeypatch.chdir(tmp_path)
-    assert cli_worker._absent(("my_layers_here.blocks", "nowhere_at_all")) == [
-        "my_layers_here.blocks",
-        "nowhere_at_all",
-    ]
+    names = ("my_layers_here.blocks", "nowhere_at_all", "torch")
+    cli_worker._warn_of_absent(names)
+    assert [each in caplog.text for each in names] == [True, True, False]
+    caplog.clear()
     (tmp_path / "my_layers_here").mkdir()
     (tmp_path / "my_layers_here" / "blocks.py").touch()
     importlib.invalidate_caches()
-    assert cli_worker._absent(("my_layers_here.blocks", "nowhere_at_all")) == ["nowhere_at_all"]
-    assert cli_worker._absent(("torch",)) == []
+    cli_worker._warn_of_absent(names)
+    assert [each in caplog.text for each in names] == [False, True, False]

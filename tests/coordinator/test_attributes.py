@@ -43,9 +43,8 @@ def test_an_attribute_that_cannot_be_sent_is_named_with_its_module() -> None:
         attributes.follow()
 
 
-def test_a_late_change_that_was_refused_is_sent_before_the_next_step() -> None:
-    """A check of a later batch goes on after the error."""
-    layer = DecoderLayer("layers.0", nn.Linear(2, 2))
+def sending() -> tuple[list[m.SetAttributes], Any]:
+    """What is sent to a worker, and the connections that it is sent over."""
     sent: list[m.SetAttributes] = []
     connections = SimpleNamespace(
         step=1,
@@ -53,6 +52,13 @@ def test_a_late_change_that_was_refused_is_sent_before_the_next_step() -> None:
         check_usable=lambda: None,
         send=lambda _worker, message: sent.append(message),
     )
+    return sent, connections
+
+
+def test_a_late_change_that_was_refused_is_sent_before_the_next_step() -> None:
+    """A check of a later batch goes on after the error."""
+    layer = DecoderLayer("layers.0", nn.Linear(2, 2))
+    sent, connections = sending()
     attributes = attributes_of(layer, connections)
     attributes.follow()
     attributes.note_call(0)
@@ -75,12 +81,32 @@ class Scaled(nn.Linear):
         return super().forward(input) * SCALE
 
 
+class ScaledByAttribute(nn.Linear):
+    """Reads an attribute."""
+
+    scale = 1.0
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch calls it
+        return super().forward(input) * self.scale
+
+
+@pytest.mark.follows(
+    "keep it in an attribute of the layers, which is sent before the next step, pass it as an"
+)
 def test_a_global_that_changes_during_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     attributes = attributes_of(DecoderLayer("layers.0", Scaled(2, 2)))
     attributes.follow()
     monkeypatch.setattr(f"{__name__}.SCALE", 2.0)
     with pytest.raises(ModelError, match=r"test_attributes\.SCALE has changed since the layers"):
         attributes.follow()
+    layer = DecoderLayer("layers.0", ScaledByAttribute(2, 2))
+    sent, connections = sending()
+    attributes = attributes_of(layer, connections)
+    attributes.follow()
+    layer.module.scale = 2.0
+    connections.step += 1
+    attributes.follow()
+    assert [message.values for message in sent] == ['{"scale":2.0}']
 
 
 def changed(model: nn.Module) -> list[Change]:
@@ -101,6 +127,9 @@ def test_experts_in_4_bits_have_the_class_that_a_worker_builds(tmp_path: Path) -
     assert changed(in_four_bits("mixtral", tmp_path)) == []
 
 
+@pytest.mark.follows(
+    "Change the config before the model is built, or keep the layer with the coordinator."
+)
 @pytest.mark.parametrize(
     ("family", "path", "other"),
     [
@@ -119,3 +148,4 @@ def test_a_module_of_another_class_than_a_worker_builds_is_refused(
     setattr(model.get_submodule(owner), name, other)
     with pytest.raises(ModelError, match=rf"{path} is \w+ here, and a worker has \w+ there"):
         changed(model)
+    assert changed(tiny_model("llama", hidden_act="gelu")) == []

@@ -83,6 +83,31 @@ def test_layers_without_weights_are_refused(coordinator: Coordinator) -> None:
     deploy(tiny_llama(NUM_LAYERS), coordinator)
 
 
+@pytest.mark.follows("are on a worker of another run, which has not ended. End that run first.")
+def test_layers_of_a_run_that_goes_on_are_refused(coordinator: Coordinator) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    deployment = deploy(model, coordinator)
+    with pytest.raises(ModelError, match="The weights of layer 2 are on a worker of another"):
+        deploy(model, coordinator)
+    deployment.bring_back()
+    deploy(model, coordinator).bring_back()
+
+
+@pytest.mark.follows(
+    "does not have it; add it before the run, or keep the layer with the coordinator"
+)
+def test_a_tensor_that_is_added_while_its_layer_is_away_is_refused(
+    coordinator: Coordinator,
+) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    deploy(model, coordinator)
+    model.model.layers[0].mlp.register_buffer("extra", torch.ones(1))
+    assert "model.layers.0.mlp.extra" in model.state_dict()
+    model.model.layers[3].mlp.register_buffer("extra", torch.ones(1, device="meta"))
+    with pytest.raises(ModelError, match=r"'3\.mlp\.extra' was added to its layer after the layer"):
+        model.state_dict()
+
+
 def test_layers_that_were_lost_are_not_read_from_their_checkpoint_again(
     coordinator: Coordinator, tmp_path: Path
 ) -> None:

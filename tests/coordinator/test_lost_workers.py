@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,12 @@ from lightning_hetero.coordinator.lost_workers import (
     seconds_of,
     why_not_again,
 )
+from lightning_hetero.coordinator.replacement import Replacements
+from lightning_hetero.coordinator.worker_stages import Holdings
+from lightning_hetero.errors import WorkerError
+from lightning_hetero.pipeline.placement import Placement
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.protocol import messages as m
 
 
 @dataclass
@@ -84,3 +93,25 @@ def test_processes_that_are_lost_while_they_get_layers_count_too() -> None:
     assert why_not_again([loss], worker, 7) == ""
     loss.note_failed()
     assert "5 times in step 7, 4 times while it got" in why_not_again([loss], worker, 7)
+
+
+@pytest.mark.follows("would drift apart; let only owners step (`optimizer: split`).")
+def test_another_kind_of_device_takes_a_replica_only_if_owners_step() -> None:
+    worker: Any = SimpleNamespace(
+        name="a", equipment=m.Equipment({"torch": "2.9"}, "cuda"), stages=[1]
+    )
+    for optimizer, is_refused in ((None, True), ("split", False)):
+        plan = Plan([StagePlan(["a", "b"], (0, 2), optimizer=optimizer)], 2)  # type: ignore[arg-type]
+        holdings: Any = SimpleNamespace(
+            placement=Placement.of(plan),
+            stages={1: SimpleNamespace(is_split=optimizer == "split")},
+            stages_of=lambda _worker: [],
+        )
+        holdings.steps_alike = partial(Holdings.steps_alike, holdings)
+        kinds = SimpleNamespace(get=lambda *_: "of the process that was lost")
+        replacements: Any = SimpleNamespace(
+            _layers=SimpleNamespace(holdings=holdings), _kinds=kinds
+        )
+        refused = pytest.raises(WorkerError, match="It is another device than a was")
+        with refused if is_refused else nullcontext():
+            Replacements._check_can_hold(replacements, worker)

@@ -238,6 +238,10 @@ def test_only_what_changed_is_told() -> None:
     assert followed.ever == {trained, frozen}
 
 
+@pytest.mark.follows(
+    "and its steps would be lost in rounding; set `requires_grad` before the run, or take `dtype` "
+    "from the plan"
+)
 def test_rounded_weights_do_not_begin_to_train() -> None:
     told, names_of = Told(), parameters()
     trained, frozen, other = names_of
@@ -256,3 +260,14 @@ def test_rounded_weights_do_not_begin_to_train() -> None:
         with pytest.raises(ModelError, match=refused):
             followed.follow()
     assert told.changes[1:] == [(["2.trained"], False), (["2.trained"], True)]
+    told.changes.clear()
+    followed = TrainedParameters(cast(OptimizerParts, told), names_of, rounded)  # it trains already
+    frozen.requires_grad_(False)
+    followed.follow()
+    frozen.requires_grad_(True)
+    followed.follow()
+    frozen.requires_grad_(False)
+    followed = TrainedParameters(cast(OptimizerParts, told), names_of, [])  # no dtype in the plan
+    frozen.requires_grad_(True)
+    followed.follow()
+    assert told.changes == [(["2.frozen"], wanted) for wanted in (False, True, True)]

@@ -185,12 +185,18 @@ def test_a_file_of_another_run_is_found(tmp_path: Path) -> None:
     files.close()
 
 
+@pytest.mark.follows(
+    "Let nothing clean its folder up, or name another one (`recovery=Recovery(folder=...)`), and go"
+)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_file_that_is_gone_is_named(number: int, tmp_path: Path) -> None:
     files, paths = written(tmp_path / "run")
     paths[number].unlink()
     with pytest.raises(CheckpointError, match=f"'{paths[number]}' .* cannot be read: No such file"):
         read_all(files)
+    files.close()
+    files, _ = written(tmp_path / "another")
+    assert len(read_all(files)) > 0
     files.close()
 
 

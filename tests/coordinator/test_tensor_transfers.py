@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from lightning_hetero.coordinator.layers import RemoteLayers
 from lightning_hetero.coordinator.tensor_transfers import (
     MOST_REFUSALS,
     MOST_SMALL_UNDER_WAY,
@@ -18,6 +21,7 @@ from lightning_hetero.coordinator.tensor_transfers import (
     TensorLoad,
     send_all,
 )
+from lightning_hetero.errors import ModelError
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.protocol.tensor_bytes import fingerprint_of
@@ -94,6 +98,20 @@ def test_many_small_ones_are_under_way_at_once() -> None:
         under_way.clear()
         assert len(list(send_all([load(worker, tensors(100, elements))], receive))) == 100
         assert max(under_way) == expected
+
+
+@pytest.mark.follows("and the other parts of its state; load a whole `state_dict()`")
+def test_a_tensor_in_four_bits_comes_with_its_state() -> None:
+    library = pytest.importorskip("bitsandbytes").nn
+    layer = library.Linear4bit(8, 8, quant_type="nf4").to("cpu")
+    state = {f"0.{name}": tensor for name, tensor in layer.state_dict().items()}
+    remote: Any = SimpleNamespace(holdings=SimpleNamespace(layers={0: layer}))
+    with pytest.raises(ModelError, match=r"comes without '0\.weight\.absmax' and the other parts"):
+        RemoteLayers._contents_for(remote, ["0.weight"], {"0.weight": state["0.weight"]})
+    [(name, content, parts)] = RemoteLayers._contents_for(remote, ["0.weight"], state)
+    assert name == "0.weight"
+    assert content is state[name]
+    assert "absmax" in parts
 
 
 def test_what_a_worker_packs_comes_alone() -> None:

@@ -39,7 +39,13 @@ from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.tls import Credentials
-from lightning_hetero.transport.token import Token, write_token_file
+from lightning_hetero.transport.token import (
+    FILE_VARIABLE,
+    Token,
+    find_token_file,
+    read_token_file,
+    write_token_file,
+)
 
 from ..transport.pairs import QUICK, worker_thread
 
@@ -460,29 +466,42 @@ def test_the_fleet_looks_once_in_each_run(
         assert searches == ["one", "one"]
 
 
+@pytest.mark.follows(
+    "this process has no token; make one with `lightning-hetero token`, and copy it to all machines"
+)
+@pytest.mark.follows(
+    "Start workers with `lightning-hetero worker --listen 0.0.0.0:9999` and the same token file"
+)
 @pytest.mark.usefixtures("only_loopback")
 def test_the_command_lists_them(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    token: Token,
-    token_file: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    def call(*words: str) -> None:
+        monkeypatch.setattr("sys.argv", ["lightning-hetero", *words])
+        cli.main()
+
     monkeypatch.setattr("lightning_hetero.cli.workers.Deadlines", lambda: SOON)
-    monkeypatch.setattr(
-        "sys.argv", ["lightning-hetero", "workers", "--token-file", str(token_file)]
-    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(FILE_VARIABLE)
+    with pytest.raises(SystemExit, match="A search finds workers by the token that they share"):
+        call("workers")
+    call("token")
+    with pytest.raises(SystemExit, match="No worker of this token that can be used was found"):
+        call("workers")
+    token_file = find_token_file(None)
+    assert token_file is not None
+    token = read_token_file(token_file)
     recogniser, gone = Recogniser(token), closed_port()
+    capsys.readouterr()
     with (
         worker_thread(Credentials(token)) as address,
         announced(recogniser.announcement(LOOPBACK, address.port), LOOPBACK),
         announced(recogniser.announcement(LOOPBACK, gone), LOOPBACK),
     ):
-        cli.main()
+        call("workers")
     found, skipped = capsys.readouterr().out.splitlines()
     assert found.startswith(f"{address} (")
     assert skipped.startswith(f"skipped: No worker answers at 127.0.0.1:{gone}")
-    with pytest.raises(SystemExit, match="No worker of this token"):
-        cli.main()
 
 
 def test_this_machine_knows_its_loopback() -> None:

@@ -239,6 +239,23 @@ def test_no_change_is_silent(allowing: list[str], name: str) -> None:
     assert found.kind in ("equal", "refused", "said"), found
 
 
+@pytest.mark.follows(
+    "Clip with `gradient_clip_val`, set options in its parameter groups, and use an optimizer that "
+    "steps each parameter by itself"
+)
+def test_an_optimizer_that_couples_parameters_is_refused_until_lightning_clips(
+    allowing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def module(optimizer: Any) -> Changed:
+        return Changed(nothing, monkeypatch, Block, optimizer)
+
+    with pytest.raises(ModelError, match="is not what CouplingInWindow makes of this"):
+        trained(module(changing.CouplingInWindow), allowing)
+    found = trained(module(SGD), allowing, gradient_clip_val=0.1)
+    expected = trained(module(SGD), (), gradient_clip_val=0.1)
+    assert_close(found.state_dict(), expected.state_dict())
+
+
 class Adapted(TinyModule):
     """Adapters over frozen weights, which are in four bits if there is a folder."""
 

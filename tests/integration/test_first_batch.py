@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import random
 import re
 import warnings
@@ -19,7 +20,7 @@ from torchmetrics import MeanMetric
 from ..models import fit
 from ..pairwise import all_pairs, covering, keeping
 from ..patterns import PATTERNS, Pattern, run
-from ..patterns.learner import WIDTH, Learner, cross_entropy, samples
+from ..patterns.learner import NUM_STEPS, WIDTH, Learner, cross_entropy, samples
 from .busy import Busy, allowing, assert_same
 
 __all__ = ["allowing"]
@@ -160,11 +161,38 @@ class Writing(Learner):
         return loss
 
 
+class WritingLater(Learner):
+    """Writes to its logger when the batch has ended."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("logged", loss)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self.logger is not None
+        self.logger.log_metrics({"written": 1.0}, step=self.global_step)
+
+
+@pytest.mark.follows(
+    "Log with `self.log`, write in `on_train_batch_end`, or use the safe mode, "
+    "`micro_batching='boundary'`."
+)
 def test_what_is_written_to_a_logger_is_said(allowing: list[str], tmp_path: Path) -> None:
     pattern = Pattern("", "", Writing, trainer={"logger": CSVLogger(tmp_path)})
     with pytest.warns(UserWarning, match="writes to a logger by itself") as said:
         run(pattern, pattern.strategy(allowing, {"micro_batches": 2}))
     assert len([each for each in said if "writes to" in str(each.message)]) == 1
+    for module, mode in ((WritingLater, "step"), (Writing, "boundary")):
+        logger = CSVLogger(tmp_path / mode)
+        pattern = Pattern("", "", module, trainer={"logger": logger, "log_every_n_steps": 1})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "`training_step` writes")
+            settings = {"micro_batches": 2, "micro_batching": mode}
+            run(pattern, pattern.strategy(allowing, settings))
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            written = [row["written"] for row in csv.DictReader(file) if row["written"]]
+        assert len(written) == NUM_STEPS
 
 
 CHECKED = [

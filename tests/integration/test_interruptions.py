@@ -24,14 +24,15 @@ from lightning_hetero import HeteroPipelineStrategy, Recovery
 from lightning_hetero.coordinator import optimizers
 from lightning_hetero.coordinator.deployment import Deployment
 from lightning_hetero.coordinator.optimizers import OptimizerParts
-from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
+from lightning_hetero.errors import HeteroError, ModelError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Channel
 
 from ..conftest import worker_process
+from ..equality import assert_close, weights_of
 from ..forked import Script, running_script
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader, trainer
 from ..pairwise import all_pairs, covering, keeping
 from .interrupted import SCRIPT
 
@@ -267,6 +268,37 @@ def test_ctrl_c_as_a_run_takes_leave_frees_its_workers(
     assert threading.active_count() == threads
     assert list(tmp_path.iterdir()) == []
     assert_serves(workers[:2])
+
+
+class SavingInside(TinyModule):
+    """Saves whatever happens, also where the optimizer's step has failed half-way."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().optimizer_step(*args, **kwargs)
+        finally:
+            self.trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.follows(
+    "which some layers have made and others have not; continue from the last checkpoint."
+)
+def test_after_an_interrupted_optimizer_step_a_run_continues_from_the_last_checkpoint(
+    workers: list[str], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    saving, path = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1), tmp_path / "x.ckpt"
+    run = {"callbacks": [saving], "enable_checkpointing": True}
+    with monkeypatch.context() as patch:
+        before_the_step_here(patch)
+        with pytest.raises(ModelError, match="was interrupted inside the optimizer's step, which"):
+            fit(SavingInside(path), even(workers[:2]), loader(60, 12), **run)
+    data, path = loader(60, 12), tmp_path / "step=1.ckpt"
+    found = fit(TinyModule(), even(workers[:2]), data, ckpt_path=path)
+    assert_close(weights_of(found), weights_of(fit(TinyModule(), data=data, ckpt_path=path)))
 
 
 def assert_serves(workers: list[str]) -> None:

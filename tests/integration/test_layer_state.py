@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..stateful_layers import (
     Caching,
     CachingInTable,
     Counting,
+    CountingInClass,
     CountingInside,
     LayeredModule,
     Listing,
@@ -96,6 +98,27 @@ def test_state_in_an_attribute_is_refused_before_a_prediction_is_returned(
         trainer(pipeline(allowing, 1)).predict(LayeredModule(Counting), loader(8, 4))
 
 
+@pytest.mark.follows(
+    "If it is more than a cache, pass it as an argument or return it, or keep the layer with the"
+)
+def test_what_a_layer_changes_outside_of_itself_is_said(
+    allowing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CountingInClass, "num_calls", 0)
+    said = r"forward of layer 0 changes tests\.stateful_layers\.CountingInClass\.num_calls, which"
+    with pytest.warns(UserWarning, match=said):
+        train(LayeredModule(CountingInClass), pipeline(allowing, 1))
+    assert CountingInClass.num_calls == 0
+    kept = Plan([StagePlan(["coordinator"], (0, 2)), StagePlan(allowing, (2, 3))], 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The forward of layer 2 changes")
+        strategy = HeteroPipelineStrategy(
+            allowing, kept, layers="model.blocks", check_first_batch="off"
+        )
+        train(LayeredModule(CountingInClass), strategy)
+    assert CountingInClass.num_calls == 2 * NUM_STEPS
+
+
 def test_an_attribute_restored_by_the_forward_is_no_state(allowing: list[str]) -> None:
     found = train(LayeredModule(Restoring), pipeline(allowing, 1))
     assert_equal(found, train(LayeredModule(Restoring)), rtol=0)
@@ -159,6 +182,19 @@ def test_every_micro_batch_may_set_the_same(allowing: list[str]) -> None:
     assert_equal(train(Cooling(), pipeline(allowing, 2)), train(Cooling()), rtol=1e-5)
 
 
+class CoolingBefore(LayeredModule):
+    """Sets a temperature before its steps."""
+
+    def __init__(self) -> None:
+        super().__init__(Scaled)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.model.blocks[1].temperature = 2.0 + batch_idx
+
+
+@pytest.mark.follows(
+    "Change it in `on_train_batch_start` or earlier, or keep the layer with the coordinator."
+)
 def test_a_change_in_the_middle_of_a_step_is_refused_by_name(allowing: list[str]) -> None:
     with pytest.raises(
         ModelError,
@@ -166,6 +202,15 @@ def test_a_change_in_the_middle_of_a_step_is_refused_by_name(allowing: list[str]
         r"layer 1 before it\. Change it in `on_train_batch_start`",
     ):
         train(Cooling(differs=True), pipeline(allowing, 2))
+    found = train(CoolingBefore(), pipeline(allowing, 2))
+    assert_equal(found, train(CoolingBefore()), rtol=1e-5)
+    stages = [StagePlan(["coordinator"], (0, 2)), StagePlan(allowing, (2, 3))]
+    kept = HeteroPipelineStrategy(
+        allowing, Plan(stages, 2), layers="model.blocks", check_first_batch="off"
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`training_step` changes")
+        assert len(train(Cooling(differs=True), kept).losses) > 0
 
 
 def test_a_change_made_during_prediction_reaches_the_worker(allowing: list[str]) -> None:

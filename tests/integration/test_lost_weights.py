@@ -181,6 +181,7 @@ def lose(
     return caught.value, module
 
 
+@pytest.mark.follows("have not come home from the workers.… Build the module anew and ….")
 def test_the_last_existing_checkpoint_is_named(
     workers: list[str], victim: WorkerProcess, tmp_path: Path
 ) -> None:

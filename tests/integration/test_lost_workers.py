@@ -164,6 +164,9 @@ def test_a_worker_whose_place_nobody_can_take_in_time_ends_the_run(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.follows(
+    "Let nothing clean it up, or name another one (`recovery=Recovery(folder=...)`)."
+)
 def test_a_worker_whose_files_were_removed_ends_the_run(tmp_path: Path) -> None:
     """Neither by the name of a file, nor by its weights, which are not in this process either."""
 
@@ -179,6 +182,11 @@ def test_a_worker_whose_files_were_removed_ends_the_run(tmp_path: Path) -> None:
         expected = r"cannot be replaced: The folder '.*recovery.run-.*'.* was removed during"
         with pytest.raises(WorkerLost, match=expected):
             fit(TinyModule(), strategy, loader(36, 12), callbacks=callbacks)
+        settings = Recovery(folder=tmp_path / "another", every_seconds=NEVER)
+        strategy = HeteroPipelineStrategy(names, turn_by_turn(names), recovery=settings)
+        observing = Observing({1: partial(kill_session, second)})
+        fit(TinyModule(), strategy, loader(36, 12), callbacks=[observing])
+        assert observing.told == [("lost", second.address), ("restored", second.address)]
 
 
 @repeats(

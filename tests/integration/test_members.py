@@ -214,6 +214,7 @@ def test_a_worker_that_dies_behind_a_move_of_replan_comes_back(
 # draining
 
 
+@pytest.mark.follows("so no layers move to it; make a plan over the workers that the run has, ….")
 def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
     undisturbed: TinyModule, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,6 +226,8 @@ def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
             with pytest.raises(PlanError) as caught:
                 strategy.move_layers(plan_over(names))
             refused.append(str(caught.value))
+            stages = [StagePlan([COORDINATOR], (0, 2)), StagePlan(names[:1], (2, 5))]
+            strategy.move_layers(Plan(stages, micro_batches=3))
 
         events = Events({4: ask_to_end(second), 6: move_back})
         strategy = HeteroPipelineStrategy(

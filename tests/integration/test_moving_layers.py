@@ -22,7 +22,7 @@ from lightning_hetero.coordinator.tensor_transfers import PassedOn
 from lightning_hetero.errors import ModelError, PlanError, WeightsLost, WorkerLost
 
 from ..conftest import WorkerProcess, worker_process
-from ..models import TinyModule, loader, sequences, trainer
+from ..models import TinyModule, fit, loader, sequences, trainer
 from ..pairwise import keeping, repeats
 from ..plans import plan_of
 from .moves import Moves
@@ -300,8 +300,12 @@ def test_nothing_is_lost_when_a_move_is_interrupted(
     assert_same(resumed, still)
 
 
+@pytest.mark.follows(
+    "so the workers run no step any more. End the run, which brings the weights home, save a "
+    "checkpoint, and continue from it."
+)
 def test_no_step_runs_after_a_move_that_failed(
-    workers: list[str], monkeypatch: pytest.MonkeyPatch
+    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stubborn(Moves):
         def on_train_batch_start(self, *given: Any) -> None:
@@ -314,6 +318,12 @@ def test_no_step_runs_after_a_move_that_failed(
     run = trainer(strategy, callbacks=[moves], max_steps=4)
     with pytest.raises(ModelError, match="A move of layers has failed"):
         run.fit(TinyModule(NUM_LAYERS), loader(8 * 4, 8))
+    monkeypatch.undo()
+    run.save_checkpoint(tmp_path / "home.ckpt")
+    strategy = HeteroPipelineStrategy(workers[:2], plan_of(workers, START))
+    data, path = loader(8 * 4, 8), tmp_path / "home.ckpt"
+    found = fit(TinyModule(NUM_LAYERS), strategy, data, ckpt_path=path)
+    assert_same(found, fit(TinyModule(NUM_LAYERS), data=data, ckpt_path=path))
 
 
 # A layer takes 12 ms at least on this worker.

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, windows
 from lightning_hetero.callbacks import StageWeightAveraging
@@ -87,6 +88,17 @@ def warns(words: str, act: Act) -> Act:
             act(workers)
 
     return warned
+
+
+def without_warning(words: str, act: Act) -> Act:
+    """What does a thing that would fail if it warned."""
+
+    def done(workers: list[str]) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", f".*{words}")
+            act(workers)
+
+    return done
 
 
 def quietly(words: str, act: Act) -> Act:
@@ -347,7 +359,7 @@ class Hooked(TinyModule):
 
     def __init__(self, logs: bool) -> None:
         super().__init__()
-        self.norms: list[float] = []
+        self.norms = MeanMetric()
         self.logs = logs
         self.model.lm_head.register_full_backward_hook(lambda *_: self.note())
 
@@ -355,11 +367,12 @@ class Hooked(TinyModule):
         if self.logs:
             self.log("norm", 1.0)
         else:
-            self.norms.append(1.0)
+            self.norms.update(1.0)
 
     def on_after_backward(self) -> None:
-        if self.norms:
-            self.log("norm", sum(self.norms))
+        if not self.logs:
+            self.log("norm", self.norms.compute())
+            self.norms.reset()
 
 
 def seen(number: int, act: Callable[[Any], object]) -> Any:
@@ -395,12 +408,11 @@ LOGS = [
         both(equals(TinyModule), equals(module(training_step=returning_parity), BOUNDARY)),
     ),
     follows(
-        "Let the hook append to a list, and log what the list has in `on_after_backward`; or use "
-        "the safe mode, `micro_batching='boundary'`",
+        "Let the hook update a metric of torchmetrics, and log its `compute()` in "
+        "`on_after_backward`; or use the safe mode, `micro_batching='boundary'`",
         runs(lambda: Hooked(logs=True)),
         both(
-            # Whether three entries for a batch make a difference, only the user knows.
-            warns("changes norms in place", equals(lambda: Hooked(logs=False))),
+            without_warning("changes", equals(lambda: Hooked(logs=False))),
             equals(lambda: Hooked(logs=True), BOUNDARY),
         ),
     ),
@@ -542,6 +554,18 @@ def stays_or_begins_anew(workers: list[str]) -> None:
     assert_close(weights_of(again), weights_of(expected))
 
 
+def ends_here(workers: list[str]) -> Plan:
+    """A plan whose last two layers are here."""
+    return Plan(
+        [
+            StagePlan(workers[:1], (0, 1)),
+            StagePlan(workers[1:2], (1, 3)),
+            StagePlan(["coordinator"], (3, 5)),
+        ],
+        micro_batches=3,
+    )
+
+
 def averaging(number: int, **options: Any) -> list[Any]:
     """The average of the weights, and a layer of the coordinator that is frozen at a batch."""
     return [
@@ -550,7 +574,59 @@ def averaging(number: int, **options: Any) -> list[Any]:
     ]
 
 
+class EndingEarly(TinyModule):
+    """Never runs its last two layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inner = self.model.model
+        hidden = inner.embed_tokens(batch["input_ids"])
+        rotated = inner.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        for layer in inner.layers[:3]:
+            hidden = layer(hidden, position_embeddings=rotated)
+        logits = self.model.lm_head(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
+
+
+class Flat(Rows):
+    """Its hidden states have no dimension of samples."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = batch[0]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+def flat(num_here: int) -> Act:
+    """What trains with some layers here and the others on a worker, and raises what it warns of."""
+
+    def act(workers: list[str]) -> None:
+        rows: Any = torch.arange(36.0).view(12, 3)
+        stages = [StagePlan(["coordinator"], (0, num_here))]
+        stages += [StagePlan(workers[:1], (num_here, 3))] * (num_here < 3)
+        plan = Plan(stages, 2)
+        strategy = HeteroPipelineStrategy(workers[:1], plan, layers="blocks", **BOUNDARY)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "The batch goes through the stages in one piece")
+            warnings.filterwarnings("ignore", "The plan has no stage on a worker")
+            found = fit(Flat(), strategy, DataLoader(rows, 4))
+        assert_close(weights_of(found), weights_of(fit(Flat(), data=DataLoader(rows, 4))))
+
+    return act
+
+
 BY_HAND = [
+    follows(
+        "so they cannot be measured; use a plan of your own in which they stay with the",
+        runs(EndingEarly, {"plan": "auto"}),
+        equals(EndingEarly, {"plan": ends_here}),
+    ),
+    follows(
+        "have no dimension that counts samples. Keep the layers that take them with the "
+        "coordinator.",
+        flat(1),
+        flat(3),
+    ),
     follows(
         "Keep the model that needs them, such as the discriminator of a gradient penalty, with",
         runs(manual(second_derivative)),

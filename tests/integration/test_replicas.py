@@ -19,7 +19,7 @@ from lightning_hetero.coordinator import optimizers, worker_stages
 from lightning_hetero.coordinator.tensor_transfers import TensorLoad, send_all
 from lightning_hetero.errors import StageFailed, WorkerError
 
-from ..equality import TOLERANCE, differing
+from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..families import FamilyModule
 from ..models import TinyModule, fit, loader, trainer
 from ..pairwise import keeping, repeats
@@ -280,20 +280,25 @@ def test_other_shares_alone_send_nothing(workers: list[str]) -> None:
     assert moving.sent_bytes[1:] == [0, 0, 0]
 
 
+@pytest.mark.follows(
+    "computes or stores wrongly. Give the stage to other workers, and continue from a checkpoint."
+)
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_replica_with_other_weights_is_named(
-    count: int, workers: list[str], monkeypatch: pytest.MonkeyPatch
+    count: int, workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Poking(pl.Callback):
         """Gives the last worker another weight, as if it had computed wrongly."""
 
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             strategy: Any = trainer.strategy
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "sound.ckpt")
             remote = strategy.deployment.coordinator.layers
             name, worker = "1.mlp.up_proj.weight", remote.connections.workers[-1]
             other = torch.ones(remote.holdings.tensors[name].spec.shape)
             load = TensorLoad(worker, iter([(name, other, {})]), is_built=True)
-            assert [*send_all([load], remote.receive)]
+            assert trainer.global_step < 1 or [*send_all([load], remote.receive)]
 
     monkeypatch.setattr(optimizers, "STEPS_BETWEEN_COMPARISONS", 2)
     plan = Plan([StagePlan(workers[:count], (0, 5))], micro_batches=PIECES)
@@ -305,6 +310,10 @@ def test_a_replica_with_other_weights_is_named(
     with pytest.raises(WorkerError, match=rf"1\.mlp\.up_proj\.weight is not equal.* {wrong} comp"):
         fit(module, strategy, loader(36, BATCH_SIZE), callbacks=[Poking()])
     assert len(module.losses) == 1
+    others = strategy_of(Plan([StagePlan([workers[-1]], (0, 5))], micro_batches=PIECES))
+    data, path = loader(36, BATCH_SIZE), tmp_path / "sound.ckpt"
+    found = fit(TinyModule(), others, data, ckpt_path=path)
+    assert_close(weights_of(found), weights_of(fit(TinyModule(), data=data, ckpt_path=path)))
 
 
 def test_replicas_on_unlike_devices_step_in_parts(

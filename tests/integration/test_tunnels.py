@@ -9,6 +9,7 @@ The first worker is told that its neighbor is at 127.0.0.1:9999, where it reache
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ from .yardstick import (
 )
 
 
+# By `lightning-hetero mesh` hosts reach each other in `test_namespaces.py`.
+@pytest.mark.follows(
+    "A network on which the two reach each other is faster; `lightning-hetero mesh` makes one."
+)
 @pytest.mark.parametrize("num_stages", keeping([4], [3, 4]))
 def test_weights_over_tunnels_are_bit_equal_to_accumulation(
     workers: list[str], num_stages: int
@@ -54,6 +59,11 @@ def test_weights_over_tunnels_are_bit_equal_to_accumulation(
     assert len(texts) == num_stages - 2
     assert all("leads to another worker than the one that was meant" in text for text in texts)
     assert differing(piped, accumulated_run(NUM_PIECES)) == []
+    direct, plan = TinyModule(NUM_LAYERS), plan_over(workers, num_stages, 1, NUM_PIECES)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", f".*{FORWARDED}")
+        train(direct, HeteroPipelineStrategy(workers, plan), padded=False)
+    assert differing(direct, piped) == []
 
 
 @pytest.mark.filterwarnings(f"ignore:.*{FORWARDED}")

@@ -84,12 +84,18 @@ def test_a_worker_that_imports_for_long_is_waited_for_as_long_as_it_computes() -
     assert len(looks) >= 8
 
 
+@pytest.mark.follows(
+    "Look at what it waits for, such as a network drive with the libraries, and start again."
+)
 def test_a_worker_that_hangs_while_it_starts_is_named() -> None:
     with (
         started_process(SAYS_READY) as worker,
         pytest.raises(WorkerError, match=r"local-1 \(process [0-9]+\) hangs while it starts"),
     ):
         worker.wait_until_ready(0.1, lambda _pid: 1.5)
+    with started_process(SAYS_READY) as worker:
+        worker.leash.sendall(b"!")  # what it waits for is there
+        worker.wait_until_ready()
 
 
 def test_a_worker_that_ends_while_it_starts_is_named() -> None:

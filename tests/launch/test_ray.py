@@ -93,15 +93,27 @@ def test_a_node_without_the_token_is_told(cluster: Nodes, token_file: Path) -> N
         fit(TinyModule(), HeteroPipelineStrategy(launcher, "even", token_file=token_file))
 
 
+@pytest.mark.follows(
+    "Start one with `ray start --head` on one machine and `ray start --address=...` on the others, "
+    "or name the address of a cluster with `address=`."
+)
 @NEEDS_RAY
-@pytest.mark.timeout(200)
-def test_an_address_without_a_cluster_starts_none() -> None:
+@pytest.mark.timeout(300)
+def test_an_address_without_a_cluster_starts_none(cluster: Nodes, token_file: Path) -> None:
     launcher = RayWorkers([{"CPU": 1}], "127.0.0.1:1")
     with pytest.raises(WorkerError, match="No Ray cluster answers at '127.0.0.1:1'"):
         launcher.start(Address("127.0.0.1", 1), None)
     import ray  # only where it is installed
 
     assert not ray.is_initialized()
+    launcher = workers_of(cluster, token_file)  # such commands have started its nodes
+    identity = Identity(credentials=Credentials(read_token_file(token_file)))
+    with door(least=2, identity=identity) as opened:
+        try:
+            launcher.start(opened.address, None)
+            opened.wait(LONG_SECONDS, launcher.faults)
+        finally:
+            launcher.stop()
 
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

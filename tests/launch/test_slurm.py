@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_hetero import HeteroPipelineStrategy, SlurmWorkers
+from lightning_hetero import HeteroPipelineStrategy, Recovery, SlurmWorkers
 from lightning_hetero.errors import JoinError, PlanError, WorkerError
 from lightning_hetero.launch.slurm import tasks_of
 from lightning_hetero.transport.address import Address
@@ -29,6 +29,12 @@ def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
+def processes_of(name: str) -> list[psutil.Process]:
+    """Those of the worker of this name."""
+    found = psutil.process_iter(["cmdline"])
+    return [each for each in found if name in (each.info["cmdline"] or ())]
+
+
 @pytest.mark.usefixtures("srun")
 def test_the_tasks_of_two_components_train_with_the_numbers_of_listed_workers(
     workers: list[str], tmp_path: Path
@@ -46,9 +52,34 @@ def test_the_tasks_of_two_components_train_with_the_numbers_of_listed_workers(
     found = fit(TinyModule(), strategy)
     assert found.losses == expected.losses
     assert not differing(found, expected)
-    assert not [
-        p for p in psutil.process_iter(["cmdline"]) if "slurm-1" in (p.info["cmdline"] or ())
-    ]
+    assert not processes_of("slurm-1")
+
+
+@pytest.mark.usefixtures("srun")
+def test_a_worker_that_is_killed_starts_again_in_its_task(
+    workers: list[str], tmp_path: Path
+) -> None:
+    """The run has the bits of the undisturbed one."""
+    expected = fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even", micro_batches=4))
+
+    class Killing(TinyModule):
+        def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+            if batch_idx == 1:
+                for process in processes_of("slurm-0"):
+                    process.kill()
+
+    token = tmp_path / "token"
+    write_token_file(token, Token.new())
+    options = ["--threads", "1", "--token-file", str(token)]
+    launcher = SlurmWorkers(["-n1"], COMMAND, options, listen="127.0.0.1:0")
+    recovery = Recovery(folder=tmp_path / "recovery", every_seconds=3600.0, wait_seconds=60.0)
+    strategy = HeteroPipelineStrategy(
+        launcher, "even", micro_batches=4, token_file=token, recovery=recovery
+    )
+    found = fit(Killing(), strategy)
+    assert found.losses == expected.losses
+    assert not differing(found, expected)
+    assert not processes_of("slurm-0")
 
 
 def test_the_command_line_is_one_srun_with_a_colon_between_components() -> None:
@@ -58,8 +89,8 @@ def test_the_command_line_is_one_srun_with_a_colon_between_components() -> None:
     assert words[:5] == ["srun", "--partition=gpu", "--gres=gpu:a100:1", "-n4", "sh"]
     assert words[7:10] == [":", "-n8", "sh"]
     assert words[6] == words[-1]
-    assert words[-1].startswith("exec lightning-hetero worker --join 10.0.0.1:7070 ")
-    assert words[-1].endswith('--name "slurm-$SLURM_PROCID"')
+    assert "do lightning-hetero worker --join 10.0.0.1:7070 " in words[-1]
+    assert '--name "slurm-$SLURM_PROCID" & ' in words[-1]
 
 
 @pytest.mark.usefixtures("srun")

@@ -126,6 +126,9 @@ def test_collecting_ends_with_the_block_even_if_it_fails() -> None:
     assert wanted_kinds() == []
 
 
+@pytest.mark.follows(
+    "and only tensors can come back from a worker; call the model without output_…, or keep the"
+)
 def test_only_tensors_can_be_collected() -> None:
     model = tiny_llama(2)
     model.model.layers[0].register_forward_hook(lambda _m, _args, output: ([output],))
@@ -134,6 +137,9 @@ def test_only_tensors_can_be_collected() -> None:
         model.model.layers[0](torch.ones(1, 3, 16), **arguments(model))
     with pytest.raises(ModelError, match="hidden_states are a list, and only tensors"):
         collected()
+    with collecting([]) as collected:
+        model.model.layers[0](torch.ones(1, 3, 16), **arguments(model))
+    assert collected() == []
 
 
 def test_hooks_are_installed_once_wherever_the_model_is() -> None:

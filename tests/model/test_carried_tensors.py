@@ -128,8 +128,10 @@ def test_a_change_in_place_keeps_dtype_and_shape() -> None:
         Arithmetic("", "add", operands, True).run({"@0": values[:1]})
 
 
+@pytest.mark.follows("Use `unsqueeze`, or keep the layers with the coordinator.")
 def test_tensors_of_other_numbers_of_dimensions_are_refused() -> None:
     with pytest.raises(ModelError, match=r"of the shapes \[\(2, 3\), \(3,\)\]"):
         Arithmetic("", "add", (Carried("@0"), torch.ones(3))).run({"@0": torch.ones(2, 3)})
-    scalar = Arithmetic("", "add", (Carried("@0"), torch.ones(()))).run({"@0": torch.ones(2, 3)})
-    assert scalar.shape == (2, 3)
+    for other in (torch.ones(3).unsqueeze(0), torch.ones(())):
+        found = Arithmetic("", "add", (Carried("@0"), other)).run({"@0": torch.ones(2, 3)})
+        assert torch.equal(found, torch.full((2, 3), 2.0))

@@ -467,12 +467,23 @@ def test_the_hidden_states_of_some_layers_are_refused(hollowed: Hollowed, select
         hollowed.model(tokens(), output_hidden_states=selection)
 
 
+@pytest.mark.follows(
+    "and those between layers on workers are not here; call it without output_hidden_states, or "
+    "keep its layers with the coordinator"
+)
 @pytest.mark.parametrize("return_dict", [False, True])
 def test_hidden_states_that_a_model_gathers_by_itself_are_refused(return_dict: bool) -> None:
-    model = tiny_model("falcon")
+    model = tiny_model("falcon").eval()
+    with torch.no_grad():
+        expected = model(tokens(), output_hidden_states=True)
     Hollowed(model)
     with pytest.raises(ModelError, match="FalconModel gathers the hidden states"):
         model(tokens(), output_hidden_states=True, return_dict=return_dict)
+    assert torch.equal(model(tokens(), return_dict=return_dict)[0], expected.logits)
+    kept = tiny_model("falcon").eval()
+    Hollowed(kept, away=range(0))
+    found = kept(tokens(), output_hidden_states=True, return_dict=True).hidden_states
+    assert all(map(torch.equal, found, expected.hidden_states))
 
 
 def test_hidden_states_that_a_model_gathers_around_one_hollow_layer_are_right() -> None:

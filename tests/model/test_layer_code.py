@@ -238,6 +238,9 @@ def test_a_number_that_code_sets_is_no_constant(tmp_path: Path) -> None:
     assert code_of_own(tmp_path / "other", act=counts, power=7) == one
 
 
+@pytest.mark.follows(
+    "so the process would compute with an older …. Start it anew (a worker by its command)."
+)
 def test_code_whose_file_was_replaced_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,10 +248,13 @@ def test_code_whose_file_was_replaced_is_refused(
     file = tmp_path / "replaced.py"
     file.write_text(OWN.format(**PLAIN))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     layer = importlib.import_module("replaced").Layer()
     file.write_text(OWN.format(**{**PLAIN, "factor": 4}))
     with pytest.raises(ModelError, match=r"replaced\.py has changed since this process has loaded"):
         code_of([layer])
+    monkeypatch.delitem(sys.modules, "replaced")
+    code_of([importlib.import_module("replaced").Layer()])  # as a new process loads it
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

@@ -21,6 +21,7 @@ TABLE: dict[str, Any] = {"scale": 1.0}
 ITEMS = [1.0]
 LATEST = deque([1])
 SEEN = {1}
+WATCHED = {"a": 1, "b": 2}
 BOX = SimpleNamespace(scale=1.0)
 THREAD = threading.local()
 TENSOR = torch.zeros(2)
@@ -85,6 +86,16 @@ def test_a_change_is_named_and_put_back(name: str) -> None:
     assert f"{HERE}.{name}" in content.restore()
     assert read() == before
     assert content.restore() == []
+
+
+def test_what_has_not_changed_is_left_alone() -> None:
+    """Another thread may be reading it."""
+    content = OuterContent(OuterState([Own()]))
+    CHANGES["NUMBER"][0]()
+    reading = iter(WATCHED)
+    assert next(reading) == "a"
+    assert content.restore() == [f"{HERE}.NUMBER"]
+    assert next(reading) == "b"  # a dictionary that is filled again ends its iterators
 
 
 def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,6 +274,15 @@ def record(name: str, module: str = __name__, **others: Any) -> a.ObjectRecord:
     return a.ObjectRecord(ImportPath(module, name), {}, others)
 
 
+@pytest.mark.follows("runs code of its class when it is set, which a worker refuses; rename the")
+def test_a_field_with_the_name_of_a_property_is_refused_until_it_is_renamed() -> None:
+    described = ImportPath(__name__, "Described")
+    with pytest.raises(ModelError, match="field 'width' .* runs code of its class when it is set"):
+        a.read_value(a.ObjectRecord(described, {"width": 2}), HERE)
+    renamed = a.ObjectRecord(ImportPath(__name__, "Frozen"), {"width": 2})
+    assert a.read_value(renamed, HERE) == Frozen(2)
+
+
 HOSTILE: dict[str, tuple[Any, str]] = {
     "dropped": (record("Dropped"), "defines __del__"),
     "setting": (record("Setting", width=1), "defines __setattr__"),

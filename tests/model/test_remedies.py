@@ -450,7 +450,20 @@ def held_parameter(releases: bool) -> Act:
     return act
 
 
+class Hidden(nn.Module):
+    """Its list of layers has the name of a method."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        setattr(self, name, nn.ModuleList(nn.Linear(2, 2) for _ in range(2)))
+
+
 LAYERS = [
+    follows(
+        "is hidden by the method `nn.Module.…` of torch. Rename the module.",
+        lambda: find_decoder_layers(nn.Sequential(Hidden("double")), "0.double"),
+        lambda: find_decoder_layers(nn.Sequential(Hidden("double_blocks")), "0.double_blocks"),
+    ),
     follows(
         "return the layers in a list or a ModuleList, or several ModuleLists in a list",
         chosen(lambda module: 4),
@@ -695,6 +708,17 @@ def around(act: Callable[[Any], object]) -> Act:
     return run
 
 
+def call_with_weight_of_another(model: Any) -> Tensor:
+    """Two layers, of which the second one gets a parameter of the first one."""
+    inner = model.model
+    hidden = inner.embed_tokens(tokens())
+    rotated = inner.rotary_emb(hidden, torch.arange(tokens().shape[1])[None])
+    hidden = inner.layers[1](hidden, position_embeddings=rotated)
+    other = inner.layers[1].input_layernorm.weight
+    found: Tensor = inner.layers[2](hidden, position_embeddings=rotated, other=other)
+    return found
+
+
 AWAY_FROM_HERE = [
     follows(
         "which computes with the old one. Set its content with `load_state_dict()`, or keep the "
@@ -733,6 +757,11 @@ AWAY_FROM_HERE = [
         "and a worker cannot rebuild it. Remove it, or keep the layer with the coordinator.",
         equals(before=own_forward),
         both(equals(), equals(before=own_forward, away=LAST)),
+    ),
+    follows(
+        "and the content of that is not here. Keep both layers with the coordinator.",
+        hollowed(call_with_weight_of_another),
+        equals(ask=call_with_weight_of_another, away=LAST),
     ),
     follows(
         "call the model with output_hidden_states=True for all of them",

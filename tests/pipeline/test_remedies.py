@@ -206,6 +206,11 @@ STEPS = [
         ),
     ),
     follows(
+        "cannot be cut over stages: …. Use one of torch.optim other than LBFGS",
+        stepped(own_optimizers.Centering),
+        stepped(own_optimizers.CenteringLater),
+    ),
+    follows(
         "Use one of torch.optim, or leave this worker out.",
         found("bitsandbytes.AdamW8bit", devices=("cuda",)),
         lambda: (found("AdamW", devices=("cuda",))(), found("bitsandbytes.AdamW8bit")()),

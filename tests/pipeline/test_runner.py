@@ -359,6 +359,9 @@ def test_two_in_one_place_are_refused() -> None:
         runner.take(1, 1, Key(1), replace(TRAINING, place=0))
 
 
+@pytest.mark.follows(
+    "Call what works on gradients or weights between two batches, and not while one is on its way"
+)
 def test_a_request_has_its_place_between_forwards_and_backwards() -> None:
     runner = two_stages()
     assert runner.has_done(0, 0, is_exact=True)
@@ -374,6 +377,9 @@ def test_a_request_has_its_place_between_forwards_and_backwards() -> None:
     with pytest.raises(ModelError, match="behind 2 forwards and 0 backwards"):
         runner.has_done(2, 0, is_exact=True)
     assert runner.has_done(2, 0, is_exact=False)
+    runner.take(1, 1, Key(0), Gradients((ONES,)))
+    run_all(runner)
+    assert runner.has_done(2, 2, is_exact=True)  # between two batches
 
 
 def test_after_an_abort_no_request_waits() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
+from lightning_hetero.planner.profile import Profile
 from lightning_hetero.planner.safe_mode import own_share, safe_step_seconds
 from lightning_hetero.planner.solver import Wishes, solve
 from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
 from lightning_hetero.planner.verdict import judge, sentences
 
 from .pipelines import any_pipeline, team_pipeline
-from .profiles import device, profile
+from .profiles import GIB, coordinator, device, ends, profile, timing
 
 
 def line(share: float, num_workers: int, pieces: int) -> Pipeline:
@@ -63,6 +64,37 @@ def test_the_verdict_says_what_it_costs(cut: str) -> None:
     verdict = judge(solve(of, Wishes(micro_batches=8)))
     assert verdict.safe_seconds == safe_step_seconds(verdict.candidate.pipeline)
     (said,) = (each for each in sentences(verdict) if "safe mode" in each)
-    assert "`micro_batching='boundary'`, a step takes" in said
-    assert "% longer" in said
-    assert ("of this run" in said) == (cut == "boundary")
+    if cut == "boundary":
+        assert "in the safe mode of this run, `micro_batching='boundary'`, " in said
+        assert verdict.candidate.step_seconds == verdict.safe_seconds
+    else:
+        assert "in the safe mode, `micro_batching='boundary'`, a step takes" in said
+        assert "% longer" in said
+
+
+def two_workers(cut: str, memory_bytes: int = 64 * GIB) -> Profile:
+    """Two workers and a coordinator of one speed, and layers that keep 1 GiB for each sample."""
+    layer = timing("layer", 1, 2, saved_bytes=GIB)
+    own = coordinator([*ends(), layer], memory_bytes=memory_bytes)
+    workers = [device(name, 1, 2, timings=[layer], memory_bytes=memory_bytes) for name in "ab"]
+    return profile(6, workers, own, batch_size=8, settings={"cut": cut})
+
+
+@pytest.mark.parametrize(("cut", "has_own"), [("step", True), ("boundary", False)])
+def test_the_coordinator_gets_no_layers_that_would_wait_for_the_workers(
+    cut: str, has_own: bool
+) -> None:
+    """In the safe mode they run on whole batches while no worker computes."""
+    chosen = solve(two_workers(cut), Wishes(micro_batches=8, replicas=False)).chosen
+    assert (sum(chosen.plan().own_counts) > 0) == has_own
+
+
+@pytest.mark.parametrize(
+    ("cut", "memory", "recomputes"),
+    [("step", 20, False), ("boundary", 20, True), ("boundary", 40, False)],
+)
+def test_workers_keep_all_pieces_of_a_batch(cut: str, memory: int, recomputes: bool) -> None:
+    """Three layers keep 24 GiB for eight pieces, however few of these are on their way."""
+    wishes = Wishes(micro_batches=8, replicas=False, pins={"coordinator": (0, 0)})
+    plan = solve(two_workers(cut, memory * GIB), wishes).chosen.plan()
+    assert any(stage.recompute for stage in plan.stages) == recomputes

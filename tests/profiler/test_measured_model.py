@@ -1,14 +1,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
-from lightning_hetero.profiler.measured_model import fingerprint, kinds_of_layers, wants_gradient
+from lightning_hetero.pipeline.boundary import Surroundings
+from lightning_hetero.profiler.dry_run import SampleBatch
+from lightning_hetero.profiler.embedding_and_head import Example
+from lightning_hetero.profiler.measured_model import (
+    Cutting,
+    cut_example,
+    fingerprint,
+    kinds_of_layers,
+    wants_gradient,
+)
 
 from ..families import CONFIGS, tiny_model
 from ..models import tiny_llama
@@ -104,3 +115,39 @@ def test_another_model_has_another_fingerprint() -> None:
     ]
     prints = {fingerprint(model, find_decoder_layers(model)) for model in models}
     assert len(prints) == len(models)
+
+
+class Attending(nn.Module):
+    """A layer with torch's own attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, places: Any = None) -> Tensor:
+        found: Tensor = self.attend(hidden, hidden, hidden, attn_mask=mask)[0]
+        return found
+
+
+def examples_of(samples: int, **arguments: Tensor) -> tuple[int, dict[int, Example]]:
+    """How a batch of samples of length 5 is cut before the layer, with these arguments of it."""
+    call = LayerCall(0, True, (), arguments)
+    hidden = torch.empty(samples, 5, 8, device="meta")
+    whole = Example({0: hidden}, True, Surroundings(True, None, []), {0: call})
+    cutting = Cutting(SampleBatch(None, False, samples), True, None)
+    return cut_example(whole, cutting, {0: Attending().to("meta")})
+
+
+def test_a_mask_of_each_sample_and_head_is_cut_as_the_run_cuts_it() -> None:
+    size, found = examples_of(4, mask=torch.zeros(4 * 2, 5, 5))
+    assert size == 4
+    shapes = {n: tuple(each.calls[0].kwargs["mask"].shape) for n, each in found.items()}
+    assert shapes == {1: (2, 5, 5), 2: (4, 5, 5), 4: (8, 5, 5)}
+    assert [each.hidden.shape[0] for each in found.values()] == [1, 2, 4]
+
+
+def test_a_batch_that_the_run_leaves_in_one_piece_counts_as_one_sample() -> None:
+    with pytest.warns(UserWarning, match="in one piece.*one row per sample or one per position"):
+        size, found = examples_of(5, places=torch.arange(5))
+    assert (size, [*found]) == (1, [1])
+    assert found[1].hidden.shape == (5, 5, 8)

@@ -241,6 +241,7 @@ def test_a_frozen_process_is_distinguished_from_a_lost_machine(
     assert expected in str(error)
 
 
+@pytest.mark.follows("run less on this machine, or start workers with fewer `--threads`")
 @pytest.mark.parametrize("answer_seconds", [0.0, 99.0])
 def test_a_process_here_that_computes_is_slow_and_not_frozen(
     answer_seconds: float, caplog: pytest.LogCaptureFixture
@@ -258,6 +259,14 @@ def test_a_process_here_that_computes_is_slow_and_not_frozen(
     assert list(mine.cpu_seconds) == [num_waits - 1]
     assert "for 0.3 s: its process is frozen, since it has computed next to nothing" in str(error)
     assert caplog.text.count("upstream has said nothing for 0.3 s, and its process on this") == 1
+    caplog.clear()
+    mine, _theirs = memory_pair()  # with less to do it computes for less than that silence
+    mine.cpu_seconds.extend([0.0, 1.0])
+    channel = Channel(mine, linked_sessions()[1], "upstream", QUICK)
+    channel.start(inbox)
+    inbox.get(timeout=PATIENCE_SECONDS)
+    channel.close()
+    assert "has said nothing" not in caplog.text
 
 
 def test_a_process_that_was_suspended_does_not_give_up_its_peer() -> None:

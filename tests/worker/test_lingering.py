@@ -166,6 +166,7 @@ def test_a_wrong_number_ends_the_conversation_with_the_rule(received: int) -> No
         assert "does not serve the session" in str(found.error())
 
 
+@pytest.mark.follows("try again later, use another worker, or restart this one if that run is over")
 def test_another_coordinator_is_told_why_the_worker_is_busy() -> None:
     with talk() as found:
         found.relay.pull()
@@ -175,6 +176,14 @@ def test_another_coordinator_is_told_why_the_worker_is_busy() -> None:
         assert "restart this one if that run is over" in answer.reason
         found.relay.plug()
         assert found.is_answered()
+        found.channel.close(m.Goodbye())
+        with found.worker._session_changed:
+            assert found.worker._session_changed.wait_for(
+                lambda: found.worker._session is None, PATIENCE_SECONDS
+            )
+        channel = found.dialled()
+        channel.start(SimpleQueue())
+        channel.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes have no names")

@@ -275,6 +275,9 @@ class NoThreads(threading.Thread):
         super().start()
 
 
+@pytest.mark.follows(
+    "raise the number of processes and threads that the system allows it (`ulimit -u`, or"
+)
 def test_a_worker_without_threads_says_so_to_its_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -289,6 +292,9 @@ def test_a_worker_without_threads_says_so_to_its_coordinator(
         neighbor.close()
         assert isinstance(told, m.Failure)
         assert "can start no thread for the connection with 127.0.0.1" in told.reason
+        # The system allows more of them.
+        neighbor, _ = dial(address, "neighbor", worker._session.name, QUICK, Identity())
+        neighbor.close()
         with pytest.raises(StageFailed, match="can start no thread .*`ulimit -u`"):
             coordinator.stages.receive()
         coordinator.close()
