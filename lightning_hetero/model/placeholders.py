@@ -511,12 +511,9 @@ class TensorAway(_Away, Tensor):
 
 
 _GRADIENT: Any = Tensor.grad
-_OF_PARAMETERS = frozenset(
-    {
-        *(_GRADIENT.__get__, _GRADIENT.__set__),
-        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
-    }
-)
+_READ, _WRITE = _GRADIENT.__get__, _GRADIENT.__set__
+_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
+_OF_PARAMETERS = _HOOKS | {_READ, _WRITE}
 
 
 class ParameterAway(_Away, nn.Parameter):
@@ -528,15 +525,15 @@ class ParameterAway(_Away, nn.Parameter):
     ) -> Any:
         if function not in _OF_PARAMETERS:
             return super().__torch_function__(function, types, args, kwargs)
-        name, gradients = _name_of(function), GradientsAway.of(args[0])
-        if name.startswith("register"):
+        if function in _HOOKS:
             raise ModelError(
-                f"`{name}` adds a hook to a parameter of a layer that lives on a worker, where it "
-                "would not fire. Keep the layer with the coordinator."
+                f"`{_name_of(function)}` adds a hook to a parameter of a layer that lives on a "
+                "worker, where it would not fire. Keep the layer with the coordinator."
             )
+        gradients = GradientsAway.of(args[0])
         if gradients is None:
             return super().__torch_function__(function, types, args, kwargs)
-        return gradients.read(args[0]) if name == "grad" else gradients.write(*args)
+        return gradients.read(args[0]) if function == _READ else gradients.write(*args)
 
 
 _OF_GRADIENT = (

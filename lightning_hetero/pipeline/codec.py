@@ -115,8 +115,14 @@ def encode_arguments(
         m.LayerArguments(
             call.layer_index,
             call.training,
-            packer.pack(_to_nodes(call.args), f"An argument of layer {call.layer_index}: args"),
-            packer.pack(_to_nodes(call.kwargs), f"An argument of layer {call.layer_index}: kwargs"),
+            packer.pack(
+                _to_nodes(call.args) if call.carried else call.args,
+                f"An argument of layer {call.layer_index}: args",
+            ),
+            packer.pack(
+                _to_nodes(call.kwargs) if call.carried else call.kwargs,
+                f"An argument of layer {call.layer_index}: kwargs",
+            ),
             call.tuple_length,
             None if call.cache is None else _encode_cache(call.cache, packer),
             list(call.other_mode),

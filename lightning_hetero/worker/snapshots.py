@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LocalProtocolError, ModelError
+from ..model.state import Stamp
 from ..model.tensors import locate, named_tensors
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
@@ -24,9 +25,6 @@ from .optimizers import Belongings, TrainedSide, tensor_in
 from .replicas import ReplicaSide
 
 _PIECE_BYTES = 2**20
-
-# What tells that a tensor has changed: the object, its memory and its version.
-_State = tuple[int, int, int]
 
 
 class SnapshotSide:
@@ -58,7 +56,7 @@ class SnapshotSide:
         self._training = training
         self._replicas = replicas
         # As the layers were launched, and the tensors that a lost worker had changed.
-        self._launched: dict[str, _State] = {}
+        self._launched: dict[str, Stamp] = {}
         self._changed: set[str] = set()
         self._sending: threading.Thread | None = None
 
@@ -77,10 +75,9 @@ class SnapshotSide:
             if state != self._launched.get(name) or not is_frozen:
                 self._changed.add(name)
 
-    def _states(self) -> Iterator[tuple[str, _State]]:
+    def _states(self) -> Iterator[tuple[str, Stamp]]:
         for name, tensor in named_tensors(self._layers.numbered):
-            version = 0 if tensor.is_inference() else tensor._version
-            yield name, (id(tensor), tensor.data_ptr(), version)
+            yield name, Stamp.of(tensor, address=True, weak=True)
 
     def _on_take_snapshot(self, message: m.TakeSnapshot, _tensors: tuple[Tensor, ...]) -> None:
         if self._sending is not None:
