@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import compress
+from operator import attrgetter
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -254,9 +255,9 @@ class HiddenStatesAway(Tensor):
 
 def come_back(tree: Any) -> Any:
     """Nested arguments with hidden states in the place of placeholders for which they are here."""
-    if not any(_is_back(tensor) for tensor in tensors_in(tree)):
+    if not any(map(_is_back, tensors_in(tree))):
         return tree
-    return apply_to_collection(
+    return mapped(
         tree, HiddenStatesAway, lambda states: states.content.here if _is_back(states) else states
     )
 
@@ -340,7 +341,21 @@ def _gather(items: Iterable[Any], kind: type[Kind], found: list[Kind]) -> None:
 def replaced(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
     """Nested arguments with something else in the place of everything of a type."""
     # Most have nothing of it, and to build them again takes long.
-    return apply_to_collection(tree, kind, change) if instances_in(tree, kind) else tree
+    return mapped(tree, kind, change) if instances_in(tree, kind) else tree
+
+
+def mapped(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
+    """Nested arguments with a function applied to everything of a type."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if type(tree) in _PLAIN:
+        return tree
+    if type(tree) in (tuple, list):
+        return type(tree)([mapped(item, kind, change) for item in tree])
+    if type(tree) is dict:
+        return {name: mapped(item, kind, change) for name, item in tree.items()}
+    # Of the containers of other classes, this one knows how each is made again.
+    return apply_to_collection(tree, kind, change)
 
 
 def refuse_away(what: str, given: Any) -> None:
@@ -694,10 +709,13 @@ _KINDS: dict[type, type] = {Tensor: TensorAway, nn.Parameter: ParameterAway}
 _BACK = {away: kind for kind, away in _KINDS.items()}
 
 
+_TRAINS = attrgetter("requires_grad")
+
+
 def training_flags(tensors: Iterable[Tensor]) -> list[bool]:
     """Whether each tensor trains; tensors that are away answer as quickly as others."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [tensor.requires_grad for tensor in tensors]
+        return list(map(_TRAINS, tensors))
 
 
 def mark_as_away(tensors: Iterable[Tensor]) -> None:

@@ -73,9 +73,11 @@ class Stamp:
             weak: Whether the stamp must not keep the tensor alive.
             copies: Whether to copy the content of a tensor whose changes torch does not count.
         """
-        held, version = WeakIdRef(tensor) if weak else tensor, version_of(tensor)
+        if not (address or weak or copies):
+            return cls(tensor, version_of(tensor))
+        held, place = WeakIdRef(tensor) if weak else tensor, address_of(tensor) if address else None
         content = tensor.clone() if copies and tensor.is_inference() else None
-        return cls(held, version, address_of(tensor) if address else None, content)
+        return cls(held, version_of(tensor), place, content)
 
     @property
     def tensor(self) -> Any:
@@ -86,11 +88,8 @@ class Stamp:
         """Whether a tensor is another one by now, or has another content."""
         if tensor is None or (tensor is not self.held and tensor is not self.tensor):
             return True
-        if version_of(tensor) != self.version:
-            return True
-        if self.address is None is self.content:
-            return False
-        if self.address not in (None, address_of(tensor)):
+        is_elsewhere = self.address is not None and address_of(tensor) != self.address
+        if is_elsewhere or version_of(tensor) != self.version:
             return True
         return self.content is not None and not _are_equal(tensor, self.content)
 

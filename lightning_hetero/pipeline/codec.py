@@ -176,8 +176,8 @@ def decode_arguments(
         LayerCall(
             call.layer_index,
             call.training,
-            _from_nodes(unpack(call.args, tensors, constants)),
-            _from_nodes(unpack(call.kwargs, tensors, constants)),
+            unpack(call.args, tensors, constants, Carried),
+            unpack(call.kwargs, tensors, constants, Carried),
             call.tuple_length,
             None if call.cache is None else _decode_cache(call.cache, tensors, constants),
             tuple(call.other_mode),
@@ -235,10 +235,6 @@ def _to_nodes(tree: Any) -> Any:
     return replaced(tree, Carried, lambda name: CarriedNode(str(name)))
 
 
-def _from_nodes(tree: Any) -> Any:
-    return replaced(tree, CarriedNode, lambda node: Carried(node.name))
-
-
 def _encode_arithmetic(step: Arithmetic, packer: Packer) -> m.ArithmeticBehind:
     operands = packer.pack(_to_nodes(step.operands), f"An operand of {step.function!r}")
     return m.ArithmeticBehind(step.name, step.function, operands, step.is_in_place)
@@ -247,7 +243,7 @@ def _encode_arithmetic(step: Arithmetic, packer: Packer) -> m.ArithmeticBehind:
 def _decode_arithmetic(
     step: m.ArithmeticBehind, tensors: tuple[Tensor, ...], constants: KeptConstants
 ) -> Arithmetic:
-    operands = _from_nodes(unpack(step.operands, tensors, constants))
+    operands = unpack(step.operands, tensors, constants, Carried)
     if not isinstance(operands, tuple) or not is_arithmetic(step.function, operands):
         raise RemoteProtocolError(f"Nobody computes {step.function!r} of {operands!r:.60}.")
     return Arithmetic(step.name, step.function, operands, step.is_in_place)
