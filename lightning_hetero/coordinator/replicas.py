@@ -536,7 +536,7 @@ class HostedReplicas:
             yield name, _tensor_at(owner, leaf)
 
     def _states(self) -> dict[str, Stamp]:
-        return {name: Stamp.of(tensor, address=True) for name, tensor in self._present()}
+        return {name: Stamp.of(tensor, is_exact=True) for name, tensor in self._present()}
 
 
 def _held_tensors(layers: Mapping[int, nn.Module]) -> dict[str, tuple[nn.Module, str]]:

@@ -97,7 +97,7 @@ class GivenTensors:
         for tensor in tensors:
             is_away = isinstance(tensor, HiddenStatesAway) or tensor.is_meta
             if not is_away and id(tensor) not in self._noted:
-                self._noted[id(tensor)] = user, Stamp.of(tensor, address=True, copies=True)
+                self._noted[id(tensor)] = user, Stamp.of(tensor, is_exact=True)
 
     def note_flags(self, number: int, parameters: Iterable[Tensor]) -> None:
         """Note which parameters of a layer train."""

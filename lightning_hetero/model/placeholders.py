@@ -338,12 +338,6 @@ def _gather(items: Iterable[Any], kind: type[Kind], found: list[Kind]) -> None:
             _gather(item.values(), kind, found)
 
 
-def replaced(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
-    """Nested arguments with something else in the place of everything of a type."""
-    # Most have nothing of it, and to build them again takes long.
-    return mapped(tree, kind, change) if instances_in(tree, kind) else tree
-
-
 def mapped(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
     """Nested arguments with a function applied to everything of a type."""
     if isinstance(tree, kind):
@@ -516,7 +510,7 @@ class _Away:
                     result = function(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
                 raise ModelError(f"`{name}` {_SENTENCE}") from error
-            result = replaced(result, Tensor, _apart)
+            result = mapped(result, Tensor, _apart)
             mark_as_away(tensor for tensor in tensors_in(result) if tensor.is_meta)
             return result
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdRef
 
 MISSING = object()
 
@@ -46,50 +45,39 @@ class Stamp:
         updates of a norm's running statistics
         anything in inference mode
 
-    Whoever must know compares the bits: `of` with ``copies``, `sums_of_bits`, or the class of a
-    norm; or takes all that trains for changed.
+    Whoever must know compares the bits (``is_exact`` in inference mode, `sums_of_bits`), asks for
+    the class of a norm, or takes all that trains for changed.
 
     Args:
-        held: The tensor, or a weak reference to it.
+        tensor: The tensor.
         version: How often it was changed in place.
         address: Of its memory; None if that does not count.
         content: A copy, where torch counts no changes; None if the content does not count.
     """
 
-    held: Any
+    tensor: Tensor
     version: int
     address: int | None = None
     content: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, tensor: Tensor, *, address: bool = False, weak: bool = False, copies: bool = False
-    ) -> Stamp:
+    def of(cls, tensor: Tensor, *, is_exact: bool = False) -> Stamp:
         """The stamp of a tensor as it is now.
 
         Args:
             tensor: The tensor.
-            address: Whether other memory is a change.
-            weak: Whether the stamp must not keep the tensor alive.
-            copies: Whether to copy the content of a tensor whose changes torch does not count.
+            is_exact: Whether other memory counts, and the content where torch counts no changes.
         """
-        if not (address or weak or copies):
+        if not is_exact:
             return cls(tensor, version_of(tensor))
-        held, place = WeakIdRef(tensor) if weak else tensor, address_of(tensor) if address else None
-        content = tensor.clone() if copies and tensor.is_inference() else None
-        return cls(held, version_of(tensor), place, content)
-
-    @property
-    def tensor(self) -> Any:
-        """The tensor; None if it is gone."""
-        return self.held() if type(self.held) is WeakIdRef else self.held
+        content = tensor.clone() if tensor.is_inference() else None
+        return cls(tensor, version_of(tensor), address_of(tensor), content)
 
     def differs(self, tensor: Tensor | None) -> bool:
         """Whether a tensor is another one by now, or has another content."""
-        if tensor is None or (tensor is not self.held and tensor is not self.tensor):
+        if tensor is None or tensor is not self.tensor or version_of(tensor) != self.version:
             return True
-        is_elsewhere = self.address is not None and address_of(tensor) != self.address
-        if is_elsewhere or version_of(tensor) != self.version:
+        if self.address is not None and address_of(tensor) != self.address:
             return True
         return self.content is not None and not _are_equal(tensor, self.content)
 
@@ -100,9 +88,9 @@ class Stamp:
 
     def __eq__(self, other: object) -> bool:
         # Tensors must not be compared by their content.
-        if not isinstance(other, Stamp) or other.version != self.version:
+        if not isinstance(other, Stamp) or other.tensor is not self.tensor:
             return False
-        return other.address == self.address and other.tensor is self.tensor is not None
+        return (other.version, other.address) == (self.version, self.address)
 
 
 class Held:
@@ -110,17 +98,22 @@ class Held:
 
     Args:
         places: Dictionaries, names in them, and what is there.
+
+    Attributes:
+        places: As given.
+        values: What is there.
     """
 
     def __init__(self, places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
         self.places = [*places]
-        self._columns = [*zip(*self.places, strict=True)] or [(), (), ()]
+        columns = [*zip(*self.places, strict=True)] or [(), (), ()]
+        self._holders, self._names, self.values = columns
 
     def is_same(self) -> bool:
         """Whether each place holds the very same object."""
-        holders, names, values = self._columns
         # In C, and so in half of the time: this runs for each layer of each micro-batch.
-        return all(map(is_, map(dict.get, holders, names, repeat(MISSING)), values))
+        present = map(dict.get, self._holders, self._names, repeat(MISSING))
+        return all(map(is_, present, self.values))
 
     def changed(self) -> Iterator[tuple[int, Any]]:
         """The numbers of places with another object, and the object; None where nothing is left."""
@@ -141,6 +134,5 @@ def address_of(tensor: Tensor) -> int:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    differ = one != other
     are_nan = (one != one) & (other != other)
-    return not bool((differ & ~are_nan).any())
+    return bool(((one == other) | are_nan).all())

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import RemoteProtocolError
 from ..model.carried_tensors import Arithmetic, Carried, is_arithmetic, is_carried
 from ..model.layer_call import CacheUse, LayerCall
-from ..model.placeholders import replaced
+from ..model.placeholders import mapped
 from ..model.tensors import may_have_gradient
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
@@ -232,7 +232,7 @@ def _dtypes_of(message: m.Arguments) -> tuple[torch.dtype | None, torch.dtype]:
 
 
 def _to_nodes(tree: Any) -> Any:
-    return replaced(tree, Carried, lambda name: CarriedNode(str(name)))
+    return mapped(tree, Carried, lambda name: CarriedNode(str(name)))
 
 
 def _encode_arithmetic(step: Arithmetic, packer: Packer) -> m.ArithmeticBehind:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
@@ -35,7 +36,7 @@ from ..coordinator.optimizers import RemoteOptimizer, changed_parameters, optimi
 from ..errors import ModelError
 from ..model.override import stand_in
 from ..model.placeholders import GradientsAway
-from ..model.state import Stamp
+from ..model.state import Stamp, version_of
 from ..pipeline.optimizer import (
     Clipping,
     clip_gradients,
@@ -152,7 +153,7 @@ class RemoteSteps:
         self._gradients = GradientsAway(names_of)
         self._kept_here = kept_here
         # Their gradients as a backward, or clipping everywhere, has left them.
-        self._noted: list[Stamp | None] = []
+        self._noted: list[tuple[WeakIdRef, int] | None] = []
         held = (optimized_parameters(remote.optimizer) for remote in optimizers)
         self._optimized = [p for parameters in held for p in parameters if p in names_of]
         self._plugin = plugin
@@ -511,10 +512,10 @@ def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:
     return inner is not None
 
 
-def _gradients_of(parameters: Iterable[Tensor]) -> list[Stamp | None]:
+def _gradients_of(parameters: Iterable[Tensor]) -> list[tuple[WeakIdRef, int] | None]:
     """The gradients as they are; one that nobody needs any more is not held."""
     gradients = (parameter.grad for parameter in parameters)
-    return [None if each is None else Stamp.of(each, weak=True) for each in gradients]
+    return [None if each is None else (WeakIdRef(each), version_of(each)) for each in gradients]
 
 
 def _state_here(optimizer: Optimizer) -> States:

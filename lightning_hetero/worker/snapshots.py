@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LocalProtocolError, ModelError
-from ..model.state import Stamp
+from ..model.state import address_of, version_of
 from ..model.tensors import locate, named_tensors
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
@@ -25,6 +25,10 @@ from .optimizers import Belongings, TrainedSide, tensor_in
 from .replicas import ReplicaSide
 
 _PIECE_BYTES = 2**20
+
+# What tells that a tensor has changed: the object, its memory and its version. A stamp would keep
+# layers alive that are built anew, and torch swaps no tensors that have weak references.
+_State = tuple[int, int, int]
 
 
 class SnapshotSide:
@@ -56,7 +60,7 @@ class SnapshotSide:
         self._training = training
         self._replicas = replicas
         # As the layers were launched, and the tensors that a lost worker had changed.
-        self._launched: dict[str, Stamp] = {}
+        self._launched: dict[str, _State] = {}
         self._changed: set[str] = set()
         self._sending: threading.Thread | None = None
 
@@ -75,9 +79,9 @@ class SnapshotSide:
             if state != self._launched.get(name) or not is_frozen:
                 self._changed.add(name)
 
-    def _states(self) -> Iterator[tuple[str, Stamp]]:
+    def _states(self) -> Iterator[tuple[str, _State]]:
         for name, tensor in named_tensors(self._layers.numbered):
-            yield name, Stamp.of(tensor, address=True, weak=True)
+            yield name, (id(tensor), address_of(tensor), version_of(tensor))
 
     def _on_take_snapshot(self, message: m.TakeSnapshot, _tensors: tuple[Tensor, ...]) -> None:
         if self._sending is not None:
