@@ -29,9 +29,10 @@ from torch.optim import Optimizer
 from ..devices.copies import Copies
 from ..errors import ModelError, RemoteProtocolError, WorkerError
 from ..model.hollow import HollowLayers
+from ..model.state import Stamp
 from ..model.stored import state_of
 from ..model.tensors import Content, first_names, locate
-from ..pipeline.optimizer import NotedGradient, leaving_by_layer
+from ..pipeline.optimizer import leaving_by_layer
 from ..pipeline.placement import COORDINATOR_STAGE, Placement
 from ..pipeline.recorder import EXCHANGED, Recorder
 from ..pipeline.turns import current_turn
@@ -208,8 +209,8 @@ class HostedReplicas:
         self._sent = self._states()
         # The gradients that have gone to owners in this step, and those that were left here within
         # an accumulation window.
-        self._early: dict[str, NotedGradient] = {}
-        self._left: dict[str, NotedGradient] = {}
+        self._early: dict[str, Stamp] = {}
+        self._left: dict[str, Stamp] = {}
         # The sum of the bits of each given parameter as its owner has it.
         self._bits: dict[str, int] = {}
         # The names of tensors that may have changed without a trace since they were sent.
@@ -390,11 +391,11 @@ class HostedReplicas:
         """Note the gradients within an accumulation window: here are the sums of the micro-batches
         of this process alone."""
         named = ((name, parameter.grad) for parameter, name in self.names_of.items())
-        self._left = {name: NotedGradient.of(g) for name, g in named if g is not None}
+        self._left = {name: Stamp.of(g) for name, g in named if g is not None}
 
     def _check_gradients(self) -> None:
         for parameter, name in self.names_of.items():
-            if name in self._left and not self._left[name].is_still(parameter.grad):
+            if name in self._left and self._left[name].differs(parameter.grad):
                 raise ModelError(
                     f"The gradient of {name} of the layers was changed within an accumulation "
                     "window, where this process has the sum of its own micro-batches and the "
@@ -477,7 +478,7 @@ class HostedReplicas:
             yield
 
     def _send_early(self, number: int, gradients: Mapping[str, Tensor]) -> None:
-        self._early |= {name: NotedGradient.of(g) for name, g in gradients.items()}
+        self._early |= {name: Stamp.of(g) for name, g in gradients.items()}
         for worker, own in self._by_owner(gradients):
             if own:
                 self._exchange.send_sums(number, worker, own, is_last=False)
@@ -498,7 +499,7 @@ class HostedReplicas:
         rest = {
             name: gradient
             for name, gradient in found.items()
-            if name not in early or not early[name].is_still(gradient)
+            if name not in early or early[name].differs(gradient)
         }
         for worker, own in self._by_owner(rest):
             self._exchange.send_sums(number, worker, own)
@@ -524,9 +525,8 @@ class HostedReplicas:
         for name, (owner, leaf) in self._held.items():
             yield name, _tensor_at(owner, leaf)
 
-    def _states(self) -> dict[str, tuple[int, int, int]]:
-        """What tells that a tensor has changed: the object, its memory and its version."""
-        return {name: (id(t), t.data_ptr(), t._version) for name, t in self._present()}
+    def _states(self) -> dict[str, Stamp]:
+        return {name: Stamp.of(tensor, is_exact=True) for name, tensor in self._present()}
 
 
 def _held_tensors(layers: Mapping[int, nn.Module]) -> dict[str, tuple[nn.Module, str]]:

@@ -12,7 +12,7 @@ What a layer on a worker changes in its arguments nobody else would see, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -21,10 +21,11 @@ import transformers
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .attributes import ATOMS, Snapshot, version_of
+from .attributes import ATOMS, Snapshot
 from .layer_call import LayerCall
 from .layers import describe_layer
 from .placeholders import HiddenStatesAway, training_flags
+from .state import Stamp
 
 # Older versions of transformers have none.
 _SHARED_STATES = getattr(transformers.cache_utils, "KVSharingDict", None)
@@ -83,38 +84,12 @@ _IN_WORDS = {
 }
 
 
-class _NotedTensor(NamedTuple):
-    """A tensor as it was at a call."""
-
-    tensor: Tensor
-    user: str
-    version: int
-    address: int
-    # Inference mode counts no changes, so there the content is compared.
-    content: Tensor | None
-
-    @classmethod
-    def of(cls, tensor: Tensor, user: str) -> _NotedTensor:
-        if tensor.is_inference():
-            return cls(tensor, user, 0, _address(tensor), tensor.clone())
-        return cls(tensor, user, tensor._version, _address(tensor), None)
-
-    def has_changed(self) -> bool:
-        """Whether the tensor has other memory or another content now."""
-        if _address(self.tensor) != self.address:
-            return True
-        if self.content is None:
-            return self.tensor._version != self.version
-        differs = self.tensor != self.content
-        both_nan = (self.tensor != self.tensor) & (self.content != self.content)
-        return bool((differs & ~both_nan).any())
-
-
 class GivenTensors:
     """The tensors that a forward has given to layers on workers, and what they held then."""
 
     def __init__(self) -> None:
-        self._noted: dict[int, _NotedTensor] = {}
+        # By its id, what the model did with a tensor, in words, and the tensor as it was then.
+        self._noted: dict[int, tuple[str, Stamp]] = {}
         self._flags: list[tuple[int, list[Tensor], list[bool]]] = []
 
     def note(self, tensors: Iterable[Tensor], user: str) -> None:
@@ -122,7 +97,7 @@ class GivenTensors:
         for tensor in tensors:
             is_away = isinstance(tensor, HiddenStatesAway) or tensor.is_meta
             if not is_away and id(tensor) not in self._noted:
-                self._noted[id(tensor)] = _NotedTensor.of(tensor, user)
+                self._noted[id(tensor)] = user, Stamp.of(tensor, is_exact=True)
 
     def note_flags(self, number: int, parameters: Iterable[Tensor]) -> None:
         """Note which parameters of a layer train."""
@@ -143,12 +118,12 @@ class GivenTensors:
                     "the forward and leave it until the backward, or keep the layer with the "
                     "coordinator."
                 )
-        for noted in self._noted.values():
-            if noted.has_changed():
-                tensor = noted.tensor
+        for user, stamp in self._noted.values():
+            if stamp.has_changed:
+                tensor = stamp.tensor
                 raise ModelError(
                     f"A {tensor.dtype} of the shape {tuple(tensor.shape)} was changed in place "
-                    f"after {noted.user}, and workers get it later. Change a copy of it (`clone`; "
+                    f"after {user}, and workers get it later. Change a copy of it (`clone`; "
                     "`x = x + y` for `x += y`), or keep these layers with the coordinator."
                 )
 
@@ -162,14 +137,14 @@ class GivenArguments:
 
     def __init__(self, call: LayerCall) -> None:
         self._layer_index = call.layer_index
-        self._tensors: list[tuple[str, Tensor, tuple[type, int]]] = []
+        self._tensors: list[tuple[str, Stamp]] = []
         self._others: list[tuple[str, Snapshot]] = []
         for place, value in (*enumerate(call.args), *call.kwargs.items()):
             # Most are tensors or cannot change, and a snapshot of such takes many times as long.
             items = value if type(value) is tuple else (value,)
             tensors = [item for item in items if isinstance(item, Tensor)]
             if len(tensors) + sum(type(item) in ATOMS for item in items) == len(items):
-                self._tensors += [(str(place), tensor, _state_of(tensor)) for tensor in tensors]
+                self._tensors += [(str(place), Stamp.of(tensor)) for tensor in tensors]
             else:
                 self._others.append((str(place), Snapshot(value)))
 
@@ -190,39 +165,25 @@ class GivenArguments:
 
     def _changed(self) -> Iterator[str]:
         """The places of arguments that have changed."""
-        yield from (place for place, tensor, state in self._tensors if _state_of(tensor) != state)
+        yield from (place for place, stamp in self._tensors if stamp.has_changed)
         yield from (place for place, given in self._others if not given.is_same())
 
 
-def _state_of(tensor: Tensor) -> tuple[type, int]:
-    return type(tensor), version_of(tensor)
-
-
-def check_entered(before: Sequence[int], tensors: Sequence[Tensor]) -> None:
+def check_entered(entered: Iterable[Stamp]) -> None:
     """Refuse layers that have changed in place what came to their worker.
 
     Args:
-        before: The versions of the tensors before the layers ran.
-        tensors: The tensors.
+        entered: The tensors before the layers ran.
 
     Raises:
         ModelError: With the remedy.
     """
-    if before != versions(tensors):
+    if any(stamp.has_changed for stamp in entered):
         raise ModelError(
             "A layer on a worker changes its hidden states in place, and the model, which has them "
             "too, would not see that. Write `x = x + y` for `x += y`, or keep the layer with the "
             "coordinator."
         )
-
-
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each tensor was changed in place."""
-    return [tensor._version for tensor in tensors]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr() if torch._C._has_storage(tensor) else 0
 
 
 def copied(value: Any) -> Any:
@@ -232,6 +193,8 @@ def copied(value: Any) -> Any:
     The keys and values that layers of Gemma 3n and 4 share are in a dictionary of transformers that
     can do nothing else; its copy is an ordinary one.
     """
+    if isinstance(value, Tensor) or type(value) in ATOMS:
+        return value
     if type(value) is _SHARED_STATES:
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, dict):

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from operator import is_, itemgetter
 from types import ModuleType
 from typing import Any
@@ -46,6 +46,7 @@ from .attribute_values import (
     write_value,
 )
 from .plain_objects import is_computed, is_object, values_in
+from .state import MISSING, Held, Same, Stamp, version_of
 
 # Under manual optimization the strategy overrides a layer's `zero_grad`; no forward calls it.
 _NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}
@@ -66,21 +67,7 @@ _NOT_OF_LAYERS = frozenset(
     }
 )
 
-_MISSING = object()
 _Reader = Callable[[Any], tuple[Any, ...]]
-
-
-class _Same:
-    """Equal to another `_Same` of the same object."""
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.thing is self.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
 
 
 def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | None = None) -> Any:
@@ -101,24 +88,24 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
         return kind, value
     if isinstance(value, Tensor):
         looked_into.append(value)
-        return _Same(value), kind, version_of(value)
+        return kind, Stamp.of(value)
     if is_loose(value):
         looked_into.append(value)
         own = sorted(vars(value).items(), key=itemgetter(0))
         # Nothing that it computes depends on its mode.
         return (
-            _Same(value),
+            Same(value),
             kind,
             tuple((n, frozen(v)) for n, v in own if type(v) in ATOMS and n != "training"),
         )
     if isinstance(value, _FIXED) or inspect.isroutine(value):
-        return _Same(value)
+        return Same(value)
     is_record = is_dataclass(value) or isinstance(value, PretrainedConfig)
     # Of objects that cannot travel only the outermost is entered: the next may refer to the whole
     # program.
     is_known = is_record or isinstance(value, _CONTAINERS) or not around or _is_plain_object(value)
     if not is_known or _is_ours(kind) or id(value) in around or len(around) > MOST_DEPTH:
-        return _Same(value)
+        return Same(value)
     around = (*around, id(value))
     looked_into.append(value)
     content: Any = ()
@@ -132,7 +119,7 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
         return kind, _frozen_items(value, around, looked_into), content
     if isinstance(value, (set, frozenset)):
         return kind, frozenset(frozen(item, around, looked_into) for item in value), content
-    return (kind, content) if is_record else (_Same(value), kind, content)
+    return (kind, content) if is_record else (Same(value), kind, content)
 
 
 def _is_ours(kind: type) -> bool:
@@ -204,7 +191,9 @@ class _Watched:
     Attributes:
         content: Snapshots of the values by name, for the exact comparison.
         layer_index: The number of the layer.
+        module: The module.
         inside: The values that can change inside.
+        places: Where each value is.
     """
 
     def __init__(
@@ -215,27 +204,19 @@ class _Watched:
             if id(value) not in memory:
                 memory[id(value)] = Snapshot(value)
         self.content = {name: memory[id(value)].content for name, value in own.items()}
-        self.layer_index, self._path, self._module = layer_index, path, module
+        self.layer_index, self._path, self.module = layer_index, path, module
         inside = (memory[id(value)] for value in own.values())
         self.inside = [each for each in inside if each.held]
-        self._num_entries = len(vars(module))
-        self._values = tuple(own.values())
-
-    def is_same(self) -> bool:
-        """Whether all attributes are the same objects; their content may have changed."""
-        found = vars(self._module)
-        return len(found) == self._num_entries and all(
-            map(is_, map(found.get, self.content, repeat(_MISSING)), self._values)
-        )
+        self.places = [(vars(module), name, value) for name, value in own.items()]
 
     def changes_since(self, before: _Watched) -> Change:
         """The attributes whose content was different at an earlier time."""
         names = tuple(
             name
             for name in {**before.content, **self.content}
-            if before.content.get(name, _MISSING) != self.content.get(name, _MISSING)
+            if before.content.get(name, MISSING) != self.content.get(name, MISSING)
         )
-        return Change(self.layer_index, self._path, self._module, names)
+        return Change(self.layer_index, self._path, self.module, names)
 
 
 class Snapshot:
@@ -298,7 +279,7 @@ def _items_of_container(container: Any) -> tuple[Any, ...]:
 
 def _items_of_object(slots: Sequence[str], thing: Any) -> tuple[Any, ...]:
     named = getattr(thing, "__dict__", {})
-    in_slots = (getattr(thing, name, _MISSING) for name in slots)
+    in_slots = (getattr(thing, name, MISSING) for name in slots)
     return (type(thing), *named, *named.values(), *in_slots)
 
 
@@ -306,23 +287,34 @@ def _are_same(items: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return len(items) == len(others) and all(map(is_, items, others))
 
 
-class _Classes:
-    """The classes of a layer's modules at one time; those of torch can be given another one too."""
+class _OfLayer:
+    """The classes of a layer's modules, and the objects that their attributes are, at one time.
+    Modules of torch can be given another class too.
+    """
 
-    def __init__(self, layer_index: int, layer: nn.Module) -> None:
-        self._layer_index = layer_index
+    def __init__(self, number: int, layer: nn.Module, watched: Sequence[_Watched]) -> None:
+        self._number = number
         self._paths, self._modules = zip(*layer.named_modules(), strict=True)
         self._kinds = [*map(type, self._modules)]
+        self._attributes = [vars(each.module) for each in watched]
+        self._num_attributes = [*map(len, self._attributes)]
+        self._held = Held(place for each in watched for place in each.places)
+        # An object that many modules share, such as a config, once.
+        self.inside = {id(each): each for one in watched for each in one.inside}.values()
 
     def is_same(self) -> bool:
-        """Whether all modules have the classes that they had."""
-        return all(map(is_, map(type, self._modules), self._kinds))
+        """Whether all are the same objects; their content may have changed."""
+        return (
+            [*map(len, self._attributes)] == self._num_attributes
+            and all(map(is_, map(type, self._modules), self._kinds))
+            and self._held.is_same()
+        )
 
     def changes(self) -> Iterator[Change]:
         """The modules that have another class than they had."""
         for path, module, kind in zip(self._paths, self._modules, self._kinds, strict=True):
             if type(module) is not kind:
-                yield Change(self._layer_index, path, module, ("__class__",))
+                yield Change(self._number, path, module, ("__class__",))
 
 
 class AttributeState:
@@ -349,21 +341,20 @@ class AttributeState:
         """Note the present values; `take_changes` compares later ones with them."""
         memory: dict[int, Snapshot] = {}
         self._watched = [_Watched(*each, memory) for each in self._modules]
-        self._classes = [_Classes(*each) for each in self._layers.items()]
-        # By layer, what is compared; an object that many modules share, such as a config, once.
-        self._of_layers: dict[int, dict[int, _Watched | Snapshot | _Classes]] = {
-            number: {id(each): each}
-            for number, each in zip(self._layers, self._classes, strict=True)
+        by_layer = {
+            number: [each for each in self._watched if each.layer_index == number]
+            for number in self._layers
         }
-        for each in self._watched:
-            parts: list[_Watched | Snapshot] = [each, *each.inside]
-            self._of_layers[each.layer_index] |= {id(part): part for part in parts}
+        self._of_layers = {
+            number: _OfLayer(number, layer, by_layer[number])
+            for number, layer in self._layers.items()
+        }
         self._inside = [each for each in memory.values() if each.held]
 
     def is_same(self, layer_index: int) -> bool:
         """Whether a layer's attributes are as they were at the last look."""
-        of_layer = self._of_layers.get(layer_index, {}).values()
-        return all([each.is_same() for each in of_layer])  # noqa: C419 - a list is faster
+        found = self._of_layers.get(layer_index)
+        return found is None or _have_not_changed(found, *found.inside)
 
     def changes(self) -> list[Change]:
         """The changes since `note`, or since the last ones that were taken."""
@@ -373,7 +364,7 @@ class AttributeState:
         present = (_Watched(*each, memory) for each in self._modules)
         pairs = zip(present, self._watched, strict=True)
         found = (now.changes_since(before) for now, before in pairs)
-        of_classes = (change for each in self._classes for change in each.changes())
+        of_classes = (change for each in self._of_layers.values() for change in each.changes())
         return [*of_classes, *(change for change in found if change.names)]
 
     def take_changes(self) -> list[Change]:
@@ -385,9 +376,11 @@ class AttributeState:
         return found
 
     def _are_all_same(self) -> bool:
-        watched: list[_Watched | Snapshot | _Classes]
-        watched = [*self._watched, *self._inside, *self._classes]
-        return all([each.is_same() for each in watched])  # noqa: C419 - a list is faster
+        return _have_not_changed(*self._of_layers.values(), *self._inside)
+
+
+def _have_not_changed(*parts: _OfLayer | Snapshot) -> bool:
+    return all([each.is_same() for each in parts])  # noqa: C419 - a list is faster
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -549,21 +542,16 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def contents_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore the content of tensors that the block changes in place."""
-    copies = [(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in tensors]
+    copies = [(Stamp.of(tensor), tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, content, version in copies:
+            for stamp, content in copies:
                 # A graph may have saved a tensor that did not change, so it must not be written.
                 # Versions are not enough: torch does not count its updates of a norm's statistics.
-                if version_of(tensor) != version or not torch.equal(tensor, content):
-                    tensor.copy_(content)
-
-
-def version_of(tensor: Tensor) -> int:
-    """The number of in-place changes; inference mode does not count them."""
-    return 0 if tensor.is_inference() else tensor._version
+                if stamp.has_changed or not torch.equal(stamp.tensor, content):
+                    stamp.tensor.copy_(content)
 
 
 class Attributes:

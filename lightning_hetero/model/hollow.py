@@ -406,7 +406,8 @@ class HollowLayers:
         self._records.check_given()
         self.forget_calls()
         names = dict.fromkeys(content.name for content in still_there)
-        calls[-1] = replace(calls[-1], comes_back=tuple(names))
+        if names:
+            calls[-1] = replace(calls[-1], comes_back=tuple(names))
         kinds = wanted_kinds()
         called = (self._modules[call.layer_index] for call in calls)
         if HIDDEN_STATES in kinds and any(map(absent_in, called)):

@@ -89,7 +89,10 @@ class HeldParts:
             for path, module in layer.module.named_modules()
         ]
         # Each module with its full name, and with its children and the names of its tensors.
-        self._modules = [(n, each, dict(each._modules), _tensor_names(each)) for n, each in named]
+        self._modules = [
+            (n, each, {**each._modules}, {**each._parameters}.keys(), {**each._buffers}.keys())
+            for n, each in named
+        ]
         self._methods = _methods_of({type(module) for _, module in named})
         # A hook on the layer itself is called where the model calls the layer: here.
         called_here = {part for layer in layers.values() for part in in_tree(layer.module)}
@@ -111,9 +114,10 @@ class HeldParts:
                         "which computes with the old one. Set its content with "
                         "`load_state_dict()`, or keep the layer with the coordinator."
                     )
-        for name, module, children, tensors in self._modules:
-            if _tensor_names(module) != tensors:
-                [leaf, *_] = tensors.symmetric_difference(_tensor_names(module))
+        for name, module, children, parameters, buffers in self._modules:
+            if module._parameters.keys() != parameters or module._buffers.keys() != buffers:
+                of_parameters = module._parameters.keys() ^ parameters
+                [leaf, *_] = of_parameters or module._buffers.keys() ^ buffers
                 raise ModelError(
                     f"{name}.{leaf} was added to its layer or removed during the run, and workers "
                     "have the layer as it was. Register parameters and buffers before `fit`, or "
@@ -143,11 +147,6 @@ class HeldParts:
         for name, module in self._silent:
             if has_hooks(module, besides=observes):
                 raise hook_away(name)
-
-
-def _tensor_names(module: nn.Module) -> set[str]:
-    """The names of a module's own parameters and buffers."""
-    return module._parameters.keys() | module._buffers.keys()
 
 
 def _methods_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[type, str, Any]]:

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import ModelError
@@ -29,6 +28,7 @@ from .placeholders import (
     HiddenStatesAway,
     Once,
     PlaceholderContent,
+    mapped,
     refuse_away,
 )
 from .tensors import may_have_gradient
@@ -183,7 +183,7 @@ class Records(threading.local):
 
     def carry(self, tree: Any) -> Any:
         """A call's arguments with `Carried` in the place of what goes along."""
-        return apply_to_collection(tree, Tensor, self._carried)
+        return mapped(tree, Tensor, self._carried)
 
     def goes_along(self, tensor: Tensor) -> bool:
         """Whether a tensor among a call's arguments goes along with the hidden states."""
@@ -221,7 +221,7 @@ def _form_of_result(
     """Find the form of the result of arithmetic by trying it on ``meta``."""
     found = {name: form() for name, form in forms.items()}
     on_meta = {name: form.on_meta.detach().to("meta") for name, form in found.items()}
-    there = step._replace(operands=apply_to_collection(step.operands, Tensor, _to_meta))
+    there = step._replace(operands=mapped(step.operands, Tensor, _to_meta))
     result = there.run(on_meta)
     trains = grad_enabled and any(form.on_meta.requires_grad for form in found.values())
     result = torch.empty_like(result, requires_grad=trains and may_have_gradient(result))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from .partial_layers import in_tree
+from .state import Stamp
 from .tensors import (
     flatten,
     keys_of,
@@ -43,20 +44,20 @@ class _Given:
         name: Its name on the worker.
         key: Its key in the state dict.
         tensor: A weak reference to it.
-        alias: Shares its count of changes, and not its memory, which may be freed.
+        alias: As it was then; shares its count of changes, and not its memory, which may be freed.
     """
 
     name: str
     key: str
     tensor: weakref.ref[Tensor]
-    alias: Tensor
+    alias: Stamp
 
     @classmethod
     def of(cls, name: str, key: str, tensor: Tensor) -> _Given:
         with torch.inference_mode(False):
             alias = tensor.detach()
             alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return cls(name, key, weakref.ref(tensor), alias)
+        return cls(name, key, weakref.ref(tensor), Stamp.of(alias))
 
 
 class HollowStateDicts:
@@ -76,8 +77,8 @@ class HollowStateDicts:
         self.remote = remote
         self._undo = ExitStack()
         self.left_out: set[Tensor] = set()
-        # What state dicts have got, with the count of changes at that time.
-        self._given: list[tuple[_Given, int]] = []
+        # What state dicts have got.
+        self._given: list[_Given] = []
 
     def attach(self) -> None:
         """Install the hooks; the layers must be empty."""
@@ -99,11 +100,9 @@ class HollowStateDicts:
         since, which on one device changes the weight itself; None if there is none."""
         # What nobody has any more cannot change; what was changed before stays so.
         self._given = [
-            (each, count)
-            for each, count in self._given
-            if each.alias._version != count or each.tensor() is not None
+            each for each in self._given if each.alias.has_changed or each.tensor() is not None
         ]
-        return next((each.key for each, count in self._given if each.alias._version != count), None)
+        return next((each.key for each in self._given if each.alias.has_changed), None)
 
     def _fill(
         self,
@@ -129,7 +128,7 @@ class HollowStateDicts:
             if key in names:
                 content, parts = found[names[key]], state_in(found, names[key])
                 if not content.is_inference():
-                    self._given.append((_Given.of(names[key], key, content), content._version))
+                    self._given.append(_Given.of(names[key], key, content))
                 state.update(flatten(key, content, parts))
             else:
                 state[key] = content
@@ -164,8 +163,8 @@ class HollowStateDicts:
         if sent:
             self.remote.store(sent)
             self._given = [
-                (each, each.alias._version if each.name in sent else count)
-                for each, count in self._given
+                replace(each, alias=Stamp.of(each.alias.tensor)) if each.name in sent else each
+                for each in self._given
             ]
 
 

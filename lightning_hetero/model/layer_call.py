@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import transformers
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
 from ..errors import ModelError
 from .attributes import unchanged
 from .carried_tensors import Arithmetic, Carried, returned
-from .placeholders import instances_in, is_away, tensors_in
+from .placeholders import instances_in, is_away, mapped, tensors_in
 from .tensors import narrowed
 
 logger = logging.getLogger(__name__)
@@ -149,7 +148,7 @@ class LayerCall:
         if not self.carried:
             return self
         put = tensors.__getitem__
-        args, kwargs = apply_to_collection((self.args, self.kwargs), Carried, put)
+        args, kwargs = mapped((self.args, self.kwargs), Carried, put)
         return replace(self, args=args, kwargs=kwargs)
 
     def in_dtype(self, old: torch.dtype, new: torch.dtype) -> LayerCall:
@@ -167,8 +166,8 @@ class LayerCall:
     ) -> LayerCall:
         """This call with a function applied to every tensor, those of arithmetic included unless
         there is another function for them."""
-        args, kwargs = apply_to_collection((self.args, self.kwargs), Tensor, change)
-        arithmetic = apply_to_collection(self.arithmetic, Tensor, change_operand or change)
+        args, kwargs = mapped((self.args, self.kwargs), Tensor, change)
+        arithmetic = mapped(self.arithmetic, Tensor, change_operand or change)
         return replace(self, args=args, kwargs=kwargs, arithmetic=arithmetic)
 
 
@@ -380,7 +379,7 @@ def result_on_meta(
         ModelError: If the layer returns more than tensors.
     """
     filled = call.with_carried(tensors)
-    given = apply_to_collection((hidden, filled.args, dict(filled.kwargs)), Tensor, _to_meta)
+    given = mapped((hidden, filled.args, dict(filled.kwargs)), Tensor, _to_meta)
     hidden_there, args_there, kwargs_there = given
     args, kwargs = put_hidden(hidden_there, args_there, kwargs_there, call.place)
     try:

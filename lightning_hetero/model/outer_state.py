@@ -20,25 +20,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attributes import version_of
 from .layer_code import is_installed
 from .placeholders import is_away
+from .state import Same, Stamp
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _MOST_COMPARED = 100
 _MOST_DEPTH = 3
-
-
-class _Is:
-    """Equal to another one of the same object, which it keeps alive: no other gets its identity."""
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Is) and other.thing is self.thing
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def form_of(value: Any, depth: int = 0) -> Any:
@@ -49,9 +37,9 @@ def form_of(value: Any, depth: int = 0) -> Any:
     if isinstance(value, _NUMBERS):
         return repr(value)
     if isinstance(value, Tensor):
-        return _Is(value), 0 if is_away(value) else version_of(value)
+        return Same(value) if is_away(value) else Stamp.of(value)
     if depth == _MOST_DEPTH:
-        return _Is(value)
+        return Same(value)
     items: Iterable[Any]
     if isinstance(value, (list, tuple, deque)):
         items = value
@@ -65,7 +53,7 @@ def form_of(value: Any, depth: int = 0) -> Any:
     elif is_dataclass(value) or isinstance(value, (SimpleNamespace, threading.local)):
         items = [part for pair in vars(value).items() for part in pair]
     else:
-        return _Is(value)
+        return Same(value)
     length = len(value) if hasattr(value, "__len__") else 0
     if length > _MOST_COMPARED:
         return length

@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import compress
+from operator import attrgetter
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -254,9 +255,9 @@ class HiddenStatesAway(Tensor):
 
 def come_back(tree: Any) -> Any:
     """Nested arguments with hidden states in the place of placeholders for which they are here."""
-    if not any(_is_back(tensor) for tensor in tensors_in(tree)):
+    if not any(map(_is_back, tensors_in(tree))):
         return tree
-    return apply_to_collection(
+    return mapped(
         tree, HiddenStatesAway, lambda states: states.content.here if _is_back(states) else states
     )
 
@@ -337,10 +338,18 @@ def _gather(items: Iterable[Any], kind: type[Kind], found: list[Kind]) -> None:
             _gather(item.values(), kind, found)
 
 
-def replaced(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
-    """Nested arguments with something else in the place of everything of a type."""
-    # Most have nothing of it, and to build them again takes long.
-    return apply_to_collection(tree, kind, change) if instances_in(tree, kind) else tree
+def mapped(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
+    """Nested arguments with a function applied to everything of a type."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if type(tree) in _PLAIN:
+        return tree
+    if type(tree) in (tuple, list):
+        return type(tree)([mapped(item, kind, change) for item in tree])
+    if type(tree) is dict:
+        return {name: mapped(item, kind, change) for name, item in tree.items()}
+    # Of the containers of other classes, this one knows how each is made again.
+    return apply_to_collection(tree, kind, change)
 
 
 def refuse_away(what: str, given: Any) -> None:
@@ -501,7 +510,7 @@ class _Away:
                     result = function(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
                 raise ModelError(f"`{name}` {_SENTENCE}") from error
-            result = replaced(result, Tensor, _apart)
+            result = mapped(result, Tensor, _apart)
             mark_as_away(tensor for tensor in tensors_in(result) if tensor.is_meta)
             return result
 
@@ -511,12 +520,9 @@ class TensorAway(_Away, Tensor):
 
 
 _GRADIENT: Any = Tensor.grad
-_OF_PARAMETERS = frozenset(
-    {
-        *(_GRADIENT.__get__, _GRADIENT.__set__),
-        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
-    }
-)
+_READ, _WRITE = _GRADIENT.__get__, _GRADIENT.__set__
+_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
+_OF_PARAMETERS = _HOOKS | {_READ, _WRITE}
 
 
 class ParameterAway(_Away, nn.Parameter):
@@ -528,15 +534,15 @@ class ParameterAway(_Away, nn.Parameter):
     ) -> Any:
         if function not in _OF_PARAMETERS:
             return super().__torch_function__(function, types, args, kwargs)
-        name, gradients = _name_of(function), GradientsAway.of(args[0])
-        if name.startswith("register"):
+        if function in _HOOKS:
             raise ModelError(
-                f"`{name}` adds a hook to a parameter of a layer that lives on a worker, where it "
-                "would not fire. Keep the layer with the coordinator."
+                f"`{_name_of(function)}` adds a hook to a parameter of a layer that lives on a "
+                "worker, where it would not fire. Keep the layer with the coordinator."
             )
+        gradients = GradientsAway.of(args[0])
         if gradients is None:
             return super().__torch_function__(function, types, args, kwargs)
-        return gradients.read(args[0]) if name == "grad" else gradients.write(*args)
+        return gradients.read(args[0]) if function == _READ else gradients.write(*args)
 
 
 _OF_GRADIENT = (
@@ -697,10 +703,13 @@ _KINDS: dict[type, type] = {Tensor: TensorAway, nn.Parameter: ParameterAway}
 _BACK = {away: kind for kind, away in _KINDS.items()}
 
 
+_TRAINS = attrgetter("requires_grad")
+
+
 def training_flags(tensors: Iterable[Tensor]) -> list[bool]:
     """Whether each tensor trains; tensors that are away answer as quickly as others."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [tensor.requires_grad for tensor in tensors]
+        return list(map(_TRAINS, tensors))
 
 
 def mark_as_away(tensors: Iterable[Tensor]) -> None:

@@ -28,6 +28,7 @@ from ..errors import ModelError
 from .attributes import AttributeState
 from .layers import DecoderLayer, identity_of, name_of
 from .partial_layers import in_tree
+from .state import Stamp
 from .stored import format_of
 
 
@@ -38,7 +39,7 @@ class _Original:
     owner: nn.Module
     leaf: str
     content: Tensor | None
-    seen: tuple[Tensor, int] | None = None
+    seen: Stamp | None = None
 
     @property
     def tensor(self) -> Tensor | None:
@@ -54,11 +55,8 @@ class _Original:
             # The first time: it may have moved to its device since.
             if not torch.equal(tensor.detach().to(self.content), self.content):
                 return False
-            self.seen, self.content = (tensor, _version(tensor)), None
-        if self.seen is None:
-            return False
-        before, version = self.seen
-        return tensor is before and _version(tensor) == version
+            self.seen, self.content = Stamp.of(tensor), None
+        return self.seen is not None and not self.seen.differs(tensor)
 
 
 class SharedParts:
@@ -269,7 +267,3 @@ def _may_be_copied(module: nn.Module) -> bool:
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module keeps statistics, which a copy would keep for itself."""
     return bool(getattr(module, "track_running_stats", False))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

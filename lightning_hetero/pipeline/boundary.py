@@ -179,9 +179,9 @@ class Surroundings:
     @property
     def tensors(self) -> Sequence[Tensor]:
         """The tensors among the layers' arguments and the operands behind them."""
-        of_layers = [tensor for call in self.calls for _, tensor in call.named_tensors()]
+        of_layers = [(call.args, call.kwargs) for call in self.calls]
         operands = [step.operands for call in self.calls for step in call.arithmetic]
-        return [*of_layers, *tensors_in(operands)]
+        return tensors_in((of_layers, operands))
 
     @property
     def has_cache(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import RemoteProtocolError
 from ..model.carried_tensors import Arithmetic, Carried, is_arithmetic, is_carried
 from ..model.layer_call import CacheUse, LayerCall
-from ..model.placeholders import replaced
+from ..model.placeholders import mapped
 from ..model.tensors import may_have_gradient
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
@@ -115,8 +115,14 @@ def encode_arguments(
         m.LayerArguments(
             call.layer_index,
             call.training,
-            packer.pack(_to_nodes(call.args), f"An argument of layer {call.layer_index}: args"),
-            packer.pack(_to_nodes(call.kwargs), f"An argument of layer {call.layer_index}: kwargs"),
+            packer.pack(
+                _to_nodes(call.args) if call.carried else call.args,
+                f"An argument of layer {call.layer_index}: args",
+            ),
+            packer.pack(
+                _to_nodes(call.kwargs) if call.carried else call.kwargs,
+                f"An argument of layer {call.layer_index}: kwargs",
+            ),
             call.tuple_length,
             None if call.cache is None else _encode_cache(call.cache, packer),
             list(call.other_mode),
@@ -170,8 +176,8 @@ def decode_arguments(
         LayerCall(
             call.layer_index,
             call.training,
-            _from_nodes(unpack(call.args, tensors, constants)),
-            _from_nodes(unpack(call.kwargs, tensors, constants)),
+            unpack(call.args, tensors, constants, Carried),
+            unpack(call.kwargs, tensors, constants, Carried),
             call.tuple_length,
             None if call.cache is None else _decode_cache(call.cache, tensors, constants),
             tuple(call.other_mode),
@@ -226,11 +232,7 @@ def _dtypes_of(message: m.Arguments) -> tuple[torch.dtype | None, torch.dtype]:
 
 
 def _to_nodes(tree: Any) -> Any:
-    return replaced(tree, Carried, lambda name: CarriedNode(str(name)))
-
-
-def _from_nodes(tree: Any) -> Any:
-    return replaced(tree, CarriedNode, lambda node: Carried(node.name))
+    return mapped(tree, Carried, lambda name: CarriedNode(str(name)))
 
 
 def _encode_arithmetic(step: Arithmetic, packer: Packer) -> m.ArithmeticBehind:
@@ -241,7 +243,7 @@ def _encode_arithmetic(step: Arithmetic, packer: Packer) -> m.ArithmeticBehind:
 def _decode_arithmetic(
     step: m.ArithmeticBehind, tensors: tuple[Tensor, ...], constants: KeptConstants
 ) -> Arithmetic:
-    operands = _from_nodes(unpack(step.operands, tensors, constants))
+    operands = unpack(step.operands, tensors, constants, Carried)
     if not isinstance(operands, tuple) or not is_arithmetic(step.function, operands):
         raise RemoteProtocolError(f"Nobody computes {step.function!r} of {operands!r:.60}.")
     return Arithmetic(step.name, step.function, operands, step.is_in_place)

@@ -38,9 +38,9 @@ from torch import Tensor, nn
 
 from ..devices.device import forked_generators
 from ..errors import BatchError
+from ..model.state import Stamp
 from .boundary import Activation, Gradients
 from .handover import Request, Returned, Stages
-from .optimizer import NotedGradient
 from .parameter_hooks import ParameterHooks, add_gradient
 from .placement import COORDINATOR_STAGE
 from .random_numbers import Draws, MicrobatchDraws
@@ -780,7 +780,7 @@ class StepGradients:
         self._first_apart: int | None = None
         # What has come back has added up to these, and what was there before the step.
         self._back: dict[nn.Parameter, Tensor] = {}
-        self._former: dict[nn.Parameter, NotedGradient] = {}
+        self._former: dict[nn.Parameter, Stamp] = {}
 
     @property
     def can_be_left(self) -> bool:
@@ -831,7 +831,7 @@ class StepGradients:
         self._before = self._take(self._kept_apart)
         self._others = [parameter for parameter in self._untied if parameter.requires_grad]
         former = ((parameter, parameter.grad) for parameter in self._others)
-        self._former = {p: NotedGradient.of(grad) for p, grad in former if grad is not None}
+        self._former = {p: Stamp.of(grad) for p, grad in former if grad is not None}
 
     def go_on(self) -> None:
         """Let backwards run again that `leave` has left."""
@@ -840,7 +840,7 @@ class StepGradients:
             if parameter.requires_grad and parameter not in known:  # it was frozen before
                 self._others.append(parameter)
                 if parameter.grad is not None:
-                    self._former[parameter] = NotedGradient.of(parameter.grad)
+                    self._former[parameter] = Stamp.of(parameter.grad)
         if self._pending is not None:
             self._before = self._take(self._kept_apart)
             self._put(self._kept_apart, self._pending)
@@ -865,7 +865,7 @@ class StepGradients:
         """All that has come back is of batches before: let it be in the gradients of now."""
         self._join()
         former = ((parameter, parameter.grad) for parameter in self._others)
-        self._former = {p: NotedGradient.of(grad) for p, grad in former if grad is not None}
+        self._former = {p: Stamp.of(grad) for p, grad in former if grad is not None}
 
     @property
     def found(self) -> list[int]:
@@ -917,12 +917,12 @@ class StepGradients:
                 if found is None:
                     continue
                 former = self._former.pop(parameter, None)
-                is_former = former is not None and former.is_still(of_loss)
+                is_former = former is not None and not former.differs(of_loss)
                 self._has_mixed |= of_loss is not None and not is_former
                 if former is not None and is_former:
                     # No loss adds to it, so what comes back adds to what was there, as on one
                     # device.
-                    parameter.grad, found = None, former.gradient.add_(found)
+                    parameter.grad, found = None, former.tensor.add_(found)
                 self._back[parameter] = found
 
     def finish_microbatch(self, microbatch: int) -> None:

@@ -505,22 +505,6 @@ def in_dtype_of(parameter: Tensor, key: str, value: Any) -> Any:
     return value.to(parameter.dtype) if value.shape == parameter.shape else value
 
 
-@dataclass(frozen=True)
-class NotedGradient:
-    """A gradient as it was at some time."""
-
-    gradient: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, gradient: Tensor) -> NotedGradient:
-        return cls(gradient, gradient._version)
-
-    def is_still(self, gradient: Tensor | None) -> bool:
-        """Whether this is the same gradient, with the same content."""
-        return gradient is self.gradient and gradient._version == self.version
-
-
 @contextmanager
 def leaving_by_layer(
     parameters: Iterable[tuple[str, Tensor]], send: Callable[[dict[str, Tensor]], None]

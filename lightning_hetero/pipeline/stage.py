@@ -21,13 +21,14 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from ..devices.numerics import compute_with, making
 from ..errors import ModelError, RemoteProtocolError
-from ..model.argument_changes import GivenArguments, check_entered, versions
+from ..model.argument_changes import GivenArguments, check_entered
 from ..model.attributes import AttributeState
 from ..model.captured_outputs import collect_embedded, collecting
 from ..model.carried_tensors import returned
 from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, put_hidden, tensors_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
+from ..model.state import Stamp
 from ..model.tensors import may_have_gradient
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings, leaf_of
 from .random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
@@ -215,10 +216,6 @@ class _LayersElsewhere(CacheLayerMixin):
     lazy_initialization = get_seq_length = get_mask_sizes = get_max_length = update
 
 
-# A buffer and its version, which counts changes in place.
-_Seen = tuple[Tensor | None, int]
-
-
 @dataclass(frozen=True)
 class Updates:
     """Buffers that are updated more often than on one device.
@@ -256,11 +253,13 @@ class LayerState:
         self._is_shared = is_shared
         self._constants = frozenset(constants)
         self._attributes = AttributeState(layers, _may_keep_state)
-        self._modules = [
+        modules = [
             (f"{number}.{path}".rstrip("."), module)
             for number, layer in layers.items()
             for path, module in layer.named_modules()
         ]
+        self._held = [(place, module._buffers) for place, module in modules]
+        self._norms = [(place, each) for place, each in modules if isinstance(each, _NormBase)]
         self._updates: list[Updates] = []
         self._told: set[Updates] = set()
         self.begin_batch()
@@ -282,12 +281,16 @@ class LayerState:
         Raises:
             ModelError: If the forward has changed an attribute, or a buffer of shared layers.
         """
-        before = self._buffers()
+        before = {name: Stamp.of(each) for name, each in self._buffers() if each is not None}
         yield
         self._check_attributes()
         if microbatch is None:
             return
-        updated = _updated(before, self._buffers()) | self._statistics()
+        updated = self._statistics() | {
+            name
+            for name, each in self._buffers()
+            if (before[name].differs(each) if name in before else each is not None)
+        }
         if changed := sorted(updated & self._constants):
             raise ModelError(
                 f"A forward updated {changed[0]}, which other layers or the coordinator share: "
@@ -326,19 +329,17 @@ class LayerState:
             "state in a buffer, pass it as an argument, or keep the layer with the coordinator."
         )
 
-    def _buffers(self) -> dict[str, _Seen]:
-        return {
-            f"{place}.{name}": (buffer, 0 if buffer is None else _version(buffer))
-            for place, module in self._modules
-            for name, buffer in module._buffers.items()
-        }
+    def _buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+        for place, held in self._held:
+            if held:
+                yield from ((f"{place}.{name}", buffer) for name, buffer in held.items())
 
     def _statistics(self) -> set[str]:
         """The running statistics of norms: torch updates them without a new version."""
         return {
             f"{place}.{name}"
-            for place, module in self._modules
-            if isinstance(module, _NormBase) and module.training and module.track_running_stats
+            for place, module in self._norms
+            if module.training and module.track_running_stats
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
@@ -352,18 +353,6 @@ class LayerState:
 
 def _may_keep_state(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] not in _TRUSTED
-
-
-def _updated(before: Mapping[str, _Seen], now: Mapping[str, _Seen]) -> set[str]:
-    return {
-        name
-        for name, (buffer, version) in now.items()
-        if name not in before or before[name][0] is not buffer or before[name][1] != version
-    }
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
 
 
 @dataclass(frozen=True)
@@ -428,7 +417,7 @@ class Stage:
         leaf = as_leaf(incoming.hidden)
         carried = {name: as_leaf(tensor) for name, tensor in incoming.carried.items()}
         entered = (leaf, *carried.values())
-        before = versions(entered)
+        before = [*map(Stamp.of, entered)]
         if not surroundings.is_trial and surroundings.batch != self._batch:
             self._batch = surroundings.batch
             self.begin_batch()
@@ -436,7 +425,7 @@ class Stage:
         streams = PythonStreams() if surroundings.grad_enabled and self.recompute else None
         with self._watching(key, surroundings):
             output = self._run_layers(key, leaf, carried, surroundings, keep_graph)
-        check_entered(before, entered)
+        check_entered(before)
         if surroundings.grad_enabled and self.recompute:
             inputs = (*entered, *self.layers.parameters())
             wanted = any(tensor.requires_grad for tensor in inputs)

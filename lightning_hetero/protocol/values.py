@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -377,9 +377,18 @@ def _fits(plain: float | str) -> bool:
 
 
 def unpack(
-    value: Value, tensors: tuple[Tensor, ...], constants: KeptConstants | None = None
+    value: Value,
+    tensors: tuple[Tensor, ...],
+    constants: KeptConstants | None = None,
+    carried: Callable[[str], Any] = CarriedNode,
 ) -> Any:
     """Turn a value back into a tree, with the frame's tensors and the tensors in slots.
+
+    Args:
+        value: The value.
+        tensors: Those of the frame.
+        constants: What is in slots.
+        carried: Makes what stands for a tensor that comes with the hidden states, from its name.
 
     Raises:
         RemoteProtocolError: If the value names a tensor that the frame does not carry, or an
@@ -394,9 +403,9 @@ def unpack(
             )
         return tensors[value.index]
     if isinstance(value, TupleNode):
-        return tuple(unpack(item, tensors, constants) for item in value.items)
+        return tuple(unpack(item, tensors, constants, carried) for item in value.items)
     if isinstance(value, ListNode):
-        return [unpack(item, tensors, constants) for item in value.items]
+        return [unpack(item, tensors, constants, carried) for item in value.items]
     if isinstance(value, DictNode):
-        return {key: unpack(item, tensors, constants) for key, item in value.items.items()}
-    return value
+        return {key: unpack(item, tensors, constants, carried) for key, item in value.items.items()}
+    return carried(value.name) if isinstance(value, CarriedNode) else value

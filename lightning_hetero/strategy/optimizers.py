@@ -35,6 +35,7 @@ from ..coordinator.optimizers import RemoteOptimizer, changed_parameters, optimi
 from ..errors import ModelError
 from ..model.override import stand_in
 from ..model.placeholders import GradientsAway
+from ..model.state import Stamp, version_of
 from ..pipeline.optimizer import (
     Clipping,
     clip_gradients,
@@ -46,11 +47,8 @@ from ..pipeline.optimizer import (
 from ..pipeline.recorder import APPLY, Recorder
 from .arguments import scaler_of
 
-# What tells that tensors have changed or were replaced. An id alone may soon be that of another
-# tensor, and a gradient that nobody needs any more must not be held.
-Versions = list[tuple[WeakIdRef, int] | None]
-# An optimizer's state, and what tells that the part of a parameter has changed.
-States = tuple[Mapping[Tensor, Any], dict[Tensor, Versions]]
+# An optimizer's state, and the tensors in it by parameter.
+States = tuple[Mapping[Tensor, Any], dict[Tensor, list[Stamp]]]
 
 
 def record_own_steps(
@@ -154,7 +152,7 @@ class RemoteSteps:
         self._gradients = GradientsAway(names_of)
         self._kept_here = kept_here
         # Their gradients as a backward, or clipping everywhere, has left them.
-        self._noted: Versions = []
+        self._noted: list[tuple[WeakIdRef, int] | None] = []
         held = (optimized_parameters(remote.optimizer) for remote in optimizers)
         self._optimized = [p for parameters in held for p in parameters if p in names_of]
         self._plugin = plugin
@@ -232,7 +230,7 @@ class RemoteSteps:
 
     def note_gradients(self) -> None:
         """Note that gradients have changed everywhere, and not only here."""
-        self._noted = _versions(self._kept_here)
+        self._noted = _gradients_of(self._kept_here)
 
     def _check_gradients(self) -> None:
         """Refuse gradients that were changed here alone. Those that were dropped, as before a batch
@@ -241,7 +239,7 @@ class RemoteSteps:
         Raises:
             ModelError: With what changes them everywhere.
         """
-        pairs = zip_longest(_versions(self._kept_here), self._noted)
+        pairs = zip_longest(_gradients_of(self._kept_here), self._noted)
         if any(present is not None and present != noted for present, noted in pairs):
             raise ModelError(
                 "Gradients of layers were changed here before the optimizer's step, and workers "
@@ -260,8 +258,8 @@ class RemoteSteps:
         noted = self._states.get(id(optimizer))
         if noted is None:
             return
-        state, versions = _state_here(optimizer)
-        if state is not noted[0] or versions != noted[1]:
+        state, stamps = _state_here(optimizer)
+        if state is not noted[0] or stamps != noted[1]:
             raise ModelError(
                 f"The state of {type(optimizer).__name__} was changed here between two steps, and "
                 "workers have the state for their layers. Change what `optimizer.state_dict()` "
@@ -365,7 +363,8 @@ class RemoteSteps:
         self._stepping[id(optimizer)] = caller
 
         def begin() -> None:
-            self._check_state(optimizer)
+            if id(optimizer) not in self._sent:  # else it was checked as it was sent
+                self._check_state(optimizer)
             self._gradients.are_hidden = True
 
         return _behind_closure(begin, args, kwargs)
@@ -512,25 +511,20 @@ def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:
     return inner is not None
 
 
-def _versions(parameters: Iterable[Tensor]) -> Versions:
-    """What tells that gradients have changed."""
-    return [
-        None if parameter.grad is None else _version(parameter.grad) for parameter in parameters
-    ]
+def _gradients_of(parameters: Iterable[Tensor]) -> list[tuple[WeakIdRef, int] | None]:
+    """The gradients as they are; one that nobody needs any more is not held."""
+    gradients = (parameter.grad for parameter in parameters)
+    return [None if each is None else (WeakIdRef(each), version_of(each)) for each in gradients]
 
 
 def _state_here(optimizer: Optimizer) -> States:
-    """An optimizer's state, and what tells that tensors in it have changed."""
-    versions: dict[Tensor, Versions] = {
-        parameter: [_version(value) for value in state.values() if isinstance(value, Tensor)]
+    """An optimizer's state as it is."""
+    stamps = {
+        parameter: [Stamp.of(value) for value in state.values() if isinstance(value, Tensor)]
         for parameter, state in optimizer.state.items()
         if state
     }
-    return optimizer.state, versions
-
-
-def _version(tensor: Tensor) -> tuple[WeakIdRef, int]:
-    return WeakIdRef(tensor), 0 if tensor.is_inference() else tensor._version
+    return optimizer.state, stamps
 
 
 class FollowedZeroGrad:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from .._lightning import pl
 from ..errors import ModelError
 from ..model.outer_state import OuterState, form_of
 from ..model.placeholders import tensors_in
+from ..model.state import MISSING, Held
 
 
 def may_change(module: nn.Module) -> bool:
@@ -93,8 +96,8 @@ class StepChanges:
         """Look for changes: before and after each micro-batch, since they run turn by turn."""
         found = dict(self._look())
         for name, (form, value, _) in found.items():
-            before, former, length = self._present.get(name, (_NOTHING, _NOTHING, 0))
-            if before is not _NOTHING and before == form:
+            before, former, length = self._present.get(name, (MISSING, MISSING, 0))
+            if before is not MISSING and before == form:
                 continue
             if former is not value or not self._are_of_samples(value, length):
                 self._counts[name] += 1
@@ -162,26 +165,25 @@ class OwnAttributes:
     """
 
     def __init__(self, module: pl.LightningModule, away: Iterable[nn.Module]) -> None:
-        self._attributes = [vars(inner) for _, inner in _looked_into(module, away)]
+        self._modules = _looked_into(module, away)
+        self._attributes = [vars(inner) for _, inner in self._modules]
         self._ignored = {*vars(pl.LightningModule()), "log", "forward"}
         # The first step shows which modules set any.
         self._looked_at: Sequence[int] = range(len(self._attributes))
         # By micro-batch: what it has set, by the number of the module and the name.
         self._own: dict[int, dict[tuple[int, str], Any]] = {}
-        self._modules = _looked_into(module, away)
-        # Where each parameter is: its path, the dictionary and the key that hold it, and itself.
-        self._held: list[tuple[str, dict[str, Any], str, Any]] = []
+        self._parameters = [inner._parameters for _, inner in self._modules]
+        # Where each parameter is.
+        self._held = Held(())
         # By micro-batch: what is in these places instead, by their numbers.
         self._instead: dict[int, dict[int, Any]] = {}
 
     def begin_step(self) -> None:
         """Forget the micro-batches of the step before."""
         self._instead.clear()
-        self._held = [
-            (f"{path}.{name}".strip("."), inner._parameters, name, parameter)
-            for path, inner in self._modules
-            for name, parameter in inner._parameters.items()
-        ]
+        num_parameters = sum(map(len, self._parameters))
+        if len(self._held.places) != num_parameters or not self._held.is_same():
+            self._held = Held((each, *pair) for each in self._parameters for pair in each.items())
         if self._own:
             found = {number for own in self._own.values() for number, _ in own}
             self._looked_at = sorted({0, *found})
@@ -195,30 +197,29 @@ class OwnAttributes:
         """
         instead, self._instead = self._instead, {}
         for number, found in (pair for places in instead.values() for pair in places.items()):
-            path, _, _, parameter = self._held[number]
+            holder, name, parameter = self._held.places[number]
             # Adapters of peft put frozen weights in 4 bits into the place of the same ones.
             if not _are_frozen_and_equal(parameter, found):
+                path = next(path for path, inner in self._modules if inner._parameters is holder)
                 raise ModelError(
-                    f"`training_step` replaced the parameter {path}, and each micro-batch would "
-                    "do that again. Replace it in `on_train_batch_start` or earlier, or use "
-                    "the safe mode, `micro_batching='boundary'`."
+                    f"`training_step` replaced the parameter {f'{path}.{name}'.strip('.')}, and "
+                    "each micro-batch would do that again. Replace it in `on_train_batch_start` or "
+                    "earlier, or use the safe mode, `micro_batching='boundary'`."
                 )
 
     @contextmanager
     def _parameters_of(self, microbatch: int) -> Iterator[None]:
         for number, tensor in self._instead.pop(microbatch, {}).items():
-            _, holder, name, _ = self._held[number]
+            holder, name, _ = self._held.places[number]
             holder[name] = tensor
         try:
             yield
         finally:
-            instead = {}
-            for number, (_, holder, name, parameter) in enumerate(self._held):
-                if (found := holder.get(name)) is not parameter:
-                    instead[number] = found
-                    holder[name] = parameter
-            if instead:
+            if instead := dict(self._held.changed()):
                 self._instead[microbatch] = instead
+                for number in instead:
+                    holder, name, parameter = self._held.places[number]
+                    holder[name] = parameter
 
     @contextmanager
     def part(self, microbatch: int) -> Iterator[None]:
@@ -235,11 +236,15 @@ class OwnAttributes:
             yield
         finally:
             for number, known in before.items():
-                for name, value in list(self._attributes[number].items()):
-                    if value is not known.get(name, _NOTHING) and name not in self._ignored:
+                held = self._attributes[number]
+                present = map(held.get, known, repeat(MISSING))
+                if len(held) == len(known) and all(map(is_, present, known.values())):
+                    continue
+                for name, value in list(held.items()):
+                    if value is not known.get(name, MISSING) and name not in self._ignored:
                         key = number, name
                         own[key] = value
-                        self._show(key, _added(others.pop(key, _NOTHING), known.get(name), value))
+                        self._show(key, _added(others.pop(key, MISSING), known.get(name), value))
             for key, value in others.items():
                 if key[1] in self._attributes[key[0]]:
                     self._show(key, value)
@@ -249,13 +254,10 @@ class OwnAttributes:
     def _show(self, key: tuple[int, str], value: Any) -> Any:
         """Set an attribute; returns what was there."""
         number, name = key
-        present = self._attributes[number].pop(name, _NOTHING)
-        if value is not _NOTHING:
+        present = self._attributes[number].pop(name, MISSING)
+        if value is not MISSING:
             self._attributes[number][name] = value
         return present
-
-
-_NOTHING = object()
 
 
 def _are_frozen_and_equal(one: Any, other: Any) -> bool:

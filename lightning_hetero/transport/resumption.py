@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor
-
 from ..errors import ChannelError, RemoteProtocolError
+from ..model.state import Stamp
 from ..protocol.tensor_bytes import tensor_behind
 
 # A receiver acknowledges at the latest when so many bytes have come, and after a heartbeat. What
@@ -48,13 +47,13 @@ class KeptFrame:
     def __init__(self, name: str, buffers: Sequence[memoryview]) -> None:
         self._name = name
         self._buffers: list[memoryview] = []
-        self._versions: list[tuple[Tensor, int]] = []
+        self._stamps: list[Stamp] = []
         for buffer in buffers:
             tensor = tensor_behind(buffer)
             if tensor is not None and tensor.is_inference():
                 buffer = memoryview(bytes(buffer))
             elif tensor is not None:
-                self._versions.append((tensor, tensor._version))
+                self._stamps.append(Stamp.of(tensor))
             self._buffers.append(buffer)
 
     @property
@@ -64,8 +63,8 @@ class KeptFrame:
 
     def own(self) -> None:
         """Copy the memory of the tensors, which may change from now on."""
-        if self._versions:
-            self._versions.clear()
+        if self._stamps:
+            self._stamps.clear()
             self._buffers = [memoryview(b"".join(self._buffers))]
 
     def check(self) -> None:
@@ -74,7 +73,7 @@ class KeptFrame:
         Raises:
             ChannelError: With the name of the frame.
         """
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(stamp.has_changed for stamp in self._stamps):
             raise ChannelError(
                 f"A tensor of {self._name} was changed in place before it had arrived, so it "
                 "cannot be sent again as it was."

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from ..devices.copies import Copies
 from ..errors import RemoteProtocolError
-from ..pipeline.optimizer import NotedGradient, leaving_by_layer
+from ..model.state import Stamp
+from ..pipeline.optimizer import leaving_by_layer
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -117,7 +118,7 @@ class ReplicaSide:
         self._parts: dict[_Part, dict[str, Tensor]] = {}
         self._whole: set[_Part] = set()
         # What has been sent of the next sums.
-        self._early: dict[str, NotedGradient] = {}
+        self._early: dict[str, Stamp] = {}
 
     def expect(self, message: m.Deploy) -> None:
         """Note which stages other workers hold too, and who owns their parameters."""
@@ -192,7 +193,7 @@ class ReplicaSide:
         for owner in sorted(owners):
             own = {name: tensor for name, tensor in batch.items() if self._owner_of[name] == owner}
             self._send(owner, number, "sums", own, is_last=False)
-        self._early |= {name: NotedGradient.of(tensor) for name, tensor in batch.items()}
+        self._early |= {name: Stamp.of(tensor) for name, tensor in batch.items()}
 
     def follow_step(self, number: int) -> None:
         """Send the weights that this worker has stepped to the others, and wait for theirs."""
@@ -348,7 +349,7 @@ class ReplicaSide:
                     yield name, parameter.detach()
             elif gradient is not None:
                 early = self._early.get(name) if content == "sums" else None
-                if early is None or not early.is_still(gradient):
+                if early is None or early.differs(gradient):
                     yield name, gradient
 
     def _owned_in(self, shared: _SharedStage) -> Iterator[tuple[str, nn.Parameter]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LocalProtocolError, ModelError
+from ..model.state import address_of, version_of
 from ..model.tensors import locate, named_tensors
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
@@ -25,7 +26,8 @@ from .replicas import ReplicaSide
 
 _PIECE_BYTES = 2**20
 
-# What tells that a tensor has changed: the object, its memory and its version.
+# What tells that a tensor has changed: the object, its memory and its version. A stamp would keep
+# layers alive that are built anew, and torch swaps no tensors that have weak references.
 _State = tuple[int, int, int]
 
 
@@ -79,8 +81,7 @@ class SnapshotSide:
 
     def _states(self) -> Iterator[tuple[str, _State]]:
         for name, tensor in named_tensors(self._layers.numbered):
-            version = 0 if tensor.is_inference() else tensor._version
-            yield name, (id(tensor), tensor.data_ptr(), version)
+            yield name, (id(tensor), address_of(tensor), version_of(tensor))
 
     def _on_take_snapshot(self, message: m.TakeSnapshot, _tensors: tuple[Tensor, ...]) -> None:
         if self._sending is not None:
