@@ -1,8 +1,8 @@
 """The coordinator's connections: who the workers are, asking them, hearing them, losing them.
 
 The other parts of the coordinator (`neighbors`, `layers`, `steps`, `optimizers`, `telemetry`)
-share one `Connections`. A message that answers no request goes to the part that has registered for
-its kind in `asides`. Any other message is returned to the caller that waits.
+share one `Connections`. An answer goes to its request in `requests`. Any other message goes to the
+part that has registered for its kind in `asides`, else to the caller that waits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -41,10 +41,9 @@ from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
 from ..transport.compatibility import differences
 from ..transport.deadlines import Deadlines
 from .member import Member, Source, say_goodbye
+from .requests import Answer, Requests
 
-Wanted = TypeVar("Wanted", bound=m.Message)
-
-# Takes a message that answers no request.
+# Takes a message that nobody waits for.
 Aside = Callable[[Member, Any], None]
 
 TakeSums = Callable[[Member, m.ReplicaTensors, Sequence[Tensor]], None]
@@ -87,7 +86,8 @@ class Connections:
         step: The number of the present step; 0 before the first one.
         first_microbatch: The number of the first micro-batch of the present batch in the step.
         in_flight: The most micro-batches in flight in the present step.
-        asides: Takes messages that answer no request, by their kind.
+        requests: The open requests.
+        asides: Takes messages that nobody waits for, by their kind.
         num_exchanges: The exchanges of replicas that were asked for.
         take_sums: Takes the sums of gradients that a worker sends to this process.
         take_piece: Takes a piece of a worker's snapshot.
@@ -118,6 +118,7 @@ class Connections:
         self.step = 0
         self.first_microbatch = 0
         self.in_flight = 1
+        self.requests = Requests(self)
         self.asides: dict[type, Aside] = {
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
@@ -214,6 +215,7 @@ class Connections:
         """Inside, a lost worker gets the channel to the process in its place."""
         on_sent = worker.channel.on_sent
         self._by_channel.pop(worker.channel, None)
+        self.requests.forget(worker, worker.journal.requests if worker.journal else ())
         worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
         yield
         worker.channel.on_sent = on_sent
@@ -235,6 +237,7 @@ class Connections:
         """Say goodbye to a worker without layers."""
         if worker in self.members:
             self.members.remove(worker)
+        self.requests.forget(worker)
         worker.channel.close(m.Goodbye())
 
     def forget_reports_of(self, workers: Collection[Member]) -> None:
@@ -375,6 +378,7 @@ class Connections:
         worker.loss = loss
         if worker in self.members and worker not in self.workers:
             self.members.remove(worker)
+            self.requests.forget(worker)
             self._by_channel[worker.channel] = worker  # reports of others may name it still
             self.departed[worker.name] = f"was lost {self.when}"
             rank_zero_warn(f"{text} It had no layers, so the run goes on without it.")
@@ -460,12 +464,11 @@ class Connections:
         message = content.message
         if worker.journal is not None and not worker.journal.takes(message):
             return None  # the lost worker in whose place it is has said so too
-        if isinstance(message, m.Done) and worker not in self.workers:
-            worker.num_unanswered = max(0, worker.num_unanswered - 1)
-            return None  # nobody waits for an idle worker
+        is_answer = self._is_answer(worker, content)
         take_aside = self.asides.get(type(message))
         if take_aside is not None:
             take_aside(worker, message)
+        if is_answer or take_aside is not None:
             return None
         if isinstance(message, m.ReplicaTensors):
             with self.blaming(worker):
@@ -475,9 +478,20 @@ class Connections:
             with self.blaming(worker):
                 self.take_piece(worker, message, _only(content.tensors))
             return None
-        if isinstance(message, m.Failure):
-            raise self._stage_failed(worker, message)
         return worker, content
+
+    def _is_answer(self, worker: Member, frame: Frame) -> bool:
+        """Whether a frame answers a request, which gets it then; raises for a `Failure`."""
+        message = frame.message
+        if isinstance(message, m.Failure):
+            error = self._stage_failed(worker, message)
+            self.requests.fail(worker, message.request, error)
+            raise error
+        is_answer = type(message) in m.ANSWERS or message.request > 0
+        if is_answer:
+            with self.blaming(worker):
+                self.requests.take(worker, frame)
+        return is_answer
 
     def _on_end(self, worker: Member, cause: HeteroError) -> None:
         """Another worker takes the place of one whose channel has ended, or the run ends.
@@ -504,16 +518,17 @@ class Connections:
             self.lose(worker, cause)
             raise
 
-    def await_from(self, worker: Member, kind: type[Wanted] | tuple[type[Wanted], ...]) -> Wanted:
-        """Wait for a message of one worker. What others say meanwhile is heard later.
+    def await_alone(self, answer: Answer) -> None:
+        """Wait until an answer is over. What other workers say meanwhile, and what its own worker
+        says besides, is heard later.
 
         Raises:
-            ChannelError: If its channel ends.
-            WorkerError: If it fails or does not answer in time.
+            ChannelError: If the worker's channel ends.
+            WorkerError: If the worker fails or does not answer in time.
         """
-        aside: list[Arrival] = []
+        worker, aside = answer.worker, list[Arrival]()
         try:
-            while True:
+            while not answer.is_over:
                 arrival = self._next_arrival(self.deadlines.request_seconds)
                 content = arrival.content
                 if arrival.channel is not worker.channel:
@@ -521,91 +536,16 @@ class Connections:
                 elif isinstance(content, HeteroError):
                     aside.append(arrival)
                     raise content
-                elif isinstance(content.message, m.Failure):
-                    raise self._stage_failed(worker, content.message)
-                elif isinstance(content.message, kind):
-                    return content.message
                 elif isinstance(content.message, m.NeighborUnreachable):
                     raise WorkerUnreachable(content.message.reason)
+                elif isinstance(content.message, m.Failure) or (
+                    content.message.request == answer.message.request
+                ):
+                    self._is_answer(worker, content)
                 else:
                     aside.append(arrival)
         finally:
             self._put_aside.extendleft(reversed(aside))
-
-    def collect(self, kind: type[Wanted], workers: Sequence[Member]) -> list[tuple[Member, Wanted]]:
-        """One message of a kind from each of these workers; skips answers to earlier requests.
-
-        Raises:
-            WorkerLost: If a worker answers twice, or one that was not asked answers.
-        """
-        found: dict[Member, Wanted] = {}
-        while len(found) < len(workers):
-            sender, frame = self.receive()
-            message = frame.message
-            if not isinstance(message, kind) or self._is_left_over(sender, message):
-                continue
-            with self.blaming(sender):
-                if sender not in workers or sender in found:
-                    raise RemoteProtocolError(f"It said {message} without being asked.")
-            found[sender] = message
-        return [(worker, found[worker]) for worker in workers]
-
-    def ask(
-        self, requests: Sequence[tuple[Member, m.Message]], kind: type[Wanted]
-    ) -> Iterator[tuple[Member, Wanted, tuple[Tensor, ...]]]:
-        """Send one request to each of several workers, then yield their answers until all are done.
-
-        The workers answer at the same time. Answers to a request that was interrupted, by Ctrl-C
-        for example, are skipped.
-
-        Raises:
-            StageFailed: If a worker's code raised; the others' answers have been taken by then.
-        """
-        for worker, request in requests:
-            self.request(worker, request)
-        yield from self._answers([worker for worker, _ in requests], kind)
-
-    def request(self, worker: Member, message: m.Message, *tensors: Tensor) -> None:
-        """Queue a request that the worker answers with ``Done`` in the end; see `finish`."""
-        self.settle()
-        self.send(worker, message, *tensors)
-        worker.num_unanswered += 1
-
-    def finish(self, workers: Sequence[Member]) -> None:
-        """Wait until these workers have carried out their requests.
-
-        Raises:
-            StageFailed: If a worker's code raised; the others have carried out theirs by then.
-        """
-        for _ in self._answers(workers, m.Done):
-            pass
-
-    def _answers(
-        self, workers: Sequence[Member], kind: type[Wanted]
-    ) -> Iterator[tuple[Member, Wanted, tuple[Tensor, ...]]]:
-        """Yield what these workers answer before their ``Done``, until all requests are done."""
-        failed: StageFailed | None = None
-        while any(worker.num_unanswered > 0 for worker in workers):
-            try:
-                sender, frame = self.receive()
-            except StageFailed as error:
-                failed = failed or error  # the others may fail too, and must not do so later
-                continue
-            message = frame.message
-            is_current = sender in workers and sender.num_unanswered == 1
-            if isinstance(message, m.Done):
-                sender.num_unanswered = max(0, sender.num_unanswered - 1)
-            elif isinstance(message, kind) and is_current:
-                yield sender, message, frame.tensors
-        if failed is not None:
-            raise failed
-
-    def _is_left_over(self, sender: Member, message: m.Message) -> bool:
-        """Whether a message answers an interrupted request or an earlier step."""
-        if isinstance(message, m.Done) and sender.num_unanswered > 0:
-            sender.num_unanswered -= 1
-            return True
-        return message.step not in (None, self.step)
 
     def _next_arrival(self, patience_seconds: float) -> Arrival:
         """Wait for the next arrival. The time in which a worker is paused by its owner, or a
@@ -670,11 +610,7 @@ class Connections:
     def _stage_failed(self, worker: Member, failure: m.Failure) -> StageFailed:
         """The error to raise for a worker whose code raised."""
         worker.forget_constants()  # it may have failed before it kept the latest ones
-        if failure.in_optimizer_step:
-            self.has_torn_step = True
-        else:
-            # It answers a request if one is open; an optimizer step is no request.
-            worker.num_unanswered = max(0, worker.num_unanswered - 1)
+        self.has_torn_step |= failure.in_optimizer_step
         also = self._other_versions(worker) if self.step == 0 else ""
         text = f"{worker} failed {self.when}: {failure.reason}{also}"
         return StageFailed.with_traceback_there(text, failure.traceback)

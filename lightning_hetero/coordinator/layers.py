@@ -24,11 +24,11 @@ from ..model.tensors import (
 )
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
-from ..protocol.frames import Frame
 from .answer_checks import HeldTensor, check_content, check_state, held_tensors
 from .connections import Connections
 from .member import Member
 from .progress import Progress, PublishedProgress
+from .requests import Answer, Requests
 from .tensor_transfers import TensorLoad, send_all
 from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
@@ -36,8 +36,10 @@ STEPS_BETWEEN_COMPARISONS = 100
 """After so many optimizer steps the weights of replicas are compared."""
 
 
-def load_of(worker: Member, stages: Sequence[RemoteStage]) -> TensorLoad:
-    """The load of all tensors of a worker's stages.
+def load_of(
+    worker: Member, stages: Sequence[RemoteStage], requests: Requests, built: Answer
+) -> TensorLoad:
+    """The load of all tensors of a worker's stages, which the worker is about to build.
 
     Tensors whose dtype differs on the worker are sent without an offer.
     """
@@ -47,8 +49,10 @@ def load_of(worker: Member, stages: Sequence[RemoteStage]) -> TensorLoad:
     return TensorLoad(
         worker,
         chain.from_iterable(stage.contents() for stage in stages),
+        requests.send,
         is_packed_there=lambda name: stored_in_four_bits(layers, name),
         may_be_held=lambda name: name in here and here[name] == there[name],
+        built=built,
     )
 
 
@@ -135,26 +139,28 @@ class RemoteLayers:
         for number, stage in numbered.items():
             for worker in self.holdings.holders(number):
                 stage.check_can_be_held(worker)
+        built = {}
         for worker in list(connections.members):
             self.deployed[worker] = self.holdings.deploy_message(worker, seed)
-            connections.send(worker, self.deployed[worker])
-        loads = [self._load_of(worker) for worker in connections.members]
+            built[worker] = connections.requests.send(worker, self.deployed[worker])
+        loads = [self._load_of(worker, built[worker]) for worker in connections.members]
         answering = {
             name: owner
             for number, stage in numbered.items()
             for name, owner in owners_of(stage.layers, placement.stage(number)).items()
         }
-        for worker, name in send_all(loads, self.receive):
+        for worker, name in send_all(loads, self.hear):
             if answering[name] == worker.name:
                 owner_of[name] = worker
             yield name
-        for worker in list(connections.members):
-            connections.request(worker, m.Launch())
-        connections.finish(connections.workers)
+        launched = [
+            connections.requests.send(worker, m.Launch()) for worker in list(connections.members)
+        ]
+        connections.requests.finish([each for each in launched if each.worker.stages])
 
-    def _load_of(self, worker: Member) -> TensorLoad:
+    def _load_of(self, worker: Member, built: Answer) -> TensorLoad:
         stages = self.holdings.stages_of(worker)
-        load = load_of(worker, stages)
+        load = load_of(worker, stages, self.connections.requests, built)
         if self.spool is not None:
             named = (pair for stage in stages for pair in named_tensors(stage.layers))
             # The others are in a checkpoint, from which they can be read again.
@@ -217,18 +223,17 @@ class RemoteLayers:
         """Ask several workers for the fingerprints of the same tensors, between two steps; the
         function that is returned waits for them."""
         request = m.FetchFingerprints(self.connections.step, list(names))
-        for worker in workers:
-            self.connections.send(worker, request)
+        answers = [self.connections.requests.send(worker, request) for worker in workers]
 
         def answered() -> list[tuple[Member, list[bytes]]]:
-            found = self.connections.collect(m.Fingerprints, workers)
-            for worker, answer in found:
+            found = [(each.worker, each.result(m.Fingerprints).found) for each in answers]
+            for worker, own in found:
                 with self.connections.blaming(worker):
-                    if len(answer.found) != len(names):
+                    if len(own) != len(names):
                         raise RemoteProtocolError(
-                            f"It sent {len(answer.found)} fingerprints of {len(names)} tensors."
+                            f"It sent {len(own)} fingerprints of {len(names)} tensors."
                         )
-            return [(worker, answer.found) for worker, answer in found]
+            return found
 
         return answered
 
@@ -239,8 +244,9 @@ class RemoteLayers:
     ) -> Iterator[tuple[Member, str, Tensor, State]]:
         """Each tensor that a worker was asked for: the worker, the name, the content, its state."""
         missing = {worker: set(own) for worker, own in asked}
-        requests = [(worker, request(own)) for worker, own in asked]
-        for sender, message, tensors in self.connections.ask(requests, m.TensorContent):
+        requests = self.connections.requests
+        answers = [requests.send(worker, request(own)) for worker, own in asked]
+        for sender, message, tensors in requests.parts(answers, m.TensorContent):
             with self.connections.blaming(sender):
                 check_content(message, tensors, missing[sender], self.holdings.tensors)
             missing[sender].remove(message.name)
@@ -255,11 +261,12 @@ class RemoteLayers:
         """
         self.connections.settle()
         self.connections.check_usable()
+        send = self.connections.requests.send
         loads = [
-            TensorLoad(worker, iter(self._contents_for(own, tensors)), is_built=True)
+            TensorLoad(worker, iter(self._contents_for(own, tensors)), send)
             for worker, own in self.holdings.names_by_holder(tensors)
         ]
-        for _ in send_all(loads, self.receive):
+        for _ in send_all(loads, self.hear):
             pass
 
     def _contents_for(
@@ -292,10 +299,11 @@ class RemoteLayers:
                     )
         self._buffer_updates.append(message)
 
-    def receive(self, num_bytes: int) -> tuple[Member, Frame]:
+    def hear(self, num_bytes: int) -> None:
         """Wait for the next message, with time for so many bytes to arrive."""
+        self.connections.check_usable()
         seconds = self.connections.deadlines.request_seconds
-        return self.connections.receive(seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND)
+        self.connections.hear(seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
 class TensorsAway:

@@ -30,7 +30,6 @@ class Member:
         loss: Why the worker is lost; None while it is not.
         cannot_reach: The workers to which its messages are forwarded, and whose messages are
             forwarded to it.
-        num_unanswered: Requests whose ``Done`` has not come: more than one after an interruption.
         journal: What was said to it since its latest snapshot; None if nothing is kept.
         is_apart_from: The numbers of the workers to which its connection broke, and may come back.
         is_paused: Whether its owner keeps the device for another use at present.
@@ -52,7 +51,6 @@ class Member:
     constants: SentConstants = field(default_factory=SentConstants)
     # The thread that writes to the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
-    num_unanswered: int = 0
     journal: Journal | None = None
     is_apart_from: set[int] = field(default_factory=set)
     is_paused: bool = False
@@ -67,7 +65,7 @@ class Member:
 
     def begin_again(self) -> None:
         """Forget a conversation in which no step has run: another one is open."""
-        self.loss, self.num_unanswered = None, 0
+        self.loss = None
         self.cannot_reach.clear()
         self.forget_constants()
 

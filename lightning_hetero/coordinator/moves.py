@@ -14,7 +14,7 @@ move, and all workers get back what they had before it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -151,15 +151,16 @@ class LayerMove:
         )
         connections.assign(self._after.placement)
         connections.workers = involved  # also those that give all their layers away
-        for worker in involved:
-            connections.send(worker, self._deploy_message(worker))
-        self._wait_until_built(involved)
+        requests = connections.requests
+        built = [requests.send(worker, self._deploy_message(worker)) for worker in involved]
+        for worker, _, _ in requests.parts(built, m.Built):
+            for (name, target), source in self._sources.items():
+                if target is source is worker:
+                    self._note_arrival(name, worker)  # it may have another dtype there now
         loads = map(self._load_of, self._after.workers)
-        for _, name in send_all([*loads, *self._passed_on()], remote.receive):
+        for _, name in send_all([*loads, *self._passed_on()], remote.hear):
             yield name
-        for worker in involved:
-            connections.request(worker, m.Launch())
-        connections.finish(involved)
+        requests.finish([requests.send(worker, m.Launch()) for worker in involved])
         connections.assign(self._after.placement)
         remote.holdings = self._after
         for worker in self._after.workers:
@@ -190,16 +191,6 @@ class LayerMove:
         )
         return self._after.deploy_message(worker, self._seed, kept, [*receivers])
 
-    def _wait_until_built(self, workers: Collection[Member]) -> None:
-        waiting = set(workers)
-        while waiting:
-            worker, frame = self._remote.receive(0)
-            if isinstance(frame.message, m.Built):
-                waiting.discard(worker)
-                for (name, target), source in self._sources.items():
-                    if target is source is worker:
-                        self._note_arrival(name, worker)  # it may have another dtype there now
-
     def _load_of(self, worker: Member) -> TensorLoad:
         """What goes from this process to a worker."""
         names = {
@@ -208,7 +199,7 @@ class LayerMove:
         stages = self._after.stages_of(worker)
         contents = chain.from_iterable(stage.contents(names) for stage in stages)
         is_packed_there = partial(stored_in_four_bits, self._after.layers)
-        return TensorLoad(worker, contents, is_packed_there, is_built=True)
+        return TensorLoad(worker, contents, self._remote.connections.requests.send, is_packed_there)
 
     def _passed_on(self) -> list[PassedOn]:
         """What each worker gets from other workers."""
@@ -218,7 +209,8 @@ class LayerMove:
             if source is None or source is target:
                 continue
             times = _TIMES_WITH_STATE if self._after.tensors[name].is_trained else 1
-            send, note = self._remote.connections.send, partial(self._note_passed_on, target)
+            send = self._remote.connections.requests.send
+            note = partial(self._note_passed_on, target)
             passed_on = found.setdefault(target, PassedOn(target, deque(), send, note, arrived))
             passed_on.waiting.append((name, source, times * self.bytes_of(name)))
         return list(found.values())

@@ -72,7 +72,7 @@ class OptimizerParts:
     ) -> None:
         self.layers = layers
         self.hosted: HostedReplicas | None = None
-        self._connections = connections
+        self._connections, self._requests = connections, connections.requests
         self._stages = stages
         self._recorder = recorder
         self._is_applying = False
@@ -97,6 +97,7 @@ class OptimizerParts:
         self._optimized[optimizer] = class_name, names
         steppers = self.layers.holdings.names_by_stepper(names)
         stepped = {worker: {*own} for worker, own in steppers}
+        answers = []
         for worker in self._connections.workers:
             packer = Packer()
             packed_defaults = packer.pack(dict(defaults), "An optimizer default")
@@ -108,8 +109,8 @@ class OptimizerParts:
                 for group in groups
             ]
             message = m.BuildOptimizer(optimizer, class_name, packed_defaults, specs)
-            self._connections.request(worker, message, *packer.tensors)
-        self._connections.finish(self._connections.workers)
+            answers.append(self._requests.send(worker, message, *packer.tensors))
+        self._requests.finish(answers)
 
     def apply(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
         """Let every stage step; does not wait for it.
@@ -180,9 +181,11 @@ class OptimizerParts:
         wanted = self._optimized[optimizer][1]
         wanted = wanted if names is None else wanted.intersection(names)
         asked = self.layers.holdings.names_by_owner(sorted(wanted))
-        requests = [(worker, m.FetchOptimizerState(optimizer, own)) for worker, own in asked]
+        answers = [
+            self._requests.send(w, m.FetchOptimizerState(optimizer, own)) for w, own in asked
+        ]
         told: set[str] = set()
-        for sender, message, tensors in self._connections.ask(requests, m.OptimizerState):
+        for sender, message, tensors in self._requests.parts(answers, m.OptimizerState):
             name = message.parameter
             with self._connections.blaming(sender):
                 parameter = self._optimized_parameter(sender, optimizer, name)
@@ -324,12 +327,12 @@ class OptimizerParts:
         self._zero(names, set_to_none=False, only_dropped=True)
 
     def _zero(self, names: Sequence[str], *, set_to_none: bool, only_dropped: bool = False) -> None:
-        asked = self.layers.holdings.names_by_holder(names)
-        for worker, own in asked:
+        answers = []
+        for worker, own in self.layers.holdings.names_by_holder(names):
             stamp = self._stages.stamp(worker)
             message = m.ZeroGradients(own, set_to_none, only_dropped, **stamp)
-            self._connections.request(worker, message)
-        self._connections.finish([worker for worker, _ in asked])
+            answers.append(self._requests.send(worker, message))
+        self._requests.finish(answers)
 
     def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
         """The norms of remote gradients by their parameters' names: those that an optimizer
@@ -342,18 +345,20 @@ class OptimizerParts:
         Before you call it you may only look at gradients here.
         """
         self.add_up()
-        workers = self._connections.workers
-        step = self._stages.present_step()
-        self._broadcast(partial(m.MeasureNorms, step, optimizer))
+        step, stamp = self._stages.present_step(), self._stages.stamp
+        answers = [
+            self._requests.send(worker, m.MeasureNorms(step, optimizer, **stamp(worker)))
+            for worker in self._connections.workers
+        ]
 
         def answered() -> dict[str, float]:
             with self._recorder.span("wait", message="Norms"):
-                answers = self._connections.collect(m.Norms, workers)
+                norms_of = [(each.worker, each.result(m.Norms).norms) for each in answers]
             found: dict[str, float] = {}
-            for worker, answer in answers:
+            for worker, norms in norms_of:
                 with self._connections.blaming(worker):
-                    self._check_norms(worker, answer.norms, optimizer)
-                found.update(answer.norms)
+                    self._check_norms(worker, norms, optimizer)
+                found.update(norms)
             return found
 
         return answered

@@ -15,6 +15,7 @@ seen once. All of this happens in the thread that waits for the workers, inside 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,7 @@ from .connections import Connections
 from .layers import Names, RemoteLayers
 from .lost_workers import MOST_LOSSES_IN_A_STEP, Loss, why_not_again
 from .member import Member
+from .requests import Answer
 from .snapshots import Snapshots, check_snapshot
 from .takeover import Takeovers, needed_bytes
 from .worker_stages import Holdings, kind_of
@@ -103,7 +105,7 @@ class Replacements:
     ) -> None:
         self.losses: list[Loss] = []
         self._settings = settings
-        self._connections = connections
+        self._connections, self._requests = connections, connections.requests
         self._layers = layers
         self._stages = stages
         self._observers = observers
@@ -355,7 +357,7 @@ class Replacements:
         connections.members = sorted((*connections.members, *gone), key=lambda each: each.number)
         connections.assign(before.holdings.placement)
         for each in involved | {*before.journals}:
-            each.journal, each.num_unanswered = before.journals.get(each), 0
+            each.journal = before.journals.get(each)
             each.cannot_reach = {*before.cannot_reach.get(each, ())}
         if worker is not None and worker in before.journals:
             self._note_lost(worker, cause, lost)
@@ -394,10 +396,8 @@ class Replacements:
             try:
                 connections.dial_again(worker, worker.own_name)
                 layers.deployed[worker] = layers.holdings.deploy_message(worker, seed)
-                worker.channel.send(layers.deployed[worker])
-                connections.await_from(worker, m.Built)
-                worker.channel.send(m.Launch())
-                connections.await_from(worker, m.Done)
+                self._requests.send_alone(worker, layers.deployed[worker]).alone(m.Built)
+                self._requests.send_alone(worker, m.Launch()).alone(m.Done)
                 if connections.step:
                     worker.channel.send(m.Replay(connections.step, has_more=False))
                 return
@@ -684,16 +684,15 @@ class Replacements:
         for worker in lost:
             before = self._layers.deployed[worker]
             peers = self._layers.holdings.deploy_message(worker, before.seed).peers
-            worker.channel.send(msgspec.structs.replace(before, peers=peers))
-            connections.await_from(worker, m.Built)
+            deploy = msgspec.structs.replace(before, peers=peers)
+            self._requests.send_alone(worker, deploy).alone(m.Built)
             self._load(worker)
             worker.channel.send(m.KeepSent(MOST_IN_MEMORY_BYTES))
             self._sent_bytes.pop(worker, None)
             worker.channel.send(m.Replay(self._snapshots.step))
         for worker in lost:
             # It dials the workers behind it, and a new one has its layers by now.
-            worker.channel.send(m.Launch())
-            connections.await_from(worker, m.Done)
+            self._requests.send_alone(worker, m.Launch()).alone(m.Done)
         self._relink(lost)
         for worker in lost:
             if worker.journal is not None:
@@ -707,22 +706,20 @@ class Replacements:
         for message, read in journal.repeat():
             channel.send_again(message, read)
         channel.keep = journal.keep
-        channel.send(m.Wait(is_end=True, **self._stages.stamp(worker)))
+        self._requests.send_alone(worker, m.Wait(is_end=True, **self._stages.stamp(worker)))
 
     def _load(self, worker: Member) -> None:
         """Send a new process the tensors of its layers."""
         stages = self._layers.holdings.stages_of(worker)
         tensors = {name for stage in stages for name in stage.tensor_dtypes}
         found = self._files.latest(worker.number)
-        num_under_way = 0
+        under_way = deque[Answer]()
         for frame in self._contents(worker, check_snapshot(found, tensors), tensors):
-            worker.channel.send(frame.message, *frame.tensors)
-            num_under_way += 1
-            if num_under_way == _MOST_UNDER_WAY:
-                self._connections.await_from(worker, m.Loaded)
-                num_under_way -= 1
-        for _ in range(num_under_way):
-            self._connections.await_from(worker, m.Loaded)
+            under_way.append(self._requests.send_alone(worker, frame.message, *frame.tensors))
+            if len(under_way) == _MOST_UNDER_WAY:
+                under_way.popleft().alone(m.Done)
+        for answer in under_way:
+            answer.alone(m.Done)
 
     def _contents(
         self, worker: Member, snapshot: Iterable[Frame], names: Collection[str]
@@ -755,8 +752,7 @@ class Replacements:
             for other in self._connections.workers:
                 if other in lost or {worker.name, other.name} not in pairs:
                     continue
-                other.channel.send(said)
-                answer = self._connections.await_from(other, m.NeighborReplaced)
+                answer = self._requests.send_alone(other, said).alone(m.NeighborReplaced)
                 if answer.reason:
                     raise WorkerUnreachable(f"{other} cannot reach {worker}. {answer.reason}")
 

@@ -362,6 +362,8 @@ class HostedReplicas:
 
     def _say(self, message: m.Message, tensors: Sequence[Tensor]) -> None:
         for worker in self.workers:
+            if message.answers:
+                message = self._remote.connections.requests.open(worker, message).message
             send_copied(worker.channel, (message, tensors), self._copies)
 
     def compare(self) -> None:

@@ -381,7 +381,8 @@ class Snapshots:
         for worker in connections.workers:
             stamp = self._stages.stamp(worker)
             also = sorted(told[worker])
-            connections.send(worker, m.TakeSnapshot(self._number, with_gradients, also, **stamp))
+            request = m.TakeSnapshot(self._number, with_gradients, also, **stamp)
+            connections.requests.send(worker, request)
             # What the worker keeps is in no snapshot.
             worker.forget_constants()
             if worker.journal is not None:

@@ -60,7 +60,7 @@ class Takeovers:
     """
 
     def __init__(self, connections: Connections, need_of: Callable[[Member], int]) -> None:
-        self._connections = connections
+        self._connections, self._requests = connections, connections.requests
         self._need_of = need_of
 
     def opened(
@@ -90,8 +90,8 @@ class Takeovers:
                 )
         for other, free_bytes in those_that_fit(offers, needed):
             session = self._connections.new_session_name()
-            other.channel.send(m.OpenSession(session, free_bytes))
-            answer = self._connections.await_from(other, m.SessionOpened)
+            asked = self._requests.send_alone(other, m.OpenSession(session, free_bytes))
+            answer = asked.alone(m.SessionOpened)
             if answer.reason:
                 reasons.append(f"{other.address}: {answer.reason}")
             else:
@@ -106,8 +106,7 @@ class Takeovers:
             # as the run needs it anyway.
             if other is worker or other.is_beside or other.channel.is_over or other.is_paused:
                 continue
-            other.channel.send(m.AskRoom())
-            told = self._connections.await_from(other, m.RoomTold)
+            told = self._requests.send_alone(other, m.AskRoom()).alone(m.RoomTold)
             if told.reason:
                 reasons.append(f"{other.address}: {told.reason}")
             else:

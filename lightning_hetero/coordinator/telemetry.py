@@ -6,7 +6,7 @@ from ..events import Deployed, Event
 from ..protocol import messages as m
 from ..protocol.fields import ClockSample
 from ..transport.channel import observe
-from .member import Member
+from .requests import Answer
 from .session import Coordinator
 
 # So many that one of them meets no other traffic.
@@ -25,12 +25,10 @@ class Telemetry:
         self.recorder = coordinator.recorder
         self._connections = connections
         self._wishes: dict[str, bool] = {}
-        # The records that have come so far, by the number of the request and by process.
-        self._records: dict[int, dict[int, m.StageRecord]] = {}
-        # Who was asked under that number: layers may move before the answers are taken.
-        self._asked: dict[int, list[Member]] = {}
+        # The record of this process, and the answers of the others, by the number they are asked
+        # under: layers may move before they are taken.
+        self._asked: dict[int, tuple[m.StageRecord, list[Answer]]] = {}
         self._num_asked = 0
-        connections.asides[m.StageRecord] = self._take_record
 
     @classmethod
     def of(cls, coordinator: Coordinator) -> Telemetry:
@@ -55,13 +53,11 @@ class Telemetry:
         this number."""
         self._connections.check_usable()
         self._num_asked += 1
-        number = self._num_asked
         totals, spans, dropped = self.recorder.record(with_spans)
-        health = self.recorder.device.health()
-        self._records[number] = {0: m.StageRecord(number, totals, spans, dropped, health)}
-        self._asked[number] = list(self._connections.workers)
-        self._connections.broadcast(m.FetchRecord(number, with_spans))
-        return number
+        own = m.StageRecord(totals, spans, dropped, self.recorder.device.health())
+        send, request = self._connections.requests.send, m.FetchRecord(with_spans)
+        self._asked[self._num_asked] = own, [send(w, request) for w in self._connections.workers]
+        return self._num_asked
 
     def on_event(self, event: Event) -> None:
         """Tell all workers with layers once more whether to record, for those that have come later,
@@ -71,10 +67,11 @@ class Telemetry:
 
     def records(self, number: int) -> dict[int, m.StageRecord]:
         """The records by the process's number, 0 for this one; waits for those still to come."""
-        asked, found = self._asked.pop(number), self._records[number]
-        while any(w.number not in found and w in self._connections.members for w in asked):
+        own, asked = self._asked.pop(number)
+        while not all(each.is_over for each in asked):
             self._connections.hear()
-        return self._records.pop(number)
+        answered = [each for each in asked if each.error is None]
+        return {0: own} | {each.worker.number: each.result(m.StageRecord) for each in answered}
 
     def compare_clocks(self) -> None:
         """Ask all workers for their time, repeatedly; does not wait for the answers."""
@@ -98,7 +95,3 @@ class Telemetry:
             observe(worker.channel, worker.number, self.recorder if is_on else None)
         for worker in list(self._connections.members):
             self._connections.send(worker, m.Record(is_on, keeps_spans))
-
-    def _take_record(self, worker: Member, record: m.StageRecord) -> None:
-        if record.number in self._records:
-            self._records[record.number][worker.number] = record

@@ -17,9 +17,9 @@ from torch import Tensor
 from ..model.stored import State
 from ..model.tensors import Content
 from ..protocol import messages as m
-from ..protocol.frames import Frame
 from ..protocol.tensor_bytes import fingerprint_of
 from .member import Member
+from .requests import Answer
 
 # The most that may be under way to a worker: two tensors of any size, or more small ones up to what
 # a link of 1 Gbit/s carries within 60 ms.
@@ -46,23 +46,25 @@ class TensorLoad:
     Args:
         worker: The receiver.
         contents: Names, tensors and states, read one by one.
+        send: Sends a worker a request.
         is_packed_there: Whether the worker packs a tensor of that name that comes without state;
             it has memory for one of them at a time.
         may_be_held: Whether the worker would hold a tensor of that name in the dtype in which it
             is sent.
-        is_built: Whether the worker has built the layers already.
+        built: The answer of a worker that is about to build the layers; None if it has them.
     """
 
     worker: Member
     contents: Iterator[tuple[str, Tensor, State]]
+    send: Callable[..., Answer]
     is_packed_there: Callable[[str], bool] = lambda _name: False
     may_be_held: Callable[[str], bool] = lambda _name: False
-    is_built: bool = False
+    built: Answer | None = None
     _held: Collection[str] = ()
     _is_read: bool = False
     _num_refusals: int = 0
     # In the order in which the worker confirms them.
-    _under_way: deque[tuple[str, Content]] = field(default_factory=deque)
+    _under_way: deque[tuple[str, Content, Answer]] = field(default_factory=deque)
 
     @property
     def is_done(self) -> bool:
@@ -72,7 +74,7 @@ class TensorLoad:
     @property
     def bytes_under_way(self) -> int:
         """The bytes of what the worker has not confirmed yet."""
-        return sum(content.num_bytes for _, content in self._under_way)
+        return sum(content.num_bytes for _, content, _ in self._under_way)
 
     def send_next(self) -> Iterator[str]:
         """Read and send the next tensor, if the worker can take it; yields its name then."""
@@ -85,29 +87,30 @@ class TensorLoad:
         name, tensor, state = found
         content = Content(tensor, state)
         if name in self._held and self._is_worth_asking(name, content):
-            self.worker.channel.send(m.OfferTensor(name, fingerprint_of(content.parts)))
-            self._under_way.append((name, content))
+            offer = m.OfferTensor(name, fingerprint_of(content.parts))
+            self._under_way.append((name, content, self.send(self.worker, offer)))
         else:
             self._send(name, content)
         yield name
 
-    def take(self, message: m.Message) -> None:
-        """Note an answer of the worker; other messages are ignored."""
-        if isinstance(message, m.Built):
-            self._held = {name for name in message.held if self.may_be_held(name)}
-            self.is_built = True
-        elif isinstance(message, (m.Loaded, m.OfferAnswered)) and self._is_next(message.name):
-            name, content = self._under_way.popleft()
-            if isinstance(message, m.OfferAnswered) and not message.is_taken:
-                self._num_refusals += 1
+    def take(self) -> None:
+        """Note the answers that have come."""
+        if self.built is not None and self.built.is_over:
+            built, self.built = self.built.result(m.Built), None
+            self._held = {name for name in built.held if self.may_be_held(name)}
+        while self._under_way and self._under_way[0][-1].is_over:
+            name, content, answer = self._under_way.popleft()
+            said = answer.result(m.Message)
+            if not isinstance(said, m.OfferAnswered):
+                continue
+            self._num_refusals = 0 if said.is_taken else self._num_refusals + 1
+            if not said.is_taken:
                 self._send(name, content)
-            elif isinstance(message, m.OfferAnswered):
-                self._num_refusals = 0
 
     def _has_room(self) -> bool:
-        if not self.is_built or self._is_read:
+        if self.built is not None or self._is_read:
             return False
-        if self._under_way and self._is_sent_to_be_packed(*self._under_way[-1]):
+        if self._under_way and self._is_sent_to_be_packed(*self._under_way[-1][:2]):
             return False
         return _is_room_beside(len(self._under_way), self.bytes_under_way)
 
@@ -119,14 +122,10 @@ class TensorLoad:
             return False
         return not self._is_sent_to_be_packed(name, content)
 
-    def _is_next(self, name: str) -> bool:
-        """Whether an answer belongs to this load, and not to a request that was interrupted."""
-        return bool(self._under_way) and self._under_way[0][0] == name
-
     def _send(self, name: str, content: Content) -> None:
         message = m.LoadTensor(name, list(content.state))
-        self.worker.channel.send(message, content.tensor, *content.state.values())
-        self._under_way.append((name, content))
+        answer = self.send(self.worker, message, content.tensor, *content.state.values())
+        self._under_way.append((name, content, answer))
 
 
 @dataclass(eq=False)
@@ -136,7 +135,7 @@ class PassedOn:
     Args:
         worker: The worker that gets them.
         waiting: Names, the workers that have them, and bytes.
-        send: Sends a message to a worker.
+        send: As in `TensorLoad`.
         note_arrival: Called with each name that the worker has confirmed; returns whether no other
             worker gets it any more.
         arrived: By the worker that had them, the tensors that it has not been told to free yet.
@@ -144,10 +143,10 @@ class PassedOn:
 
     worker: Member
     waiting: deque[tuple[str, Member, int]]
-    send: Callable[[Member, m.Message], None]
+    send: Callable[..., Answer]
     note_arrival: Callable[[str], bool]
     arrived: dict[Member, list[str]]
-    _under_way: dict[str, tuple[Member, int]] = field(default_factory=dict)
+    _under_way: list[tuple[str, Member, int, Answer]] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
@@ -157,33 +156,35 @@ class PassedOn:
     @property
     def bytes_under_way(self) -> int:
         """The bytes of what the worker has not confirmed yet."""
-        return sum(num_bytes for _, num_bytes in self._under_way.values())
+        return sum(num_bytes for _, _, num_bytes, _ in self._under_way)
 
     def send_next(self) -> Iterator[str]:
         """Let the next tensor be sent, if the worker can take it; yields its name then."""
         if not self.waiting or not _is_room_beside(len(self._under_way), self.bytes_under_way):
             return
         name, source, num_bytes = self.waiting.popleft()
-        self.send(source, m.SendTensors([name], self.worker.number, self.arrived.pop(source, [])))
-        self._under_way[name] = source, num_bytes
+        message = m.SendTensor(name, self.worker.number, self.arrived.pop(source, []))
+        answer = self.send(source, message, by=self.worker)
+        self._under_way.append((name, source, num_bytes, answer))
         yield name
 
-    def take(self, message: m.Message) -> None:
-        """Note a confirmation of the worker; other messages are ignored."""
-        if isinstance(message, m.Loaded) and message.name in self._under_way:
-            source, _ = self._under_way.pop(message.name)
-            if self.note_arrival(message.name):
-                self.arrived.setdefault(source, []).append(message.name)
+    def take(self) -> None:
+        """Note the confirmations that have come."""
+        for each in [each for each in self._under_way if each[-1].is_over]:
+            name, source, _, _ = each
+            self._under_way.remove(each)
+            if self.note_arrival(name):
+                self.arrived.setdefault(source, []).append(name)
 
 
 def send_all(
-    loads: Sequence[TensorLoad | PassedOn], receive: Callable[[int], tuple[Member, Frame]]
+    loads: Sequence[TensorLoad | PassedOn], hear: Callable[[int], None]
 ) -> Iterator[tuple[Member, str]]:
     """Send several workers their tensors; yields the worker and the name of each tensor.
 
     Args:
         loads: One for each worker, or several.
-        receive: Waits for the next message of any worker, while so many bytes are under way.
+        hear: Waits for the next message of any worker, while so many bytes are under way.
     """
     left = list(loads)
     while left:
@@ -194,7 +195,6 @@ def send_all(
                 yield load.worker, name
         left = [load for load in left if not load.is_done]
         if left and not has_sent:
-            worker, frame = receive(sum(load.bytes_under_way for load in left))
+            hear(sum(load.bytes_under_way for load in left))
             for load in left:
-                if load.worker is worker:
-                    load.take(frame.message)
+                load.take()

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -192,8 +192,6 @@ class LayerTrial:
         patience_seconds: The time to spend.
     """
 
-    answer: ClassVar[type[m.Message]] = m.LayerMeasured
-
     number: int
     hidden_shape: tuple[int, ...]
     hidden_dtype: torch.dtype
@@ -257,8 +255,6 @@ class OptimizerTrial:
         options: The options of the layer's parameter group.
         patience_seconds: The time to spend.
     """
-
-    answer: ClassVar[type[m.Message]] = m.OptimizerMeasured
 
     number: int
     class_name: str

@@ -2,11 +2,12 @@
 
     coordinator ──▶ worker    Journal    all that was said since the latest snapshot
     worker ──▶ worker         SentLog    activations, gradients, what replicas exchange, since then
-    receiver                  Repeats    what the lost worker had answered: each is dropped once
+    receiver                  RepeatedMessages   what the lost worker had sent: dropped once
 
 A worker is a function of its snapshot and of what came behind it. So the one in its place gets the
-same frames again. What it sends has been received in part, and is dropped by number: so many
-messages of each kind, or of each kind, step and micro-batch. This file knows no socket.
+same frames again. What it sends has been received in part, and is dropped: so many answers to each
+request, by its number, and so many messages of each kind, step and micro-batch. This file knows no
+socket.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import tempfile
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,9 +38,6 @@ Identity = tuple[Any, ...]
 
 MOST_IN_MEMORY_BYTES = 256 * 2**20
 """Frames beyond that are kept in temporary files."""
-
-
-_PIECES = [kind.__name__ for kind in m.KINDS if kind.is_piece]
 
 
 def is_standing(message: m.Message) -> bool:
@@ -359,17 +357,19 @@ class Journal:
         self._entries: dict[int, KeptMessage] = {}
         # The number of the next one.
         self._num_entries = 0
-        # Requests that are not answered to the end yet, in their order.
-        self._open: list[int] = []
-        # What the worker has answered to requests that are kept.
-        self._answered: Counter[str] = Counter()
+        # The entries of requests, by the requests' numbers.
+        self._requests: dict[int, int] = {}
+        # What the worker has said: answers by the numbers of kept requests, reports by class.
+        self._answered: Counter[int | type] = Counter()
+        self._reported: Counter[int | type] = Counter()
         self._repeats = RepeatedMessages()
-        self._due: Counter[str] = Counter()
+        # What a new worker will say again.
+        self._due: Counter[int | type] = Counter()
         self._caches: set[int] = set()
         self._fault_at = 0
-        # Of the snapshot that is on its way: the entries before it, and the answers to them.
+        # Of the snapshot that is on its way: the entries before it, and the reports.
         self._mark: int | None = None
-        self._answered_before: Counter[str] = Counter()
+        self._reported_before: Counter[int | type] = Counter()
 
     def keep(self, message: m.Message, encode: Encode, is_ready: bool) -> Encode:
         """Keep a message; returns what encodes its frame."""
@@ -387,8 +387,8 @@ class Journal:
         if message.key is None and not isinstance(message, m.StampedRequest):
             entry.stamp = self._stamp()
         self._entries[self._num_entries] = entry
-        if message.answered_by:
-            self._open.append(self._num_entries)
+        if message.request:
+            self._requests[message.request] = self._num_entries
         self._num_entries += 1
         return encode
 
@@ -397,8 +397,19 @@ class Journal:
         self.fault, self._fault_at, self._mark = fault, self._num_entries, None
         for number, entry in list(self._entries.items()):
             if not is_standing(entry.message):
-                self._entries.pop(number).drop()
-        self._open = [number for number in self._open if number in self._entries]
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        """Forget an entry and the answers to it."""
+        entry = self._entries.pop(number)
+        self._requests.pop(entry.message.request, None)
+        self._answered.pop(entry.message.request, None)
+        entry.drop()
+
+    @property
+    def requests(self) -> Collection[int]:
+        """The numbers of the requests that another worker in this one's place gets too."""
+        return self._requests.keys()
 
     @property
     def has_caches(self) -> bool:
@@ -416,36 +427,30 @@ class Journal:
         """Whether what the worker has said is new; notes it then."""
         if message.key is not None:
             return self._repeats.takes(message)
-        kind = type(message).__name__
-        if self._due[kind] > 0:
-            self._due[kind] -= 1
+        said = message.request or type(message)
+        # A new worker may fail in what the lost one has done.
+        is_failure = isinstance(message, m.Failure)
+        if self._due[said] > 0 and not is_failure:
+            self._due[said] -= 1
             return False
-        self._note_answer(message, kind)
+        if isinstance(message, (m.Timings, m.BuffersUpdated)):
+            self._reported[type(message)] += 1
+        elif (number := self._requests.get(message.request)) is not None:
+            self._answered[message.request] += not is_failure
+            # A standing message may be no entry any more, and it is repeated though answered.
+            entry = self._entries.get(number)
+            is_question = entry is not None and entry.message.repeated is Repeated.UNTIL_ANSWERED
+            if is_question and not message.is_piece:
+                self._drop(number)
         return True
-
-    def _note_answer(self, message: m.Message, kind: str) -> None:
-        if message.is_piece or isinstance(message, (m.Timings, m.BuffersUpdated)):
-            self._answered[kind] += 1
-            return
-        numbers = (n for n in self._open if self._entries[n].message.answered_by == kind)
-        number = next(numbers, None)
-        if number is None:
-            return
-        self._open.remove(number)
-        if self._entries[number].message.repeated is Repeated.UNTIL_ANSWERED:
-            self._entries.pop(number).drop()
-            for piece in _PIECES if kind == "Done" else ():
-                del self._answered[piece]
-        else:
-            self._answered[kind] += 1
 
     def mark(self) -> None:
         """A snapshot is asked for: it holds what all messages so far have done."""
         self._mark = self._num_entries
 
     def note_begun(self) -> None:
-        """The worker has told its answers to the messages before the snapshot."""
-        self._answered_before = Counter(self._answered)
+        """The worker has made its reports on the messages before the snapshot."""
+        self._reported_before = Counter(self._reported)
 
     def unmark(self) -> None:
         """The snapshot on its way is not used."""
@@ -457,12 +462,14 @@ class Journal:
         if mark is None:
             return  # what was said since it was asked for cannot be repeated
         for number in [number for number in self._entries if number < mark]:
-            entry = self._entries.pop(number)
-            if (standing := self._standing_of(entry)) is not entry:
-                entry.drop()
+            entry = self._entries[number]
+            if (standing := self._standing_of(entry)) is entry:
+                del self._entries[number]
+            else:
+                self._drop(number)
             if standing is not None:
                 self._stand(number, standing)
-        self._answered -= self._answered_before
+        self._reported -= self._reported_before
         if self._fault_at <= mark:
             self.fault = None
 
@@ -492,11 +499,9 @@ class Journal:
         Answers that have come already are dropped from now on.
         """
         self.unmark()
-        self._due = Counter(self._answered)
-        standing = list(self._standing.values())
-        self._due.update(e.message.answered_by for e in standing if e.message.answered_by)
+        self._due = self._answered + self._reported
         self._repeats.begin()
-        for entry in standing:
+        for entry in list(self._standing.values()):
             yield _unstamped(entry)
         for entry in list(self._entries.values()):
             if entry.stamp:

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from .._lightning import MisconfigurationException, pl
 from ..coordinator.connections import Connections
 from ..coordinator.progress import progress_of_parts
-from ..errors import RemoteProtocolError, StageFailed
+from ..errors import StageFailed
 from ..model.layers import DecoderLayer
 from ..pipeline.bench import attempt
 from ..plan import COORDINATOR, Dtype
@@ -158,14 +158,9 @@ def describe_workers(
     connections: Connections, names: Sequence[str]
 ) -> dict[str, m.DeviceDescribed]:
     """The devices of workers, in the order of the names."""
-    for name in names:
-        connections.send(connections.named(name), m.DescribeDevice())
-    found: dict[str, m.DeviceDescribed] = {}
-    while len(found) < len(names):
-        worker, frame = connections.receive()
-        if isinstance(frame.message, m.DeviceDescribed):
-            found[worker.name] = frame.message
-    return {name: found[name] for name in names}
+    send, named = connections.requests.send, connections.named
+    answers = {name: send(named(name), m.DescribeDevice()) for name in names}
+    return {name: answer.result(m.DeviceDescribed) for name, answer in answers.items()}
 
 
 def prepare_workers(connections: Connections, names: Sequence[str], content: Content) -> None:
@@ -175,15 +170,10 @@ def prepare_workers(connections: Connections, names: Sequence[str], content: Con
         StageFailed: If one cannot.
     """
     message, tensors = content
-    for name in names:
-        connections.send(connections.named(name), message, *tensors)
-    waiting = set(names)
-    while waiting:
-        worker, frame = connections.receive()
-        if isinstance(frame.message, m.NotMeasured):
-            what = f"{worker.name} cannot build the layers that it is to measure"
-            raise failure(what, frame.message)
-        waiting.discard(worker.name)
+    requests, named = connections.requests, connections.named
+    answers = [requests.send(named(name), message, *tensors) for name in names]
+    for worker, answer, _ in requests.parts(answers, m.NotMeasured):
+        raise failure(f"{worker.name} cannot build the layers that it is to measure", answer)
 
 
 def measure_links(
@@ -223,10 +213,8 @@ def _link_from_here(connections: Connections, name: str, patience_seconds: float
     worker = connections.named(name)
 
     def exchange(there_bytes: int, back_bytes: int) -> None:
-        connections.send(worker, m.Probe(back_bytes), *payload(there_bytes))
-        _, frame = connections.receive()
-        if not isinstance(frame.message, m.ProbeAnswer):
-            raise RemoteProtocolError(f"{name} answered a probe with {frame.message}.")
+        probe = m.Probe(back_bytes)
+        connections.requests.send(worker, probe, *payload(there_bytes)).result(m.ProbeAnswer)
 
     return measure_link(exchange, patience_seconds)
 
@@ -237,18 +225,14 @@ def _link_between(
     """The link between two workers; None if they cannot reach each other."""
     other = connections.named(second)
     request = m.MeasureLink(str(other.address), other.session, patience_seconds)
-    connections.send(connections.named(first), request)
-    _, frame = connections.receive()
-    if isinstance(frame.message, m.NotMeasured) and frame.message.is_unreachable:
+    answer = connections.requests.send(connections.named(first), request).result(m.Message)
+    if isinstance(answer, m.LinkMeasured):
+        return answer
+    if not isinstance(answer, m.NotMeasured) or answer.is_unreachable:
         return None
-    if isinstance(frame.message, m.NotMeasured):
-        raise failure(
-            f"{first} could not measure its link to {second}, which may become its neighbor",
-            frame.message,
-        )
-    if not isinstance(frame.message, m.LinkMeasured):
-        raise RemoteProtocolError(f"{first} measured a link and answered {frame.message}.")
-    return frame.message
+    raise failure(
+        f"{first} could not measure its link to {second}, which may become its neighbor", answer
+    )
 
 
 # Shares of the time budget; each part's share starts when the part begins.

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
@@ -64,14 +65,7 @@ from .measure import (
     usable_memory,
 )
 from .measured_model import Cutting, ModelIdentity, Subject, fingerprint, sight
-from .trials import (
-    LayerSchedule,
-    failure,
-    layer_jobs,
-    outcome_of,
-    patience_seconds,
-    trials,
-)
+from .trials import LayerSchedule, Outcome, failure, layer_jobs, patience_seconds, trials
 
 # The others wait for so long, or a little longer.
 _LAYER_SECONDS = 2.0
@@ -112,8 +106,8 @@ class NewcomerTrials:
             WorkerError: If it cannot run the layers.
         """
         message, tensors = self.prepared
-        worker.channel.send(message, *tensors)
-        answer = connections.await_from(worker, (m.Done, m.NotMeasured))
+        send = connections.requests.send_alone
+        answer = send(worker, message, *tensors).alone(m.Message)
         if isinstance(answer, m.NotMeasured):
             raise failure(f"{worker.name} cannot build the layers that it is to measure", answer)
         subject = self.subject
@@ -125,10 +119,9 @@ class NewcomerTrials:
         trial = next(running)
         while True:
             said, sent = trial.encode()
-            worker.channel.send(said, *sent)
-            found = connections.await_from(worker, (trial.answer, m.NotMeasured))
+            found = cast("Outcome", send(worker, said, *sent).alone(m.Message))
             try:
-                trial = running.send(outcome_of(trial, found))
+                trial = running.send(found)
             except StopIteration as end:
                 result = end.value
                 break
@@ -151,8 +144,7 @@ def describe(connections: Connections, worker: Member) -> m.DeviceDescribed:
         ChannelError: If it is lost.
         WorkerError: If it does not answer in time.
     """
-    worker.channel.send(m.DescribeDevice())
-    return connections.await_from(worker, m.DeviceDescribed)
+    return connections.requests.send_alone(worker, m.DescribeDevice()).alone(m.DeviceDescribed)
 
 
 def links_with(
@@ -172,8 +164,8 @@ def links_with(
     """
 
     def exchange(there_bytes: int, back_bytes: int) -> None:
-        worker.channel.send(m.Probe(back_bytes), *payload(there_bytes))
-        connections.await_from(worker, m.ProbeAnswer)
+        send, probe = connections.requests.send_alone, m.Probe(back_bytes)
+        send(worker, probe, *payload(there_bytes)).alone(m.ProbeAnswer)
 
     measured = measure_link(exchange, _LINK_SECONDS)
     name = worker.name

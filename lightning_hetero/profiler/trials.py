@@ -17,13 +17,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, permutations, product, starmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
 from ..coordinator.connections import Connections
-from ..errors import RemoteProtocolError, StageFailed
+from ..coordinator.requests import Answer
+from ..errors import StageFailed
 from ..pipeline.bench import MOST_SPREAD, Bench, Clock, LayerTrial, OptimizerTrial, attempt
 from ..plan import Dtype
 from ..planner.profile import ENDS, ModelProfile, Timing
@@ -481,40 +482,21 @@ def run_here(bench: Bench, trial: Trial) -> Outcome:
 def lead_on_workers(
     connections: Connections, trials_of: Mapping[str, Trials], tick: Tick
 ) -> dict[str, DeviceResult]:
-    """Lead the trials of several workers at the same time.
-
-    Raises:
-        RemoteProtocolError: If a worker answers with something else than an outcome.
-    """
-    running = {name: next(trials) for name, trials in trials_of.items()}
-    for name, trial in running.items():
-        _tell(connections, name, trial)
+    """Lead the trials of several workers at the same time."""
+    asked = {name: _ask(connections, name, next(trials)) for name, trials in trials_of.items()}
     results: dict[str, DeviceResult] = {}
-    while len(results) < len(trials_of):
-        worker, frame = connections.receive()
-        name = worker.name
-        tick()
-        try:
-            trial = trials_of[name].send(outcome_of(running[name], frame.message))
-        except StopIteration as end:
-            results[name] = end.value
-        else:
-            running[name] = trial
-            _tell(connections, name, trial)
+    while asked:
+        connections.hear()
+        for name in [name for name, answer in asked.items() if answer.is_over]:
+            tick()
+            outcome = cast("Outcome", asked.pop(name).result(m.Message))
+            try:
+                asked[name] = _ask(connections, name, trials_of[name].send(outcome))
+            except StopIteration as end:
+                results[name] = end.value
     return results
 
 
-def _tell(connections: Connections, name: str, trial: Trial) -> None:
+def _ask(connections: Connections, name: str, trial: Trial) -> Answer:
     message, tensors = trial.encode()
-    connections.send(connections.named(name), message, *tensors)
-
-
-def outcome_of(trial: Trial, answer: m.Message) -> Outcome:
-    """The answer to a trial.
-
-    Raises:
-        RemoteProtocolError: If it answers something else.
-    """
-    if isinstance(answer, (trial.answer, m.NotMeasured)):
-        return answer  # type: ignore[return-value]
-    raise RemoteProtocolError(f"{answer} does not answer {type(trial).__name__}.")
+    return connections.requests.send(connections.named(name), message, *tensors)

@@ -98,8 +98,18 @@ _TO_A_STAGE = by(Speaker.COORDINATOR, State.LOADING, State.SERVING).keys()
 _NOT_SHOWN = "secret"
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages; the tag on the wire is the class's name.
+
+    Each request of the coordinator has a number, and its answers repeat it in ``request``; for
+    other messages that is 0. By this number alone the coordinator knows what an answer is for:
+
+    - An open request: it takes the answer, if the worker and the class are right.
+    - An interrupted request, for which nobody waits: it drops the answer.
+    - A request that a lost worker has answered: the journal drops the answer.
+    - Any other number: the worker has broken the rules, and its conversation ends.
+
+    A `Failure` ends the request of its number, and is an error of the run in every case.
 
     Each class declares here what the rest of the package has to know of it.
 
@@ -112,8 +122,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
             place. Every class that the coordinator may say to a stage has to declare it.
         waits: What a worker does first.
         is_held: A worker that its owner pauses takes the message when it is resumed.
-        answered_by: The class of the message that ends the answer; empty if there is none.
-        is_piece: It is one of several answers to a request, which a ``Done`` ends.
+        answers: The names of the classes that answer it; empty if nothing does.
+        is_piece: It is a part of an answer, which another class ends.
         is_between_workers: Workers send it each other in a step, and keep it for a lost one.
         is_kept: The receiver keeps the tensors for long, so each frame gets memory of its own
             instead of a buffer that is used again.
@@ -130,7 +140,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     repeated: ClassVar[Repeated | None] = None
     waits: ClassVar[Waits] = Waits.IN_TURN
     is_held: ClassVar[bool] = True
-    answered_by: ClassVar[str] = ""
+    answers: ClassVar[tuple[str, ...]] = ()
     is_piece: ClassVar[bool] = False
     is_between_workers: ClassVar[bool] = False
     is_kept: ClassVar[bool] = False
@@ -138,6 +148,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     requests: ClassVar[str] = ""
     reports: ClassVar[str] = ""
     recorded_as: ClassVar[SpanKind | None] = None
+    request: Count = 0
 
     def __init_subclass__(cls, **config: Any) -> None:
         super().__init_subclass__(**config)
@@ -183,7 +194,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     def __str__(self) -> str:
         names = (name for name in self.__struct_fields__ if name != _NOT_SHOWN)
-        shown = {name: getattr(self, name) for name in names}
+        shown = {name: getattr(self, name) for name in names if name != "request" or self.request}
         fields = " ".join(f"{name}={str(value)[:60]}" for name, value in shown.items())
         return printable(f"{type(self).__name__} {fields}".rstrip())
 

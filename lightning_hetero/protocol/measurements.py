@@ -45,6 +45,8 @@ from .values import ParameterSpec, Value
 class DescribeDevice(IdleRequest, frozen=True):
     """Asks what the worker computes on."""
 
+    answers = ("DeviceDescribed",)
+
 
 class DeviceDescribed(IdleAnswer, Words, frozen=True):
     """What the worker computes on; workers that name the same ``memory`` share it."""
@@ -64,6 +66,7 @@ class PrepareLayers(IdleRequest, frozen=True):
     ``parameters`` mean what they mean in `Deploy`.
     """
 
+    answers = ("Done", "NotMeasured")
     is_kept = True
     recipe: Text
     parameters: list[ParameterSpec]
@@ -73,6 +76,7 @@ class PrepareLayers(IdleRequest, frozen=True):
 class MeasureLink(IdleRequest, frozen=True):
     """Measure the link to another worker, in both directions; it is named as in `Deploy`."""
 
+    answers = ("LinkMeasured", "NotMeasured")
     requests = "measuring a link"
     address: Name
     session: Name
@@ -90,6 +94,7 @@ class Probe(Message, frozen=True):
     """Asks for an answer of ``answer_bytes`` bytes; may carry bytes itself."""
 
     said = by(Speaker.COORDINATOR, State.IDLE) | by(Speaker.UPSTREAM, State.LINKED)
+    answers = ("ProbeAnswer",)
     is_probe = True
     answer_bytes: ProbeBytes
 
@@ -128,6 +133,7 @@ class MeasureOptimizer(IdleRequest, frozen=True):
     """Measure the optimizer's step for one of the prepared layers; ``class_name`` as in
     `BuildOptimizer`."""
 
+    answers = ("OptimizerMeasured", "NotMeasured")
     requests = "measuring an optimizer"
     layer_index: Count
     class_name: Name
@@ -184,8 +190,7 @@ class FetchRecord(ServingRequest, frozen=True):
     """Asks for the recorded sums and spans; each span is sent once."""
 
     repeated = Repeated.UNTIL_ANSWERED
-    answered_by = "StageRecord"
-    number: Count
+    answers = ("StageRecord",)
     with_spans: bool
 
 
@@ -196,7 +201,6 @@ class StageRecord(StageReport, Words, frozen=True):
     in their units.
     """
 
-    number: Count
     totals: Totals
     spans: Annotated[list[Span], msgspec.Meta(max_length=2**16)]
     num_dropped: Count

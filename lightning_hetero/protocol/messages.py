@@ -92,7 +92,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -197,7 +197,7 @@ class Failure(Message, Words, frozen=True, forbid_unknown_fields=False):
     It ends the conversation, except while a stage is loaded or served. With ``is_replaced`` the
     process that answers ends with its session, and another process takes its place: dial again. A
     worker that is busy as it waits for a coordinator tells the name of that one's process as
-    ``away``.
+    ``away``. Without a ``request`` it concerns the step or the conversation.
     """
 
     repeated = Repeated.NEVER
@@ -262,7 +262,7 @@ class Leaving(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The worker has carried out the last request."""
+    """The worker has carried out a request."""
 
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
 
@@ -271,7 +271,7 @@ class Deploy(Message, frozen=True):
     """Build the layers of stages in place of the present ones; their tensors follow.
 
     Workers are numbered from 1 on. A second `Deploy` keeps the channels to other workers. What
-    `SendTensors` may ask for stays with the worker until `Launch`.
+    `SendTensor` may ask for stays with the worker until `Launch`.
 
     Args:
         member: The number of the worker that receives this.
@@ -279,11 +279,12 @@ class Deploy(Message, frozen=True):
         peers: The workers that it sends activations or tensors to.
         seed: Start of all dropout masks.
         kept: The tensors that the worker has and goes on with, with their optimizer state.
-        receivers: The workers that `SendTensors` will name.
+        receivers: The workers that `SendTensor` will name.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
     said = by(Speaker.COORDINATOR, State.IDLE, State.SERVING, then=State.LOADING)
+    answers = ("Built",)
     requests = "building its layers"
     member: Count
     stages: list[StageSpec]
@@ -307,22 +308,16 @@ class LoadTensor(LoadingRequest, frozen=True):
     """The content of one parameter or buffer.
 
     For a tensor in 4 bits the frame's other tensors are its ``state``; without state the worker
-    quantizes the content itself. The worker answers each tensor with `Loaded`.
+    quantizes the content itself.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
     waits = Waits.BESIDE_SUMS
-    answered_by = "Loaded"
+    answers = ("Done",)
     is_kept = True
     requests = "loading its weights"
     name: Name
     state: list[Name] = []
-
-
-class Loaded(StageReport, frozen=True):
-    """A tensor is in its place."""
-
-    name: Name
 
 
 class OfferTensor(Message, frozen=True):
@@ -330,6 +325,7 @@ class OfferTensor(Message, frozen=True):
 
     repeated = Repeated.UNTIL_SNAPSHOT
     said = by(Speaker.COORDINATOR, State.LOADING)
+    answers = ("OfferAnswered",)
     name: Name
     fingerprint: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
@@ -338,20 +334,20 @@ class OfferAnswered(Message, frozen=True):
     """Whether the worker reused its content; if not, the coordinator has to send it."""
 
     said = by(Speaker.WORKER, State.LOADING)
-    name: Name
     is_taken: bool
 
 
-class SendTensors(Message, frozen=True):
-    """Send tensors of former layers to another worker, each as a `MovedTensor`.
+class SendTensor(Message, frozen=True):
+    """Send a tensor of a former layer to another worker, as a `MovedTensor`.
 
-    That worker answers each of them with `Loaded`. What was sent before and ``arrived`` is freed.
+    That worker answers. What was sent before and ``arrived`` is freed.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
     said = by(Speaker.COORDINATOR, State.LOADING)
+    answers = ("Done",)
     requests = "sending weights to another worker"
-    names: list[Name]
+    name: Name
     member: Count
     arrived: list[Name] = []
 
@@ -388,7 +384,7 @@ class Launch(Message, frozen=True):
     """All tensors are loaded: connect to the workers downstream and get ready for steps."""
 
     repeated = Repeated.UNTIL_SNAPSHOT
-    answered_by = "Done"
+    answers = ("Done",)
     said = by(Speaker.COORDINATOR, State.LOADING, then=State.SERVING)
     requests = "connecting to its neighbors"
 
@@ -472,6 +468,7 @@ class MeasureLayer(IdleRequest, frozen=True):
     converted to ``dtype`` too. The measurement takes about ``patience_seconds``.
     """
 
+    answers = ("LayerMeasured", "NotMeasured")
     requests = "measuring a layer"
     arguments: Arguments
     hidden: TensorSpec
@@ -564,7 +561,7 @@ class ZeroGradients(StampedRequest, frozen=True):
     as the step began."""
 
     repeated = Repeated.UNTIL_SNAPSHOT
-    answered_by = "Done"
+    answers = ("Done",)
     parameters: list[Name]
     set_to_none: bool
     only_dropped: bool = False
@@ -574,7 +571,7 @@ class MeasureNorms(StampedRequest, frozen=True):
     """Asks for gradient norms of the parameters of one optimizer, or of all parameters."""
 
     repeated = Repeated.UNTIL_ANSWERED
-    answered_by = "Norms"
+    answers = ("Norms",)
     requests = "measuring its gradient norms"
     recorded_as = "optimizer"
     step: Count
@@ -585,7 +582,6 @@ class Norms(Message, frozen=True):
     """The gradient norm of every parameter that has a gradient."""
 
     said = by(Speaker.WORKER, State.SERVING)
-    step: Count
     norms: dict[Name, float]
 
 
@@ -615,7 +611,7 @@ class BuildOptimizer(ServingRequest, frozen=True):
     """
 
     repeated = Repeated.ALWAYS
-    answered_by = "Done"
+    answers = ("Done",)
     requests = "building an optimizer"
     optimizer: Count
     class_name: Name
@@ -654,7 +650,7 @@ class FetchOptimizerState(LoadingRequest, frozen=True):
 
     repeated = Repeated.UNTIL_ANSWERED
     waits = Waits.BESIDE_SUMS
-    answered_by = "Done"
+    answers = ("OptimizerState", "Done")
     requests = "sending its optimizer's state"
     optimizer: Count
     parameters: list[Name]
@@ -688,7 +684,7 @@ class FetchTensors(LoadingRequest, frozen=True):
 
     repeated = Repeated.UNTIL_ANSWERED
     waits = Waits.BESIDE_SUMS
-    answered_by = "Done"
+    answers = ("TensorContent", "Done")
     requests = "sending its weights"
     names: list[Name]
 
@@ -698,7 +694,7 @@ class FetchGradients(ServingRequest, frozen=True):
     gradient are left out."""
 
     repeated = Repeated.UNTIL_ANSWERED
-    answered_by = "Done"
+    answers = ("TensorContent", "Done")
     names: list[Name]
 
 
@@ -716,7 +712,7 @@ class FetchFingerprints(ServingRequest, frozen=True):
 
     repeated = Repeated.UNTIL_ANSWERED
     waits = Waits.BESIDE_SUMS
-    answered_by = "Fingerprints"
+    answers = ("Fingerprints",)
     requests = "comparing its weights"
     step: Count
     names: list[Name]
@@ -726,9 +722,11 @@ class Fingerprints(Message, frozen=True):
     """The fingerprints of the tensors that were asked for, in their order."""
 
     said = by(Speaker.WORKER, State.SERVING)
-    step: Count
     found: list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]]
 
 
 # All classes of messages, as a decoder needs them.
 KINDS = tuple(kinds_below(Message))
+_KIND_OF = {kind.__name__: kind for kind in KINDS}
+# Those that answer a request; no declared name may be unknown.
+ANSWERS = frozenset(_KIND_OF[name] for kind in KINDS for name in kind.answers)

@@ -58,6 +58,7 @@ class TakeSnapshot(StampedRequest, frozen=True):
 
     repeated = Repeated.NEVER
     is_exact = False
+    answers = ("SnapshotBegun",)
     requests = "taking a snapshot"
     number: Count
     with_gradients: bool
@@ -93,6 +94,7 @@ class SnapshotTensor(Message, frozen=True):
 
     repeated = Repeated.UNTIL_SNAPSHOT
     said = by(Speaker.COORDINATOR, State.LOADING)
+    answers = ("Done",)
     is_kept = True
     requests = "loading a snapshot"
     name: Name
@@ -125,6 +127,7 @@ class Wait(StampedRequest, frozen=True):
 
     repeated = Repeated.NEVER
     is_exact = False
+    answers = ("CaughtUp",)
     is_end: bool = False
 
 
@@ -141,6 +144,7 @@ class ReplaceNeighbor(LoadingRequest, frozen=True):
 
     repeated = Repeated.NEVER
     waits = Waits.FOR_NOTHING
+    answers = ("NeighborReplaced",)
     member: Count
     address: Name
     session: Name
@@ -150,7 +154,6 @@ class NeighborReplaced(StageReport, Words, frozen=True):
     """What was kept for a lost worker is on its way to the one in its place; ``reason`` tells why
     that worker cannot be reached, and is empty if it can."""
 
-    member: Count
     reason: Text = ""
 
 
@@ -160,6 +163,7 @@ class AskRoom(Message, frozen=True):
 
     repeated = Repeated.NEVER
     waits = Waits.FOR_NOTHING
+    answers = ("RoomTold",)
     said = by(Speaker.COORDINATOR, State.IDLE, State.LOADING, State.SERVING)
 
 
@@ -181,15 +185,15 @@ class OpenSession(Message, frozen=True):
 
     repeated = Repeated.NEVER
     waits = Waits.FOR_NOTHING
+    answers = ("SessionOpened",)
     said = by(Speaker.COORDINATOR, State.IDLE, State.LOADING, State.SERVING)
     name: Name
     most_bytes: Bytes
 
 
 class SessionOpened(Message, Words, frozen=True):
-    """Another process waits for the session of this name at the worker's address; ``reason`` tells
+    """Another process waits for the session at the worker's address; ``reason`` tells
     why none could be started, and is empty if one could."""
 
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
-    name: Name
     reason: Text = ""

@@ -136,7 +136,7 @@ class StageLayers:
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
         content, *parts = tensors
         self._load(message.name, content, dict(zip(message.state, parts, strict=True)))
-        self._coordinator.send(m.Loaded(message.name))
+        self._coordinator.send(m.Done(request=message.request))
 
     def _on_update_tensors(self, message: m.UpdateTensors, tensors: tuple[Tensor, ...]) -> None:
         if len(tensors) != len(message.names):
@@ -158,29 +158,31 @@ class StageLayers:
         content = self._host.kept.take(message.name, message.fingerprint)
         if content is not None:
             self._put(message.name, content)
-        self._coordinator.send(m.OfferAnswered(message.name, content is not None))
+        self._coordinator.send(m.OfferAnswered(content is not None, request=message.request))
 
     def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
         for name in message.names:
             tensor, state = self.content(name)
-            self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
+            said = m.TensorContent(name, list(state), request=message.request)
+            self._coordinator.send(said, tensor, *state.values())
             self._coordinator.wait_until_sent(MOST_COPIES)
-        self._coordinator.send(m.Done())
+        self._coordinator.send(m.Done(request=message.request))
 
     def _on_fetch_gradients(self, message: m.FetchGradients, _tensors: tuple[Tensor, ...]) -> None:
         for name, parameter in zip(
             message.names, self.named_parameters(message.names), strict=True
         ):
             if parameter.grad is not None:
-                self._coordinator.send(m.TensorContent(name), parameter.grad)
+                said = m.TensorContent(name, request=message.request)
+                self._coordinator.send(said, parameter.grad)
                 self._coordinator.wait_until_sent(MOST_COPIES)
-        self._coordinator.send(m.Done())
+        self._coordinator.send(m.Done(request=message.request))
 
     def _on_fetch_fingerprints(
         self, message: m.FetchFingerprints, _tensors: tuple[Tensor, ...]
     ) -> None:
         found = [fingerprint_of(self.content(name).parts) for name in message.names]
-        self._coordinator.send(m.Fingerprints(message.step, found))
+        self._coordinator.send(m.Fingerprints(found, request=message.request))
 
     def set_attributes(self, message: m.SetAttributes) -> None:
         """Give a module the attributes of the coordinator's module.

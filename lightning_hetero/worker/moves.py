@@ -35,7 +35,7 @@ class MovedSide:
         channel_to: Callable[[int], Channel],
     ) -> None:
         self.handlers: dict[type, Handler] = {
-            m.SendTensors: self._on_send_tensors,
+            m.SendTensor: self._on_send_tensor,
             m.MovedTensor: self._on_moved_tensor,
         }
         self._coordinator = coordinator
@@ -43,22 +43,21 @@ class MovedSide:
         self._training = training
         self._channel_to = channel_to
 
-    def _on_send_tensors(self, message: m.SendTensors, _tensors: tuple[Tensor, ...]) -> None:
+    def _on_send_tensor(self, message: m.SendTensor, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.free(message.arrived)
         self._training.leaving.drop(message.arrived)
         channel = self._channel_to(message.member)
-        for name in message.names:
-            packer = Packer()
-            content = self._layers.content(name)
-            fields = self._training.leaving.packed(packer, name, content)
-            try:
-                channel.send(m.MovedTensor(message.member, **fields), *packer.tensors)
-            except LocalProtocolError:
-                if not channel.has_ended:
-                    raise
-                return  # the coordinator is told that the neighbor is lost, and why
-            channel.wait_until_sent(MOST_COPIES)
+        packer, content = Packer(), self._layers.content(message.name)
+        fields = self._training.leaving.packed(packer, message.name, content)
+        try:
+            moved = m.MovedTensor(message.member, **fields, request=message.request)
+            channel.send(moved, *packer.tensors)
+        except LocalProtocolError:
+            if not channel.has_ended:
+                raise
+            return  # the coordinator is told that the neighbor is lost, and why
+        channel.wait_until_sent(MOST_COPIES)
 
     def _on_moved_tensor(self, message: m.MovedTensor, tensors: tuple[Tensor, ...]) -> None:
         self._training.take_moved(message, tensors)
-        self._coordinator.send(m.Loaded(message.name))
+        self._coordinator.send(m.Done(request=message.request))

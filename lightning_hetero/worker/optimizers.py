@@ -200,7 +200,7 @@ class TrainedSide:
         )
         for name, state in self._awaiting.states.pop(message.optimizer, {}).items():
             self._optimizers[message.optimizer].load_state(name, state)
-        self._coordinator.send(m.Done())
+        self._coordinator.send(m.Done(request=message.request))
 
     def _on_load_optimizer_state(
         self, message: m.LoadOptimizerState, tensors: tuple[Tensor, ...]
@@ -221,7 +221,7 @@ class TrainedSide:
                     parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad is not None:
                 parameter.grad = None if message.set_to_none else torch.zeros_like(parameter.grad)
-        self._coordinator.send(m.Done())
+        self._coordinator.send(m.Done(request=message.request))
 
     def _had_gradient(self, parameter: Tensor) -> bool:
         """Whether a gradient was dropped as the step began. A worker in the place of another one
@@ -234,7 +234,7 @@ class TrainedSide:
         found = self._gradients(message.optimizer).items()
         gradients = {name: gradient for name, gradient in found if self._is_owned(name)}
         norms = dict(zip(gradients, gradient_norms([*gradients.values()]), strict=True))
-        self._coordinator.send(m.Norms(message.step, norms))
+        self._coordinator.send(m.Norms(norms, request=message.request))
 
     def _on_clip_gradients(self, message: m.ClipGradients, _tensors: tuple[Tensor, ...]) -> None:
         gradients = [*self._gradients(message.optimizer).values()]
@@ -272,9 +272,10 @@ class TrainedSide:
                 continue
             packer = Packer()
             value = packer.pack(state, f"the optimizer state of {name}")
-            self._coordinator.send(m.OptimizerState(name, value), *packer.tensors)
+            said = m.OptimizerState(name, value, request=message.request)
+            self._coordinator.send(said, *packer.tensors)
             self._coordinator.wait_until_sent(MOST_COPIES)
-        self._coordinator.send(m.Done())
+        self._coordinator.send(m.Done(request=message.request))
 
     def _averaged(self, going_on: Collection[str]) -> dict[str, Tensor]:
         """The tensors that are averaged: those that train, and those whose averages go on."""

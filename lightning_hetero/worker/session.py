@@ -107,12 +107,13 @@ class SessionOver(Exception):
     """Ends a session's loop."""
 
 
-def _failure(error: BaseException, in_optimizer_step: bool = False, where: str = "") -> m.Failure:
-    """What the coordinator is told of an error."""
+def _failure(error: BaseException, message: m.Message | None = None, where: str = "") -> m.Failure:
+    """What the coordinator is told of an error, which a message may have raised."""
     after = where + (_IF_MEMORY_IS_SHORT if is_out_of_memory(error) else "")
     reason = f"{type(error).__name__}: {error}"[: _MOST_TEXT - len(after)] + after
     trace = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
-    return m.Failure(reason, trace, in_optimizer_step)
+    in_optimizer_step = isinstance(message, m.ApplyOptimizer)
+    return m.Failure(reason, trace, in_optimizer_step, request=message.request if message else 0)
 
 
 class StageSession:
@@ -394,7 +395,7 @@ class StageSession:
                         return
                 except ModelError as error:
                     self._awaiting.popleft()
-                    self._report(error, isinstance(message, m.ApplyOptimizer))
+                    self._report(error, message)
                     continue
             self._awaiting.popleft()
             self._carry_out(self._handlers[type(message)], arrival, frame)
@@ -426,7 +427,7 @@ class StageSession:
             raise
         # Also SystemExit: a layer's code must not end the session without a word.
         except BaseException as error:
-            self._report(error, in_optimizer_step=isinstance(message, m.ApplyOptimizer))
+            self._report(error, message)
 
     def _perform(self, action: Action) -> None:
         """Run an action and send its result on."""
@@ -460,12 +461,12 @@ class StageSession:
         return self._replicas.sending_early(message.round) if is_last else nullcontext()
 
     def _report(
-        self, error: BaseException, in_optimizer_step: bool = False, where: str = ""
+        self, error: BaseException, message: m.Message | None = None, where: str = ""
     ) -> None:
-        """Tell the coordinator that a piece of work has raised, and forget the step."""
+        """Tell the coordinator that a message or an action has raised, and forget the step."""
         logger.warning("%s failed: %s%s", self._served or "the session", error, where)
         self._runner.abort()
-        self._coordinator.send(_failure(error, in_optimizer_step, where))
+        self._coordinator.send(_failure(error, message, where))
 
     def _on_end(self, channel: Channel, reason: str) -> None:
         """End the session with its coordinator; report a lost neighbor."""
@@ -521,7 +522,7 @@ class StageSession:
             for spec in message.stages
         }
         self._served = _described(self._runner.stages, self._layers.numbered)
-        self._coordinator.send(m.Built(held))
+        self._coordinator.send(m.Built(held, request=message.request))
 
     def _stage(self, spec: m.StageSpec, layers: nn.ModuleDict, seed: int) -> Stage:
         dtype = None if spec.dtype is None else DTYPES[spec.dtype]
@@ -538,12 +539,12 @@ class StageSession:
             state=LayerState(numbered_layers(layers), len(spec.holders) > 1, spec.constants),
         )
 
-    def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
+    def _on_launch(self, message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.check_complete()
         self._training.forget_leaving()
         self._snapshots.begin()
         self._connect(self._neighbors.peers)
-        self._coordinator.send(m.Done())
+        self._coordinator.send(m.Done(request=message.request))
 
     def _on_keep_sent(self, message: m.KeepSent, _tensors: tuple[Tensor, ...]) -> None:
         self._neighbors.keep_sent(message.most_bytes)
@@ -560,7 +561,7 @@ class StageSession:
             self._neighbors.replace(message, self._start)
         except WorkerUnreachable as error:
             reason = str(error)[:_MOST_TEXT]
-        self._coordinator.send(m.NeighborReplaced(message.member, reason))
+        self._coordinator.send(m.NeighborReplaced(reason, request=message.request))
 
     def _on_replay(self, message: m.Replay, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.step = message.step
@@ -575,7 +576,7 @@ class StageSession:
             if self._repetition is not None:
                 self._repetition = replace(self._repetition, end_seconds=time.monotonic())
             self._replicas.is_repeating = False
-            self._coordinator.send(m.CaughtUp())
+            self._coordinator.send(m.CaughtUp(request=message.request))
 
     def _connect(self, numbers: Iterable[int]) -> None:
         """Open the channels to other workers; tell the coordinator which are out of reach."""

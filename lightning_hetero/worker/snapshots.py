@@ -87,7 +87,7 @@ class SnapshotSide:
         if self._sending is not None:
             self._sending.join()
         frames = [*self._frames(message.with_gradients, {*message.also})]
-        self._coordinator.send(m.SnapshotBegun(message.number))
+        self._coordinator.send(m.SnapshotBegun(message.number, request=message.request))
         self._sending = threading.Thread(
             target=self._send, args=(message.number, frames), name="snapshot", daemon=True
         )
@@ -134,7 +134,7 @@ class SnapshotSide:
             if message.is_total:
                 self._replicas.note_totals()
         self._changed.add(name)
-        self._coordinator.send(m.Loaded(name))
+        self._coordinator.send(m.Done(request=message.request))
 
 
 def _pieces(frames: list[bytes]) -> Iterator[Tensor]:

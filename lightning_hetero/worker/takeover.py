@@ -56,8 +56,9 @@ class RoomSide:
         granted_bytes = self._host.beside.granted_bytes
         return room_bytes(device.untaken_bytes(), device.peak_bytes(), allowed_bytes, granted_bytes)
 
-    def _on_ask_room(self, _message: m.AskRoom, _tensors: Any) -> None:
-        self._coordinator.send(m.RoomTold(self._room_bytes, self._host.beside.obstacle))
+    def _on_ask_room(self, message: m.AskRoom, _tensors: Any) -> None:
+        obstacle = self._host.beside.obstacle
+        self._coordinator.send(m.RoomTold(self._room_bytes, obstacle, request=message.request))
 
     def _on_open_session(self, message: m.OpenSession, _tensors: Any) -> None:
         most_bytes = min(message.most_bytes, self._room_bytes)
@@ -65,7 +66,7 @@ class RoomSide:
         def answer(reason: str) -> None:
             self._share_memory()
             with suppress(HeteroError):  # the conversation has ended
-                self._coordinator.send(m.SessionOpened(message.name, reason))
+                self._coordinator.send(m.SessionOpened(reason, request=message.request))
 
         self._host.beside.open(Second(message.name, most_bytes), answer)
 

@@ -91,4 +91,5 @@ class RecordedSide:
     def _on_fetch_record(self, message: m.FetchRecord, _tensors: tuple[Tensor, ...]) -> None:
         totals, spans, num_dropped = self.recorder.record(message.with_spans)
         health = self.recorder.device.health()
-        self._coordinator.send(m.StageRecord(message.number, totals, spans, num_dropped, health))
+        record = m.StageRecord(totals, spans, num_dropped, health, request=message.request)
+        self._coordinator.send(record)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msgspec import structs
 from torch import Tensor
 
 from ..devices.description import describe_device
@@ -58,11 +59,12 @@ class MeasuredSide:
         self._bench, self.is_measuring = None, False
         device_for(self._host.device).free_cache()
 
-    def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
+    def _on_describe_device(self, message: m.DescribeDevice, _tensors: Any) -> None:
         self.is_measuring = True
         kept_bytes = self._host.kept.num_bytes_on(self._host.device)
         found = describe_device(self._host.device, kept_bytes)
-        self._coordinator.send(self._host.owner.description(found))
+        description = self._host.owner.description(found)
+        self._coordinator.send(structs.replace(description, request=message.request))
 
     def _answer(
         self, measure: Callable[[Any, Any], m.Message], message: Any, tensors: tuple[Tensor, ...]
@@ -72,7 +74,7 @@ class MeasuredSide:
         found = attempt(partial(measure, message, tensors), self._host.device)
         if isinstance(found, m.NotMeasured):
             logger.warning("%s failed: %s", type(message).__name__, found.reason)
-        self._coordinator.send(found)
+        self._coordinator.send(structs.replace(found, request=message.request))
 
     def _prepare_layers(self, message: m.PrepareLayers, tensors: tuple[Tensor, ...]) -> m.Message:
         buffers = dict(zip(message.buffers, tensors, strict=True))
@@ -113,4 +115,4 @@ class MeasuredSide:
 
 def answer_probe(channel: Channel, probe: m.Probe, _tensors: tuple[Tensor, ...]) -> None:
     """Send back as many bytes as a probe asks for."""
-    channel.send(m.ProbeAnswer(), *payload(probe.answer_bytes))
+    channel.send(m.ProbeAnswer(request=probe.request), *payload(probe.answer_bytes))

@@ -11,6 +11,7 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator.connections import Connections
 from lightning_hetero.coordinator.member import Member
+from lightning_hetero.coordinator.requests import Requests
 from lightning_hetero.coordinator.steps import RemoteStages
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
@@ -29,7 +30,7 @@ SAID = (m.BeginStep, m.MeasureNorms, m.ClipGradients, m.ApplyOptimizer)
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the coordinator says, and what it has waited for, in their order."""
     found: list[str] = []
-    send, receive = Channel.send, Connections.receive
+    send, receive, take = Channel.send, Connections.receive, Requests.take
 
     def sending(self: Channel, message: m.Message, *tensors: Any) -> None:
         if isinstance(message, SAID):
@@ -41,10 +42,15 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"waited for {type(frame.message).__name__}")
         return worker, frame
 
+    def taking(self: Requests, worker: Member, frame: Frame) -> None:
+        take(self, worker, frame)
+        found.append(f"waited for {type(frame.message).__name__}")
+
     monkeypatch.setattr(Channel, "send", sending)
     # What has come already is not taken by the way, so that everything is waited for.
     monkeypatch.setattr(RemoteStages, "take_arrived", lambda _stages: [])
     monkeypatch.setattr(Connections, "receive", receiving)
+    monkeypatch.setattr(Requests, "take", taking)
     return found
 
 

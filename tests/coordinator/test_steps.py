@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.coordinator.member import Member
+from lightning_hetero.coordinator.requests import Answer
 from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.devices.description import equipment_here
@@ -28,6 +30,7 @@ from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
+from lightning_hetero.transport.channel import Arrival
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.worker.optimizers import TrainedSide
@@ -175,14 +178,14 @@ def test_an_interrupted_request_does_not_confuse_the_next(
     coordinator: Coordinator, layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [name for name, _ in named_tensors(layers)]
-    receive, calls = coordinator.connections.receive, iter(range(3))
+    hear, calls = coordinator.connections.hear, iter(range(3))
 
     def interrupted(patience_seconds: float | None = None) -> object:
         if next(calls, None) is None:
             raise KeyboardInterrupt
-        return receive(patience_seconds)
+        return hear(patience_seconds)
 
-    monkeypatch.setattr(coordinator.connections, "receive", interrupted)
+    monkeypatch.setattr(coordinator.connections, "hear", interrupted)
     with pytest.raises(KeyboardInterrupt):
         coordinator.layers.fetch(names)
     monkeypatch.undo()
@@ -193,7 +196,7 @@ def interrupt_next_wait(coordinator: Coordinator, patch: pytest.MonkeyPatch) -> 
     def interrupted(patience_seconds: float | None = None) -> object:
         raise KeyboardInterrupt
 
-    patch.setattr(coordinator.connections, "receive", interrupted)
+    patch.setattr(coordinator.connections, "hear", interrupted)
 
 
 def test_an_interrupted_zeroing_does_not_answer_the_next_request(
@@ -222,36 +225,37 @@ def test_a_request_to_one_worker_takes_what_an_interrupted_one_left_on_another(
     assert first.channel.peer_answers()
     assert coordinator.layers.fetch(on_second).keys() == set(on_second)
     assert coordinator.layers.fetch(on_first).keys() == set(on_first)
-    assert unanswered(coordinator) == [0, 0]
+    assert not open_requests(coordinator)
 
 
-def unanswered(coordinator: Coordinator) -> list[int]:
-    return [worker.num_unanswered for worker in coordinator.connections.workers]
+def open_requests(coordinator: Coordinator) -> list[Answer]:
+    return [*coordinator.connections.requests._open.values()]
 
 
 def test_all_workers_are_asked_before_the_first_answer_is_awaited(
     coordinator: Coordinator, layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive, asked_before = coordinator.connections.receive, list[list[int]]()
+    hear, asked_before = coordinator.connections.hear, list[list[Member]]()
 
-    def receiving(patience_seconds: float | None = None) -> object:
-        asked_before.append(unanswered(coordinator))
-        return receive(patience_seconds)
+    def hearing(patience_seconds: float | None = None) -> object:
+        asked_before.append([answer.worker for answer in open_requests(coordinator)])
+        return hear(patience_seconds)
 
-    monkeypatch.setattr(coordinator.connections, "receive", receiving)
+    monkeypatch.setattr(coordinator.connections, "hear", hearing)
     names = [name for name, _ in named_tensors(layers)]
     assert coordinator.layers.fetch(names).keys() == set(names)
-    assert asked_before[0] == [1, 1]
-    assert unanswered(coordinator) == [0, 0]
+    assert {*asked_before[0]} == {*coordinator.connections.workers}
+    assert not open_requests(coordinator)
 
 
 def test_a_request_that_all_workers_refuse_leaves_nothing_behind(
     coordinator: Coordinator, layers: dict[int, nn.Module]
 ) -> None:
-    workers = coordinator.connections.workers
-    requests = [(worker, m.FetchOptimizerState(5, [])) for worker in workers]
+    requests, workers = coordinator.connections.requests, coordinator.connections.workers
+    answers = [requests.send(worker, m.FetchOptimizerState(5, [])) for worker in workers]
     with pytest.raises(StageFailed, match="has no optimizer 5"):
-        list(coordinator.connections.ask(requests, m.OptimizerState))
+        requests.finish(answers)
+    assert not open_requests(coordinator)
     assert coordinator.connections._inbox.empty()
     names = [name for name, _ in named_tensors(layers)]
     assert coordinator.layers.fetch(names).keys() == set(names)
@@ -282,25 +286,73 @@ def test_a_worker_that_describes_other_tensors_than_it_sends_is_lost(
     assert coordinator.connections.lost is not None
 
 
+def said(sender: Member, message: m.Message) -> Arrival:
+    return Arrival(sender.channel, Frame(message))
+
+
 def test_two_answers_of_one_worker_do_not_stand_for_that_of_another(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator.stages.begin_step(1, accumulate=False)
-    first, frame = coordinator.connections.workers[0], Frame(m.Norms(1, {}))
-    monkeypatch.setattr(coordinator.connections, "receive", lambda _seconds=None: (first, frame))
+    first, connections = coordinator.connections.workers[0], coordinator.connections
+    answered = coordinator.training.ask_gradient_norms(None)
+    number = next(a.message.request for a in open_requests(coordinator) if a.worker is first)
+    arrivals = iter([said(first, m.Norms({}, request=number))] * 2)
+    monkeypatch.setattr(connections, "_next_arrival", lambda _seconds: next(arrivals))
     with pytest.raises(WorkerLost, match=r"stage 1 on .* broke the rules.* without being asked"):
-        coordinator.training.gradient_norms()
+        answered()
+
+
+@pytest.mark.parametrize(
+    ("sender", "answer", "shift"),
+    [
+        (0, m.Norms({}), 1),  # a number that was never given
+        (1, m.Norms({}), 0),  # the number of another worker's request
+        (0, m.Fingerprints([]), 0),  # no answer to this request
+        (0, m.Norms({}), None),  # no number
+        (0, m.BuffersUpdated([], False), 0),  # no answer to any request
+    ],
+)
+def test_an_answer_that_nobody_has_asked_for_breaks_the_rules(
+    sender: int,
+    answer: m.Message,
+    shift: int | None,
+    coordinator: Coordinator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator.stages.begin_step(1, accumulate=False)
+    connections = coordinator.connections
+    asked = connections.requests.send(connections.workers[0], m.MeasureNorms(1, None))
+    number = 0 if shift is None else asked.message.request + shift
+    forged = said(connections.workers[sender], msgspec.structs.replace(answer, request=number))
+    monkeypatch.setattr(connections, "_next_arrival", lambda _seconds: forged)
+    with pytest.raises(WorkerLost, match="broke the rules in step 1: It said .* without being ask"):
+        asked.result(m.Norms)
 
 
 def test_what_an_interrupted_request_has_left_is_no_answer(coordinator: Coordinator) -> None:
     names = list(coordinator.layers.holdings.owner_of)
     first = coordinator.layers.holdings.owner_of[names[0]]
-    request = m.FetchTensors([names[0]])
     # The Done of this request is still to come.
-    next(coordinator.connections.ask([(first, request)], m.TensorContent))
+    requests = coordinator.connections.requests
+    asked = requests.send(first, m.FetchTensors([names[0]]))
+    next(requests.parts([asked], m.TensorContent))
     coordinator.training.zero_gradients(names, set_to_none=True)
-    assert not first.num_unanswered
+    assert not open_requests(coordinator)
     assert coordinator.connections._inbox.empty()
+
+
+def test_the_failure_of_one_request_is_not_the_end_of_another(coordinator: Coordinator) -> None:
+    names = list(coordinator.layers.holdings.owner_of)
+    first = coordinator.layers.holdings.owner_of[names[0]]
+    requests = coordinator.connections.requests
+    failing = requests.send(first, m.FetchOptimizerState(5, []))
+    fetched = requests.send(first, m.FetchTensors([names[0]]))
+    with pytest.raises(StageFailed, match="has no optimizer 5"):
+        fetched.result(m.Done)
+    assert not fetched.is_over
+    with pytest.raises(StageFailed, match="has no optimizer 5"):
+        failing.result(m.Done)
 
 
 def test_after_close_every_use_says_so(coordinator: Coordinator) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.coordinator.layers import RemoteLayers
+from lightning_hetero.coordinator.requests import Answer, Requests
 from lightning_hetero.coordinator.tensor_transfers import (
     MOST_REFUSALS,
     MOST_SMALL_UNDER_WAY,
@@ -30,7 +32,7 @@ LARGE = SMALL_BYTES // 4  # elements of float32
 State = dict[str, Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeWorker:
     """Confirms what it was sent, one thing at a time, when it is asked to."""
 
@@ -38,23 +40,35 @@ class FakeWorker:
     sent: list[m.Message] = field(default_factory=list)
     answered: int = 0
 
-    @property
-    def channel(self) -> FakeWorker:
-        return self
-
-    def send(self, message: m.Message, *_tensors: Tensor) -> None:
+    def send(self, _worker: Any, message: m.Message, *_tensors: Tensor) -> None:
         self.sent.append(message)
+
+    def settle(self) -> None:
+        pass
+
+    @cached_property
+    def requests(self) -> Requests:
+        talk: Any = self
+        return Requests(talk)
 
     @property
     def is_waiting(self) -> bool:
         return self.answered < len(self.sent)
 
-    def answer(self, takes_offers: bool = True) -> m.Message:
+    def answer(self, takes_offers: bool = True) -> None:
         message: Any = self.sent[self.answered]
         self.answered += 1
+        said: m.Message = m.Done(request=message.request)
         if isinstance(message, m.OfferTensor):
-            return m.OfferAnswered(message.name, takes_offers)
-        return m.Loaded(message.name)
+            said = m.OfferAnswered(takes_offers, request=message.request)
+        self.requests.take(self, Frame(said))  # type: ignore[arg-type]
+
+    def about_to_build(self) -> Answer:
+        return self.requests.open(self, m.Deploy(1, [], [], 0))  # type: ignore[arg-type]
+
+    def has_built(self, deployed: Answer, held: list[str]) -> None:
+        built = m.Built(held, request=deployed.message.request)
+        self.requests.take(self, Frame(built))  # type: ignore[arg-type]
 
 
 def tensors(count: int, elements: int) -> Iterator[tuple[str, Tensor, State]]:
@@ -65,23 +79,23 @@ def tensors(count: int, elements: int) -> Iterator[tuple[str, Tensor, State]]:
 def load(
     worker: FakeWorker, contents: Iterator[tuple[str, Tensor, State]], **options: Any
 ) -> TensorLoad:
-    return TensorLoad(worker, contents, **{"is_built": True, **options})  # type: ignore[arg-type]
+    return TensorLoad(worker, contents, worker.requests.send, **options)  # type: ignore[arg-type]
 
 
 def test_one_that_confirms_nothing_holds_nobody_up() -> None:
     slow, quick = FakeWorker("slow"), FakeWorker("quick")
     most: Counter[str] = Counter()
 
-    def receive(_num_bytes: int) -> Any:
+    def hear(_num_bytes: int) -> None:
         for worker in (slow, quick):
             most[worker.name] = max(most[worker.name], len(worker.sent) - worker.answered)
         worker = quick if quick.is_waiting else slow
         if worker is slow:
             assert len(quick.sent) == 9
-        return worker, Frame(worker.answer())
+        worker.answer()
 
     loads = [load(slow, tensors(5, LARGE)), load(quick, tensors(9, LARGE))]
-    sent = Counter(worker.name for worker, _ in send_all(loads, receive))
+    sent = Counter(worker.name for worker, _ in send_all(loads, hear))
     assert sent == {"slow": 5, "quick": 9}
     assert most == {"slow": MOST_UNDER_WAY, "quick": MOST_UNDER_WAY}
 
@@ -90,13 +104,13 @@ def test_many_small_ones_are_under_way_at_once() -> None:
     worker = FakeWorker("far away")
     under_way: list[int] = []
 
-    def receive(num_bytes: int) -> Any:
+    def hear(num_bytes: int) -> None:
         under_way.append(num_bytes)
-        return worker, Frame(worker.answer())
+        worker.answer()
 
     for elements, expected in ((LARGE // 8, SMALL_BYTES), (1, 4 * MOST_SMALL_UNDER_WAY)):
         under_way.clear()
-        assert len(list(send_all([load(worker, tensors(100, elements))], receive))) == 100
+        assert len(list(send_all([load(worker, tensors(100, elements))], hear))) == 100
         assert max(under_way) == expected
 
 
@@ -117,29 +131,30 @@ def test_a_tensor_in_four_bits_comes_with_its_state() -> None:
 def test_what_a_worker_packs_comes_alone() -> None:
     worker = FakeWorker("packing")
 
-    def receive(_num_bytes: int) -> Any:
+    def hear(_num_bytes: int) -> None:
         assert len(worker.sent) - worker.answered == 1
-        return worker, Frame(worker.answer())
+        worker.answer()
 
     loads = [load(worker, tensors(4, 10), is_packed_there=lambda _name: True)]
-    assert len(list(send_all(loads, receive))) == 4
+    assert len(list(send_all(loads, hear))) == 4
 
 
 def test_nothing_is_sent_before_the_layers_are_built_and_what_is_held_is_offered() -> None:
     worker = FakeWorker("built")
-    built = [m.Built(["0.weight", "1.weight", "unknown"])]
+    deployed = worker.about_to_build()
 
-    def receive(_num_bytes: int) -> Any:
-        if built:
+    def hear(_num_bytes: int) -> None:
+        if not deployed.is_over:
             assert worker.sent == []
-            return worker, Frame(built.pop())
-        return worker, Frame(worker.answer(takes_offers=worker.answered == 0))
+            worker.has_built(deployed, ["0.weight", "1.weight", "unknown"])
+        else:
+            worker.answer(takes_offers=worker.answered == 0)
 
     contents = list(tensors(3, LARGE))
     loads = [
-        load(worker, iter(contents), is_built=False, may_be_held=lambda name: name != "unknown")
+        load(worker, iter(contents), built=deployed, may_be_held=lambda name: name != "unknown")
     ]
-    assert len(list(send_all(loads, receive))) == 3
+    assert len(list(send_all(loads, hear))) == 3
     said = [(type(message).__name__, getattr(message, "name", "")) for message in worker.sent]
     assert sorted(said) == [
         ("LoadTensor", "1.weight"),  # offered, and not the one that it holds
@@ -153,15 +168,16 @@ def test_nothing_is_sent_before_the_layers_are_built_and_what_is_held_is_offered
 
 def test_after_several_refusals_nothing_is_offered_any_more() -> None:
     worker = FakeWorker("trained since")
-    built = [m.Built([f"{number}.weight" for number in range(20)])]
+    deployed = worker.about_to_build()
 
-    def receive(_num_bytes: int) -> Any:
-        if built:
-            return worker, Frame(built.pop())
-        return worker, Frame(worker.answer(takes_offers=False))
+    def hear(_num_bytes: int) -> None:
+        if not deployed.is_over:
+            worker.has_built(deployed, [f"{number}.weight" for number in range(20)])
+        else:
+            worker.answer(takes_offers=False)
 
-    loads = [load(worker, tensors(20, LARGE), is_built=False, may_be_held=lambda _name: True)]
-    assert len(list(send_all(loads, receive))) == 20
+    loads = [load(worker, tensors(20, LARGE), built=deployed, may_be_held=lambda _name: True)]
+    assert len(list(send_all(loads, hear))) == 20
     said = Counter(type(message).__name__ for message in worker.sent)
     assert said["LoadTensor"] == 20
     assert MOST_REFUSALS <= said["OfferTensor"] <= MOST_REFUSALS + MOST_UNDER_WAY

@@ -60,7 +60,7 @@ def _never(_message: m.Message, _tensors: tuple[Tensor, ...]) -> list[Said]:
 
 
 def _norms(change: Callable[[dict[str, float]], dict[str, float]]) -> Change:
-    return lambda said, _: _same(m.Norms(said.step, change(said.norms)))
+    return lambda said, _: _same(msgspec.structs.replace(said, norms=change(said.norms)))
 
 
 def _doubled(tensor: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ CONTENT = {
     "a weight in float64": Lie(m.TensorContent, _with(Tensor.double), "and came as float64"),
     "a weight with scales": Lie(
         m.TensorContent,
-        lambda said, t: _same(m.TensorContent(said.name, ["absmax"]), *t, *t),
+        lambda said, t: _same(msgspec.structs.replace(said, state=["absmax"]), *t, *t),
         r"came with a state, \['absmax'\]",
     ),
     "a weight without content": Lie(
@@ -100,6 +100,9 @@ STATE = {
     "state that is a number": Lie(m.OptimizerState, _saying(state=3), "optimizer state of .* is 3"),
 }
 NORMS = {
+    "norms twice": Lie(m.Norms, _twice, "without being asked"),
+    "norms for another request": Lie(m.Norms, _saying(request=2**30), "without being asked"),
+    "norms for no request": Lie(m.Norms, _saying(request=0), "without being asked"),
     "no norms": Lie(m.Norms, _norms(lambda _: {}), "told no norm"),
     "the norm of another parameter": Lie(
         m.Norms, _norms(lambda norms: {**norms, "99.evil.weight": 1.0}), "norm of '99.evil.weight'"

@@ -297,8 +297,8 @@ def test_a_replica_with_other_weights_is_named(
             remote = strategy.deployment.coordinator.layers
             name, worker = "1.mlp.up_proj.weight", remote.connections.workers[-1]
             other = torch.ones(remote.holdings.tensors[name].spec.shape)
-            load = TensorLoad(worker, iter([(name, other, {})]), is_built=True)
-            assert trainer.global_step < 1 or [*send_all([load], remote.receive)]
+            load = TensorLoad(worker, iter([(name, other, {})]), remote.connections.requests.send)
+            assert trainer.global_step < 1 or [*send_all([load], remote.hear)]
 
     monkeypatch.setattr(optimizers, "STEPS_BETWEEN_COMPARISONS", 2)
     plan = Plan([StagePlan(workers[:count], (0, 5))], micro_batches=PIECES)

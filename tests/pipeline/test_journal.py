@@ -179,7 +179,7 @@ class Kept:
         return found
 
 
-BUILD = m.BuildOptimizer(0, "AdamW", None, [])
+BUILD = m.BuildOptimizer(0, "AdamW", None, [], request=7)
 FROZEN = m.SetTrained(["0.weight"], False, forwards=2)
 
 
@@ -210,7 +210,7 @@ def test_a_snapshot_leaves_what_it_does_not_hold(store: FrameStore) -> None:
     kept = Kept(store)
     average = m.AverageWeights("begin", 0, 0.5, forwards=1)
     kept.say(BUILD, *step(1), FROZEN, average, m.AverageWeights("update", 1, 0.5))
-    for answer in (m.Done(), m.Timings(1, 0.1, 0.1, 1)):
+    for answer in (m.Done(request=7), m.Timings(1, 0.1, 0.1, 1)):
         assert kept.journal.takes(answer)
     kept.journal.mark()
     kept.say(*step(2))
@@ -221,7 +221,7 @@ def test_a_snapshot_leaves_what_it_does_not_hold(store: FrameStore) -> None:
     standing = [BUILD, unstamped, m.AverageWeights("go on", 0, None)]
     assert kept.repeated() == [*standing, *step(2)]
     # The answers that are repeated: to BuildOptimizer, and to the second step.
-    answers: list[m.Message] = [m.Done(), m.Timings(2, 0.2, 0.2, 1)]
+    answers: list[m.Message] = [m.Done(request=7), m.Timings(2, 0.2, 0.2, 1)]
     assert [kept.journal.takes(answer) for answer in answers] == [False, False]
     assert [kept.journal.takes(answer) for answer in answers] == [True, True]
 
@@ -267,18 +267,40 @@ def test_a_snapshot_that_is_not_used_leaves_everything(store: FrameStore) -> Non
 
 def test_an_answered_question_is_forgotten_and_an_open_one_goes_on(store: FrameStore) -> None:
     kept = Kept(store)
-    fetch, norms = m.FetchTensors(["0.weight", "0.bias"]), m.MeasureNorms(0, 0)
+    fetch, norms = (
+        m.FetchTensors(["0.weight", "0.bias"], request=1),
+        m.MeasureNorms(0, 0, request=2),
+    )
+    weight, bias = m.TensorContent("0.weight", request=1), m.TensorContent("0.bias", request=1)
     kept.say(fetch, norms)
-    for answer in (m.TensorContent("0.weight"), m.TensorContent("0.bias"), m.Done()):
+    assert {*kept.journal.requests} == {1, 2}
+    for answer in (weight, bias, m.Done(request=1)):
         assert kept.journal.takes(answer)
     assert kept.repeated() == [norms]
-    assert kept.journal.takes(m.Norms(0, {}))
+    assert kept.journal.takes(m.Norms({}, request=2))
     assert kept.repeated() == []
     kept.say(fetch)
-    assert kept.journal.takes(m.TensorContent("0.weight"))
+    assert kept.journal.takes(weight)
     assert kept.repeated() == [m.Wait(**STAMP), fetch]
-    said = (m.TensorContent("0.weight"), m.TensorContent("0.bias"), m.Done())
+    said = (weight, bias, m.Done(request=1))
     assert [kept.journal.takes(answer) for answer in said] == [False, True, True]
+    assert not kept.journal.requests
+
+
+def test_only_the_answers_to_the_same_request_are_dropped(store: FrameStore) -> None:
+    """Whatever the order in which they come, and however many requests have the same class."""
+    kept = Kept(store)
+    zeroed = [m.ZeroGradients([], True, request=number) for number in (1, 2, 3)]
+    kept.say(*zeroed)
+    assert kept.journal.takes(m.Done(request=2))
+    assert kept.repeated() == zeroed
+    assert kept.journal.takes(m.Failure("A new worker has no memory for it.", request=2))
+    numbers = (1, 2, 3, 2)
+    assert [kept.journal.takes(m.Done(request=n)) for n in numbers] == [True, False, True, True]
+    kept.journal.mark()
+    kept.journal.cut()
+    assert not kept.journal.requests
+    assert kept.repeated() == []
 
 
 def test_micro_batches_are_dropped_by_their_number(store: FrameStore) -> None:

@@ -87,6 +87,45 @@ def bring(pair: Pair, state: State) -> Pair:
     return pair
 
 
+# What answers each request, once more by hand. A piece is never the last answer.
+ANSWERS = {
+    "AskRoom": "RoomTold",
+    "BuildOptimizer": "Done",
+    "Deploy": "Built",
+    "DescribeDevice": "DeviceDescribed",
+    "FetchFingerprints": "Fingerprints",
+    "FetchGradients": "TensorContent Done",
+    "FetchOptimizerState": "OptimizerState Done",
+    "FetchRecord": "StageRecord",
+    "FetchTensors": "TensorContent Done",
+    "Launch": "Done",
+    "LoadTensor": "Done",
+    "MeasureLayer": "LayerMeasured NotMeasured",
+    "MeasureLink": "LinkMeasured NotMeasured",
+    "MeasureNorms": "Norms",
+    "MeasureOptimizer": "OptimizerMeasured NotMeasured",
+    "OfferTensor": "OfferAnswered",
+    "OpenSession": "SessionOpened",
+    "PrepareLayers": "Done NotMeasured",
+    "Probe": "ProbeAnswer",
+    "ReplaceNeighbor": "NeighborReplaced",
+    "SendTensor": "Done",
+    "SnapshotTensor": "Done",
+    "TakeSnapshot": "SnapshotBegun",
+    "Wait": "CaughtUp",
+    "ZeroGradients": "Done",
+}
+PIECES = {"OptimizerState", "TensorContent"}
+
+
+def test_each_request_has_the_answers_of_the_table() -> None:
+    assert {kind.__name__: " ".join(kind.answers) for kind in m.KINDS if kind.answers} == ANSWERS
+    assert {kind.__name__ for kind in m.KINDS if kind.is_piece} == PIECES
+    assert {kind.__name__ for kind in m.ANSWERS} == {
+        n for each in ANSWERS.values() for n in each.split()
+    }
+
+
 ALWAYS = "Ping Pong AskClock ClockTold Failure Goodbye"
 
 # The rules once more by hand, so that a wrong declaration is noticed: for each conversation and
@@ -101,9 +140,9 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "Paused Resumed Leaving RoomTold SessionOpened",
     ),
     (workers_pair, State.LOADING): (
-        "LoadTensor OfferTensor SendTensors MovedTensor FetchTensors FetchOptimizerState Launch "
+        "LoadTensor OfferTensor SendTensor MovedTensor FetchTensors FetchOptimizerState Launch "
         "KeepSent SnapshotTensor ReplaceNeighbor AskRoom OpenSession Replay",
-        "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
+        "Built OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
         "SentKept TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway "
         "NeighborBack "
         "Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced "
@@ -116,7 +155,7 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "ApplyOptimizer AverageWeights ReduceGradients ReplicaTensors Record FetchRecord "
         "FetchTensors FetchGradients FetchOptimizerState FetchFingerprints Deploy "
         "KeepSent ForgetSent TakeSnapshot Replay Wait ReplaceNeighbor AskRoom OpenSession",
-        "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
+        "Done Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
         "SentKept "
         "ReplicaTensors OptimizerState Fingerprints NeighborLost NeighborUnreachable NeighborAway "
         "NeighborBack Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced "
@@ -228,9 +267,9 @@ def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
     pair.ask(DEPLOY)
     pair.answer(m.Built(["0.bias"]))
     pair.ask(m.LoadTensor("0.weight"), m.OfferTensor("0.bias", bytes(32)))
-    pair.answer(m.Loaded("0.weight"), m.OfferAnswered("0.bias", is_taken=False))
+    pair.answer(m.Done(), m.OfferAnswered(is_taken=False))
     pair.ask(m.LoadTensor("0.bias"))
-    pair.answer(m.Loaded("0.bias"))
+    pair.answer(m.Done())
     assert pair.state is State.LOADING
     pair.ask(m.Launch())
     pair.answer(m.Done())
@@ -247,7 +286,7 @@ def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
             pair.ask(m.Pong(), m.Gradient(step, microbatch, 0, [True]))
             pair.answer(m.Gradient(step, microbatch, 0, [True]))
         pair.ask(m.MeasureNorms(step, 0))
-        pair.answer(m.Norms(step, {}))
+        pair.answer(m.Norms({}))
         pair.ask(m.ClipGradients(step, 0, factor=0.1, value=None), m.ApplyOptimizer(step, 0, []))
     pair.answer(m.Failure("a stage failed"), m.NeighborLost(2, "gone"))
     pair.ask(m.AbortStep(3), m.FetchTensors(["0.weight"]), m.FetchOptimizerState(0, []))
@@ -274,7 +313,7 @@ def test_layers_move_between_two_steps() -> None:
 def test_a_worker_goes_on_in_the_place_of_a_lost_one() -> None:
     pair = bring(workers_pair(), State.LOADING)
     pair.ask(m.LoadTensor("0.weight"), m.SnapshotTensor("0.bias", None))
-    pair.answer(m.Loaded("0.weight"), m.Loaded("0.bias"))
+    pair.answer(m.Done(), m.Done())
     pair.ask(m.KeepSent(2**20), m.Launch())
     pair.answer(m.Done())
     pair.ask(m.Replay(7), m.BuildOptimizer(0, "AdamW", None, []))
@@ -346,7 +385,7 @@ def test_a_worker_may_still_answer_for_the_step_that_was_aborted() -> None:
     pair.answer(
         m.Activation(1, 0, 0, requires_grad=[True], collected=[]),
         m.Gradient(1, 0, 0, [True]),
-        m.Norms(1, {}),
+        m.Norms({}),
     )
     assert pair.state is State.SERVING
 

@@ -125,7 +125,8 @@ def test_a_tensor_comes_with_its_state_and_its_average() -> None:
     old.deploy([0], [name for name in old.layers.parameters() if name.startswith("0.")])
     new.deploy([1])
     names = list(new.layers.parameters())
-    old.take(m.SendTensors(names, 2))
+    for number, name in enumerate(names, start=1):
+        old.take(m.SendTensor(name, 2, request=number))
     for message, tensors in old.others.sent:
         new.take(message, *[tensor.clone() for tensor in tensors])
     new.layers.check_complete()
@@ -136,7 +137,8 @@ def test_a_tensor_comes_with_its_state_and_its_average() -> None:
     assert torch.equal(new.training._averages.present[NAME], average)
     for key, value in states[NAME].items():
         assert torch.equal(new.training._optimizers[0].state()[NAME][key], value), key
-    assert [message.name for message, _ in new.coordinator.sent[:-1]] == names
+    answered = [message for message, _ in new.coordinator.sent[:-1]]
+    assert answered == [m.Done(request=number) for number, _ in enumerate(names, start=1)]
 
 
 def test_what_stays_keeps_its_memory_its_state_and_its_average() -> None:
@@ -161,7 +163,7 @@ def test_what_has_arrived_is_freed_and_what_has_not_can_be_fetched() -> None:
     worker.train()
     worker.deploy([])
     names = ["1.mlp.up_proj.weight", "1.mlp.down_proj.weight", "0.mlp.up_proj.weight"]
-    worker.take(m.SendTensors(names[1:2], 2, arrived=names[:1]))
+    worker.take(m.SendTensor(names[1], 2, arrived=names[:1]))
     assert names[0] not in worker.layers.leaving
     assert names[0] not in worker.training.leaving.states[0]
     worker.coordinator.sent.clear()
@@ -171,7 +173,7 @@ def test_what_has_arrived_is_freed_and_what_has_not_can_be_fetched() -> None:
     assert [each.name for each in said if isinstance(each, m.TensorContent)] == names[1:]
     assert [each.parameter for each in said if isinstance(each, m.OptimizerState)] == names[1:]
     with pytest.raises(ModelError, match=r"no tensor '1\.mlp\.up_proj\.weight'"):
-        worker.take(m.SendTensors(names[:1], 2))
+        worker.take(m.SendTensor(names[0], 2))
     assert len(dict(named_tensors(modules))) > len(names)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Link, in_series
 from lightning_hetero.profiler.measure import measure_links, prepare_workers
 from lightning_hetero.profiler.measured_model import Blueprint
-from lightning_hetero.profiler.trials import Outcome, Trial, outcome_of
+from lightning_hetero.profiler.trials import Outcome, Trial
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
@@ -61,10 +62,8 @@ def layer_trial(number: int = 3, width: int = 16) -> LayerTrial:
 
 def ask(coordinator: Coordinator, message: m.Message, *tensors: torch.Tensor) -> m.Message:
     connections = coordinator.connections
-    connections.send(connections.named("one"), message, *tensors)
-    worker, frame = connections.receive()
-    assert worker.name == "one"
-    return frame.message
+    answer = connections.requests.send(connections.named("one"), message, *tensors)
+    return answer.result(m.Message)
 
 
 def blueprint(model: nn.Module, described: nn.Module) -> Blueprint:
@@ -82,7 +81,7 @@ def prepare(coordinator: Coordinator, model: nn.Module) -> None:
 
 def measured(coordinator: Coordinator, trial: Trial) -> Outcome:
     message, tensors = trial.encode()
-    return outcome_of(trial, ask(coordinator, message, *tensors))
+    return cast("Outcome", ask(coordinator, message, *tensors))
 
 
 def test_a_layer_and_its_optimizer_are_measured(coordinator: Coordinator) -> None:
@@ -198,10 +197,7 @@ def test_those_that_are_not_kept_are_free_for_others(coordinator: Coordinator) -
 
 
 def test_what_cannot_be_built_is_said(coordinator: Coordinator) -> None:
-    connections = coordinator.connections
-    connections.send(connections.named("one"), m.PrepareLayers("{}", [], ["surplus"]))
-    worker, frame = connections.receive()
-    assert (worker.name, type(frame.message)) == ("one", m.NotMeasured)
+    assert isinstance(ask(coordinator, m.PrepareLayers("{}", [], ["surplus"])), m.NotMeasured)
     nothing = (m.PrepareLayers("{}", [], []), ())
     with pytest.raises(StageFailed, match="one cannot build the layers"):
         prepare_workers(coordinator.connections, ["one"], nothing)
