@@ -418,6 +418,7 @@ def job_of(timing: Timing) -> LayerJob:
 def timing_of(job: LayerJob, found: m.LayerMeasured) -> Timing:
     """The timing of a job in the profile."""
     measured = {**structs.asdict(found), "spread": round(found.spread, 2)}
+    del measured["request"]
     return Timing(
         job.kind, job.micro_batch_size, dtype=job.dtype, recompute=job.recompute, **measured
     )
