@@ -12,7 +12,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all sweep lint format docs bench faults spot fuzz foreign wheel-check clean
+.PHONY: help demo test test-all sweep lint format docs bench faults scenarios spot fuzz foreign wheel-check clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -53,6 +53,9 @@ bench: $(INSTALLED) ## Run every benchmark
 
 faults: $(INSTALLED) ## Kill, freeze and cut off workers at every place of a run
 	$(BIN)/python -m tests.faults.main $(ARGS)
+
+scenarios: $(INSTALLED) ## Train random scenarios over workers until Ctrl-C, each against plain Lightning
+	$(BIN)/python -m tests.scenarios.main $(ARGS)
 
 spot: $(INSTALLED) ## Train for ten minutes on workers that are killed and cut off now and then
 	$(BIN)/python -m tests.faults.spot $(ARGS)

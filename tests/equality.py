@@ -25,7 +25,10 @@ def differing(found: nn.Module, expected: nn.Module) -> list[str]:
 
 
 def assert_close(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    floor: float = 0.0,
+    tolerance: float = TOLERANCE,
 ) -> None:
     """Every tensor is within the tolerance, relative to its norm.
 
@@ -37,7 +40,7 @@ def assert_close(
     least = floor * max(norms.values())
     for name, tensor in expected.items():
         error = float((found[name].to(tensor) - tensor).float().norm())
-        assert error <= TOLERANCE * max(norms[name], least), f"{name} is off by {error:.1e}"
+        assert error <= tolerance * max(norms[name], least), f"{name} is off by {error:.1e}"
 
 
 def assert_same(found: Any, expected: Any, where: str = "", tolerance: float = TOLERANCE) -> None:

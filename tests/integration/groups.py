@@ -44,7 +44,7 @@ class GroupSums:
         self._sums: dict[tuple[str, nn.Parameter], Tensor] = {}
 
     def take(self, microbatch: int) -> None:
-        """Take the gradients of a micro-batch of a batch; no other backward has run since."""
+        """Take the gradients of a micro-batch of a window; no other backward has run since."""
         for parameter in self._parameters:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
@@ -81,7 +81,8 @@ class InGroups(pl.Callback):
         self._sums = GroupSums(pl_module, self._plan)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._sums.take(self._num_taken % self._plan.micro_batches)
+        # The micro-batches are numbered on through an accumulation window.
+        self._sums.take(self._num_taken % self._window)
         self._num_taken += 1
         if self._num_taken % self._window == 0:
             self._sums.put()

@@ -15,7 +15,7 @@ from lightning_hetero.errors import StageFailed
 from ..conftest import worker_process
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule, fit
-from ..pairwise import all_pairs, covering, each_value, keeping, repeats
+from ..pairwise import all_pairs, covering, each_value, keeping
 from .yardstick import (
     NUM_LAYERS,
     NUM_PIECES,
@@ -86,20 +86,6 @@ def test_cutting_at_the_boundary_equals_one_device(
     plain = plain_run(2, clip)
     torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
     assert_close(weights_of(module), weights_of(plain))
-
-
-@repeats(
-    "integration/test_freezing.py::test_phases_equal_one_device",
-    "test_losses_and_weights_equal_one_device",
-)
-def test_recomputing_stages_equal_one_device(workers: list[str]) -> None:
-    module = TinyModule(NUM_LAYERS)
-    stages = [
-        StagePlan(["coordinator"], (0, 2), recompute=True),
-        StagePlan([workers[0]], (2, NUM_LAYERS), recompute=True),
-    ]
-    train(module, HeteroPipelineStrategy(workers, Plan(stages, micro_batches=3)))
-    assert_close(weights_of(module), weights_of(plain_run()))
 
 
 @pytest.mark.parametrize(

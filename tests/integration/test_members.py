@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import torch
 
 from lightning_hetero import (
     HeteroPipelineStrategy,
@@ -27,11 +22,9 @@ from lightning_hetero import (
     StagePlan,
 )
 from lightning_hetero.cli.top import WorkerSighting
-from lightning_hetero.devices.description import describe_device
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import PlanError, WorkerLost
 from lightning_hetero.plan import COORDINATOR
-from lightning_hetero.planner.profile import EMBEDDING, HEAD, LinkSpeed, Part, Profile
 from lightning_hetero.profiler.cache import Measured
 from lightning_hetero.profiler.profiling_run import ProfilingRun
 from lightning_hetero.transport.address import Address
@@ -44,35 +37,11 @@ from ..conftest import WorkerProcess, worker_process
 from ..equality import differing
 from ..models import TinyModule, fit, loader
 from ..pairwise import keeping, repeats
-from ..planner.profiles import coordinator, device, ends, profile, timing
 from ..transport.pairs import PATIENCE_SECONDS
+from .membership import ask_to_end, made_up, until
 
 NUM_LAYERS, NUM_STEPS = 5, 12
 THIRDS = (0, 1), (1, 3), (3, 5)
-
-
-def made_up(workers: Sequence[str], gradient_bytes: int = 10**8, **seconds: float) -> Profile:
-    """A profile of this machine in which each process takes a second for a layer, or so many.
-
-    With gradients as large as by default no plan with replicas is the fastest.
-    """
-    here = describe_device(torch.device("cpu"))
-    own = coordinator([timing("layer", 1, 2), *ends(0.25, 0.25)], versions=here.versions)
-    found = [
-        device(name, seconds.get(name, 1), 2 * seconds.get(name, 1), versions=here.versions)
-        for name in workers
-    ]
-    parts = [Part(name, 0, gradient_bytes=gradient_bytes) for name in ("layer", EMBEDDING, HEAD)]
-    known = profile(
-        NUM_LAYERS,
-        found,
-        own,
-        batch_size=6,
-        model_options={"parts": parts},
-        default_link=LinkSpeed(0, 1e7),
-    )
-    devices = [msgspec.structs.replace(each, device=here.device) for each in known.devices]
-    return msgspec.structs.replace(known, devices=devices)
 
 
 @pytest.fixture
@@ -135,14 +104,6 @@ class Events(RecoveryCallback):
         self.told.append(("restored", name))
 
 
-def until(is_so: Callable[[], Any]) -> None:
-    """Look again and again, for a while."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not is_so():
-        assert time.monotonic() < end, "It did not come in time."
-        time.sleep(0.02)  # those that are waited for need the processor
-
-
 def state_of(address: str, credentials: Credentials | None = None) -> tuple[str, str]:
     """What `top` shows of a worker, and of which run it is a spare."""
     identity = Identity(credentials=credentials)
@@ -150,19 +111,6 @@ def state_of(address: str, credentials: Credentials | None = None) -> tuple[str,
     return WorkerSighting(
         address, seen
     ).state, "" if seen.status.spare is None else seen.status.spare.run
-
-
-def ask_to_end(worker: WorkerProcess) -> Callable[[Any], None]:
-    """Sends SIGTERM to a worker, and waits until the run knows of it."""
-
-    def ask(strategy: Any) -> None:
-        connections = strategy.deployment.coordinator.connections
-        [member] = [m for m in connections.members if str(m.address) == worker.address]
-        os.kill(worker.process.pid, signal.SIGTERM)
-        while not member.is_leaving:
-            connections.hear()
-
-    return ask
 
 
 # A layer takes 4 ms at least on this worker and, from the twelfth step on, four times as long.

@@ -13,11 +13,9 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, Plan
-from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.coordinator.tensor_transfers import PassedOn
 from lightning_hetero.errors import ModelError, PlanError, WeightsLost, WorkerLost
 
@@ -81,19 +79,6 @@ def still(worker_processes: list[WorkerProcess]) -> TinyModule:
     return train([worker.address for worker in worker_processes])
 
 
-@pytest.fixture(scope="module")
-def still_averaged(worker_processes: list[WorkerProcess]) -> TinyModule:
-    """A run with an average of the weights in which no layer moves."""
-    addresses = [worker.address for worker in worker_processes]
-    return train(addresses, callbacks=(StageWeightAveraging(decay=0.8),))
-
-
-@pytest.mark.parametrize("name", keeping(["of the workers"], MOVES))
-def test_a_move_changes_no_number(workers: list[str], still: TinyModule, name: str) -> None:
-    moved = train(workers, {3: plan_of(workers, MOVES[name])})
-    assert_same(moved, still)
-
-
 def test_layers_move_there_and_back(workers: list[str], still: TinyModule) -> None:
     plans = [plan_of(workers, shares) for shares in (*MOVES.values(), START)]
     moved = train(workers, dict(enumerate(plans, start=1)))
@@ -102,15 +87,6 @@ def test_layers_move_there_and_back(workers: list[str], still: TinyModule) -> No
 
 @repeats(
     "test_layers_move_there_and_back",
-    "integration/test_lost_workers.py::test_a_worker_that_is_killed_behind_a_move_comes_back",
-)
-def test_layers_move_between_two_windows_of_accumulation(workers: list[str]) -> None:
-    moved = train(workers, {4: plan_of(workers, MOVES["to the left"])}, accumulate=2)
-    assert_same(moved, train(workers, accumulate=2))
-
-
-@repeats(
-    "test_a_move_changes_no_number",
     "integration/test_exactness.py::test_cutting_at_the_boundary_equals_one_device",
 )
 def test_layers_move_where_only_the_boundary_is_cut(workers: list[str]) -> None:
@@ -142,34 +118,6 @@ def test_attributes_set_on_layers_move_with_them(workers: list[str], still: Tiny
     moved = train(workers, plans, callbacks=(Scaling(),))
     assert_same(moved, train(workers, callbacks=(Scaling(),)))
     assert moved.losses != still.losses
-
-
-class Adapted(TinyModule):
-    """Trains adapters only."""
-
-    def __init__(self) -> None:
-        super().__init__(NUM_LAYERS)
-        torch.manual_seed(1)
-        config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        self.model = get_peft_model(self.model, config)
-
-
-@repeats(
-    "integration/test_hosted.py::test_layers_move_to_and_from_plans_with_the_coordinator_as_a_replica",
-    "integration/test_moving_weights.py::test_frozen_weights_that_move_are_read_from_their_checkpoint_again",
-)
-def test_adapters_move(workers: list[str]) -> None:
-    moved = train(workers, {3: plan_of(workers, MOVES["to the left"])}, Adapted)
-    assert_same(moved, train(workers, make=Adapted))
-
-
-@pytest.mark.parametrize("name", keeping(["to the right"], MOVES))
-def test_averages_of_the_weights_move_too(
-    workers: list[str], still_averaged: TinyModule, name: str
-) -> None:
-    moves = {4: plan_of(workers, MOVES[name])}
-    moved = train(workers, moves, callbacks=(StageWeightAveraging(decay=0.8),))
-    assert_same(moved, still_averaged)
 
 
 def test_a_run_resumes_from_a_checkpoint_after_the_move(workers: list[str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from lightning_hetero.errors import ModelError
 
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule, loader, tiny_llama, trainer
-from ..pairwise import covering, each_value, keeping, repeats
+from ..pairwise import covering, keeping, repeats
 from .generation import Generating, generated_here
 from .moves import Moves
 from .shapes import SHAPES, Shape, shaped
@@ -27,22 +27,6 @@ from .yardstick import (
     plain_run,
     train,
 )
-
-PLACED = each_value([*SHAPES], [False, True])
-# The others are in the test below, or in `test_views.py`.
-KEPT = ("both ends", "a worker in three stages", "turn by turn", "twice in a row")
-
-
-@pytest.mark.parametrize(
-    ("shape", "tied"), keeping([case for case in PLACED if case[0] in KEPT], PLACED)
-)
-def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
-    workers: list[str], shape: str, tied: bool
-) -> None:
-    plan = shaped(workers, SHAPES[shape], NUM_PIECES)
-    piped = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
-    train(piped, HeteroPipelineStrategy(workers, plan), padded=False)
-    assert differing(piped, accumulated_run(NUM_PIECES, tied)) == []
 
 
 @st.composite
@@ -60,7 +44,7 @@ def any_shape(draw: st.DrawFn) -> Shape:
     return [(name, first, end) for name, (first, end) in zip(names, ranges, strict=True)]
 
 
-@repeats("test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches")
+@repeats("scenarios/test_scenarios.py::test_a_run_has_the_bits_of_plain_lightning")
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

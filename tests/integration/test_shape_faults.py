@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import LinkLost, StageFailed, WeightsLost, WorkerLost
@@ -171,32 +170,6 @@ def test_an_optimizer_step_that_raises_is_torn(workers: list[str], tmp_path: Pat
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(WeightsLost, match="of two different steps"):
             run.save_checkpoint(tmp_path / "later.ckpt")
-
-
-class Interrupted(TinyModule):
-    """Ctrl-C comes in the last micro-batch of the second step."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.calls = getattr(self, "calls", 0) + 1
-        if batch_idx == 1 and self.calls == 8:
-            raise KeyboardInterrupt
-        return loss
-
-
-@pytest.mark.parametrize("shape", keeping([TURNS], [RING, TURNS]), ids=["ring", "turns"])
-def test_ctrl_c_leaves_the_weights_of_the_last_whole_step(shape: Shape, workers: list[str]) -> None:
-    def over() -> HeteroPipelineStrategy:
-        return HeteroPipelineStrategy(
-            workers[:2], shaped(workers, shape, 4), check_first_batch="off"
-        )
-
-    cut, whole = Interrupted(), TinyModule()
-    with pytest.raises(SystemExit):
-        trainer(over(), max_steps=3).fit(cut, loader(36, 12))
-    trainer(over(), max_steps=1).fit(whole, loader(36, 12))
-    assert cut.calls == 8
-    assert differing(cut, whole) == []
 
 
 class Killing(Moves):

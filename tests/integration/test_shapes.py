@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -20,7 +19,6 @@ from ..pairwise import keeping, repeats
 from ..qlora import in_four_bits, with_lora
 from .by_hand import WAYS, Manual
 from .shapes import RING, SHAPES, Shape, one_each, shaped
-from .uses import USES, Use, clipped
 
 NUM_LAYERS = 5
 BATCH_SIZE = 6
@@ -34,40 +32,17 @@ TRIED: dict[str, Shape] = {
 }
 
 
-def run_over(strategy: Any, use: Use) -> pl.LightningModule:
-    module = use.module()
-    data = loader(BATCH_SIZE * NUM_STEPS * 2, BATCH_SIZE)
-    fit(module, strategy, data, max_steps=NUM_STEPS, **use.options())
-    return module
-
-
-def run_alone(use: Use) -> pl.LightningModule:
-    """Lightning alone, which accumulates over the micro-batches."""
-    options = (use.alone or use.options)()
-    pieces = PIECES * options.pop("accumulate_grad_batches", 1)
-    module = use.module()
-    data = loader(BATCH_SIZE * NUM_STEPS * 2, BATCH_SIZE // PIECES)
-    fit(module, data=data, max_steps=NUM_STEPS, accumulate_grad_batches=pieces, **options)
-    return module
-
-
-@pytest.mark.parametrize("name", keeping(["LoRA"], USES))
-def test_a_run_has_the_bits_of_accumulation(name: str, workers: list[str]) -> None:
-    use = USES[name]
-    expected = run_alone(use)
-    assert differing(expected, use.module()) != []
-    for shape, stages in TRIED.items():
-        plan = shaped(workers, stages, PIECES, **use.stage)
-        piped = run_over(HeteroPipelineStrategy(workers[:2], plan), use)
-        assert differing(piped, expected) == [], shape
+def run_over(strategy: Any, **options: Any) -> TinyModule:
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE)
+    return fit(TinyModule(), strategy, data, **options)
 
 
 # Lightning adds the norms in another order, so a line is the measure. At the boundary it must have
 # the coordinator's layers, which run the whole batch at once.
-AS_IN_A_LINE: dict[str, tuple[Use, dict[str, Any]]] = {
-    "clipping by norm": (Use(options=clipped("norm")), {}),
-    "boundary": (Use(), {"micro_batching": "boundary"}),
-    "boundary, clipping by norm": (Use(options=clipped("norm")), {"micro_batching": "boundary"}),
+AS_IN_A_LINE: dict[str, tuple[float | None, Any]] = {
+    "clipping by norm": (0.01, "step"),
+    "boundary": (None, "boundary"),
+    "boundary, clipping by norm": (0.01, "boundary"),
 }
 LINES: dict[str, tuple[Shape, Shape]] = {
     "ring": (RING, [("C", 0, 1), ("a", 1, 4), ("C", 4, 5)]),
@@ -84,12 +59,17 @@ LINES: dict[str, tuple[Shape, Shape]] = {
 )
 def test_a_run_has_the_bits_of_a_line(name: str, around: str, workers: list[str]) -> None:
     shape, line = LINES[around]
-    use, options = AS_IN_A_LINE[name]
+    clip, micro_batching = AS_IN_A_LINE[name]
     found, expected = (
-        run_over(HeteroPipelineStrategy(workers[:2], shaped(workers, each, PIECES), **options), use)
+        run_over(
+            HeteroPipelineStrategy(
+                workers[:2], shaped(workers, each, PIECES), micro_batching=micro_batching
+            ),
+            gradient_clip_val=clip,
+        )
         for each in (shape, line)
     )
-    assert differing(expected, use.module()) != []
+    assert differing(expected, TinyModule()) != []
     assert differing(found, expected) == []
 
 
@@ -105,18 +85,18 @@ def test_manual_optimization_has_the_bits_of_a_line(act: Any, workers: list[str]
 
 
 @repeats(
-    "test_a_run_has_the_bits_of_accumulation",
+    "test_manual_optimization_has_the_bits_of_a_line",
     "integration/test_families.py::test_lora_on_four_bits_equals_one_device",
 )
 def test_four_bits_have_the_bits_of_accumulation(workers: list[str], tmp_path: Path) -> None:
-    def module() -> FamilyModule:
-        return FamilyModule(with_lora(in_four_bits("llama", tmp_path), "llama"))
+    def trained(strategy: Any, size: int, **options: Any) -> FamilyModule:
+        module = FamilyModule(with_lora(in_four_bits("llama", tmp_path), "llama"))
+        return fit(module, strategy, loader(BATCH_SIZE * NUM_STEPS, size), **options)
 
-    use = Use(module)
-    expected = run_alone(use)
+    expected = trained("auto", BATCH_SIZE // PIECES, accumulate_grad_batches=PIECES)
     for processes in ("abaC", "CabC"):
         plan = shaped(workers, one_each(processes), PIECES)
-        piped = run_over(HeteroPipelineStrategy(workers[:2], plan), use)
+        piped = trained(HeteroPipelineStrategy(workers[:2], plan), BATCH_SIZE)
         assert differing(piped, expected) == [], processes
 
 
