@@ -92,7 +92,8 @@ def few(names: Iterable[str], *others: str) -> list[Any]:
 def test_a_wrong_answer_in_a_step_ends_the_run(name: str, liar: Liar) -> None:
     lie = {**FORWARD, **BACKWARD, **NORMS}[name]
     liar.tell(f"c: {name}")
-    expected = rf"stage 1 on {liar.address} broke the rules in step 1: .*{lie.says}"
+    # An answer that comes once more is noticed when the next one is awaited.
+    expected = rf"stage 1 on {liar.address} broke the rules in step [12]: .*{lie.says}"
     with pytest.raises(WorkerLost, match=expected):
         train([liar.address], TinyModule(2))
 

@@ -215,7 +215,9 @@ def test_each_threads_microbatch_has_its_own_weight() -> None:
 
 
 def test_a_thread_without_a_micro_batch_is_told_how_a_hook_of_a_backward_can_log() -> None:
-    with pytest.raises(BatchError, match=r"`self\.log\('norm', \.\.\.\)` in the backward .* metric"):
+    with pytest.raises(
+        BatchError, match=r"`self\.log\('norm', \.\.\.\)` in the backward .* metric"
+    ):
         StepLog(BatchMetrics()).log("norm", 1.0)
 
 
