@@ -493,11 +493,21 @@ class HostedReplicas:
             yield worker, {name: g for name, g in gradients.items() if owner_of[name] is worker}
 
     def _give_gradients(self, number: int) -> None:
-        """Send owners the rest of their gradients."""
+        """Send owners the rest of their gradients.
+
+        Raises:
+            ModelError: If one that has gone to its owner was dropped here since.
+        """
         if not self._is_split:
             return
         found = {name: p.grad for p, name in self.given.items() if p.grad is not None}
         early = self._early
+        if dropped := next((name for name in early if name not in found), None):
+            raise ModelError(
+                f"The gradient of {dropped} of the layers was dropped between `training_step` and "
+                "its backward, and its worker has it already. Drop gradients after the optimizer's "
+                "step."
+            )
         rest = {
             name: gradient
             for name, gradient in found.items()

@@ -182,7 +182,7 @@ class BatchStep:
     def _number_step(self) -> int:
         """Number the step that begins next for dropout masks, by the batches of the training so
         far: a checkpoint has that number, and evaluations do not change it."""
-        step = self._module.trainer.fit_loop.total_batch_idx + 1
+        step = num_batches_done(self._module.trainer) + 1
         self._count_from(step)
         return step
 
@@ -644,6 +644,15 @@ def _logged_pieces(batch: Any, cut: CutBatch | CutWindow) -> LoggedPieces | None
     if not isinstance(batch, Window):
         return None
     return LoggedPieces(cut.batch_of, partial(sizes_of, batch.pieces))
+
+
+def num_batches_done(trainer: pl.Trainer) -> int:
+    """The batches that the training has ended.
+
+    A batch in which a run was interrupted does not count, unlike in `total_batch_idx`. So the run
+    that goes on draws the dropout masks of an undisturbed run.
+    """
+    return trainer.fit_loop.epoch_loop.batch_progress.total.completed
 
 
 def _steps_behind_batch(trainer: pl.Trainer) -> bool:

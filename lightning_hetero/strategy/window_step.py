@@ -37,7 +37,7 @@ from ..pipeline.results import (
 from ..window import Window
 from .arguments import StepOptions
 from .loaders import sizes_of
-from .training_step import LossScaling, WholeBatchStep, as_computed, loss_scale_of
+from .training_step import LossScaling, WholeBatchStep, as_computed, loss_scale_of, num_batches_done
 
 
 class PieceByPiece:
@@ -128,7 +128,7 @@ class WindowStep(WholeBatchStep):
         if not isinstance(window, Window):
             return super().run(training_step, args)
         check_automatic(self._module)
-        before, accumulates = self._module.trainer.fit_loop.total_batch_idx, self.accumulates
+        before, accumulates = num_batches_done(self._module.trainer), self.accumulates
         recorder = self._deployment.coordinator.recorder
 
         def forward(number: int, piece: Any) -> Any:

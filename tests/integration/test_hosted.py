@@ -838,17 +838,34 @@ def test_changed_weights_go_in_one_message_for_all_of_them(
     assert said == {m.UpdateTensors: 2}  # behind the first two of three steps
 
 
-def test_with_split_gradients_that_have_left_early_must_not_be_dropped(workers: list[str]) -> None:
-    class Dropping(pl.Callback):
-        def on_before_backward(self, trainer: Any, module: nn.Module, _loss: Tensor) -> None:
-            if trainer.fit_loop.total_batch_idx == 1:
-                for parameter in module.parameters():
-                    parameter.grad = None
+class DroppingGradients(pl.Callback):
+    """Drops the gradients of the second batch, in a hook of this name."""
 
-    strategy = HeteroPipelineStrategy(workers[:1], with_split(hosted_plan(workers)))
-    options: Any = {"callbacks": [Dropping()], "accumulate_grad_batches": 2}
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._drop)
+
+    @staticmethod
+    def _drop(trainer: Any, module: nn.Module, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == 1:
+            for parameter in module.parameters():
+                parameter.grad = None
+
+
+@pytest.mark.follows("Drop gradients after the optimizer's step")
+def test_with_split_gradients_that_have_left_early_must_not_be_dropped(workers: list[str]) -> None:
+    data = loader(4 * BATCH_SIZE, BATCH_SIZE)
+
+    def train(strategy: Any, hook: str) -> TinyModule:
+        options: Any = {"callbacks": [DroppingGradients(hook)], "accumulate_grad_batches": 2}
+        return fit(TinyModule(), strategy, data, **options)
+
+    def split() -> HeteroPipelineStrategy:
+        return HeteroPipelineStrategy(workers[:1], with_split(hosted_plan(workers)))
+
     with pytest.raises(ModelError, match="dropped between `training_step` and its backward"):
-        fit(TinyModule(), strategy, loader(3 * BATCH_SIZE, BATCH_SIZE), **options)
+        train(split(), "on_before_backward")
+    found, expected = (train(way, "on_train_batch_end") for way in (split(), "auto"))
+    assert_close(weights_of(found), weights_of(expected))
 
 
 def test_generation_has_the_bits_of_one_device(workers: list[str]) -> None:

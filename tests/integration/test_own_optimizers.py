@@ -76,11 +76,12 @@ def test_local_workers_allow_its_class_by_themselves() -> None:
     assert_close(found.state_dict(), plain.state_dict())
 
 
+BEFORE_CLOSURE = "reads or changes gradients before it calls its closure"
 REFUSED = {
     "a common norm": (own.Normalized, "stepping fails"),
-    "noise": (own.Noisy, "depends on others, on chance"),
+    "noise": (own.Noisy, BEFORE_CLOSURE),
     "a count in the group": (own.Counting, "a number in its group that it changes"),
-    "a count of gradients": (own.CountingWithGradients, "depends on others, on chance"),
+    "a count of gradients": (own.CountingWithGradients, BEFORE_CLOSURE),
     "a count in an attribute": (own.Decreasing, "a count in an attribute"),
     "more arguments": (lambda groups: own.Wanting(groups, None), "from its `defaults`.*'model'"),
     "LBFGS": (lambda groups: torch.optim.LBFGS(groups[0]["params"]), "all parameters in one"),

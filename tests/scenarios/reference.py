@@ -25,7 +25,7 @@ from lightning_hetero.pipeline.random_numbers import seed_action
 from ..integration.groups import InGroups, InTurns
 from ..models import fit
 from .outcome import Outcome
-from .scenario import PIECES, WHOLE, Scenario
+from .scenario import PIECES, SHAPES, WHOLE, Scenario
 from .subject import NUM_STEPS, Subject, data, trainer_arguments, validation
 
 SEED = 7
@@ -37,6 +37,7 @@ class Reference(Subject):
     def __init__(self, scenario: Scenario, folder: Path, num_pieces: int) -> None:
         super().__init__(scenario, folder, num_pieces)
         self.shares = shares_of(scenario, num_pieces)
+        self.is_cut = SHAPES[scenario.shape].cuts_layers
         self._raw = torch.zeros(())
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -52,10 +53,12 @@ class Reference(Subject):
         def seed(layer: int, *_: Any) -> None:
             seed_action(SEED, step, layer, microbatch, 0)
 
-        layers = find_decoder_layers(self)
+        modules = [each.module for each in find_decoder_layers(self)]
+        if self.is_cut:  # the second half of a layer has a number of its own
+            modules = [half for each in modules for half in (each, each.post_attention_layernorm)]
         hooks = [
-            each.module.register_forward_pre_hook(partial(seed, number))
-            for number, each in enumerate(layers)
+            each.register_forward_pre_hook(partial(seed, number))
+            for number, each in enumerate(modules)
         ]
         try:
             yield
@@ -95,7 +98,8 @@ def reference(scenario: Scenario, plans: Sequence[Plan], folder: Path) -> Outcom
         folder: For files of models.
     """
     groups = [plan if any(len(s.workers) > 1 for s in plan.stages) else None for plan in plans]
-    key = (*sorted(scenario.options), repr(groups))
+    is_cut = SHAPES[scenario.shape].cuts_layers and "dropout" in scenario.options
+    key = (*sorted(scenario.options), is_cut, repr(groups))
     if key not in _KNOWN:
         _KNOWN[key] = _trained(scenario, groups, folder)
     return _KNOWN[key]

@@ -29,7 +29,9 @@ FROZEN = ("layers.1.", "layers.3.", "layers.0.")
 
 def model_of(options: Collection[str], folder: Path) -> Any:
     """The model of a scenario; four bits need a folder for its files."""
-    given: dict[str, Any] = {"tie_word_embeddings": "tied" in options}
+    # A cache makes keys and values contiguous, and products of dropped attention then round in
+    # another way. Workers keep no cache in training.
+    given: dict[str, Any] = {"tie_word_embeddings": "tied" in options, "use_cache": False}
     if "dropout" in options:
         given["attention_dropout"] = 0.2
     adapter = {"lora_dropout": 0.2} if "dropout" in options else {}
