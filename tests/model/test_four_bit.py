@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ModelError
+from lightning_hetero.model import stored
 from lightning_hetero.model.four_bit import (
     FourBit,
     accepting_states,
@@ -350,3 +351,13 @@ def test_a_layer_multiplies_in_the_dtype_of_its_stage() -> None:
     exact = nn.functional.linear(hidden, weight.float(), layer.bias)
     torch.testing.assert_close(layer(hidden), exact)
     assert not torch.equal(rounded, exact)
+
+
+@pytest.mark.follows("install the whole package on this machine")
+def test_a_package_without_the_format_refuses_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "formats", lambda: ())
+        assert stored.describe_stored(nn.Linear(2, 2)) == {}
+        with pytest.raises(ModelError, match="this package has no format for them"):
+            stored.format_here()
+    assert stored.format_here() is stored.formats()[0]
