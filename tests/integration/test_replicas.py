@@ -20,14 +20,11 @@ from lightning_hetero.coordinator.tensor_transfers import TensorLoad, send_all
 from lightning_hetero.errors import StageFailed, WorkerError
 
 from ..equality import TOLERANCE, assert_close, differing, weights_of
-from ..families import FamilyModule
 from ..models import TinyModule, fit, loader, trainer
 from ..pairwise import keeping, repeats
-from ..qlora import in_four_bits, with_lora
-from .groups import InGroups, fit_in_groups, fit_padded_in_groups
+from .groups import fit_in_groups
 from .moves import moved_and_expected
 from .rows import Rows, rows
-from .uses import USES, Use, clipped
 
 BATCH_SIZE = 6
 PIECES = 6
@@ -109,76 +106,6 @@ def test_a_run_has_the_bits_of_its_groups(name: str, optimizer: str, workers: li
         torch.testing.assert_close(found.state_dict()[name_], tensor, rtol=TOLERANCE, atol=1e-5)
 
 
-def run_use(use: Use, plan: Plan) -> tuple[pl.LightningModule, pl.LightningModule]:
-    """The module trained with replicas, and on one device in groups."""
-    count = NUM_STEPS * 2 * BATCH_SIZE
-    found = fit(
-        use.module(),
-        strategy_of(plan),
-        loader(count, BATCH_SIZE),
-        max_steps=NUM_STEPS,
-        **use.options(),
-    )
-    options = (use.alone or use.options)()
-    accumulate = options.pop("accumulate_grad_batches", 1)
-    data = loader(count, 1)
-    expected = fit_in_groups(use.module(), plan, data, accumulate, max_steps=NUM_STEPS, **options)
-    return found, expected
-
-
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    keeping(
-        [
-            *product(["16-mixed"], ["split"]),
-            *product(["frozen by turns", "an average"], ["each"]),
-        ],
-        [
-            *product(USES, ["split"]),
-            *product(["16-mixed", "frozen by turns", "an average"], ["each"]),
-        ],
-    ),
-)
-def test_a_use_has_the_bits_of_its_groups(name: str, optimizer: str, workers: list[str]) -> None:
-    use = USES[name]
-    plan = replicated(workers, optimizer=optimizer, **use.stage)
-    found, expected = run_use(use, plan)
-    assert differing(expected, use.module()) != []
-    assert differing(found, expected) == []
-
-
-@pytest.mark.parametrize("optimizer", keeping(["split"], ["each", "split"]))
-def test_clipping_by_norm_counts_each_parameter_once(optimizer: str, workers: list[str]) -> None:
-    """Lightning adds the norms in another order than stages do."""
-    use = Use(options=clipped("norm"))
-    found, expected = run_use(use, both_shared(workers, optimizer=optimizer))
-    for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=TOLERANCE, atol=1e-6)
-
-
-@pytest.mark.parametrize("optimizer", keeping(["split"], ["each", "split"]))
-def test_four_bits_have_the_bits_of_their_groups(
-    optimizer: str, workers: list[str], tmp_path: Path
-) -> None:
-    def module() -> FamilyModule:
-        return FamilyModule(with_lora(in_four_bits("llama", tmp_path), "llama"))
-
-    plan = Plan([StagePlan(workers[:2], (0, 4), optimizer=optimizer)], micro_batches=PIECES)  # type: ignore[arg-type]
-    found, expected = run_use(Use(module), plan)
-    assert differing(found, expected) == []
-
-
-def test_losses_are_weighed_by_labels_over_all_replicas(workers: list[str]) -> None:
-    """Replicas have different numbers of labels: sums of losses, not means of means."""
-    plan = replicated(workers)
-    batches = [*loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE, padded=True)]
-    data = loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE, padded=True)
-    found = fit(TinyModule(), strategy_of(plan), data)
-    expected = fit_padded_in_groups(TinyModule(), plan, batches)
-    assert differing(found, expected) == []
-    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-
-
 class Normed(Rows):
     """Its layers keep running statistics."""
 
@@ -205,40 +132,6 @@ def test_evaluation_and_prediction_are_those_of_one_device(name: str, workers: l
     found, expected = evaluated(strategy_of(PLANS[name](workers))), evaluated("auto")
     assert found[0][0]["test_loss"] == pytest.approx(expected[0][0]["test_loss"], rel=1e-6)
     torch.testing.assert_close(found[1], expected[1])
-
-
-@repeats(
-    "integration/test_hosted.py::test_a_run_goes_on_from_a_checkpoint_of_another_plan_and_of_one_device",
-    "integration/test_shapes.py::test_each_shape_resumes_from_the_checkpoint_of_another",
-)
-def test_a_checkpoint_goes_from_replicas_to_a_line_and_back(
-    workers: list[str], tmp_path: Path
-) -> None:
-    line = Plan([StagePlan([workers[0]], (0, 2)), StagePlan([workers[1]], (2, 5))], PIECES)
-    plans = [
-        replicated(workers),
-        line,
-        both_shared(workers, optimizer="split"),
-        replicated(workers),
-    ]
-
-    def epochs(chosen: Sequence[Plan], in_groups: bool) -> TinyModule:
-        module = TinyModule()
-        for number, plan in enumerate(chosen):
-            path = tmp_path / f"{in_groups}{number}.ckpt"
-            module = TinyModule()
-            data = loader(2 * BATCH_SIZE, 1 if in_groups else BATCH_SIZE)
-            options: dict[str, Any] = {"max_epochs": number + 1}
-            if in_groups:
-                alone = {"accumulate_grad_batches": PIECES, "callbacks": [InGroups(plan, PIECES)]}
-                run = trainer(**options, **alone)
-            else:
-                run = trainer(strategy_of(plan), **options)
-            run.fit(module, data, ckpt_path=path if number else None)
-            run.save_checkpoint(tmp_path / f"{in_groups}{number + 1}.ckpt")
-        return module
-
-    assert differing(epochs(plans, False), epochs(plans, True)) == []
 
 
 @repeats(
