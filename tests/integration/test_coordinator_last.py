@@ -123,7 +123,7 @@ def test_hidden_states_are_collected_from_the_embedding_on(workers: list[str]) -
         torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=1e-6)
 
 
-@repeats("integration/test_shapes.py::test_each_shape_resumes_from_the_checkpoint_of_another")
+@repeats("scenarios/test_scenarios.py::test_a_run_has_the_bits_of_plain_lightning")
 def test_a_checkpoint_goes_on_under_another_plan_and_on_one_device(
     workers: list[str], tmp_path: Path
 ) -> None:

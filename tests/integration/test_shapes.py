@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..equality import differing
-from ..families import FamilyModule, assert_equal_runs, fit_by_hand, fit_family, tiny_model
-from ..models import TinyModule, fit, loader, trainer
-from ..pairwise import keeping, repeats
-from ..qlora import in_four_bits, with_lora
-from .by_hand import WAYS, Manual
+from ..families import assert_equal_runs, fit_by_hand, fit_family, tiny_model
+from ..models import TinyModule, fit, loader
+from ..pairwise import keeping
 from .shapes import RING, SHAPES, Shape, one_each, shaped
 
 NUM_LAYERS = 5
@@ -71,33 +67,6 @@ def test_a_run_has_the_bits_of_a_line(name: str, around: str, workers: list[str]
     )
     assert differing(expected, TinyModule()) != []
     assert differing(found, expected) == []
-
-
-@pytest.mark.parametrize("act", keeping(WAYS[1:2], WAYS), ids=lambda act: act.__name__)
-def test_manual_optimization_has_the_bits_of_a_line(act: Any, workers: list[str]) -> None:
-    def trained(processes: str) -> Manual:
-        torch.manual_seed(0)
-        plan = shaped(workers, one_each(processes), PIECES)
-        data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE)
-        return fit(Manual(act), HeteroPipelineStrategy(workers[:2], plan), data)
-
-    assert differing(trained("abab"), trained("aabb")) == []
-
-
-@repeats(
-    "test_manual_optimization_has_the_bits_of_a_line",
-    "integration/test_families.py::test_lora_on_four_bits_equals_one_device",
-)
-def test_four_bits_have_the_bits_of_accumulation(workers: list[str], tmp_path: Path) -> None:
-    def trained(strategy: Any, size: int, **options: Any) -> FamilyModule:
-        module = FamilyModule(with_lora(in_four_bits("llama", tmp_path), "llama"))
-        return fit(module, strategy, loader(BATCH_SIZE * NUM_STEPS, size), **options)
-
-    expected = trained("auto", BATCH_SIZE // PIECES, accumulate_grad_batches=PIECES)
-    for processes in ("abaC", "CabC"):
-        plan = shaped(workers, one_each(processes), PIECES)
-        piped = trained(HeteroPipelineStrategy(workers[:2], plan), BATCH_SIZE)
-        assert differing(piped, expected) == [], processes
 
 
 # The router's loss of a micro-batch is not that of the batch, which the first-batch check says.
@@ -159,30 +128,3 @@ def test_what_one_stage_rounds_does_not_depend_on_who_has_the_others(
 
 
 CHAIN = ["none", "both ends", "turn by turn", "halves", "ring", "none", "halves", "both ends"]
-
-
-def test_each_shape_resumes_from_the_checkpoint_of_another(
-    workers: list[str], tmp_path: Path
-) -> None:
-    """An epoch under each, and at the end the bits of a run that was never saved."""
-    halves = shaped(workers, [("C", 0, 1), ("a", 1, 4), ("b", 4, 7), ("a", 7, 9), ("C", 9, 10)], 3)
-
-    def epoch(number: int, name: str) -> TinyModule:
-        path = tmp_path / f"{number}.ckpt"
-        alone = {"max_epochs": number + 1, "accumulate_grad_batches": PIECES}
-        if name == "none":
-            run, data = trainer(**alone), loader(2 * BATCH_SIZE, BATCH_SIZE // PIECES)
-        else:
-            plan = halves if name == "halves" else shaped(workers, TRIED[name], PIECES)
-            strategy = HeteroPipelineStrategy(workers[:2], plan, cut_layers=name == "halves")
-            run, data = trainer(strategy, max_epochs=number + 1), loader(2 * BATCH_SIZE, BATCH_SIZE)
-        module = TinyModule()
-        run.fit(module, data, ckpt_path=path if number else None)
-        run.save_checkpoint(tmp_path / f"{number + 1}.ckpt")
-        return module
-
-    for number, name in enumerate(CHAIN):
-        found = epoch(number, name)
-    data = loader(2 * BATCH_SIZE, BATCH_SIZE // PIECES)
-    whole = fit(TinyModule(), data=data, max_epochs=len(CHAIN), accumulate_grad_batches=PIECES)
-    assert differing(found, whole) == []
