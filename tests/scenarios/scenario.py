@@ -186,6 +186,8 @@ _VERDICTS = {frozenset(pair): rule for rule in RULES for pair in product(rule.fi
 
 
 _OTHER_LAYERS = Rule([], [], impossible="a run counts whole layers or halves of them")
+# The first plan of a run frees the workers that it does not need.
+_FREED = Rule(["idle worker"], ["move"], refused="which is none of the workers")
 
 
 def verdict(scenario: Scenario) -> Rule | None:
@@ -195,4 +197,7 @@ def verdict(scenario: Scenario) -> Rule | None:
         pairs += [(scenario.then, value) for value in scenario.values]
     rules = filter(None, (_VERDICTS.get(frozenset(pair)) for pair in pairs))
     cuts = {AIMS[name].cuts_layers for name in (scenario.shape, scenario.then)}
-    return next(rules, _OTHER_LAYERS if scenario.event == "move" and len(cuts) > 1 else None)
+    if scenario.event == "move" and len(cuts) > 1:
+        return next(rules, _OTHER_LAYERS)
+    is_freed = scenario.shape in _FREED.first and scenario.event in _FREED.second
+    return next(rules, _FREED if is_freed else None)
