@@ -14,7 +14,7 @@ from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.strategy.accumulation_window import AccumulationWindow
 
 from ..equality import assert_close, differing, weights_of
-from ..models import TinyModule, fit, loader, scaled_precision
+from ..models import TinyModule, fit, loader
 from .shapes import HOSTED, REPLICAS, SHAPES, shaped
 from .yardstick import NUM_LAYERS
 
@@ -304,14 +304,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a window cut short by limit_train_batches": {"limit_train_batches": 6},
     "a window cut short by max_steps": {"max_epochs": 3, "max_steps": 6},
     "overfit_batches": {"overfit_batches": 6, "max_epochs": 2},
-    "clipping": {"gradient_clip_val": 0.05},
     "pieces": {"plan": {"pieces": 2}, "data": lambda: loader(42, 3)},
     "a window of any length": {
         "accumulate_grad_batches": 1,
         "callbacks": lambda: [GradientAccumulationScheduler({0: 2, 1: 5})],
         "max_epochs": 3,
     },
-    "scaling": {"plugins": lambda: [scaled_precision()]},
     "recompute and dropout": {"plan": {"recompute": True}},
 }
 

@@ -87,10 +87,8 @@ def undisturbed(
 
 
 # The plan, the module, the place of the death, the number of its call, and the time between
-# snapshots. The second worker dies.
+# snapshots. The second worker dies. In `tests/scenarios` workers die within a forward.
 CASES = [
-    ("each", "whole", "forward", 7, ALWAYS),
-    ("each", "whole", "backward", 9, NEVER),
     ("each", "whole", "sums", 5, ALWAYS),
     ("each", "whole", "sums", 6, NEVER),
     ("each", "whole", "totals", 3, ALWAYS),
@@ -101,16 +99,12 @@ CASES = [
     ("split", "LoRA", "weights of replicas", 2, NEVER),
     ("split", "whole", "norms", 2, ALWAYS),
     ("each in a line", "whole", "sums", 5, ALWAYS),
-    ("each in a line", "LoRA", "backward", 7, NEVER),
     ("split in a line", "whole", "clip", 2, NEVER),
-    ("hosted", "whole", "backward", 7, ALWAYS),
     ("hosted", "whole", "sums", 4, NEVER),
-    ("hosted", "LoRA", "forward", 9, ALWAYS),
     ("hosted split", "whole", "sums", 4, NEVER),
     ("hosted split", "whole", "step", 2, ALWAYS),
     ("hosted split", "whole", "norms", 2, NEVER),
     ("hosted split", "LoRA", "weights of replicas", 2, ALWAYS),
-    ("hosted split", "LoRA", "backward", 7, NEVER),
 ]
 # Each plan is in `tests/coordinator/test_lost_sessions.py`, where workers die at random.
 KEPT = [("hosted split", "LoRA", "weights of replicas", 2, ALWAYS)]

@@ -540,34 +540,6 @@ def measured_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@repeats(
-    "test_a_worker_that_is_to_end_gives_its_layers_to_the_others",
-    "integration/test_hosted_faults.py::test_shares_may_change_during_the_run",
-)
-@pytest.mark.parametrize("kind", REPLICAS)
-def test_a_replica_that_is_to_end_leaves_its_micro_batches_to_the_others(
-    worker_processes: list[WorkerProcess], kind: str, tmp_path: Path
-) -> None:
-    present = [worker.address for worker in worker_processes[:2]]
-    to_one = moved_to(replicas_of(present[:1], kind))
-    by_hand = HeteroPipelineStrategy(present, replicas_of(present, kind))
-    expected = train(by_hand, Events({4: to_one}))
-    with worker_process() as first, worker_process() as second:
-        names = [first.address, second.address]
-        events = Events({4: ask_to_end(second)})
-        strategy = HeteroPipelineStrategy(
-            names, replicas_of(names, kind), recovery=Recovery(folder=tmp_path)
-        )
-        found = train(strategy, events)
-        assert second.process.wait() == 0
-    assert_same(found, expected)
-    assert events.told == [("left", names[1])]
-    assert [plan.workers for plan in events.plans[3:5]] == [names, names[:1]]
-    own, optimizer = REPLICAS[kind]
-    kept = [stage.optimizer for stage in events.plans[4].stages]
-    assert kept == [optimizer if own else None]
-
-
 @pytest.mark.usefixtures("measured_for_replicas")
 @pytest.mark.parametrize("kind", keeping(["the coordinator owns a part"], REPLICAS))
 def test_one_that_comes_late_is_a_further_replica_and_is_recovered(
