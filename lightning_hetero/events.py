@@ -241,13 +241,23 @@ class RecordFile:
         if self._folder is None or is_passing:
             return
         self._lines += msgspec.json.encode(event) + b"\n"
-        path = os.path.join(self._folder, RECORD_NAME)
         try:
-            files, inner = url_to_fs(path)
-            files.makedirs(os.path.dirname(inner), exist_ok=True)
-            files.pipe_file(inner, self._lines)
+            write_beside_logs(self._folder, RECORD_NAME, self._lines)
         except (OSError, ValueError) as error:
+            path = os.path.join(self._folder, RECORD_NAME)
             logger.warning("%s is not written: %s", path, error)
+
+
+def write_beside_logs(folder: str, name: str, content: bytes) -> None:
+    """Write a file of a run as a whole, also into a folder on another file system.
+
+    Raises:
+        OSError: If it cannot be written.
+        ValueError: If nothing is known of such a file system.
+    """
+    files, inner = url_to_fs(folder)
+    files.makedirs(inner, exist_ok=True)
+    files.pipe_file(os.path.join(inner, name), content)
 
 
 def read_events(path: Path) -> list[Event]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from msgspec import json
 
 from ..errors import HeteroError, PictureError, PlanError
-from ..events import Deployed, Event, Progressed, RunBegan
+from ..events import Deployed, Event, Progressed, RunBegan, write_beside_logs
 from ..plan import Plan
 from .diagram import picture_for
 from .run_record import FACTS, PICTURE_NAME, PLAN_NAME, facts_of
@@ -63,6 +62,4 @@ class RunFiles:
             return False
 
     def _write(self, name: str, content: bytes) -> None:
-        files, folder = url_to_fs(str(self._folder))
-        files.makedirs(folder, exist_ok=True)
-        files.pipe_file(os.path.join(folder, name), content)
+        write_beside_logs(str(self._folder), name, content)

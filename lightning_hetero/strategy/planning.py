@@ -106,15 +106,7 @@ class PlanChoice:
         if connections is None or options is None:
             return self.unmeasured(trainer, len(layers), workers)
         given = self.given(len(layers), workers)
-        run = ProfilingRun(
-            site.module,
-            layers,
-            connections,
-            workers,
-            options,
-            not site.cuts_step,
-            site.options.batches,
-        )
+        run = _profiling(site, layers, connections, workers, options)
         try:
             self.measured = in_window(run.measured(), trainer, site.cuts_step)
         except NoSample as reason:
@@ -238,17 +230,19 @@ def measure(site: Site, layers: Sequence[DecoderLayer], options: ProfilingOption
     """
     workers = site.find_workers()
     with closing(site.connect_all(workers, layers)) as coordinator:
-        whole = not site.cuts_step
-        run = ProfilingRun(
-            site.module,
-            layers,
-            coordinator.connections,
-            workers,
-            options,
-            whole,
-            site.options.batches,
-        )
+        run = _profiling(site, layers, coordinator.connections, workers, options)
         return run.measured().profile
+
+
+def _profiling(
+    site: Site,
+    layers: Sequence[DecoderLayer],
+    connections: Connections,
+    workers: Sequence[str],
+    options: ProfilingOptions,
+) -> ProfilingRun:
+    whole, batches = not site.cuts_step, site.options.batches
+    return ProfilingRun(site.module, layers, connections, workers, options, whole, batches)
 
 
 def _shared_by_speed(plan: Plan, profile: Profile) -> Plan:
