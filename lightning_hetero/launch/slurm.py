@@ -23,10 +23,11 @@ _REJOIN_SECONDS = 60
 # Counts the tasks of all components of a step from 0 on.
 _TASK = "$SLURM_PROCID"
 # Runs a command in the shell of a task, and again if a signal has ended it. srun ends a step by
-# SIGTERM to all of its processes, the command too, for which the shell waits then.
+# SIGTERM to all of its processes, the command too, for which the shell waits then. The braces end
+# a comment in the user's command.
 _AGAIN = (
     "trap 'wait $worker; exit' TERM; "
-    "while :; do {} & worker=$!; wait $worker; status=$?; "
+    "while :; do {{ {}\n}} & worker=$!; wait $worker; status=$?; "
     "[ $status -gt 128 ] || exit $status; sleep 1; done"
 )
 

@@ -89,8 +89,8 @@ def test_the_command_line_is_one_srun_with_a_colon_between_components() -> None:
     assert words[:5] == ["srun", "--partition=gpu", "--gres=gpu:a100:1", "-n4", "sh"]
     assert words[7:10] == [":", "-n8", "sh"]
     assert words[6] == words[-1]
-    assert "do lightning-hetero worker --join 10.0.0.1:7070 " in words[-1]
-    assert '--name "slurm-$SLURM_PROCID" & ' in words[-1]
+    assert "do { lightning-hetero worker --join 10.0.0.1:7070 " in words[-1]
+    assert '--name "slurm-$SLURM_PROCID"\n} & ' in words[-1]
 
 
 @pytest.mark.usefixtures("srun")
