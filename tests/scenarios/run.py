@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning_utilities.core import rank_zero
 
 from lightning_hetero import (
     HeteroPipelineStrategy,
@@ -271,8 +272,9 @@ class Listening(logging.Handler):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, it does."""
-        names = (Line.__module__, "lightning.pytorch.utilities.rank_zero")
-        loggers = [logging.getLogger(name) for name in names]
+        # Lightning's logger belongs to the module, of lightning or pytorch_lightning, that another
+        # test has imported last.
+        loggers = [logging.getLogger(Line.__module__), rank_zero.log]
         for each in loggers:
             each.addHandler(self)
         try:
