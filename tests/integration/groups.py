@@ -6,20 +6,18 @@ stage on workers have one group, in the order of the micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor, nn
 
 from lightning_hetero import Plan
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.pipeline.microbatch import counted_labels, split_batch
 from lightning_hetero.pipeline.placement import COORDINATOR_STAGE, Placement
 
-from ..models import DEVICE, TinyModule, fit
+from ..models import fit
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 
@@ -118,28 +116,3 @@ def fit_in_groups(
     window = plan.micro_batches * accumulate
     callbacks = [*options.pop("callbacks", ()), InGroups(plan, window)]
     return fit(module, data=data, accumulate_grad_batches=window, callbacks=callbacks, **options)
-
-
-def fit_padded_in_groups(module: TinyModule, plan: Plan, batches: Iterable[Any]) -> TinyModule:
-    """Train by hand on one device, with the losses of micro-batches weighed by counted labels."""
-    module.to(DEVICE)
-    configured = module.configure_optimizers()
-    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    sums = GroupSums(module, plan)
-    for batch in batches:
-        here = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
-        pieces = split_batch(here, plan.micro_batches)
-        counts = [int(counted_labels(piece)) for piece in pieces]
-        loss = 0.0
-        optimizer.zero_grad()
-        for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
-            own, weight = module.model(**piece).loss, count / sum(counts)
-            own.backward(torch.full_like(own, weight))
-            sums.take(number)
-            loss += weight * float(own.detach())
-        sums.put()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        module.losses.append(loss)
-    return module

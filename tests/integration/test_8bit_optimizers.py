@@ -83,7 +83,7 @@ def test_the_state_is_eight_bits_and_resumes_under_another_split(
 
 @repeats(
     "test_the_state_is_eight_bits_and_resumes_under_another_split",
-    "integration/test_moving_layers.py::test_layers_move_there_and_back",
+    "scenarios/test_scenarios.py::test_a_run_has_the_bits_of_plain_lightning",
 )
 def test_the_state_moves_with_its_layers(workers: list[str]) -> None:
     def run(moves: dict[int, Plan]) -> list[float]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.strategy.accumulation_window import AccumulationWindow
 
-from ..equality import assert_close, differing, weights_of
+from ..equality import differing
 from ..models import TinyModule, fit, loader
-from .shapes import HOSTED, REPLICAS, SHAPES, shaped
+from .shapes import SHAPES, shaped
 from .yardstick import NUM_LAYERS
 
 WINDOW = 4
@@ -44,45 +44,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 def piped(workers: list[str], shape: Any = LINE, pieces: int = 1, **options: Any) -> Any:
     return HeteroPipelineStrategy(workers, shaped(workers, shape, pieces, **options))
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("shape", ["line", "both ends, two workers", "turn by turn"])
-def test_weights_are_bit_equal_to_lightning_alone(
-    workers: list[str], counted: Counted, shape: str, size: int
-) -> None:
-    # The last window has two batches.
-    data = lambda: loader(14 * size, size, padded=size == 1)  # noqa: E731
-    expected = fit(TinyModule(NUM_LAYERS), data=data(), accumulate_grad_batches=WINDOW)
-    strategy = piped(workers, SHAPES[shape])
-    found = fit(TinyModule(NUM_LAYERS), strategy, data(), accumulate_grad_batches=WINDOW)
-    assert differing(found, expected) == []
-    assert found.losses == expected.losses
-    assert counted.left >= 8
-
-
-def near_lightning_alone(workers: list[str], shape: Any) -> None:
-    """A run over these processes has the weights of Lightning alone, but for the order of sums."""
-    data = loader(14, 1)
-    expected = fit(TinyModule(NUM_LAYERS), data=data, accumulate_grad_batches=WINDOW)
-    found = fit(TinyModule(NUM_LAYERS), piped(workers, shape), data, accumulate_grad_batches=WINDOW)
-    assert_close(weights_of(found), weights_of(expected), floor=1e-2)
-
-
-@pytest.mark.parametrize("shape", ["two stages of replicas", "replicas behind a worker"])
-def test_replicas_share_the_micro_batches_of_a_window(
-    workers: list[str], counted: Counted, shape: str
-) -> None:
-    near_lightning_alone(workers, REPLICAS[shape])
-    assert counted.left >= 8
-
-
-@pytest.mark.parametrize("shape", [*HOSTED])
-def test_so_does_the_coordinator_as_a_replica(
-    workers: list[str], counted: Counted, shape: str
-) -> None:
-    near_lightning_alone(workers, HOSTED[shape])
-    assert counted.left > 0
 
 
 class Run:

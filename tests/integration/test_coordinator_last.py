@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
@@ -18,9 +16,8 @@ from lightning_hetero.errors import ModelError, StageFailed
 from .. import families
 from ..equality import TOLERANCE, assert_close, weights_of
 from ..models import VOCABULARY, TinyModule, loader, trainer
-from ..pairwise import keeping, repeats
+from ..pairwise import keeping
 from .generation import Generating, generated_here
-from .moves import Moves
 from .yardstick import BATCH_SIZE, NUM_LAYERS, plain_run, train
 
 NUM_STEPS = 4
@@ -44,31 +41,6 @@ def plan_over(
     ]
     stages += [StagePlan(["coordinator"], (end, num_layers))] if on_coordinator else []
     return Plan(stages, micro_batches=pieces)
-
-
-@pytest.mark.parametrize(
-    ("options", "micro_batching"),
-    keeping(
-        [({"recompute": True}, "step"), ({}, "boundary")],
-        [
-            ({"embedding": False}, "step"),
-            ({"recompute": True}, "step"),
-            ({}, "boundary"),
-            ({"embedding": False}, "boundary"),
-        ],
-    ),
-    ids=str,
-)
-def test_losses_and_weights_equal_one_device(
-    workers: list[str], options: dict[str, Any], micro_batching: Any
-) -> None:
-    clip = ("norm", 0.05)
-    module, plan = TinyModule(NUM_LAYERS), plan_over(workers, **options)
-    strategy = HeteroPipelineStrategy(workers[:2], plan, micro_batching=micro_batching)
-    train(module, strategy, 2, clip)
-    plain = plain_run(2, clip)
-    torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
-    assert_close(weights_of(module), weights_of(plain))
 
 
 def test_a_frozen_embedding_stays_as_it_was(workers: list[str]) -> None:
@@ -121,54 +93,6 @@ def test_hidden_states_are_collected_from_the_embedding_on(workers: list[str]) -
     assert expected is not None
     for one, other in zip(found[0], expected[0], strict=True):
         torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=1e-6)
-
-
-@repeats("scenarios/test_scenarios.py::test_a_run_has_the_bits_of_plain_lightning")
-def test_a_checkpoint_goes_on_under_another_plan_and_on_one_device(
-    workers: list[str], tmp_path: Path
-) -> None:
-    def run(strategy: Any, steps: int, path: str | None = None) -> TinyModule:
-        module = TinyModule(NUM_LAYERS)
-        saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-        options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saving]}
-        fitting = trainer(strategy, max_steps=steps, **options)
-        fitting.fit(module, loader(BATCH_SIZE * 2, BATCH_SIZE, True), ckpt_path=path)
-        return module
-
-    last, first = plan_over(workers), Plan([StagePlan(["coordinator"], (0, 2))])
-    first.stages.append(StagePlan([workers[0]], (2, NUM_LAYERS)))
-    expected = weights_of(run("auto", 4))
-    for path in tmp_path.glob("*.ckpt"):
-        path.unlink()
-    run(HeteroPipelineStrategy(workers[:2], last), 2)
-    (path,) = map(str, tmp_path.glob("*.ckpt"))
-    for strategy in (
-        HeteroPipelineStrategy(workers[:1], first),
-        HeteroPipelineStrategy(workers[:2], last),
-        "auto",
-    ):
-        assert_close(weights_of(run(strategy, 4, path)), expected)
-
-
-def test_layers_move_with_and_without_the_embedding(workers: list[str]) -> None:
-    def run(moves: dict[int, Plan]) -> TinyModule:
-        module, moving = TinyModule(NUM_LAYERS), Moves(moves)
-        pipeline = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-        fitting = trainer(pipeline, max_steps=6, callbacks=[moving])
-        fitting.fit(module, loader(BATCH_SIZE * 6, BATCH_SIZE, True))
-        assert moving.moved == [*moves]
-        return module
-
-    ring = Plan(
-        [
-            StagePlan(["coordinator"], (0, 1)),
-            StagePlan([workers[0]], (1, 3)),
-            StagePlan([workers[1]], (3, NUM_LAYERS)),
-        ]
-    )
-    plans = [plan_over(workers, on_coordinator=1), ring, plan_over(workers, embedding=False)]
-    moved = run(dict(enumerate([*plans, plan_over(workers)], start=1)))
-    assert_close(weights_of(moved), weights_of(run({})))
 
 
 def test_tied_embeddings_stay_together(workers: list[str]) -> None:

@@ -31,7 +31,6 @@ from .drawing import (
     LAST,
     MODELS,
     NUM_STEPS,
-    TURN_BY_TURN,
     TWO_WORKERS,
     Drawing,
     Shares,
@@ -60,18 +59,6 @@ def alone(name: str) -> Drawing:
 def assert_same_bits(found: Drawing, expected: Drawing) -> None:
     assert found.losses == expected.losses
     assert differing(found, expected) == []
-
-
-@pytest.mark.parametrize(
-    "shares",
-    keeping([BOTH_ENDS, TURN_BY_TURN], [FIRST, LAST, BOTH_ENDS, TWO_WORKERS, TURN_BY_TURN]),
-    ids=str,
-)
-def test_a_plan_has_the_bits_of_the_one_without_workers(workers: list[str], shares: Shares) -> None:
-    model = gpt2()
-    torch.rand(3)
-    found = train(model, workers[:2], plan_of(workers[:2], shares))
-    assert_same_bits(found, alone("gpt2"))
 
 
 @pytest.mark.parametrize(

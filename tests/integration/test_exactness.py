@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,15 +12,14 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import StageFailed
 
 from ..conftest import worker_process
-from ..equality import TOLERANCE, assert_close, differing, weights_of
+from ..equality import assert_close, differing, weights_of
 from ..models import TinyModule, fit
-from ..pairwise import all_pairs, covering, each_value, keeping
+from ..pairwise import each_value, keeping
 from .yardstick import (
     NUM_LAYERS,
     NUM_PIECES,
     TwiceModule,
     accumulated_run,
-    plain_run,
     plan_over,
     train,
 )
@@ -50,42 +48,6 @@ def test_a_plan_without_workers_cuts_batches_and_starts_no_worker(
     strategy = HeteroPipelineStrategy(workers_wanted, plan)
     alone = train(TinyModule(NUM_LAYERS), strategy, padded=False)
     assert differing(alone, accumulated_run(NUM_PIECES)) == []
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "pieces", "accumulate", "clip"),
-    covering(all_pairs([2, 3, 4], [1, 3, 4], [1, 2], [None, ("norm", 0.05), ("value", 1e-3)])),
-    ids=str,
-)
-def test_losses_and_weights_equal_one_device(
-    workers: list[str],
-    num_stages: int,
-    pieces: int,
-    accumulate: int,
-    clip: tuple[str, float] | None,
-) -> None:
-    # Two of the three stage counts keep layers with the coordinator, one keeps none.
-    on_coordinator = {2: 2, 3: 0, 4: 1}[num_stages]
-    module = TinyModule(NUM_LAYERS)
-    plan = plan_over(workers, num_stages, on_coordinator, pieces)
-    train(module, HeteroPipelineStrategy(workers, plan), accumulate, clip)
-    plain = plain_run(accumulate, clip)
-    torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
-    assert_close(weights_of(module), weights_of(plain))
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "clip"), covering(product([2, 4], [None, ("norm", 0.05)])), ids=str
-)
-def test_cutting_at_the_boundary_equals_one_device(
-    workers: list[str], num_stages: int, clip: tuple[str, float] | None
-) -> None:
-    module = TinyModule(NUM_LAYERS)
-    plan = plan_over(workers, num_stages, 1, 4)
-    train(module, HeteroPipelineStrategy(workers, plan, micro_batching="boundary"), 2, clip)
-    plain = plain_run(2, clip)
-    torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
-    assert_close(weights_of(module), weights_of(plain))
 
 
 @pytest.mark.parametrize(

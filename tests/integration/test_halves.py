@@ -11,8 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator import answer_checks
@@ -33,7 +32,6 @@ from ..families import (
 from ..models import TinyModule, fit, loader, trainer
 from ..pairwise import each_value, keeping, repeats
 from .generation import Generating, generated_here
-from .moves import Moves
 
 UNCUT = ("phi", "gpt_neox", "falcon", "falcon-alibi")
 """Families whose attention and perceptron both read what comes into the layer."""
@@ -63,27 +61,6 @@ def test_a_family_in_halves_equals_one_device(family: str, last: bool, workers: 
     assert_equal_runs(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("ends", "last", "options"),
-    keeping(
-        [((2, 5), False, {"recompute": True}), ((5,), True, {"embedding": True})],
-        [
-            ((3,), False, {}),
-            ((2, 5), False, {"recompute": True}),
-            ((5,), True, {"embedding": True}),
-            ((3, 6), True, {"recompute": True}),
-        ],
-    ),
-)
-def test_halves_have_the_bits_of_whole_layers(
-    ends: Ends, last: bool, options: dict[str, Any], workers: list[str]
-) -> None:
-    whole, halves = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
-    trainer(max_epochs=1, accumulate_grad_batches=3).fit(whole, loader(36, 4))
-    trainer(piped(workers, ends, last, **options), max_epochs=1).fit(halves, loader(36, 12))
-    assert_equal_bits(weights_of(halves), weights_of(whole))
-
-
 def test_a_checkpoint_of_halves_is_one_of_whole_layers(workers: list[str], tmp_path: Path) -> None:
     modules, folders = [TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)], ["whole", "halves"]
     for module, folder in zip(modules, folders, strict=True):
@@ -111,15 +88,6 @@ def test_the_module_is_whole_again_after_the_run(workers: list[str]) -> None:
     trainer(HeteroPipelineStrategy(workers[:1], "even"), max_steps=1).fit(module, loader(12, 12))
 
 
-def test_halves_move(workers: list[str]) -> None:
-    still, moved = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
-    strategy = piped(workers, (3,), last=False)
-    then = Plan([StagePlan([workers[0]], (0, 5)), StagePlan(["coordinator"], (5, 8))], 3)
-    trainer(piped(workers, (3,), last=False), max_epochs=1).fit(still, loader(48, 12))
-    trainer(strategy, max_epochs=1, callbacks=[Moves({2: then})]).fit(moved, loader(48, 12))
-    assert_equal_bits(weights_of(moved), weights_of(still))
-
-
 @pytest.mark.parametrize("last", keeping([True], [False, True]))
 def test_generation_has_the_bits_of_one_device(workers: list[str], last: bool) -> None:
     model = tiny_model("llama")
@@ -128,17 +96,6 @@ def test_generation_has_the_bits_of_one_device(workers: list[str], last: bool) -
     found = trainer(piped(workers, (3, 6), last)).predict(Generating(model, *ways), loader(1, 1))
     assert found is not None
     assert all(torch.equal(mine, its) for mine, its in zip(found[0], expected, strict=True))
-
-
-def test_adapters_in_halves_equal_one_device(workers: list[str]) -> None:
-    def adapted() -> Any:
-        torch.manual_seed(0)
-        targets = ["q_proj", "down_proj"]
-        return get_peft_model(tiny_model("llama"), LoraConfig(target_modules=targets))
-
-    expected = fit_family(adapted())
-    found = fit_family(adapted(), piped(workers, (3, 6), last=True))
-    assert_equal_runs(found, expected)
 
 
 # The router's loss of a micro-batch is not that of the batch, which the first-batch check says.
@@ -168,11 +125,6 @@ def test_hidden_states_between_halves_are_refused(workers: list[str]) -> None:
 def test_a_layer_that_cannot_be_cut_is_refused(workers: list[str], family: str) -> None:
     with pytest.raises(ModelError, match="cannot be cut behind its attention"):
         fit_family(tiny_model(family), piped(workers, (3,), last=False))
-
-
-def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 class Tries(pl.Callback):

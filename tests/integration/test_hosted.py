@@ -40,7 +40,6 @@ from ..qlora import with_lora
 from .by_hand import Manual, both_step
 from .generation import Generating, generated_here
 from .groups import fit_in_groups
-from .moves import moved_and_expected
 
 NUM_LAYERS = 5
 BATCH_SIZE = 10
@@ -204,17 +203,6 @@ def test_replicas_beside_other_stages_have_the_bits_of_their_groups(
     assert differing(run_over(workers, plan, USES[use]), expected) == []
 
 
-@repeats("test_a_run_has_the_bits_of_one_device_that_adds_in_groups")
-def test_the_groups_have_other_bits_than_plain_accumulation(workers: list[str]) -> None:
-    """So the tests above can fail."""
-    plan, use = hosted_plan(workers), Use()
-    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE // PIECES)
-    plain = fit(TinyModule(), data=data, max_steps=NUM_STEPS, accumulate_grad_batches=PIECES)
-    grouped = run_alone(plan, use)
-    assert differing(grouped, plain) != []
-    assert_close(weights_of(grouped), weights_of(plain))
-
-
 class Counting(TinyModule):
     """Counts how often its layers run in this process."""
 
@@ -302,17 +290,6 @@ def test_a_model_that_stays_on_disk_has_the_bits_of_its_groups(
         assert not parameter.requires_grad or torch.equal(parameter, wanted[name]), name
     trained = [name for name in sent if "lora_" in name]
     assert len(sent) == len(trained) == 2 * len({*trained})
-
-
-@repeats("integration/test_halves.py::test_halves_have_the_bits_of_whole_layers")
-def test_halves_have_the_bits_of_whole_layers(workers: list[str]) -> None:
-    plan = hosted_plan(workers, before=1)
-    cut = replace(
-        plan, stages=[replace(s, layers=(2 * s.layers[0], 2 * s.layers[1])) for s in plan.stages]
-    )
-    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE)
-    found = fit(TinyModule(), HeteroPipelineStrategy(workers[:1], cut, cut_layers=True), data)
-    assert differing(found, run_alone(plan, Use())) == []
 
 
 @repeats("integration/test_views.py::test_a_run_of_every_shape_shows_who_did_what")
@@ -834,60 +811,6 @@ def test_whole_batches_are_refused(
     plan = Plan([StagePlan([workers[0], "coordinator"], (0, count))], micro_batches=2)
     with pytest.raises(PlanError, match=f"under {named} this process runs none"):
         fit(made, HeteroPipelineStrategy(workers[:1], plan, **options))
-
-
-def line(*stages: tuple[str, int, int]) -> Plan:
-    return Plan([StagePlan([name], (first, end)) for name, first, end in stages], PIECES)
-
-
-def plans_to_move_between(workers: list[str]) -> list[Plan]:
-    """With the coordinator as a replica and without, of the same layers and of others; the first
-    plan has all the workers."""
-    first, second = workers[:2]
-    both = StagePlan([first, second], (1, NUM_LAYERS), shares=[3, 2])
-    three = StagePlan([first, "coordinator", second], (2, NUM_LAYERS), shares=[2, 2, 1])
-    behind = StagePlan(["coordinator", second], (3, NUM_LAYERS), shares=[1, 1])
-    here = StagePlan(["coordinator"], (0, 2))
-    return [
-        Plan([here, three], PIECES),
-        hosted_plan(workers),
-        hosted_plan(workers, (1, 4)),
-        line(("coordinator", 0, 3), (first, 3, NUM_LAYERS)),
-        hosted_plan(workers, before=1),
-        line((first, 0, 2), (second, 2, NUM_LAYERS)),
-        Plan([here, three], PIECES),
-        Plan([StagePlan(["coordinator"], (0, 1)), both], PIECES),
-        Plan([StagePlan([first], (0, 3)), behind], PIECES),
-        hosted_plan([second], first=True),
-        line((second, 0, NUM_LAYERS)),
-        hosted_plan(workers, before=2),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    keeping(
-        [("an average", "by turns"), ("LoRA", "split")],
-        [
-            *product(["all trains"], ("all here", "split", "by turns")),
-            ("an average", "by turns"),
-            ("LoRA", "split"),
-        ],
-    ),
-)
-def test_layers_move_to_and_from_plans_with_the_coordinator_as_a_replica(
-    name: str, optimizer: str, workers: list[str]
-) -> None:
-    plans, use = plans_to_move_between(workers), USES[name]
-    if optimizer == "by turns":
-        plans = [with_split(p) if number % 2 else p for number, p in enumerate(plans)]
-    elif optimizer == "split":
-        plans = [*map(with_split, plans)]
-    if name != "all trains":
-        # Of the other uses, one move of each kind: to and from lines, other replicas, other layers.
-        plans = [plans[number] for number in (0, 3, 4, 7, 8, 10, 11)]
-    _, wrong = moved_and_expected(plans, workers[:2], use.module, use.options, use.alone)
-    assert wrong == []
 
 
 def test_the_replicated_plan_gives_everyone_all_layers_and_shares_by_speed(

@@ -22,12 +22,9 @@ from .by_hand import (
     WAYS,
     Manual,
     accumulate_and_clip,
-    bare_torch,
     both_step,
-    clip_together,
     closures,
     in_turns,
-    with_a_critic,
 )
 
 BATCH_SIZE = 6
@@ -61,8 +58,8 @@ def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
         assert (tensor - others[name]).norm() <= 1e-5 * others[name].norm(), name
 
 
-# Others do as these do, or go through `in_turns`.
-KEPT = (accumulate_and_clip, clip_together, in_turns, with_a_critic, closures, bare_torch)
+# Others do as these do.
+KEPT = (accumulate_and_clip, in_turns, closures)
 TRIED = each_value(WAYS, [False, True])
 
 

@@ -65,17 +65,6 @@ def test_precision_over_stages_is_that_of_one_device(
     assert dtypes == {name: tensor.dtype for name, tensor in expected.state_dict().items()}
 
 
-@pytest.mark.parametrize("clip", keeping([0.5], [None, 0.5]))
-def test_loss_scaling_is_that_of_one_device(clip: float | None, workers: list[str]) -> None:
-    alone, over_stages = scaled_precision(), scaled_precision()
-    expected = train(None, plugins=[alone], gradient_clip_val=clip)
-    found = train(workers, plugins=[over_stages], gradient_clip_val=clip)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-3)
-    # It has grown after three steps without an overflow.
-    assert over_stages.state_dict() == alone.state_dict()
-    assert over_stages.state_dict()["scale"] == 2.0**13
-
-
 @repeats("test_an_overflow_of_one_stage_alone_skips_the_step_everywhere")
 def test_an_overflow_skips_the_step_everywhere(workers: list[str]) -> None:
     """The scale is so large that the gradients on the stages overflow float16."""
@@ -97,7 +86,7 @@ def test_an_overflow_of_one_stage_alone_skips_the_step_everywhere(workers: list[
 
 
 @repeats(
-    "test_loss_scaling_is_that_of_one_device",
+    "scenarios/test_scenarios.py::test_a_run_has_the_bits_of_plain_lightning",
     "test_an_overflow_of_one_stage_alone_skips_the_step_everywhere",
 )
 def test_loss_scaling_works_when_only_stages_train(

@@ -79,33 +79,9 @@ def still(worker_processes: list[WorkerProcess]) -> TinyModule:
     return train([worker.address for worker in worker_processes])
 
 
-def test_layers_move_there_and_back(workers: list[str], still: TinyModule) -> None:
-    plans = [plan_of(workers, shares) for shares in (*MOVES.values(), START)]
-    moved = train(workers, dict(enumerate(plans, start=1)))
-    assert_same(moved, still)
-
-
-@repeats(
-    "test_layers_move_there_and_back",
-    "integration/test_exactness.py::test_cutting_at_the_boundary_equals_one_device",
-)
-def test_layers_move_where_only_the_boundary_is_cut(workers: list[str]) -> None:
-    moved = train(workers, {3: plan_of(workers, (3, 2, 1))}, micro_batching="boundary")
-    assert_same(moved, train(workers, micro_batching="boundary"))
-
-
-@repeats("test_layers_move_there_and_back")
-def test_layers_move_under_tied_embeddings_and_recomputation(workers: list[str]) -> None:
-    def make() -> TinyModule:
-        return TinyModule(NUM_LAYERS, tie_word_embeddings=True)
-
-    plans = {2: plan_of(workers, (3, 1, 2), recompute=True), 4: plan_of(workers, (1, 4, 1))}
-    assert_same(train(workers, plans, make), train(workers, make=make))
-
-
 @repeats(
     "integration/test_layer_state.py::test_a_callbacks_change_reaches_the_worker",
-    "test_layers_move_there_and_back",
+    "scenarios/test_scenarios.py::test_a_run_has_the_bits_of_plain_lightning",
 )
 def test_attributes_set_on_layers_move_with_them(workers: list[str], still: TinyModule) -> None:
     class Scaling(Callback):
@@ -118,17 +94,6 @@ def test_attributes_set_on_layers_move_with_them(workers: list[str], still: Tiny
     moved = train(workers, plans, callbacks=(Scaling(),))
     assert_same(moved, train(workers, callbacks=(Scaling(),)))
     assert moved.losses != still.losses
-
-
-def test_a_run_resumes_from_a_checkpoint_after_the_move(workers: list[str], tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
-    plans = {2: plan_of(workers, MOVES["to the left"])}
-    moved = train(workers, plans, callbacks=(saving,), enable_checkpointing=True)
-    resumed = TinyModule(NUM_LAYERS)
-    alone = trainer(max_steps=NUM_STEPS, gradient_clip_val=0.05)
-    alone.fit(resumed, remaining(), ckpt_path=tmp_path / "step=4.ckpt")
-    resumed.losses = moved.losses[:4] + resumed.losses
-    assert_same(resumed, moved)
 
 
 @pytest.mark.parametrize(

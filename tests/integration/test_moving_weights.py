@@ -10,7 +10,7 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..families import NUM_LAYERS
-from ..models import TinyModule, fit, loader, scaled_precision, trainer
+from ..models import TinyModule, fit, loader, trainer
 from ..pairwise import keeping, repeats
 from ..plans import plan_of
 from ..pretrained import BATCH_SIZE, PretrainedModule, build_from_checkpoint, build_whole, save_tiny
@@ -61,20 +61,6 @@ def test_all_weights_of_a_model_on_disk_train_and_move(workers: list[str], tmp_p
     )
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert not [name for name, p in found.named_parameters() if p.is_meta]
-
-
-@repeats(
-    "integration/test_moving_layers.py::test_layers_move_there_and_back",
-    "integration/test_mixed_precision.py::test_loss_scaling_is_that_of_one_device",
-)
-def test_layers_move_under_loss_scaling(workers: list[str]) -> None:
-    def run(moves: dict[int, Plan]) -> list[float]:
-        strategy = HeteroPipelineStrategy(workers[:2], plan_of(workers, (1, 2, 2)))
-        module = train(TinyModule(5), strategy, moves, plugins=[scaled_precision()])
-        return list(module.losses)
-
-    moved = run({2: plan_of(workers, (2, 1, 2)), 4: plan_of(workers, (0, 3, 2))})
-    assert moved == pytest.approx(run({}), rel=1e-3)
 
 
 def test_a_stage_may_get_a_dtype_of_its_own_with_a_move(workers: list[str]) -> None:

@@ -17,7 +17,7 @@ from .. import own_optimizers as own
 from ..conftest import worker_process
 from ..equality import assert_close
 from ..models import TinyModule, fit, loader, trainer
-from ..pairwise import repeats
+from ..pairwise import keeping, repeats
 from ..plans import plan_of
 
 
@@ -46,7 +46,7 @@ def pipeline(workers: list[str]) -> HeteroPipelineStrategy:
     return HeteroPipelineStrategy(workers, plan_of(workers, (1, 1, 1), 3))
 
 
-@pytest.mark.parametrize("make", [own.Lion, own.Preconditioned, own.OfBase])
+@pytest.mark.parametrize("make", keeping([own.Lion], [own.Lion, own.Preconditioned, own.OfBase]))
 def test_an_optimizer_of_ones_own_equals_one_device(
     allowing: list[str], make: type[torch.optim.Optimizer]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from lightning_hetero.coordinator import optimizers, worker_stages
 from lightning_hetero.coordinator.tensor_transfers import TensorLoad, send_all
 from lightning_hetero.errors import StageFailed, WorkerError
 
-from ..equality import TOLERANCE, assert_close, differing, weights_of
+from ..equality import assert_close, differing, weights_of
 from ..models import TinyModule, fit, loader, trainer
-from ..pairwise import keeping, repeats
+from ..pairwise import keeping
 from .groups import fit_in_groups
 from .moves import moved_and_expected
 from .rows import Rows, rows
@@ -87,25 +86,6 @@ def in_groups(name: str, workers: tuple[str, ...]) -> TinyModule:
     return fit_in_groups(TinyModule(), plan, loader(NUM_STEPS * BATCH_SIZE, 1))
 
 
-@cache
-def accumulated() -> TinyModule:
-    """Trained on one device over the same micro-batches."""
-    data = loader(NUM_STEPS * BATCH_SIZE, 1)
-    return fit(TinyModule(), data=data, accumulate_grad_batches=PIECES)
-
-
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    keeping([("between", "each"), ("both", "split")], product(PLANS, ["each", "split"])),
-)
-def test_a_run_has_the_bits_of_its_groups(name: str, optimizer: str, workers: list[str]) -> None:
-    plan = PLANS[name](workers, optimizer=optimizer)
-    found = fit(TinyModule(), strategy_of(plan), loader(NUM_STEPS * BATCH_SIZE, BATCH_SIZE))
-    assert differing(found, in_groups(name, (*workers,))) == []
-    for name_, tensor in accumulated().state_dict().items():
-        torch.testing.assert_close(found.state_dict()[name_], tensor, rtol=TOLERANCE, atol=1e-5)
-
-
 class Normed(Rows):
     """Its layers keep running statistics."""
 
@@ -132,34 +112,6 @@ def test_evaluation_and_prediction_are_those_of_one_device(name: str, workers: l
     found, expected = evaluated(strategy_of(PLANS[name](workers))), evaluated("auto")
     assert found[0][0]["test_loss"] == pytest.approx(expected[0][0]["test_loss"], rel=1e-6)
     torch.testing.assert_close(found[1], expected[1])
-
-
-@repeats(
-    "integration/test_hosted.py::test_layers_move_to_and_from_plans_with_the_coordinator_as_a_replica",
-    "integration/test_placements.py::test_layers_move_from_every_shape_to_every_other",
-)
-def test_layers_move_between_plans_with_and_without_replicas(workers: list[str]) -> None:
-    line = Plan(
-        [
-            StagePlan([workers[2]], (0, 2)),
-            StagePlan([workers[1]], (2, 4)),
-            StagePlan(["coordinator"], (4, 5)),
-        ],
-        PIECES,
-    )
-    plans = [
-        with_a_spare(workers),
-        replicated(workers),
-        line,
-        replicated(workers, optimizer="split"),
-        between(workers),
-        between(workers, optimizer="split"),
-        both_shared(workers),
-        with_a_spare(workers),
-        line,
-    ]
-    _, wrong = moved_and_expected(plans, workers)
-    assert wrong == []
 
 
 def test_other_shares_alone_send_nothing(workers: list[str]) -> None:

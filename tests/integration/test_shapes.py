@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,61 +11,11 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..equality import differing
 from ..families import assert_equal_runs, fit_by_hand, fit_family, tiny_model
-from ..models import TinyModule, fit, loader
+from ..models import TinyModule, fit
 from ..pairwise import keeping
-from .shapes import RING, SHAPES, Shape, one_each, shaped
+from .shapes import Shape, one_each, shaped
 
-NUM_LAYERS = 5
-BATCH_SIZE = 6
 PIECES = 3
-NUM_STEPS = 3
-
-TRIED: dict[str, Shape] = {
-    "both ends": SHAPES["both ends"],
-    "turn by turn": SHAPES["turn by turn"],
-    "ring": RING,
-}
-
-
-def run_over(strategy: Any, **options: Any) -> TinyModule:
-    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE)
-    return fit(TinyModule(), strategy, data, **options)
-
-
-# Lightning adds the norms in another order, so a line is the measure. At the boundary it must have
-# the coordinator's layers, which run the whole batch at once.
-AS_IN_A_LINE: dict[str, tuple[float | None, Any]] = {
-    "clipping by norm": (0.01, "step"),
-    "boundary": (None, "boundary"),
-    "boundary, clipping by norm": (0.01, "boundary"),
-}
-LINES: dict[str, tuple[Shape, Shape]] = {
-    "ring": (RING, [("C", 0, 1), ("a", 1, 4), ("C", 4, 5)]),
-    "turn by turn": (SHAPES["turn by turn"], [("a", 0, 3), ("b", 3, 5)]),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "around"),
-    keeping(
-        [("clipping by norm", "turn by turn"), ("boundary, clipping by norm", "ring")],
-        product(AS_IN_A_LINE, LINES),
-    ),
-)
-def test_a_run_has_the_bits_of_a_line(name: str, around: str, workers: list[str]) -> None:
-    shape, line = LINES[around]
-    clip, micro_batching = AS_IN_A_LINE[name]
-    found, expected = (
-        run_over(
-            HeteroPipelineStrategy(
-                workers[:2], shaped(workers, each, PIECES), micro_batching=micro_batching
-            ),
-            gradient_clip_val=clip,
-        )
-        for each in (shape, line)
-    )
-    assert differing(expected, TinyModule()) != []
-    assert differing(found, expected) == []
 
 
 # The router's loss of a micro-batch is not that of the batch, which the first-batch check says.
@@ -125,6 +74,3 @@ def test_what_one_stage_rounds_does_not_depend_on_who_has_the_others(
         found[0]
         != fit(TinyModule(), HeteroPipelineStrategy(workers, "even", micro_batches=PIECES)).losses
     )
-
-
-CHAIN = ["none", "both ends", "turn by turn", "halves", "ring", "none", "halves", "both ends"]

@@ -354,9 +354,8 @@ SETTINGS_OF_RUNS: dict[str, dict[str, Any]] = {
     ("name", "settings"),
     keeping(
         [
-            *((name, "step") for name in CASES),
+            *((name, "step") for name in ("default", "function", "torch", "environment, backward")),
             ("environment", "boundary"),
-            ("environment, backward", "boundary"),
             ("lru_cache", "whole"),
         ],
         [(name, settings) for name in CASES for settings in SETTINGS_OF_RUNS],
