@@ -25,8 +25,11 @@ TORCH = ("torch 1F1B", EVEN, "torch GPipe")
 DDP, UNEQUAL_DDP = "torch DDP", "torch DDP, unequal"
 CUT, REPLICAS = "hetero, cut layers", "hetero, replicas"
 SPLIT_REPLICAS = "hetero, replicas, optimizer split"
+BESIDE = "hetero, replicas, a worker beside"
+SHARING = (REPLICAS, SPLIT_REPLICAS, BESIDE)
+"""Those with one stage on both cores."""
 HETERO = (
-    *("hetero", CUT, REPLICAS, SPLIT_REPLICAS),
+    *("hetero", CUT, *SHARING),
     *("hetero, coordinator first", "hetero, 16-bit wire"),
 )
 PLANNED = ("hetero", CUT)
@@ -152,7 +155,11 @@ class Arena:
         worker = stack.enter_context(worker_process(self._before(1), host))
         baseline_bytes = memory_bytes(worker.pid, "VmRSS")
         self._slow(stack, {"ready": worker.pid})
-        process = self._start(stack, dataclasses.replace(job, worker=worker.address), 0)
+        job = dataclasses.replace(job, worker=worker.address)
+        if job.peer == BESIDE:
+            beside = stack.enter_context(worker_process(self._before(0), self.link.addresses[0]))
+            job = dataclasses.replace(job, beside=beside.address)
+        process = self._start(stack, job, 0)
         facts = process.wait_for("losses")
         second = {
             "peak_bytes": memory_bytes(worker.pid, "VmHWM"),

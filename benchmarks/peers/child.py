@@ -21,6 +21,7 @@ MODULES = {
     "hetero, cut layers": "hetero",
     "hetero, replicas": "hetero",
     "hetero, replicas, optimizer split": "hetero",
+    "hetero, replicas, a worker beside": "hetero",
     "hetero, coordinator first": "hetero",
     "hetero, 16-bit wire": "hetero",
 }

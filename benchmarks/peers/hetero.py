@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from benchmarks.peers.arena import CUT, REPLICAS, SHARED, SPLIT_REPLICAS
+from benchmarks.peers.arena import CUT, SHARED, SHARING, SPLIT_REPLICAS
 from benchmarks.peers.job import Job, Speaker
 from benchmarks.peers.one_device import TellAtEnd
 from benchmarks.training import fit
@@ -21,7 +21,7 @@ def run(job: Job) -> None:
     """The coordinator; the worker is a process that listens already."""
     speaker = Speaker()
     strategy = HeteroPipelineStrategy(
-        workers=[job.worker],
+        workers=[name for name in (job.worker, job.beside) if name],
         plan=plan_for(job),
         micro_batches=job.micro_batches,
         cut_layers=job.peer == CUT,
@@ -70,8 +70,9 @@ def plan_for(job: Job) -> Plan | str:
 
 def stages_for(job: Job) -> list[StagePlan]:
     """The stages of the split."""
-    if job.peer in (REPLICAS, SPLIT_REPLICAS):
-        names, shares = [job.worker, COORDINATOR], [job.micro_batches - job.split, job.split]
+    if job.peer in SHARING:
+        names = [job.worker, job.beside or COORDINATOR]
+        shares = [job.micro_batches - job.split, job.split]
         optimizer: ReplicaOptimizer | None = "split" if job.peer == SPLIT_REPLICAS else None
         return [StagePlan(names, (0, job.num_layers), shares=shares, optimizer=optimizer)]
     if job.peer == "hetero, coordinator first":

@@ -30,6 +30,7 @@ class Job:
         addresses: Of the first and of the second process.
         before_second: What goes before a command that shall run where the second process does.
         worker: Where the worker of the strategy listens.
+        beside: Where a worker listens on the first core; the coordinator then runs no layer.
         plan: The strategy's plan; None for one of the ``split``.
         in_flight: The strategy's bound on micro-batches in flight; None for its default.
         trains: The name of the workload.
@@ -46,6 +47,7 @@ class Job:
     addresses: tuple[str, str]
     before_second: list[str]
     worker: str = ""
+    beside: str = ""
     plan: str | None = None
     in_flight: int | None = None
     trains: str = SMALL

@@ -23,8 +23,7 @@ from benchmarks.peers.arena import (
     EVEN,
     HETERO,
     PLANNED,
-    REPLICAS,
-    SPLIT_REPLICAS,
+    SHARING,
     TORCH,
     UNEQUAL_DDP,
     Arena,
@@ -146,7 +145,7 @@ def ranges(micro_batches: int) -> dict[str, tuple[int, int]]:
         SERVER: (0, micro_batches),
         EVEN: (NUM_LAYERS // 2, NUM_LAYERS // 2),
         DDP: (micro_batches // 2, micro_batches // 2),
-        **dict.fromkeys((UNEQUAL_DDP, REPLICAS, SPLIT_REPLICAS), (1, micro_batches - 1)),
+        **dict.fromkeys((UNEQUAL_DDP, *SHARING), (1, micro_batches - 1)),
     }
 
 
@@ -201,7 +200,7 @@ def why_not(peer: str, arena: Arena) -> str | None:
         return "its stages are cut from a model without adapters"
     if peer == DDP and arena.micro_batches % 2:
         return f"{arena.micro_batches} micro-batches are no two equal parts"
-    if peer in (UNEQUAL_DDP, REPLICAS, SPLIT_REPLICAS) and arena.micro_batches < 2:
+    if peer in (UNEQUAL_DDP, *SHARING) and arena.micro_batches < 2:
         return "one micro-batch has no two parts"
     if peer == SERVER and importlib.util.find_spec("ray") is None:
         return "ray is not installed; it is in the extra 'bench'"

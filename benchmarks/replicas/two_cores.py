@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers.arena import (
+    BESIDE,
     CUT,
     DDP,
     REPLICAS,
     SHARED,
+    SHARING,
     SPLIT_REPLICAS,
     UNEQUAL_DDP,
     Arena,
@@ -71,12 +73,12 @@ class Case:
         """What the first process has, by the peer; the plan of `PLANNED` is not given."""
         count = self.micro_batches
         equal = count // 2
-        own = dict.fromkeys((REPLICAS, SPLIT_REPLICAS, UNEQUAL_DDP, SERVER), self.own)
+        own = dict.fromkeys((*SHARING, UNEQUAL_DDP, SERVER), self.own)
         return {**own, DDP: equal, CUT: HALVES_HERE, PLANNED: NUM_LAYERS // 2}
 
 
 FEW = (2, 4, 8)
-SLOW_PEERS = (DDP, UNEQUAL_DDP, SERVER, PLANNED)
+SLOW_PEERS = (BESIDE, DDP, UNEQUAL_DDP, SERVER, PLANNED)
 SLOW_IN_FLIGHT = 8
 """While a slow worker runs one micro-batch, the coordinator runs up to five."""
 MOST_CORRECTIONS = 5
@@ -84,8 +86,8 @@ SPEED_TOLERANCE = 0.05
 """Relative to the case's speed."""
 
 CASES = [
-    Case("adapters", 16, 7, 1.85, (DDP,), has_adapters=True),
-    Case("weights", 16, 7, 1.75, (DDP,)),
+    Case("adapters", 16, 7, 1.85, (BESIDE, DDP), has_adapters=True),
+    Case("weights", 16, 7, 1.75, (BESIDE, DDP)),
     *(Case(f"few-{count}", count, count // 2, 1.70, (SPLIT_REPLICAS, CUT, DDP)) for count in FEW),
     *(
         Case(f"few-{count}-adapters", count, count // 2, 1.70, (CUT, DDP), has_adapters=True)
