@@ -37,8 +37,6 @@ from lightning_hetero.launch.ssh import names_of
 from lightning_hetero.optional import bitsandbytes, peft
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.cards import with_card
-from lightning_hetero.planner.feasibility import candidate_of
-from lightning_hetero.planner.plan_comparison import Side, compare
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Part, Profile
 from lightning_hetero.planner.solver import Wishes, solve, solve_replicated
 from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
@@ -495,7 +493,7 @@ COMMANDS = [
         file_at("plan.yaml"),
     ),
     follows(
-        "two profiles write no plan. Leave it out.",
+        "--what-if write no plan. Leave it out.",
         in_order(
             with_plan, command("plan", "profile.yaml", "--given", "plan.yaml", "-o", "x.yaml")
         ),
@@ -670,14 +668,6 @@ def card(name: str, *, dtype: str = "float32", wish: str) -> Act:
     return lambda: with_card(given, wish)
 
 
-def compared(fingerprint: str) -> Act:
-    first, second = pair(batch_size=4), pair(batch_size=4)
-    second = replace(second, model=replace(second.model, fingerprint=fingerprint))
-    return lambda: compare(
-        *(Side(name, candidate_of(PLAN_FILE, each)) for name, each in (("x", first), ("y", second)))
-    )
-
-
 def of_version(version: int) -> Act:
     return lambda: Profile.from_dict({**content(pair()), "version": version})
 
@@ -776,11 +766,6 @@ MEASURED = [
         "Measure it in another dtype too, by `PipelineProfiler(dtypes=['float32'])`.",
         card("NVIDIA L4", dtype="bfloat16", wish="P40"),
         card("NVIDIA L4", dtype="float32", wish="P40"),
-    ),
-    follows(
-        "are profiles of different models (… and …); compare profiles of one model",
-        compared("other"),
-        compared(pair().model.fingerprint),
     ),
     follows(
         "this planner reads version …; measure again",

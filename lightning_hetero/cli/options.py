@@ -240,12 +240,7 @@ def _add_profile_options(profile: argparse.ArgumentParser) -> None:
 
 
 def _add_plan_options(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument(
-        "profile",
-        nargs="+",
-        metavar="PROFILE",
-        help="file with the measurements; of two files the plans are compared, and none is written",
-    )
+    plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
     plan.add_argument(
         "--pin",
         action="append",
