@@ -36,7 +36,6 @@ from ..transport.handshake import address_of, listen
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import FILE_VARIABLE, Token, find_token_file
 from ..worker.join import Joiner
-from ..worker.kept_tensors import KeptTensors
 from ..worker.owner import Owner, ServedRun
 from ..worker.supervisor import SessionPlace, Supervisor, serve_one_session, serve_one_session_anew
 from ..worker.worker import Worker
@@ -156,7 +155,6 @@ def _worker(
     options: argparse.Namespace,
     credentials: Credentials | None,
     place: SessionPlace,
-    kept: KeptTensors,
 ) -> Worker:
     """The worker of these options, in the process of a session."""
     if options.threads is not None:
@@ -173,7 +171,6 @@ def _worker(
         allowed=allowed,
         credentials=credentials,
         owner=owner,
-        kept=kept,
         equipment=found,
     )
 
@@ -285,7 +282,7 @@ def line_of(record: ServedRun, ended_at: str) -> Text:
 
 def _maker(
     options: argparse.Namespace, token_file: Path | None, secret: str
-) -> Callable[[SessionPlace, KeptTensors], Worker]:
+) -> Callable[[SessionPlace], Worker]:
     """Make a function that makes the worker of a session, for the secret of the run."""
     return partial(_worker, options, _credentials(token_file, secret))
 

@@ -26,7 +26,6 @@ from lightning_hetero.planner.profile import Profile
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, read_token_file
 from lightning_hetero.version import __version__
-from lightning_hetero.worker.kept_tensors import KeptTensors
 from lightning_hetero.worker.supervisor import SessionPlace
 from lightning_hetero.worker.worker import Worker
 
@@ -171,9 +170,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
             make_worker, *_ = serve.args
             ours, theirs = Pipe()
             with listener, ours, theirs:
-                workers.append(
-                    make_worker(SessionPlace(listener, theirs, None, 0.0), KeptTensors())
-                )
+                workers.append(make_worker(SessionPlace(listener, theirs, 0.0)))
 
         def serve_forever(self, *_told: Any) -> None:
             workers[-1].stop()
