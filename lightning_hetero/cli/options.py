@@ -150,23 +150,6 @@ def _add_owner_options(worker: argparse.ArgumentParser) -> None:
         help="how long a run with `recovery` may keep this worker while their connection is "
         "broken; 0 for not at all (default: %(default)g)",
     )
-    add_unit_option(worker)
-
-
-def add_unit_option(worker: argparse.ArgumentParser) -> None:
-    """Add ``--print-unit``, which is empty without a value, and ``--print-manifest``."""
-    worker.add_argument(
-        "--print-unit",
-        nargs="?",
-        const="",
-        choices=("systemd", "launchd"),
-        help="print a file with which the system starts this worker with these options, and exit",
-    )
-    worker.add_argument(
-        "--print-manifest",
-        choices=("kubernetes", "slurm", "skypilot", "compose", "systemd", "launchd"),
-        help="likewise, for a cluster or a cloud, whose workers need --join",
-    )
 
 
 def _add_local_options(worker: argparse.ArgumentParser) -> None:
