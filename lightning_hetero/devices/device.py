@@ -94,10 +94,6 @@ class Device:
         # torch's module for this kind, such as `torch.cuda`.
         self._library: Any = getattr(torch, torch_device.type, None)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on a device of this kind."""
-        return tensor.device.type == self.torch_device.type
-
     @property
     def memory_name(self) -> str:
         """The name of the device's memory; devices that share memory have the same one."""
