@@ -101,7 +101,7 @@ COMMANDS = {
     "": "--print-completion --version",
     "worker": (
         "--allow --announce --device --join --linger-seconds --listen --listen-fd --log-level "
-        "--memory --name --no-announce --place --print-manifest --print-unit --rejoin-seconds "
+        "--memory --name --no-announce --place --rejoin-seconds "
         "--script --sessions --stop-with-stdin --threads --token-file"
     ),
     "workers": "--token-file",

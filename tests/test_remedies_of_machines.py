@@ -32,13 +32,10 @@ from lightning_hetero.discovery import mdns
 from lightning_hetero.errors import JoinError
 from lightning_hetero.launch import join as joins
 from lightning_hetero.launch.launcher import start_command, stop_commands
-from lightning_hetero.launch.manifests import manifest_text
 from lightning_hetero.launch.ssh import names_of
 from lightning_hetero.optional import bitsandbytes, peft
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.cards import with_card
-from lightning_hetero.planner.feasibility import candidate_of
-from lightning_hetero.planner.plan_comparison import Side, compare
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Part, Profile
 from lightning_hetero.planner.solver import Wishes, solve, solve_replicated
 from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
@@ -133,10 +130,6 @@ def started(*words: str) -> Act:
     return lambda: stop_commands([start_command("it", words)])
 
 
-def manifest(*words: str) -> Act:
-    return lambda: manifest_text("systemd", words, "/", {}, "host:9999")
-
-
 def announced(host: str, has_token: bool = True, hosts: tuple[str, ...] = ("192.168.1.7",)) -> Act:
     """What prepares the announcement of a worker on a machine with these addresses."""
 
@@ -205,11 +198,6 @@ WORKERS = [
         "cannot be started: …. Install it, or name its path.",
         started("no-such-program"),
         started(sys.executable, "--version"),
-    ),
-    follows(
-        "cannot hold the control character in …; remove it",
-        manifest("a\nb"),
-        manifest("ab"),
     ),
     follows(
         "gives no name for a worker; name the machine otherwise",
@@ -475,6 +463,24 @@ def wanted_by_doctor(folder: Path) -> None:
     assert wanted.plan == PLAN_FILE
 
 
+class Idle:
+    """In the place of a worker's supervisor."""
+
+    def __init__(self, listener: socket.socket, *_given: Any, **_options: Any) -> None:
+        listener.close()
+
+    def serve_forever(self, *_told: Any) -> None:
+        pass
+
+
+def worker_of(*words: str) -> Act:
+    """What starts a worker that serves nobody."""
+    words = ("worker", *words, "--listen", "127.0.0.1:0")
+    stand_ins = [("Supervisor", Idle), ("prepare_process", lambda: None)]
+    stand_ins += [("address_of", lambda _listener: Address("127.0.0.1", 1))]
+    return patched(command(*words), *((worker_command, *each) for each in stand_ins))
+
+
 def allowed_in_its_folder(folder: Path) -> None:
     (folder / "own_blocks_here.py").touch()
     with pytest.MonkeyPatch.context() as patch:
@@ -495,7 +501,7 @@ COMMANDS = [
         file_at("plan.yaml"),
     ),
     follows(
-        "two profiles write no plan. Leave it out.",
+        "--what-if write no plan. Leave it out.",
         in_order(
             with_plan, command("plan", "profile.yaml", "--given", "plan.yaml", "-o", "x.yaml")
         ),
@@ -516,17 +522,9 @@ COMMANDS = [
     ),
     follows(
         "Leave `--name` out, or let the worker join.",
-        command("worker", "--name", "a", "--print-manifest", "systemd"),
-        in_order(
-            command("worker", "--print-manifest", "systemd"),
-            command("worker", "--name", "a", "--join", "h:7070", "--print-manifest", "systemd"),
-        ),
+        worker_of("--name", "a"),
+        in_order(worker_of(), worker_of("--name", "a", "--join", "127.0.0.1:1")),
         "needs `--join HOST:PORT`",
-    ),
-    follows(
-        "so the worker has to dial the coordinator: add `--join HOST:PORT`",
-        command("worker", "--print-manifest", "kubernetes"),
-        command("worker", "--join", "h:7070", "--print-manifest", "kubernetes"),
     ),
     follows(
         "so no other machine reaches this worker; start it with `--listen 0.0.0.0:…`",
@@ -670,14 +668,6 @@ def card(name: str, *, dtype: str = "float32", wish: str) -> Act:
     return lambda: with_card(given, wish)
 
 
-def compared(fingerprint: str) -> Act:
-    first, second = pair(batch_size=4), pair(batch_size=4)
-    second = replace(second, model=replace(second.model, fingerprint=fingerprint))
-    return lambda: compare(
-        *(Side(name, candidate_of(PLAN_FILE, each)) for name, each in (("x", first), ("y", second)))
-    )
-
-
 def of_version(version: int) -> Act:
     return lambda: Profile.from_dict({**content(pair()), "version": version})
 
@@ -776,11 +766,6 @@ MEASURED = [
         "Measure it in another dtype too, by `PipelineProfiler(dtypes=['float32'])`.",
         card("NVIDIA L4", dtype="bfloat16", wish="P40"),
         card("NVIDIA L4", dtype="float32", wish="P40"),
-    ),
-    follows(
-        "are profiles of different models (… and …); compare profiles of one model",
-        compared("other"),
-        compared(pair().model.fingerprint),
     ),
     follows(
         "this planner reads version …; measure again",

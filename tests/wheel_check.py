@@ -21,7 +21,6 @@ DATA = (
     "lightning_hetero/py.typed",
     "lightning_hetero/planner/cards.csv",
     "lightning_hetero/report/page.html",
-    "lightning_hetero/launch/templates/worker.service",
 )
 
 

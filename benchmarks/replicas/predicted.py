@@ -22,9 +22,8 @@ from benchmarks.training import fit
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.callbacks import PipelineProfiler
 from lightning_hetero.plan import COORDINATOR
-from lightning_hetero.planner.plan_comparison import predict_given
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.planner.solver import Wishes
+from lightning_hetero.planner.solver import Wishes, predict_given
 
 GOAL = 0.08
 

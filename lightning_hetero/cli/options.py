@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import HeteroError, PlanError
-from ..recovery import LINGER_SECONDS, MOST_LINGER_SECONDS, check_linger_seconds
+from ..recovery import LINGER_SECONDS, MOST_LINGER_SECONDS
 from ..transport.address import Address, checked_name
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE
 from ..units import parse_bytes
@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 DEFAULT_LISTEN = Address("127.0.0.1", 9999)
 _MOST_SECONDS = 366 * 86400.0
 # Between two looks, for an answer, and to measure a link.
-_LEAST_SECONDS = 0.01
+_LEAST_SECONDS, _MOST_LOOK_SECONDS = 0.01, 3600.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,7 +128,7 @@ def _add_join_options(worker: argparse.ArgumentParser) -> None:
     )
     worker.add_argument(
         "--rejoin-seconds",
-        type=_duration,
+        type=_seconds(0, _MOST_SECONDS),
         default=600.0,
         metavar="SECONDS",
         help="with --join: end after so long without being let in (default: %(default)g)",
@@ -144,28 +144,11 @@ def _add_owner_options(worker: argparse.ArgumentParser) -> None:
     )
     worker.add_argument(
         "--linger-seconds",
-        type=_linger_seconds,
+        type=_seconds(0, MOST_LINGER_SECONDS),
         default=LINGER_SECONDS,
         metavar="SECONDS",
         help="how long a run with `recovery` may keep this worker while their connection is "
         "broken; 0 for not at all (default: %(default)g)",
-    )
-    add_unit_option(worker)
-
-
-def add_unit_option(worker: argparse.ArgumentParser) -> None:
-    """Add ``--print-unit``, which is empty without a value, and ``--print-manifest``."""
-    worker.add_argument(
-        "--print-unit",
-        nargs="?",
-        const="",
-        choices=("systemd", "launchd"),
-        help="print a file with which the system starts this worker with these options, and exit",
-    )
-    worker.add_argument(
-        "--print-manifest",
-        choices=("kubernetes", "slurm", "skypilot", "compose", "systemd", "launchd"),
-        help="likewise, for a cluster or a cloud, whose workers need --join",
     )
 
 
@@ -216,14 +199,14 @@ def _add_doctor_options(doctor: argparse.ArgumentParser) -> None:
     )
     doctor.add_argument(
         "--timeout",
-        type=_seconds,
+        type=_seconds(_LEAST_SECONDS, _MOST_LOOK_SECONDS),
         default=10.0,
         metavar="SECONDS",
         help="deadline of each step of the connection (default: %(default)s)",
     )
     doctor.add_argument(
         "--seconds",
-        type=_seconds,
+        type=_seconds(_LEAST_SECONDS, _MOST_LOOK_SECONDS),
         default=2.0,
         metavar="SECONDS",
         help="about how long to measure each link (default: %(default)s)",
@@ -240,12 +223,7 @@ def _add_profile_options(profile: argparse.ArgumentParser) -> None:
 
 
 def _add_plan_options(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument(
-        "profile",
-        nargs="+",
-        metavar="PROFILE",
-        help="file with the measurements; of two files the plans are compared, and none is written",
-    )
+    plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
     plan.add_argument(
         "--pin",
         action="append",
@@ -347,14 +325,14 @@ def _add_top_options(top: argparse.ArgumentParser) -> None:
     _add_token_option(top, "the token of the workers")
     top.add_argument(
         "--interval",
-        type=_seconds,
+        type=_seconds(_LEAST_SECONDS, _MOST_LOOK_SECONDS),
         default=2.0,
         metavar="SECONDS",
         help="time between two looks (default: %(default)s)",
     )
     top.add_argument(
         "--patience",
-        type=_seconds,
+        type=_seconds(_LEAST_SECONDS, _MOST_LOOK_SECONDS),
         default=3.0,
         metavar="SECONDS",
         help="show a worker as gone after this time without an answer (default: %(default)s)",
@@ -476,37 +454,21 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not _LEAST_SECONDS <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds from {_LEAST_SECONDS} to 3600."
-        )
-    return seconds
+def _seconds(least: float, most: float) -> Callable[[str], float]:
+    """The parser of a number of seconds in this range."""
 
+    def parsed(text: str) -> float:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = -1.0
+        if not least <= seconds <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a number of seconds from {least:g} to {most:.0f}."
+            )
+        return seconds
 
-def _linger_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-        check_linger_seconds(seconds, "it")
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds from 0 to {MOST_LINGER_SECONDS:.0f}."
-        ) from None
-    return seconds
-
-
-def _duration(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= _MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to a year.")
-    return seconds
+    return parsed
 
 
 def _module_name(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -13,17 +13,16 @@ from rich.text import Text
 from ..errors import PlanError
 from ..plan import Plan
 from ..planner.cards import FASTEST, SLOWEST, with_card
-from ..planner.plan_comparison import Side, bottleneck, compare, predict_given
 from ..planner.profile import Profile
-from ..planner.solver import Solution, Wishes, parse_memory, parse_pin, solve
-from ..planner.verdict import judge, render, running_costs, show
+from ..planner.solver import Solution, Wishes, parse_memory, parse_pin, predict_given, solve
+from ..planner.verdict import bottleneck, judge, render, show, tokens_per_second
 from .options import new_file, writing
 
 Value = TypeVar("Value")
 
 
 def run(options: argparse.Namespace) -> None:
-    profiles = [Profile.from_yaml(path) for path in options.profile]
+    profile = Profile.from_yaml(options.profile)
     wishes = Wishes(
         pins=_each_once(parse_pin(text) for text in options.pin),
         exclude=options.exclude,
@@ -33,13 +32,13 @@ def run(options: argparse.Namespace) -> None:
         accumulate_grad_batches=options.accumulate,
         replicas=not options.no_replicas,
     )
-    if options.given or options.what_if or len(profiles) > 1:
+    if options.given or options.what_if:
         _check_question(options)
         given = Plan.from_yaml(options.given) if options.given else None
-        show(_answer(options, profiles, Planner(given, wishes)))
+        show(_answer(options, profile, Planner(given, wishes)))
         return
     path = options.output or new_file("plan.yaml")
-    solution = solve(profiles[0], wishes)
+    solution = solve(profile, wishes)
     with writing("plan", path):
         solution.plan.to_yaml(path)
     show(render(judge(solution)))
@@ -95,39 +94,25 @@ def _check_question(options: argparse.Namespace) -> None:
     """
     if options.output is not None:
         raise PlanError(
-            f"The option --output {options.output} has nothing to write: --given, --what-if and "
-            "two profiles write no plan. Leave it out."
+            f"The option --output {options.output} has nothing to write: --given and "
+            "--what-if write no plan. Leave it out."
         )
     if options.given and (options.pin or options.micro_batches):
         raise PlanError(
             f"The plan --given {options.given} has its own layers and micro-batches; leave out "
             "--pin and --micro-batches."
         )
-    if len(options.profile) > 2 or (options.what_if and len(options.profile) > 1):
-        most = "--what-if takes one profile" if options.what_if else "two profiles are compared"
-        raise PlanError(f"There are {len(options.profile)} profiles, and {most}.")
 
 
-def _answer(
-    options: argparse.Namespace, profiles: Sequence[Profile], planner: Planner
-) -> RenderableType:
+def _answer(options: argparse.Namespace, profile: Profile, planner: Planner) -> RenderableType:
     if options.what_if:
-        return _with_cards(options.profile[0], profiles[0], options.what_if, planner)
-    solutions = [planner.decide(profile) for profile in profiles]
-    if len(solutions) == 1:
-        shown = judge(solutions[0])
-        return Group(render(shown), Text(bottleneck(solutions[0].chosen)))
-    sides = [Side(path, s.chosen) for path, s in zip(options.profile, solutions, strict=True)]
-    costs = [
-        Text(f"{side.title}: {line}") for side in sides for line in running_costs(side.candidate)
-    ]
-    return Group(compare(*sides), *costs)
+        return _with_cards(profile, options.what_if, planner)
+    solution = planner.decide(profile)
+    return Group(render(judge(solution)), Text(bottleneck(solution.chosen)))
 
 
-def _with_cards(
-    title: str, profile: Profile, cards: Iterable[str], planner: Planner
-) -> RenderableType:
-    """The plan with guessed cards, its range, and the comparison with the measured devices."""
+def _with_cards(profile: Profile, cards: Iterable[str], planner: Planner) -> RenderableType:
+    """The plan with guessed cards, its range, and the speed of the measured devices alone."""
     middle = fastest = slowest = profile
     guesses = []
     for card in cards:
@@ -136,20 +121,18 @@ def _with_cards(
         guesses.append(with_card(middle, card))
         middle = guesses[-1].profile
     solution = planner.decide(middle)
-    cards_text = " and ".join(guess.card.name for guess in guesses)
-    side = Side(f"{title} with {cards_text}", solution.chosen)
-    ends = [Side("", planner.decide(each).chosen) for each in (slowest, fastest)]
+    ends = [tokens_per_second(planner.decide(each).chosen) for each in (slowest, fastest)]
+    added = {guess.name for guess in guesses} - {device.name for device in profile.devices}
+    try:
+        before = planner.without(added).decide(profile).chosen
+    except PlanError as error:
+        measured = str(error)
+    else:
+        measured = f"a plan makes {tokens_per_second(before):,.0f} tokens/s."
     said = [
         *map(str, guesses),
         f"The plan above is for the middle of the guess; at its ends a plan makes "
-        f"{ends[0].tokens_per_second:,.0f} to {ends[1].tokens_per_second:,.0f} tokens/s.",
+        f"{ends[0]:,.0f} to {ends[1]:,.0f} tokens/s.",
+        f"Without the guess: {measured}",
     ]
-    measured = {device.name for device in profile.devices}
-    added = {guess.name for guess in guesses} - measured
-    try:
-        before = planner.without(added).decide(profile)
-    except PlanError as error:
-        compared: RenderableType = Text(f"Without the guess: {error}")
-    else:
-        compared = compare(Side(title, before.chosen), side)
-    return Group(render(judge(solution)), *map(Text, said), compared)
+    return Group(render(judge(solution)), *map(Text, said))

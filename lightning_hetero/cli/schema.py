@@ -11,6 +11,7 @@ import argparse
 import inspect
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
 def schema(kind: FileKind) -> dict[str, Any]:
     """The JSON schema of a plan or of a profile, as plain data."""
     made = msgspec.json.schema(_KINDS[kind])
-    classes = {each.__name__: each for each in _classes(_KINDS[kind])}
+    classes = vars(sys.modules[_KINDS[kind].__module__])
     definitions = {
         name: _definition(name, classes[name], content) for name, content in made["$defs"].items()
     }
@@ -67,24 +68,6 @@ def schema(kind: FileKind) -> dict[str, Any]:
         "$ref": made["$ref"],
         "$defs": definitions,
     }
-
-
-def _classes(kind: type) -> list[type]:
-    """The class, and all classes that its fields name."""
-    found = [kind]
-    for each in found:
-        for field in msgspec.inspect.type_info(each).fields:  # type: ignore[attr-defined]
-            found += [name for name in _named_in(field.type) if name not in found]
-    return found
-
-
-def _named_in(info: Any) -> list[type]:
-    """The classes with fields that a type is made of."""
-    if isinstance(info, msgspec.inspect.StructType | msgspec.inspect.DataclassType):
-        return [info.cls]
-    inner = [getattr(info, name, None) for name in ("item_type", "value_type")]
-    parts = [*filter(None, inner), *getattr(info, "types", ()), *getattr(info, "item_types", ())]
-    return [name for part in parts for name in _named_in(part)]
 
 
 def _definition(name: str, kind: type, content: Mapping[str, Any]) -> dict[str, Any]:

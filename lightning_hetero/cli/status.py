@@ -30,13 +30,22 @@ def run(options: argparse.Namespace) -> None:
     def ask(machine: Machine) -> Told:
         return carry_out(machine, machine.script("status", cluster.where(machine)))
 
-    told = at_the_same_time(ask, cluster.machines)
+    if num_usable(cluster, ask) < len(cluster.machines):
+        sys.exit(1)
+
+
+def num_usable(cluster: Cluster, action: Callable[[Machine], Told]) -> int:
+    """Carry out an action on each machine, and print a line on each.
+
+    Returns:
+        How many workers can be used.
+    """
+    told = at_the_same_time(action, cluster.machines)
     visits = visited(cluster, told)
     for machine in cluster.machines:
         name = machine.name
         print(line_of(cluster.where(machine), name, told[name], visits.get(name)))
-    if not all(name in visits and visits[name].is_usable for name in told):
-        sys.exit(1)
+    return sum(report.is_usable for report in visits.values())
 
 
 def at_the_same_time(

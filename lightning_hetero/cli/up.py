@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..launch.cluster import Cluster, Machine, Told, carry_out, read_cluster, token_file_of
 from ..transport.token import DEFAULT_FILE, Token, expanded, read_token_file, write_token_file
-from .status import at_the_same_time, line_of, visited
+from .status import num_usable
 
 
 def run(options: argparse.Namespace) -> None:
@@ -18,14 +18,9 @@ def run(options: argparse.Namespace) -> None:
     def start(machine: Machine) -> Told:
         return carry_out(machine, machine.script("up", cluster.where(machine), token))
 
-    started = at_the_same_time(start, cluster.machines)
-    visits = visited(cluster, started)
-    for machine in cluster.machines:
-        name = machine.name
-        print(line_of(cluster.where(machine), name, started[name], visits.get(name)))
-    usable = [m for m in cluster.machines if m.name in visits and visits[m.name].is_usable]
-    if len(usable) < len(cluster.machines):
-        sys.exit(f"{len(usable)} of {len(cluster.machines)} workers can be used.")
+    usable, wanted = num_usable(cluster, start), len(cluster.machines)
+    if usable < wanted:
+        sys.exit(f"{usable} of {wanted} workers can be used.")
     print(f"All can be used: HeteroPipelineStrategy(workers=ClusterFile({str(options.cluster)!r}))")
 
 

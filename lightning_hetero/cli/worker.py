@@ -29,18 +29,16 @@ from ..devices.device import all_survive_fork
 from ..devices.numerics import prepare_process
 from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
-from ..launch.manifests import JOINING_KINDS, manifest_text, service_manager_here
 from ..model.allowed_imports import Allowed
 from ..transport.address import Address
 from ..transport.handshake import address_of, listen
 from ..transport.tls import Credentials, credentials_of
-from ..transport.token import FILE_VARIABLE, Token, find_token_file
+from ..transport.token import Token, find_token_file
 from ..worker.join import Joiner
-from ..worker.kept_tensors import KeptTensors
 from ..worker.owner import Owner, ServedRun
 from ..worker.supervisor import SessionPlace, Supervisor, serve_one_session, serve_one_session_anew
 from ..worker.worker import Worker
-from .options import DEFAULT_LISTEN, add_unit_option
+from .options import DEFAULT_LISTEN
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +50,6 @@ def run(options: argparse.Namespace) -> None:
             "that waits for its coordinator by its host:port. Leave `--name` out, or let the "
             "worker join."
         )
-    if options.print_unit is not None or options.print_manifest is not None:
-        print(_manifest(options), end="")
-        return
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
     )
@@ -156,7 +151,6 @@ def _worker(
     options: argparse.Namespace,
     credentials: Credentials | None,
     place: SessionPlace,
-    kept: KeptTensors,
 ) -> Worker:
     """The worker of these options, in the process of a session."""
     if options.threads is not None:
@@ -173,7 +167,6 @@ def _worker(
         allowed=allowed,
         credentials=credentials,
         owner=owner,
-        kept=kept,
         equipment=found,
     )
 
@@ -182,27 +175,6 @@ def _command_at(place: SessionPlace) -> list[str]:
     """The command of this worker, for a process that serves one session at a place."""
     options = sys.argv[sys.argv.index("worker") + 1 :]
     return [sys.executable, "-m", "lightning_hetero", "worker", "--place", str(place), *options]
-
-
-def _manifest(options: argparse.Namespace) -> str:
-    """The file with which a system starts the worker of this command line.
-
-    Raises:
-        HeteroError: If the system places workers where it likes, and the worker would not join.
-    """
-    unit_parser = argparse.ArgumentParser(add_help=False)
-    add_unit_option(unit_parser)
-    _, others = unit_parser.parse_known_args(sys.argv[1:])
-    command = [sys.executable, "-m", "lightning_hetero", *others]
-    environment = {key: os.environ[key] for key in (FILE_VARIABLE,) if key in os.environ}
-    where = str(options.listen or options.name or options.join or DEFAULT_LISTEN)
-    kind = options.print_manifest or options.print_unit or service_manager_here()
-    if kind in JOINING_KINDS and options.join is None:
-        raise HeteroError(
-            f"Nobody knows beforehand where {kind} starts a worker, so the worker has to dial the "
-            "coordinator: add `--join HOST:PORT`."
-        )
-    return manifest_text(kind, command, os.getcwd(), environment, where)
 
 
 class _Saying:
@@ -285,7 +257,7 @@ def line_of(record: ServedRun, ended_at: str) -> Text:
 
 def _maker(
     options: argparse.Namespace, token_file: Path | None, secret: str
-) -> Callable[[SessionPlace, KeptTensors], Worker]:
+) -> Callable[[SessionPlace], Worker]:
     """Make a function that makes the worker of a session, for the secret of the run."""
     return partial(_worker, options, _credentials(token_file, secret))
 

@@ -39,19 +39,13 @@ STEPS_BETWEEN_COMPARISONS = 100
 def load_of(
     worker: Member, stages: Sequence[RemoteStage], requests: Requests, built: Answer
 ) -> TensorLoad:
-    """The load of all tensors of a worker's stages, which the worker is about to build.
-
-    Tensors whose dtype differs on the worker are sent without an offer.
-    """
+    """The load of all tensors of a worker's stages, which the worker is about to build."""
     layers = {number: layer for stage in stages for number, layer in stage.layers.items()}
-    here = {name: tensor.dtype for name, tensor in named_tensors(layers)}
-    there = {name: dtype for stage in stages for name, dtype in stage.tensor_dtypes.items()}
     return TensorLoad(
         worker,
         chain.from_iterable(stage.contents() for stage in stages),
         requests.send,
         is_packed_there=lambda name: stored_in_four_bits(layers, name),
-        may_be_held=lambda name: name in here and here[name] == there[name],
         built=built,
     )
 

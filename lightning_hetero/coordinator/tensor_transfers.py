@@ -1,4 +1,4 @@
-"""Transfers of tensors to workers: many at once, offered first if a worker may still have them.
+"""Transfers of tensors to workers: many at once.
 
 Tensors go to several workers at once. One tensor is read at a time, for any worker that has room.
 Each worker confirms every tensor that it has put in its place, and at most two of its tensors, or
@@ -9,7 +9,7 @@ keeps every link busy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from ..model.stored import State
 from ..model.tensors import Content
 from ..protocol import messages as m
-from ..protocol.tensor_bytes import fingerprint_of
 from .member import Member
 from .requests import Answer
 
@@ -26,11 +25,6 @@ from .requests import Answer
 MOST_UNDER_WAY = 2
 MOST_SMALL_UNDER_WAY = 64
 SMALL_BYTES = 8 * 2**20
-
-# A smaller tensor is sent at once: an offer costs as much.
-LEAST_OFFERED_BYTES = 2**14
-# A worker that has refused so many offers in a row holds tensors that were trained since.
-MOST_REFUSALS = 8
 
 
 def _is_room_beside(count: int, num_bytes: int) -> bool:
@@ -49,8 +43,6 @@ class TensorLoad:
         send: Sends a worker a request.
         is_packed_there: Whether the worker packs a tensor of that name that comes without state;
             it has memory for one of them at a time.
-        may_be_held: Whether the worker would hold a tensor of that name in the dtype in which it
-            is sent.
         built: The answer of a worker that is about to build the layers; None if it has them.
     """
 
@@ -58,11 +50,8 @@ class TensorLoad:
     contents: Iterator[tuple[str, Tensor, State]]
     send: Callable[..., Answer]
     is_packed_there: Callable[[str], bool] = lambda _name: False
-    may_be_held: Callable[[str], bool] = lambda _name: False
     built: Answer | None = None
-    _held: Collection[str] = ()
     _is_read: bool = False
-    _num_refusals: int = 0
     # In the order in which the worker confirms them.
     _under_way: deque[tuple[str, Content, Answer]] = field(default_factory=deque)
 
@@ -85,47 +74,28 @@ class TensorLoad:
             self._is_read = True
             return
         name, tensor, state = found
-        content = Content(tensor, state)
-        if name in self._held and self._is_worth_asking(name, content):
-            offer = m.OfferTensor(name, fingerprint_of(content.parts))
-            self._under_way.append((name, content, self.send(self.worker, offer)))
-        else:
-            self._send(name, content)
+        message = m.LoadTensor(name, list(state))
+        answer = self.send(self.worker, message, tensor, *state.values())
+        self._under_way.append((name, Content(tensor, state), answer))
         yield name
 
     def take(self) -> None:
         """Note the answers that have come."""
         if self.built is not None and self.built.is_over:
-            built, self.built = self.built.result(m.Built), None
-            self._held = {name for name in built.held if self.may_be_held(name)}
+            self.built.result(m.Built)
+            self.built = None
         while self._under_way and self._under_way[0][-1].is_over:
-            name, content, answer = self._under_way.popleft()
-            said = answer.result(m.Message)
-            if not isinstance(said, m.OfferAnswered):
-                continue
-            self._num_refusals = 0 if said.is_taken else self._num_refusals + 1
-            if not said.is_taken:
-                self._send(name, content)
+            _, _, answer = self._under_way.popleft()
+            answer.result(m.Done)
 
     def _has_room(self) -> bool:
         if self.built is not None or self._is_read:
             return False
-        if self._under_way and self._is_sent_to_be_packed(*self._under_way[-1][:2]):
-            return False
+        if self._under_way:
+            name, content, _ = self._under_way[-1]
+            if not content.state and self.is_packed_there(name):
+                return False
         return _is_room_beside(len(self._under_way), self.bytes_under_way)
-
-    def _is_sent_to_be_packed(self, name: str, content: Content) -> bool:
-        return not content.state and self.is_packed_there(name)
-
-    def _is_worth_asking(self, name: str, content: Content) -> bool:
-        if self._num_refusals >= MOST_REFUSALS or content.num_bytes < LEAST_OFFERED_BYTES:
-            return False
-        return not self._is_sent_to_be_packed(name, content)
-
-    def _send(self, name: str, content: Content) -> None:
-        message = m.LoadTensor(name, list(content.state))
-        answer = self.send(self.worker, message, content.tensor, *content.state.values())
-        self._under_way.append((name, content, answer))
 
 
 @dataclass(eq=False)

@@ -109,16 +109,11 @@ def _compiles(device: Device) -> bool:
     return has_compiler and (has_triton or not device.needs_triton)
 
 
-def describe_device(torch_device: torch.device, kept_bytes: int = 0) -> DeviceDescribed:
-    """Describe a device for this process; multiplies for a moment to try dtypes.
-
-    Args:
-        torch_device: The device.
-        kept_bytes: Bytes that the process holds and frees as soon as they are needed.
-    """
+def describe_device(torch_device: torch.device) -> DeviceDescribed:
+    """Describe a device for this process; multiplies for a moment to try dtypes."""
     device = device_for(torch_device)
     library_bytes = device.library_bytes()
-    free_bytes, base_bytes = device.free_and_base_bytes(kept_bytes)
+    free_bytes, base_bytes = device.free_and_base_bytes()
     return DeviceDescribed(
         device.title,
         f"{_machine()}/{device.memory_name}",

@@ -94,10 +94,6 @@ class Device:
         # torch's module for this kind, such as `torch.cuda`.
         self._library: Any = getattr(torch, torch_device.type, None)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on a device of this kind."""
-        return tensor.device.type == self.torch_device.type
-
     @property
     def memory_name(self) -> str:
         """The name of the device's memory; devices that share memory have the same one."""
@@ -125,14 +121,10 @@ class Device:
         """Bytes of the device's memory that no process takes."""
         return free_main_memory()
 
-    def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
-        """Bytes that training could take, and bytes that this process takes besides.
-
-        Args:
-            kept_bytes: Bytes that the process holds and frees as soon as they are needed.
-        """
+    def free_and_base_bytes(self) -> tuple[int, int]:
+        """Bytes that training could take, and bytes that this process takes besides."""
         self.free_cache()  # memory that a former run has freed is not taken
-        return free_main_memory() + kept_bytes, max(0, resident_bytes() - kept_bytes)
+        return free_main_memory(), resident_bytes()
 
     def library_bytes(self) -> int:
         """Bytes that libraries keep on the device as long as the process computes, and that no
@@ -338,8 +330,8 @@ class Accelerator(Device):
             free_bytes = min(free_bytes, free_main_memory())
         return int(free_bytes)
 
-    def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
-        # Reserved memory includes ``kept_bytes``. The driver's own share is not in ``free_bytes``.
+    def free_and_base_bytes(self) -> tuple[int, int]:
+        # The driver's own share is not in ``free_bytes``.
         return self.untaken_bytes() + self.used_bytes(), 0
 
     def metering(self) -> AbstractContextManager[MemoryMeter]:

@@ -35,10 +35,10 @@ class Mps(Device, device_type="mps"):
         # Metal's memory may be missing in what the system calls resident.
         return max(resident_bytes(), torch.mps.driver_allocated_memory())
 
-    def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
-        free_bytes, base_bytes = super().free_and_base_bytes(kept_bytes)
+    def free_and_base_bytes(self) -> tuple[int, int]:
+        free_bytes, base_bytes = super().free_and_base_bytes()
         # A part of main memory is not for Metal, and beyond it the system swaps.
-        left_bytes = self.total_bytes() - torch.mps.driver_allocated_memory() + kept_bytes
+        left_bytes = self.total_bytes() - torch.mps.driver_allocated_memory()
         return min(free_bytes, max(0, left_bytes)), base_bytes
 
     def limit_memory(self, num_bytes: int) -> None:

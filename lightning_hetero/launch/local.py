@@ -4,7 +4,7 @@ They start with a listening socket of this process and end with it. Such a worke
 is one end of a pair of sockets, the leash, whose other end only this process holds. Over the leash
 the worker gets the run's token, which keeps other users of the machine out, and tells when it is
 ready. When this process ends, by a return, an exception or kill -9, the leash closes and the worker
-exits, so no orphan is left. The files with which a system starts a worker are in `manifests`.
+exits, so no orphan is left.
 """
 
 from __future__ import annotations

@@ -59,6 +59,7 @@ from .outer_values import (
     class_value,
     global_value,
     readings_in,
+    top_level_of,
 )
 from .plain_objects import is_object, values_in
 
@@ -466,12 +467,9 @@ def _libraries_in(folder: Path) -> frozenset[str]:
 @cache
 def _names_defined_in(module: str) -> frozenset[str]:
     """The names that the top level of a module's own code defines."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return frozenset()
-    defined = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-    targets = (t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets)
+    body = top_level_of(module)
+    defined = (node.name for node in body if isinstance(node, ast.FunctionDef))
+    targets = (t for node in body if isinstance(node, ast.Assign) for t in node.targets)
     return frozenset([*defined, *(t.id for t in targets if isinstance(t, ast.Name))])
 
 

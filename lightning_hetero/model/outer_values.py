@@ -226,31 +226,32 @@ def _text_of_tensor(tensor: Tensor) -> str | None:
         return f"{shape} with {float(content.norm()):.3g} and {float(content @ weights):.3g}"
 
 
+def top_level_of(module: str) -> list[ast.stmt]:
+    """The statements of a module's own code; none if its text is not there."""
+    try:
+        return ast.parse(inspect.getsource(sys.modules[module])).body
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return []
+
+
 @cache
 def _set_in_module(module: str) -> frozenset[str]:
     """The names that the top level of a module sets once, to what its text says."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return frozenset()
-    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    outside = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    body = top_level_of(module)
+    classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
+    outside = [node for node in body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     others = (part for node in outside for part in ast.walk(node))
     all_set = [name for node in others for name in _targets(node)]
-    found = _set_to_texts(tree.body, classes | _CONTAINERS)
+    found = _set_to_texts(body, classes | _CONTAINERS)
     return frozenset(name for name in found if all_set.count(name) == 1)
 
 
 @cache
 def _imported_by(module: str) -> dict[str, tuple[str, str]]:
     """The names that a module takes from others: each with the other's name, and its name there."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return {}
-    package = getattr(sys.modules[module], "__package__", None) or ""
+    package = getattr(sys.modules.get(module), "__package__", None) or ""
     found: dict[str, tuple[str, str]] = {}
-    for node in tree.body:
+    for node in top_level_of(module):
         if isinstance(node, ast.ImportFrom):
             try:
                 home = resolve_name(f"{'.' * node.level}{node.module or ''}", package)

@@ -205,15 +205,6 @@ class Placement:
         """Whether several processes hold the same stage."""
         return any(len(stage.processes) > 1 for stage in self.stages)
 
-    def sequence(self, process: str, micro_batches: int) -> list[tuple[int, int]]:
-        """The stages and micro-batches of a process, in the order in which each stage adds up."""
-        return [
-            (stage, microbatch)
-            for stage in self.stages_of(process)
-            for microbatch in range(micro_batches)
-            if self.process(stage, microbatch) == process
-        ]
-
     @cached_property
     def links(self) -> tuple[tuple[str, str], ...]:
         """Who sends activations to whom, each pair once, in the order of the layers; gradients go

@@ -19,7 +19,14 @@ from ..plan import COORDINATOR, MOST_SHARES, Plan, StagePlan
 from ..units import parse_bytes
 from .bounds import least_bottleneck
 from .candidates import Candidate, Costs
-from .feasibility import check_micro_batches, check_plan, explain_shortage, in_window
+from .feasibility import (
+    candidate_of,
+    check_micro_batches,
+    check_plan,
+    explain_shortage,
+    in_window,
+    shortages,
+)
 from .profile import Profile
 from .search import Search, speeds_of
 
@@ -224,6 +231,20 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
             "write their seconds into the profile."
         )
     return Solution(chosen, search)
+
+
+def predict_given(plan: Plan, profile: Profile, wishes: Wishes) -> Solution:
+    """A given plan in the place of the solver's choice.
+
+    Raises:
+        PlanError: If the plan does not fit the profile, or a stage of it was not measured.
+    """
+    candidate = candidate_of(plan, apply(wishes, profile))
+    unknown = [short.text for short in shortages(candidate) if math.isinf(short.short_bytes)]
+    if unknown:
+        raise PlanError(f"The plan cannot be predicted: {' '.join(unknown)}")
+    costs = candidate.costs
+    return Solution(candidate, Search(costs, window_counts(costs, None)))
 
 
 def solve_replicated(profile: Profile, wishes: Wishes | None = None) -> Solution:

@@ -15,7 +15,14 @@ from rich.text import Text
 
 from ..pipeline.placement import Placement
 from ..plan import COORDINATOR
-from ..units import in_bytes, in_duration, in_micro_batches, in_percent, in_percent_apart
+from ..units import (
+    in_bytes,
+    in_duration,
+    in_micro_batches,
+    in_percent,
+    in_percent_apart,
+    in_seconds,
+)
 from . import experts
 from .bounds import least_bottleneck
 from .candidates import Candidate, Seat
@@ -496,6 +503,16 @@ def sentences(verdict: Verdict) -> list[str]:
         lines.append(f"{verdict.assumed_links} {are} not measured; the speed is assumed.")
     advice = (advice.text for advice in verdict.advice)
     return [*lines, *running_costs(verdict.candidate), *advice]
+
+
+def bottleneck(candidate: Candidate) -> str:
+    """The slowest process or link of a plan, as a sentence."""
+    seconds = candidate.process_seconds
+    seconds |= {f"the link {name}": s for name, s in candidate.busy_seconds_of_media.items()}
+    slowest = max(seconds, key=lambda name: seconds[name])
+    return (
+        f"bottleneck: {slowest}, which each micro-batch occupies for {in_seconds(seconds[slowest])}"
+    )
 
 
 def running_costs(candidate: Candidate) -> list[str]:

@@ -21,7 +21,6 @@ from ..plan import COORDINATOR, Dtype
 from ..planner.profile import (
     ENDS,
     VERSION,
-    DeviceProfile,
     Link,
     ModelProfile,
     Profile,
@@ -333,10 +332,14 @@ class Measuring:
             self._settle(model, results, ends)
         if COORDINATOR in names:
             results[COORDINATOR] = _with_ends(results[COORDINATOR], ends)
+        memory_bytes = usable_memory(self.described)
         return Profile(
             version=VERSION,
             model=model,
-            devices=[self._device(name, results[name]) for name in names],
+            devices=[
+                results[name].profile(name, self.described[name], memory_bytes[name])
+                for name in names
+            ],
             links=links,
             batch_size=self.sighting.batch_size * self.sighting.window,
             window=self.sighting.window,
@@ -435,19 +438,6 @@ class Measuring:
             return {}
         ends = parameters_of_ends(self.module, self.layers)
         return {name: step_like(parameters, optimizer, device) for name, parameters in ends.items()}
-
-    def _device(self, name: str, result: DeviceResult) -> DeviceProfile:
-        described = self.described[name]
-        return DeviceProfile(
-            name=name,
-            device=described.device,
-            memory_bytes=usable_memory(self.described)[name],
-            base_bytes=described.base_bytes,
-            timings=result.timings,
-            optimizer_seconds={k: found.step_seconds for k, found in result.optimizers.items()},
-            largest_micro_batch=result.largest_micro_batch,
-            versions=described.versions,
-        )
 
     @contextmanager
     def _progress(self, total: int) -> Iterator[Tick]:

@@ -65,7 +65,15 @@ from .measure import (
     usable_memory,
 )
 from .measured_model import Cutting, ModelIdentity, Subject, fingerprint, sight
-from .trials import LayerSchedule, Outcome, failure, layer_jobs, patience_seconds, trials
+from .trials import (
+    DeviceResult,
+    LayerSchedule,
+    Outcome,
+    failure,
+    layer_jobs,
+    patience_seconds,
+    trials,
+)
 
 # The others wait for so long, or a little longer.
 _LAYER_SECONDS = 2.0
@@ -123,18 +131,9 @@ class NewcomerTrials:
             try:
                 trial = running.send(found)
             except StopIteration as end:
-                result = end.value
+                result: DeviceResult = end.value
                 break
-        return DeviceProfile(
-            name=worker.name,
-            device=described.device,
-            memory_bytes=_usable_bytes(described),
-            base_bytes=described.base_bytes,
-            timings=result.timings,
-            optimizer_seconds={k: f.step_seconds for k, f in result.optimizers.items()},
-            largest_micro_batch=result.largest_micro_batch,
-            versions=described.versions,
-        )
+        return result.profile(worker.name, described, _usable_bytes(described))
 
 
 def describe(connections: Connections, worker: Member) -> m.DeviceDescribed:

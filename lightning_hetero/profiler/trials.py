@@ -27,7 +27,7 @@ from ..coordinator.requests import Answer
 from ..errors import StageFailed
 from ..pipeline.bench import MOST_SPREAD, Bench, Clock, LayerTrial, OptimizerTrial, attempt
 from ..plan import Dtype
-from ..planner.profile import ENDS, ModelProfile, Timing
+from ..planner.profile import ENDS, DeviceProfile, ModelProfile, Timing
 from ..protocol import messages as m
 from .measured_model import LayerJob
 
@@ -365,6 +365,19 @@ class DeviceResult:
     timings: list[Timing] = field(default_factory=list)
     optimizers: dict[str, m.OptimizerMeasured] = field(default_factory=dict)
     largest_micro_batch: int | None = None
+
+    def profile(self, name: str, described: m.DeviceDescribed, memory_bytes: int) -> DeviceProfile:
+        """The profile of the device, for a process that may take so much of its memory."""
+        return DeviceProfile(
+            name=name,
+            device=described.device,
+            memory_bytes=memory_bytes,
+            base_bytes=described.base_bytes,
+            timings=self.timings,
+            optimizer_seconds={k: found.step_seconds for k, found in self.optimizers.items()},
+            largest_micro_batch=self.largest_micro_batch,
+            versions=described.versions,
+        )
 
 
 Trials = Generator[Trial, Outcome, DeviceResult]

@@ -92,7 +92,7 @@ from .values import Slot, Value
 from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -295,13 +295,9 @@ class Deploy(Message, frozen=True):
 
 
 class Built(Message, frozen=True):
-    """The layers of a `Deploy` are built.
-
-    The worker still has content for the tensors in ``held``; try `OfferTensor` for them first.
-    """
+    """The layers of a `Deploy` are built."""
 
     said = by(Speaker.WORKER, State.LOADING)
-    held: list[Name] = []
 
 
 class LoadTensor(LoadingRequest, frozen=True):
@@ -318,23 +314,6 @@ class LoadTensor(LoadingRequest, frozen=True):
     requests = "loading its weights"
     name: Name
     state: list[Name] = []
-
-
-class OfferTensor(Message, frozen=True):
-    """Reuse the content that the worker holds for this tensor, if its fingerprint is this one."""
-
-    repeated = Repeated.UNTIL_SNAPSHOT
-    said = by(Speaker.COORDINATOR, State.LOADING)
-    answers = ("OfferAnswered",)
-    name: Name
-    fingerprint: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
-
-class OfferAnswered(Message, frozen=True):
-    """Whether the worker reused its content; if not, the coordinator has to send it."""
-
-    said = by(Speaker.WORKER, State.LOADING)
-    is_taken: bool
 
 
 class SendTensor(Message, frozen=True):

@@ -1,343 +1,277 @@
 """The diagram of a topology as SVG, as PNG, or as Mermaid text.
 
-    ┌ coordinator ───────────────────────────┐
-    │ data ▸ embedding ▸ layers  head ▸ loss │
-    └────────────┬───────────────▲───────────┘
-           ┌─────▼───┐     ┌─────┴───┐
-           │ stage 1 ├────▶│ stage 2 │      at most three in a row
-           └─────────┘     └─────────┘
+Each process has a lane. The layers go from left to right, so that no arrow goes back:
 
-Each link is two lines: activations go one way, gradients go back beside them. Where a worker has
-several stages, or a stage several processes, `lanes` draws the picture.
+    ┌ coordinator ┐  layers 0–1 ─┐                                   ┌▶ layer 6 ▸ head
+    ┌ a ──────────┐              └▶ layers 2–3 ─┐     ┌▶ layer 5 ────┘
+    ┌ b ──────────┐                             └▶ layer 4
+
+Replicas of a stage are above each other, each with its share of the micro-batches:
+
+    ┌ coordinator ┐  layer 0 ─┬┐               ┌┬▶ head
+    ┌ a ──────────┐           │└▶ 2 of 3 ──────┘│
+    ┌ b ──────────┐           └─▶ 1 of 3 ───────┘
+
+Each link is two lines: activations go one way, gradients go back beside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import PurePath
 
 from ..errors import PictureError
 from ..pipeline.placement import COORDINATOR_STAGE
-from ..telemetry.layer_ranges import layers_as_text, stages_as_text
-from .diagram_lanes import lanes
+from ..telemetry.layer_ranges import Range, layers_as_text, stages_as_text
 from .diagram_parts import (
     CARD_WIDTH,
+    LABEL_HEIGHT,
     LEGEND_ROW,
     MARGIN,
-    MARK_HEIGHT,
     CardGrid,
     both_ways,
     card,
-    device_lines,
-    header,
     heading,
     heading_height,
-    label_across,
-    label_along,
     label_beside,
     labels,
-    layer_map,
+    labels_width,
     legend,
     legend_rows,
-    mark_at,
-    marks_row,
-    marks_width,
-    memory_row,
     size_of,
 )
-from .svg import HUES, Point, element, moved, picture_file, png, rectangle, text, width_of
-from .topology import EMBEDDING, DrawnHop, DrawnPart, DrawnPlace, Memory, Topology, memory_as_text
+from .svg import (
+    HUES,
+    Point,
+    arrow,
+    element,
+    elided,
+    hue,
+    moved,
+    picture_file,
+    png,
+    rectangle,
+    text,
+    titled,
+    width_of,
+)
+from .topology import (
+    EMBEDDING,
+    DrawnHop,
+    DrawnLink,
+    DrawnPlace,
+    Memory,
+    Topology,
+    memory_as_text,
+)
 
-COLUMNS = 3
-GAP = 96.0
-GUTTER = 76.0
-RAIL = 34.0
-LEAST_WIDTH = 2 * CARD_WIDTH + GAP
-
-_BAND_PADDING = 18
-_PILL_HEIGHT = 38
-_PILL_GAP = 22
-_LAYERS_PILL = 136.0
+_GAP = 64.0
+_BETWEEN_LANES = 5 * LABEL_HEIGHT
+_STOP_HEIGHT = 50.0
+_MOST_OF_STOP = 220.0
+# Between the line of a link and its labels.
+_ASIDE = 14.0
+# Links side by side in one gap: how many of them have labels, and the distance without any.
+_MOST_LABELLED = 6
+_APART = 16.0
+# The room of the line between replicas, at the right edge of their stops.
+_EXCHANGE = 22.0
 
 
 def diagram(topology: Topology) -> str:
     """The picture as the text of a self-contained SVG file."""
-    return _Diagram(topology).svg() if topology.is_line else lanes(topology)
+    return _Lanes(topology).svg()
 
 
-@dataclass(frozen=True)
-class _Box:
-    x: float
-    y: float
-    width: float
-    height: float
+class _Lanes:
+    """The layout of the picture. Coordinates are pixels from the upper left corner.
 
-    @property
-    def middle(self) -> Point:
-        return self.x + self.width / 2, self.y + self.height / 2
-
-    @property
-    def right(self) -> float:
-        return self.x + self.width
-
-    @property
-    def bottom(self) -> float:
-        return self.y + self.height
-
-
-class _Diagram:
-    """The layout of the picture of workers with one stage for each.
-
-    Coordinates are pixels from the upper left corner.
+    A stop is a place on the way of the activations: the coordinator's first part, each stage, and
+    the coordinator's last part. Each of these has a column, in which replicas have a stop each.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._columns = max(1, min(COLUMNS, len(topology.workers)))
-        self._is_wrapped = len(topology.workers) > COLUMNS
-        cards = self._columns * CARD_WIDTH + (self._columns - 1) * GAP
-        self._inner = max(cards, LEAST_WIDTH, self._width_of_parts())
-        self._card_width = (self._inner - (self._columns - 1) * GAP) / self._columns
-        self._left = MARGIN + (RAIL if self._is_wrapped else 0)
-        self._width = self._left + self._inner + MARGIN + (2 * RAIL if self._is_wrapped else 0)
-        self._grid = CardGrid.around(topology.workers, self._card_width)
+        self._grid = CardGrid.around(topology.places, CARD_WIDTH)
+        self._stops = self._lines_of_stops()
+        # The links in the gap behind each column, from left to right, so that few lines cross: of
+        # those that lead down the longest first, of those that lead up the shortest.
+        self._gaps: list[list[DrawnHop]] = [[] for _ in self._stops]
+        # Without stages, the coordinator's first part leads to its last part.
+        self._hops = topology.hops or [DrawnHop(0, 0, 0, DrawnLink())]
+        for hop in sorted(self._hops, key=lambda hop: hop.source - hop.target):
+            if not hop.is_inside:
+                self._gaps[hop.stage].append(hop)
 
     def svg(self) -> str:
+        topology = self._topology
+        height = self._bottom + 30 + LEGEND_ROW * len(self._legend_rows) + MARGIN - 12
         return picture_file(
-            self._width,
-            self._height,
-            f"Topology: {self._topology.title or size_of(self._topology)}",
-            heading(self._topology, self._left, self._inner),
-            self._band_content(),
-            *(self._card(index) for index in range(len(self._topology.workers))),
-            *(self._wire(index) for index in range(len(self._topology.hops))),
-            self._arrival(),
-            legend(self._legend_rows, self._left, self._bottom + 30),
+            MARGIN + self._inner + MARGIN,
+            height,
+            f"Topology: {topology.title or size_of(topology)}",
+            heading(topology, MARGIN, self._inner),
+            *(self._lane(index) for index in range(len(topology.places))),
+            *(self._stop(n, place) for n, places in enumerate(self._stops) for place in places),
+            *map(self._wire, self._hops),
+            *(self._exchange(number) for number in range(len(self._stops))),
+            legend(self._legend_rows, MARGIN, self._bottom + 30),
             radius=14,
         )
 
-    # places
+    @property
+    def _inner(self) -> float:
+        return self._columns[-1] + self._widths[-1] + 16 - MARGIN
 
     @cached_property
-    def _band(self) -> _Box:
-        header_height = 52 if self._topology.coordinator.device else 38
-        height = 2 * _BAND_PADDING + header_height + _PILL_HEIGHT
-        top = heading_height(self._topology, self._inner)
-        return _Box(self._left, top, self._inner, height)
-
-    @cached_property
-    def _boxes(self) -> list[_Box]:
-        """The boxes of the workers' cards."""
-        top = self._band.bottom + GUTTER
-        return [
-            _Box(
-                self._left + (index % self._columns) * (self._card_width + GAP),
-                top + (index // self._columns) * (self._grid.height + GUTTER),
-                self._card_width,
-                self._grid.height,
-            )
-            for index in range(len(self._topology.workers))
-        ]
+    def _top(self) -> float:
+        return heading_height(self._topology, self._inner)
 
     @property
     def _bottom(self) -> float:
-        return self._boxes[-1].bottom if self._boxes else self._band.bottom
-
-    @property
-    def _height(self) -> float:
-        return self._bottom + 30 + LEGEND_ROW * len(self._legend_rows) + MARGIN - 12
+        return self._y(len(self._topology.places) - 1) + self._grid.height
 
     @property
     def _legend_rows(self) -> list[list[tuple[str, str]]]:
         return legend_rows(self._topology, self._inner)
 
-    # the coordinator
+    def _y(self, place: int) -> float:
+        """The upper edge of a lane."""
+        return self._top + place * (self._grid.height + _BETWEEN_LANES)
 
-    def _band_content(self) -> str:
-        place, band = self._topology.coordinator, self._band
-        right = CARD_WIDTH - 2 * _BAND_PADDING
-        has_memory = place.memory is not None
-        left = band.width - 2 * _BAND_PADDING - (right + 24 if has_memory else 0)
-        marks = place.marks
-        room = left - (marks_width(marks) + 12 if marks else 0)
-        parts = [
-            rectangle(band.x, band.y, band.width, band.height, "card edge", radius=12),
-            moved(
-                band.x + _BAND_PADDING,
-                band.y + _BAND_PADDING,
-                header(place, self._machine(place), room),
-                moved(left - marks_width(marks), 2, marks_row(marks)) if marks else "",
-            ),
-        ]
-        if place.device:
-            device = device_lines(place.device, left - 34, 1)
-            x, y = band.x + _BAND_PADDING + 34, band.y + _BAND_PADDING + 36
-            parts.append(text(x, y, device[0], "normal soft"))
-        if place.memory is not None:
-            bar = memory_row(place.memory, right)
-            parts.append(moved(band.right - _BAND_PADDING - right, band.y + _BAND_PADDING + 4, bar))
-        return element("g", *parts, *self._pills(), class_="place")
+    def _middle(self, place: int) -> float:
+        return self._y(place) + self._grid.height / 2
+
+    # the stops
+
+    def _lines_of_stops(self) -> list[dict[int, tuple[str, str]]]:
+        """For each column the two lines of text of each stop, by the index of its place."""
+        topology = self._topology
+        before, behind = topology.own_parts
+        found = [{0: self._of_coordinator(before)}]
+        for number in range(1, topology.num_stages + 1):
+            also = f", {EMBEDDING}" if number == 1 and EMBEDDING not in before else ""
+            held = topology.ranges_of_stage(number)
+            found.append({place: _of_stage(each, also) for place, each in held.items()})
+        return [*found, {0: self._of_coordinator(behind)}]
+
+    def _of_coordinator(self, names: list[str]) -> tuple[str, str]:
+        """The coordinator's parts in two lines, of which the layers have one."""
+        frozen = {end: f"{end}, frozen" for end in self._topology.frozen_ends}
+        layers = [name for name in names if name.startswith("layer")]
+        others = " ▸ ".join(frozen.get(name, name) for name in names if name not in layers)
+        if not layers:
+            return others, ""
+        return (layers[0], others) if names[0] in layers else (others, layers[0])
 
     @cached_property
-    def _pill_boxes(self) -> dict[DrawnPart, _Box]:
-        """The boxes of the coordinator's own parts, aligned to the left and to the right edge."""
-        band = self._band
-        y = band.bottom - _BAND_PADDING - _PILL_HEIGHT
-        boxes: dict[DrawnPart, _Box] = {}
-        before, behind = self._topology.own_parts
-        left, right = band.x + _BAND_PADDING, band.right - _BAND_PADDING
-        for part in before:
-            boxes[part] = _Box(left, y, self._pill_width(part), _PILL_HEIGHT)
-            left = boxes[part].right + _PILL_GAP
-        for part in reversed(behind):
-            width = self._pill_width(part)
-            boxes[part] = _Box(right - width, y, width, _PILL_HEIGHT)
-            right -= width + _PILL_GAP
-        return boxes
+    def _widths(self) -> list[float]:
+        """The width of each column; it has room for the labels of the last link before it."""
+        found = []
+        for number, stops in enumerate(self._stops):
+            own = max(
+                max(width_of(first, 12, is_bold=True), width_of(second, 11))
+                for first, second in stops.values()
+            )
+            before = self._gaps[number - 1] if number else []
+            # Labels begin behind the last line of the gap, and end before the next gap's first.
+            room = self._labels_room(before[-1]) - _GAP if before else 0.0
+            room += _EXCHANGE if len(stops) > 1 else 0.0
+            found.append(max(84.0, min(own + 22, _MOST_OF_STOP), room))
+        return found
 
-    def _width_of_parts(self) -> float:
-        """The width that the coordinator needs for its parts in a row."""
-        before, behind = self._topology.own_parts
-        widths = [self._pill_width(part) for part in [*before, *behind]]
-        gaps = _PILL_GAP * (len(widths) - 1) + 2 * _BAND_PADDING
-        # The links of first and last layers side by side need room for their labels.
-        has_both = before[-1].layers is not None and behind[0].layers is not None
-        return sum(widths) + gaps + has_both * GAP / 2
+    def _labels_room(self, hop: DrawnHop) -> float:
+        """The room of a link's labels beside its line; 0 if they are left out."""
+        is_crowded = len(self._gaps[hop.stage]) > _MOST_LABELLED
+        width = 0.0 if is_crowded else labels_width(hop.link)
+        return width + 2 * _ASIDE if width else 0.0
 
-    def _pill_width(self, part: DrawnPart) -> float:
-        if part.layers is not None:
-            return max(_LAYERS_PILL, width_of(part.name, 12) + 22)
-        return width_of(self._pill_text(part), 12) + 22
+    @cached_property
+    def _bends(self) -> list[list[float]]:
+        """Where each link of each gap goes up or down, from the left edge of the gap."""
+        found = []
+        for hops in self._gaps:
+            at, bends = _GAP / 2, []
+            for hop in hops:
+                bends.append(at)
+                at += max(self._labels_room(hop), _APART)
+            found.append(bends)
+        return found
 
-    def _pill_text(self, part: DrawnPart) -> str:
-        return f"{part.name}, frozen" if part.name in self._topology.frozen_ends else part.name
+    @cached_property
+    def _columns(self) -> list[float]:
+        """The left edge of each column."""
+        x, found = MARGIN + CARD_WIDTH + 28, []
+        for width, bends in zip(self._widths, self._bends, strict=True):
+            found.append(x)
+            x += width + _GAP + (bends[-1] - bends[0] if bends else 0.0)
+        return found
 
-    def _pills(self) -> list[str]:
-        place, boxes = self._topology.coordinator, self._pill_boxes
-        parts = []
-        for part, box in boxes.items():
-            x, y = box.middle
-            parts.append(rectangle(box.x, box.y, box.width, box.height, "pill", radius=9))
-            if part.layers is not None:
-                strip = layer_map(
-                    [part.layers],
-                    self._topology.num_layers,
-                    self._machine(place),
-                    box.width - 20,
-                    7,
-                )
-                parts.append(text(x, y - 1, part.name, "normal ink", "middle"))
-                parts.append(moved(box.x + 10, y + 6, strip))
-            else:
-                parts.append(text(x, y + 4.5, self._pill_text(part), "normal ink", "middle"))
-        before, behind = self._topology.own_parts
-        chains = [before, behind] if self._topology.hops else [[*before, *behind]]
-        parts += [
-            _small_arrow(boxes[one], boxes[next_one])
-            for chain in chains
-            for one, next_one in pairwise(chain)
+    def _lane(self, index: int) -> str:
+        place, y = self._topology.places[index], self._y(index)
+        num_layers, machine = self._topology.num_layers, self._machine(index)
+        lane = rectangle(MARGIN, y, self._inner, self._grid.height, "lane", radius=12)
+        return lane + moved(MARGIN, y, card(place, num_layers, machine, self._grid))
+
+    def _stop(self, number: int, index: int) -> str:
+        first, second = self._stops[number][index]
+        x, width = self._columns[number], self._widths[number]
+        y, room, middle = self._middle(index) - _STOP_HEIGHT / 2, width - 12, x + width / 2
+        parts = [
+            rectangle(x, y, width, _STOP_HEIGHT, "pill", radius=9),
+            rectangle(x + 10, y, width - 20, 3, hue(self._machine(index))),
         ]
-        return parts
+        if second:
+            shown = elided(second, room, 11)
+            parts.append(text(middle, y + 39, shown, "small soft", "middle"))
+        shown = elided(first, room, 12, is_bold=True)
+        parts.append(text(middle, y + (22 if second else 30), shown, "normal ink", "middle"))
+        return titled(", ".join(each for each in (first, second) if each), *parts)
 
-    # the stages
-
-    def _card(self, index: int) -> str:
-        place, box = self._topology.workers[index], self._boxes[index]
-        machine, num_layers = self._machine(place), self._topology.num_layers
-        return moved(box.x, box.y, card(place, num_layers, machine, self._grid))
-
-    def _machine(self, place: DrawnPlace) -> int:
-        return self._topology.machines.index(place.machine)
+    def _machine(self, index: int) -> int:
+        return self._topology.machines.index(self._topology.places[index].machine)
 
     # the links
 
-    def _wire(self, index: int) -> str:
-        link, last = self._topology.hops[index].link, len(self._topology.hops) - 1
-        if index == 0:
-            points = self._way_out()
-            (x, _), is_straight = points[0], len(points) == 2
-            # A line that starts at the left edge has no room for labels on its left.
-            is_left = is_straight and not link.is_one_way
-            anchor, shift = ("end", -14) if is_left else ("start", 14)
-            label = label_beside(x + shift, self._band.bottom + GUTTER / 2, link, anchor)
-        elif index == last:
-            points = self._way_home()
-            (x, y), side = points[-1], 1 if len(points) == 2 else -1
-            anchor = "end" if side < 0 else "start"
-            label = label_beside(x + side * 14, self._band.bottom + GUTTER / 2, link, anchor)
-        elif index % self._columns:
-            before, after = self._boxes[index - 1], self._boxes[index]
-            y = before.middle[1]
-            points = [(before.right, y), (after.x, y)]
-            label = label_across((before.right + after.x) / 2, y, link)
-        else:
-            points = self._next_row(index)
-            label = label_along(self._left + self._inner / 2, points[2][1], link)
-        return both_ways(points, link) + label
+    def _wire(self, hop: DrawnHop) -> str:
+        start, end = self._ends(hop)
+        if hop.is_inside:
+            return arrow([start, end], "activation")
+        x = start[0] + self._bends[hop.stage][self._gaps[hop.stage].index(hop)]
+        wire = both_ways([start, (x, start[1]), (x, end[1]), end], hop.link)
+        if not self._labels_room(hop):
+            return wire
+        # Lanes have stops, which labels would meet; so labels are below the upper lane.
+        below = self._y(min(hop.source, hop.target)) + self._grid.height + _BETWEEN_LANES / 2
+        return wire + label_beside(x + _ASIDE, below, hop.link)
 
-    def _arrival(self) -> str:
-        """The first worker's embedding, on the edge of its card where the token ids arrive."""
-        if not self._embeds_on_worker:
+    def _ends(self, hop: DrawnHop) -> tuple[Point, Point]:
+        number = hop.stage
+        right = self._columns[number] + self._widths[number]
+        return (right, self._middle(hop.source)), (
+            self._columns[number + 1],
+            self._middle(hop.target),
+        )
+
+    def _exchange(self, number: int) -> str:
+        """The lines over which the replicas of a column exchange gradients."""
+        x = self._columns[number] + self._widths[number] - _EXCHANGE / 2
+        lines = []
+        for upper, lower in pairwise(self._stops[number]):
+            top, bottom = self._middle(upper) + _STOP_HEIGHT / 2, self._middle(lower)
+            path = f"M{x:g} {top:g} L{x:g} {bottom - _STOP_HEIGHT / 2:g}"
+            lines.append(element("path", d=path, class_="line exchange-line"))
+        if not lines:
             return ""
-        x, y = self._way_out()[-1]
-        return mark_at(x, y + MARK_HEIGHT / 2, EMBEDDING)
-
-    @property
-    def _embeds_on_worker(self) -> bool:
-        workers = self._topology.workers
-        return bool(workers) and EMBEDDING in workers[0].marks
-
-    def _way_out(self) -> list[Point]:
-        """The line from the coordinator's last part before the stages to the first stage, or to
-        the embedding on the edge of the first stage."""
-        boxes, first = self._pill_boxes, self._boxes[0]
-        start = boxes[self._topology.own_parts[0][-1]]
-        x, top = start.middle[0], first.y - self._embeds_on_worker * MARK_HEIGHT / 2
-        room = marks_width([EMBEDDING]) / 2 if self._embeds_on_worker else 20
-        if first.x + room <= x <= first.right - room:
-            return [(x, start.bottom), (x, top)]
-        if self._embeds_on_worker and x < first.x + room:
-            return self._turned((x, start.bottom), (first.x + 48, top))
-        return self._turned((x, start.bottom), (first.right - 48, top))
-
-    def _way_home(self) -> list[Point]:
-        """The line from the last stage to the coordinator's first part after the stages."""
-        first = self._pill_boxes[self._topology.own_parts[1][0]]
-        last = self._boxes[self._topology.hops[-1].source - 1]
-        x = first.middle[0]
-        if not self._is_wrapped and last.x + 20 <= x <= last.right - 20:
-            return [(x, last.y), (x, first.bottom)]
-        if not self._is_wrapped:
-            return self._turned((last.x + 48, last.y), (x, first.bottom))
-        rail = self._left + self._inner + 2 * RAIL - 10
-        level = self._band.bottom + GUTTER / 2
-        y = last.middle[1]
-        return [(last.right, y), (rail, y), (rail, level), (x, level), (x, first.bottom)]
-
-    def _turned(self, start: Point, end: Point) -> list[Point]:
-        """A line with two corners in the gutter below the coordinator."""
-        level = self._band.bottom + GUTTER / 2
-        return [start, (start[0], level), (end[0], level), end]
-
-    def _next_row(self, index: int) -> list[Point]:
-        """The line from the end of a row of cards to the start of the next row."""
-        before, after = self._boxes[index - 1], self._boxes[index]
-        right, left = before.right + RAIL - 6, after.x - RAIL + 2
-        level = before.bottom + GUTTER / 2
-        start, end = before.middle[1], after.middle[1]
-        out = [(before.right, start), (right, start), (right, level)]
-        return [*out, (left, level), (left, end), (after.x, end)]
+        return titled(f"replicas exchange gradients of stage {number}", *lines, class_="link")
 
 
-def _small_arrow(before: _Box, after: _Box) -> str:
-    y = before.middle[1]
-    start, end = before.right + 5, after.x - 4
-    line = element("path", d=f"M{start:g} {y:g} L{end - 4:g} {y:g}", class_="line activation-line")
-    corners = f"{end:g},{y:g} {end - 6:g},{y - 3.5:g} {end - 6:g},{y + 3.5:g}"
-    return line + element("polygon", points=corners, class_="activation-head")
+def _of_stage(held: Range, also: str) -> tuple[str, str]:
+    """The two lines of text of a stop of a stage."""
+    share = f" · {held.share_as_text}" if held.share is not None else ""
+    return layers_as_text(held.layers), f"stage {held.stage}{also}{share}"
 
 
 def mermaid(topology: Topology) -> str:
@@ -373,9 +307,7 @@ def _content(place: DrawnPlace, topology: Topology) -> str:
     if place is topology.coordinator:
         before, behind = topology.own_parts
         frozen = {end: f"{end}, frozen" for end in topology.frozen_ends}
-        names = [part.name for part in before if part.name != "data"]
-        names += [stages_as_text(shared)] if shared else []
-        names += [part.name for part in behind]
+        names = [*before[1:], *([stages_as_text(shared)] if shared else []), *behind]
         held = " · ".join(frozen.get(name, name) for name in names)
     memory = "" if place.memory is None else _memory_in_words(place.memory)
     lines = [place.device, held, memory, " · ".join(place.marks)]

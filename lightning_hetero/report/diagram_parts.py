@@ -128,17 +128,17 @@ def card(place: DrawnPlace, num_layers: int, machine: int, grid: CardGrid) -> st
 
 
 def _other_marks(place: DrawnPlace) -> list[str]:
-    """The marks in the card; that of the embedding is on its edge, where token ids arrive."""
+    """The marks in the card; the stage where token ids arrive has that of the embedding."""
     return [mark for mark in place.marks if mark != EMBEDDING]
 
 
-def device_lines(device: str, width: float, most_lines: int = 2) -> list[str]:
-    """The name of a device in lines of at most this width, without words that have no room."""
+def device_lines(device: str, width: float) -> list[str]:
+    """The name of a device in two lines of at most this width, without words that have no room."""
 
     def fits(name: str) -> bool:
-        return not any("…" in line for line in wrapped(name.rstrip(" …"), width, 12, most_lines))
+        return not any("…" in line for line in wrapped(name.rstrip(" …"), width, 12, 2))
 
-    return wrapped(short_device(device, fits), width, 12, most_lines)
+    return wrapped(short_device(device, fits), width, 12, 2)
 
 
 def header(place: DrawnPlace, machine: int, width: float) -> str:
@@ -171,11 +171,7 @@ def layers_row(place: DrawnPlace, num_layers: int, machine: int, width: float) -
 
 
 def layer_map(
-    ranges: Sequence[tuple[int, int]],
-    num_layers: int,
-    machine: int,
-    width: float,
-    height: float = 10,
+    ranges: Sequence[tuple[int, int]], num_layers: int, machine: int, width: float
 ) -> str:
     """All layers of the model in a row; the place's own layers are coloured."""
     # The last cell ends with the row, as bars below it do.
@@ -184,15 +180,15 @@ def layer_map(
         held = {number for layers in ranges for number in range(*layers)}
         colours = [hue(machine) if n in held else "track" for n in range(num_layers)]
         return "".join(
-            rectangle(index * cell, 0, cell - _CELL_GAP, height, colour, radius=2)
+            rectangle(index * cell, 0, cell - _CELL_GAP, 10, colour, radius=2)
             for index, colour in enumerate(colours)
         )
-    parts = [rectangle(0, 0, width, height, "track", radius=3)]
+    parts = [rectangle(0, 0, width, 10, "track", radius=3)]
     cell = width / num_layers
     for first, end in ranges:
         length = max((end - first) * cell, 3)
         start = min(first * cell, width - length)
-        parts.append(rectangle(start, 0, length, height, hue(machine), radius=2))
+        parts.append(rectangle(start, 0, length, 10, hue(machine), radius=2))
     return "".join(parts)
 
 
@@ -230,11 +226,6 @@ def mark_rows(marks: Sequence[str], width: float) -> list[list[str]]:
     return in_rows(marks, _pill_width, _PILL_GAP, width)
 
 
-def marks_width(marks: Sequence[str]) -> float:
-    """The width of a row of marks in pixels."""
-    return sum(_pill_width(mark) + _PILL_GAP for mark in marks) - _PILL_GAP
-
-
 def marks_row(marks: Sequence[str]) -> str:
     """A row of marks, each in a rounded box."""
     parts, x = [], 0.0
@@ -244,11 +235,6 @@ def marks_row(marks: Sequence[str]) -> str:
         parts.append(text(x + width / 2, 14, mark, "small ink", "middle"))
         x += width + _PILL_GAP
     return "".join(parts)
-
-
-def mark_at(x: float, y: float, mark: str) -> str:
-    """A mark whose middle is at this point."""
-    return moved(x - _pill_width(mark) / 2, y - MARK_HEIGHT / 2, marks_row([mark]))
 
 
 def _pill_width(mark: str) -> float:
@@ -290,27 +276,12 @@ def labels(link: DrawnLink) -> tuple[list[Label], list[Label]]:
     return [*there, *above], [*back, *below]
 
 
-def label_across(x: float, y: float, link: DrawnLink) -> str:
-    """Labels above and below the middle of a horizontal link, one per line."""
-    above, below = labels(link)
-    rows = [(y - 11 - number * LABEL_HEIGHT, one) for number, one in enumerate(above)]
-    rows += [(y + 20 + number * LABEL_HEIGHT, one) for number, one in enumerate(below)]
-    return "".join(text(x, row, one.content, one.class_, "middle") for row, one in rows)
-
-
-def label_along(x: float, y: float, link: DrawnLink) -> str:
-    """Labels in one line above a horizontal link that goes back to the left."""
-    both = [one for side in labels(link) for one in side]
-    return _in_a_line(x, y - 12, both, "middle") if both else ""
-
-
-def label_beside(x: float, y: float, link: DrawnLink, anchor: str) -> str:
-    """Labels beside the middle of a vertical link, two per line and direction."""
+def label_beside(x: float, y: float, link: DrawnLink) -> str:
+    """Labels on the right of the middle of a vertical link, two per line and direction."""
     lines = _lines(link)
     top = y - (len(lines) - 1) * LABEL_HEIGHT / 2 + 4
     return "".join(
-        _in_a_line(x, top + number * LABEL_HEIGHT, line, anchor)
-        for number, line in enumerate(lines)
+        _in_a_line(x, top + number * LABEL_HEIGHT, line) for number, line in enumerate(lines)
     )
 
 
@@ -324,12 +295,12 @@ def _lines(link: DrawnLink) -> list[list[Label]]:
     return [side[i : i + 2] for side in labels(link) for i in range(0, len(side), 2)]
 
 
-def _in_a_line(x: float, y: float, parts: Sequence[Label], anchor: str) -> str:
+def _in_a_line(x: float, y: float, parts: Sequence[Label]) -> str:
     spans = [
         element("tspan", escaped(f"{' · ' * (number > 0)}{part.content}"), class_=part.class_)
         for number, part in enumerate(parts)
     ]
-    return element("text", *spans, x=x, y=y, text_anchor=anchor)
+    return element("text", *spans, x=x, y=y)
 
 
 def _are_alike(one: DrawnSpeed, other: DrawnSpeed) -> bool:

@@ -146,15 +146,6 @@ class DrawnHop:
 
 
 @dataclass(frozen=True)
-class DrawnPart:
-    """A part of the model on the coordinator; ``layers`` is the half-open range of decoder layers,
-    or None for another part."""
-
-    name: str
-    layers: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
 class Topology:
     """The processes of a run and the links between them.
 
@@ -214,16 +205,15 @@ class Topology:
         }
 
     @property
-    def own_parts(self) -> tuple[list[DrawnPart], list[DrawnPart]]:
-        """The coordinator's own parts before the stages, and after the stages; without layers of
-        which it is a replica."""
-        before, behind = [DrawnPart("data")], [DrawnPart("head"), DrawnPart("loss")]
-        if not (self.workers and EMBEDDING in self.workers[0].marks):
-            before.append(DrawnPart(EMBEDDING))
-        alone = [each for each in self.coordinator.ranges if each.stage == COORDINATOR_STAGE]
-        parts = [DrawnPart(layers_as_text(each.layers), each.layers) for each in alone]
-        first = [part for part in parts if part.layers is not None and part.layers[0] == 0]
-        return [*before, *first], [*(part for part in parts if part not in first), *behind]
+    def own_parts(self) -> tuple[list[str], list[str]]:
+        """The names of the coordinator's own parts before the stages, and after the stages; without
+        layers of which it is a replica."""
+        is_away = bool(self.workers) and EMBEDDING in self.workers[0].marks
+        ends = ["data"] if is_away else ["data", EMBEDDING]
+        alone = [each.layers for each in self.coordinator.ranges if each.stage == COORDINATOR_STAGE]
+        first = [layers_as_text(layers) for layers in alone if layers[0] == 0]
+        last = [layers_as_text(layers) for layers in alone if layers[0] > 0]
+        return [*ends, *first], [*last, "head", "loss"]
 
     @property
     def machines(self) -> list[str]:

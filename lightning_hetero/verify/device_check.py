@@ -34,9 +34,8 @@ from ..errors import HeteroError
 from ..launch.local import start_local_workers, stop_local_workers
 from ..pipeline.boundary import Activation
 from ..plan import COORDINATOR, Plan, StagePlan
-from ..planner.plan_comparison import predict_given
 from ..planner.profile import Profile
-from ..planner.solver import Wishes
+from ..planner.solver import Wishes, predict_given
 from ..transport.token import Token, write_token_file
 from ..units import in_bytes, in_percent
 

@@ -41,7 +41,6 @@ class StageLayers:
         self.handlers: dict[type, Handler] = {
             m.LoadTensor: self._on_load_tensor,
             m.UpdateTensors: self._on_update_tensors,
-            m.OfferTensor: self._on_offer_tensor,
             m.FetchTensors: self._on_fetch_tensors,
             m.FetchGradients: self._on_fetch_gradients,
             m.FetchFingerprints: self._on_fetch_fingerprints,
@@ -51,13 +50,10 @@ class StageLayers:
         self._specs: dict[str, m.ParameterSpec] = {}
         self._missing: set[str] = set()
 
-    def build(self, message: m.Deploy) -> tuple[list[nn.ModuleDict], list[str]]:
+    def build(self, message: m.Deploy) -> list[nn.ModuleDict]:
         """Build the layers of stages, with the content of the tensors that they go on with.
 
         The other tensors of the layers before are `leaving`, until `check_complete`.
-
-        Returns:
-            The layers of each stage, and the names of tensors that are kept from a session before.
 
         Raises:
             ModelError: If layers cannot be built, two stages have the same layer, or a tensor to
@@ -70,14 +66,12 @@ class StageLayers:
         numbers = Counter(number for layers in built for number in layers)
         if twice := [number for number, count in numbers.items() if count > 1]:
             raise ModelError(f"The layers {twice[:5]} are in two stages of this worker.")
-        parameters = [spec for stage in message.stages for spec in stage.parameters]
-        specs = {spec.name: spec for spec in parameters}
+        specs = {spec.name: spec for stage in message.stages for spec in stage.parameters}
         former = _contents(self.numbered)
         if lost := [name for name in message.kept if name not in former or name not in specs]:
             raise ModelError(
                 f"This worker cannot go on with the tensors {lost[:5]}: it lacks them."
             )
-        has_former = bool(self.numbered)
         self.numbered, self.leaving = {}, former
         for layers in built:
             self.numbered |= numbered_layers(layers)
@@ -86,7 +80,7 @@ class StageLayers:
         for name in message.kept:
             self._put(name, former[name])
             del former[name]  # not before it is in its place
-        return built, [] if has_former else self._host.kept.restrict_to(parameters)
+        return built
 
     def take(self, name: str, content: Content) -> None:
         """Put a tensor of another worker into its place.
@@ -106,11 +100,8 @@ class StageLayers:
             self.leaving.pop(name, None)
 
     def retire(self) -> None:
-        """Drop the layers; their tensors are kept for the next ones."""
-        self.leaving = {}
-        if self.numbered:
-            self._host.kept.keep(self.numbered)
-            self.numbered = {}
+        """Drop the layers."""
+        self.numbered, self.leaving = {}, {}
 
     @property
     def allowed(self) -> Allowed:
@@ -146,19 +137,12 @@ class StageLayers:
 
     def _load(self, name: str, tensor: Tensor, state: State) -> None:
         """Put what has come into its place; what has no state and should be in 4 bits gets it."""
-        self._host.kept.drop(name)
         content = tensor.to(self._host.device)
         state = {key: part.to(self._host.device) for key, part in state.items()}
         owner, leaf, _ = locate(self.numbered, name)
         if (stored := format_of(owner, leaf)) is not None and not state:
             content, state = stored.pack(owner, leaf, content)
         self._put(name, Content(content, state))
-
-    def _on_offer_tensor(self, message: m.OfferTensor, _tensors: tuple[Tensor, ...]) -> None:
-        content = self._host.kept.take(message.name, message.fingerprint)
-        if content is not None:
-            self._put(message.name, content)
-        self._coordinator.send(m.OfferAnswered(content is not None, request=message.request))
 
     def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
         for name in message.names:
@@ -200,15 +184,13 @@ class StageLayers:
         set_attributes(module, message.values, message.gone, host.allowed, host.device)
 
     def check_complete(self) -> None:
-        """Refuse to serve before all tensors have come; drop held tensors that were not offered,
-        and those that have left.
+        """Refuse to serve before all tensors have come; drop the tensors that have left.
 
         Raises:
             ModelError: With the names of some that are missing.
         """
         if self._missing:
             raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
-        self._host.kept.forget()
         self.leaving = {}
 
     def content(self, name: str) -> Content:

@@ -20,7 +20,6 @@ from ..protocol.tensor_bytes import Buffer
 from ..recovery import LINGER_SECONDS
 from ..transport.compatibility import Identity
 from ..transport.deadlines import Deadlines
-from .kept_tensors import KeptTensors
 from .second_processes import Beside
 
 logger = logging.getLogger(__name__)
@@ -173,7 +172,6 @@ class Host:
         allowed: The classes of layers that are allowed besides those of torch and transformers.
         identity: The equipment and credentials that other workers are shown.
         owner: The owner's wishes.
-        kept: Tensors that the worker keeps from one session to the next.
         beside: The sessions of the same run in other processes of the worker.
     """
 
@@ -182,7 +180,6 @@ class Host:
     allowed: Allowed
     identity: Identity
     owner: Owner
-    kept: KeptTensors
     beside: Beside = field(default_factory=Beside)
 
 

@@ -507,7 +507,7 @@ class StageSession:
         if self._budget is not None:
             self._budget.reserve(parameters)
         self._snapshots.note_changes()
-        built, held = self._layers.build(message)
+        built = self._layers.build(message)
         self._neighbors.expect(message)
         self._replicas.expect(message)
         self._training.train_anew(message.kept, self._replicas.is_stepped)
@@ -522,7 +522,7 @@ class StageSession:
             for spec in message.stages
         }
         self._served = _described(self._runner.stages, self._layers.numbered)
-        self._coordinator.send(m.Built(held, request=message.request))
+        self._coordinator.send(m.Built(request=message.request))
 
     def _stage(self, spec: m.StageSpec, layers: nn.ModuleDict, seed: int) -> Stage:
         dtype = None if spec.dtype is None else DTYPES[spec.dtype]

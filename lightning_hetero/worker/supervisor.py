@@ -2,7 +2,7 @@
 
     warm process ──fork──▶ process of session 1: accepts, greets, serves, ends
          │  listens, announces, obeys its owner            │ "over"
-         └───fork──▶ process of session 2 ◀── tensors ─────┘
+         └───fork──▶ process of session 2 ◀────────────────┘
 
 Whatever a session leaves behind in its process (memory, hooks, threads) ends with the process. Each
 process accepts connections itself, so that TLS and everything that a peer says stay in the process
@@ -65,7 +65,6 @@ from ..errors import HeteroError, WorkerError
 from ..protocol.fields import Equipment
 from ..transport.deadlines import Deadlines
 from .join import Joiner
-from .kept_tensors import KeptTensors, SharedShelf, open_shelf
 from .second_processes import Second, SecondStatus
 from .worker import Worker
 
@@ -94,7 +93,6 @@ class SessionPlace:
     Args:
         listener: The worker's listening socket.
         pipe: Leads to the warm process.
-        shelf: Tensors that the process before has left; None where nothing can be left.
         began_seconds: When the worker began, by the monotonic clock.
         equipment: What an earlier process has found on the device; None in the first one.
         second: What a second process is for; None in a first one.
@@ -102,7 +100,6 @@ class SessionPlace:
 
     listener: socket.socket
     pipe: Connection
-    shelf: SharedShelf | None
     began_seconds: float
     equipment: Equipment | None = None
     second: Second | None = None
@@ -110,21 +107,18 @@ class SessionPlace:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """The files that the process must inherit."""
-        shelf = () if self.shelf is None else (self.shelf.descriptor,)
-        return (self.listener.fileno(), self.pipe.fileno(), *shelf)
+        return (self.listener.fileno(), self.pipe.fileno())
 
     def __str__(self) -> str:
-        shelf = -1 if self.shelf is None else self.shelf.descriptor
-        return f"{self.listener.fileno()},{self.pipe.fileno()},{shelf},{self.began_seconds}"
+        return f"{self.listener.fileno()},{self.pipe.fileno()},{self.began_seconds}"
 
     @classmethod
     def parse(cls, text: str) -> SessionPlace:
         """The place that another process has written as text."""
-        listener, pipe, shelf, began_seconds = text.split(",")
+        listener, pipe, began_seconds = text.split(",")
         return cls(
             socket.socket(fileno=int(listener)),
             Connection(int(pipe)),
-            None if shelf == "-1" else SharedShelf(int(shelf)),
             float(began_seconds),
         )
 
@@ -207,7 +201,6 @@ class Supervisor:
         # As JSON, as it came from the first process of a session.
         self._equipment = ""
         self._began_seconds = time.monotonic()
-        self._shelf = open_shelf()
         self._members: list[_Member] = []
         # A process that has imported everything and waits for its turn; None where it is forked.
         self._spare: _Member | None = None
@@ -417,9 +410,7 @@ class Supervisor:
 
     def _place(self, pipe: Connection, second: Second | None = None) -> SessionPlace:
         equipment = _read_equipment(self._equipment)
-        # Only first processes leave tensors to each other.
-        shelf = self._shelf if second is None else None
-        return SessionPlace(self._listener, pipe, shelf, self._began_seconds, equipment, second)
+        return SessionPlace(self._listener, pipe, self._began_seconds, equipment, second)
 
     def _take_spare(self) -> _Member | None:
         """The process that waits for its turn, if there is one and it has not ended."""
@@ -494,7 +485,7 @@ class Supervisor:
 
 
 def serve_one_session(
-    make_worker: Callable[[SessionPlace, KeptTensors], Worker],
+    make_worker: Callable[[SessionPlace], Worker],
     on_drain: Callable[[bool], None],
     joiner: Joiner | None,
     place: SessionPlace,
@@ -513,7 +504,7 @@ def serve_one_session(
         faulthandler.enable()
     pipe, second = _Voice(place.pipe), place.second
     try:
-        worker = make_worker(place, KeptTensors(place.shelf))
+        worker = make_worker(place)
     except HeteroError as error:
         pipe.say(f"failed {error}")
         return
@@ -534,7 +525,7 @@ def serve_one_session(
 
 
 def serve_one_session_anew(
-    make_for: Callable[[str], Callable[[SessionPlace, KeptTensors], Worker]],
+    make_for: Callable[[str], Callable[[SessionPlace], Worker]],
     on_drain: Callable[[bool], None],
     joiner: Joiner | None,
     place: SessionPlace,
@@ -562,7 +553,7 @@ def hear_turn(place: SessionPlace) -> tuple[str, SessionPlace]:
     _, secret, second, equipment = place.pipe.recv_bytes().decode().split(" ", 3)
     place = replace(place, equipment=_read_equipment(equipment))
     if second:
-        place = replace(place, second=Second.parse(second), shelf=None)
+        place = replace(place, second=Second.parse(second))
     return secret, place
 
 

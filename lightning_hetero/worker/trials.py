@@ -61,9 +61,7 @@ class MeasuredSide:
 
     def _on_describe_device(self, message: m.DescribeDevice, _tensors: Any) -> None:
         self.is_measuring = True
-        kept_bytes = self._host.kept.num_bytes_on(self._host.device)
-        found = describe_device(self._host.device, kept_bytes)
-        description = self._host.owner.description(found)
+        description = self._host.owner.description(describe_device(self._host.device))
         self._coordinator.send(structs.replace(description, request=message.request))
 
     def _answer(
@@ -81,7 +79,6 @@ class MeasuredSide:
         device, allowed = self._host.device, self._host.allowed
         build = partial(build_for_values, message.recipe, message.parameters, allowed, device)
         build()  # fails now if the layers cannot be built
-        self._host.kept.forget()  # layers are measured as if the worker had just started
         self._bench = Bench(device, build, buffers, allowed=allowed)
         return m.Done()
 

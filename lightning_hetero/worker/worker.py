@@ -46,7 +46,6 @@ from ..transport.handshake import address_of, check_hello, receive_hello
 from ..transport.handshake_limits import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
 from ..transport.reconnection import Lingering
 from ..transport.tls import Credentials, secured
-from .kept_tensors import KEPT_SECONDS, KeptTensors
 from .owner import Host, Owner
 from .second_processes import Beside, SecondStatus
 from .session import StageSession
@@ -97,7 +96,6 @@ class Worker:
         allowed: The classes of layers that are allowed besides those of torch and transformers.
         credentials: If given, only peers that have the same are served.
         owner: The owner's wishes.
-        kept: Tensors that may be left from a former process.
         equipment: What a former process has found on the device; by default this one looks.
 
     Raises:
@@ -112,7 +110,6 @@ class Worker:
         allowed: Allowed | None = None,
         credentials: Credentials | None = None,
         owner: Owner | None = None,
-        kept: KeptTensors | None = None,
         equipment: m.Equipment | None = None,
     ) -> None:
         check_has_backend(device)
@@ -124,7 +121,6 @@ class Worker:
             allowed or Allowed(),
             Identity(owner.equipment(equipment or equipment_here(device)), credentials),
             owner,
-            kept or KeptTensors(),
         )
         self._is_paused = False
         self._is_draining = False
@@ -146,7 +142,6 @@ class Worker:
         self._spare: tuple[m.SpareStatus, float] | None = None
         self._began_seconds = time.monotonic()
         self._session_changed = threading.Condition()
-        self._forgetting = threading.Timer(KEPT_SECONDS, self._host.kept.forget)
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
@@ -171,18 +166,12 @@ class Worker:
             on_over: Called as soon as another process may take connections in place of this one.
         """
         self._began_seconds, self._serves_one = began_seconds, True
-        self._forget_later()
         self.serve_forever()
         on_over()
-        self._leave_tensors()
+        gc.collect()  # the session's own objects would keep the tensors alive
+        device_for(self._host.device).free_cache()
         # Whoever is in the handshake is told to dial again.
         self._lobby.wait_until_empty(_FAREWELL_SECONDS)
-
-    def _leave_tensors(self) -> None:
-        """Leave the tensors of the only session to the next process, and free the device."""
-        gc.collect()  # the session's own objects would keep the tensors alive
-        self._host.kept.leave_to_next()
-        device_for(self._host.device).free_cache()
 
     def _accept(self) -> None:
         if self.is_stopped:
@@ -202,8 +191,6 @@ class Worker:
         """Take no more connections."""
         self._over.set()
         self._stopping.close()  # wakes `serve_forever`
-        with self._session_changed:
-            self._forgetting.cancel()
 
     @property
     def is_stopped(self) -> bool:
@@ -406,7 +393,6 @@ class Worker:
             self._say_welcome(connection, rules, lingering)
             self._process = hello.process
             self._session = StageSession(hello.session, channel, self._host)
-            self._forgetting.cancel()
             if self._is_paused:
                 self._session.wish(m.Paused())
             return self._session
@@ -546,17 +532,6 @@ class Worker:
                 self._session_changed.notify_all()
                 if self._is_draining or self._is_replaced:
                     self.stop()
-                self._forget_later()
-
-    def _forget_later(self) -> None:
-        """Free the last session's tensors after a while, unless another session begins."""
-        if self._is_draining or (self.is_stopped and not self._serves_one):
-            self._host.kept.forget()  # no session can begin any more
-        if self.is_stopped:
-            return
-        self._forgetting = threading.Timer(KEPT_SECONDS, self._host.kept.forget)
-        self._forgetting.daemon = True
-        self._forgetting.start()
 
 
 def _tell_reason(connection: Connection, error: Exception) -> None:

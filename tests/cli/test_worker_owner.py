@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import plistlib
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +12,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from lightning_hetero import cli
 from lightning_hetero.cli import worker as cli_worker
 from lightning_hetero.cli.worker import line_of
-from lightning_hetero.errors import WorkerError
-from lightning_hetero.launch.manifests import ServiceManager, manifest_text
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel
@@ -153,90 +147,6 @@ def test_a_second_sigterm_ends_a_worker_at_once() -> None:
 )
 def test_a_run_is_one_line(record: ServedRun, expected: str) -> None:
     assert line_of(record, "now").plain == expected
-
-
-OPTIONS = ["--memory", "10GiB", "--listen", "0.0.0.0:9998", "--allow", "my_package"]
-
-
-def printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
-) -> str:
-    monkeypatch.setattr("sys.argv", ["lightning-hetero", "worker", *options])
-    cli.main()
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "asked", [["--print-unit", "systemd"], ["--print-unit=systemd"], ["--print-u", "systemd"]]
-)
-def test_a_unit_has_all_options_but_print_unit(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    asked: list[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = printed(monkeypatch, capsys, *OPTIONS[:2], *asked, *OPTIONS[2:])
-    words = ["-m", "lightning_hetero", "worker", *OPTIONS]
-    assert f"ExecStart={sys.executable} {' '.join(words)}\n" in text
-    assert f"WorkingDirectory={tmp_path}\n" in text
-    assert "Environment=LIGHTNING_HETERO_TOKEN_FILE=\n" in text
-
-
-def test_a_property_list_has_all_options_but_print_unit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = printed(monkeypatch, capsys, *OPTIONS, "--print-unit", "launchd")
-    found = plistlib.loads(text.encode())
-    assert found["Label"] == "lightning-hetero-worker-0-0-0-0-9998"
-    assert found["ProgramArguments"][1:] == ["-m", "lightning_hetero", "worker", *OPTIONS]
-
-
-def test_a_property_list_keeps_every_character() -> None:
-    command = [sys.executable, "--allow", "a <b>", "100%", "$HOME", "quote\"'d", "back\\slash"]
-    environment = {"LIGHTNING_HETERO_TOKEN_FILE": "/a & b/token"}
-    found = plistlib.loads(
-        manifest_text("launchd", command, "/a b", environment, "[::1]:1").encode()
-    )
-    assert found["ProgramArguments"] == command
-    assert found["EnvironmentVariables"] == environment
-    assert found["WorkingDirectory"] == "/a b"
-    assert found["KeepAlive"] == {"SuccessfulExit": False}
-
-
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
-@pytest.mark.parametrize(
-    "words", [[], ["--allow", "a b", "100%", "$HOME", 'quote"d', "back\\slash"]], ids=["few", "odd"]
-)
-def test_systemd_takes_the_unit(tmp_path: Path, words: list[str]) -> None:
-    command = [sys.executable, "-m", "lightning_hetero", *words]
-    environment = {"LIGHTNING_HETERO_TOKEN_FILE": "/a b/100% token"}
-    unit = tmp_path / "worker.service"
-    unit.write_text(manifest_text("systemd", command, str(tmp_path), environment, "[::1]:9999"))
-    checked = subprocess.run(
-        ["systemd-analyze", "verify", "--user", str(unit)],  # noqa: S607 - wherever it is
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        env={"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)},
-        check=False,
-    )
-    about_it = [line for line in checked.stderr.splitlines() if "worker.service" in line]
-    assert about_it == []
-
-
-@pytest.mark.parametrize("kind", ["systemd", "launchd"])
-@pytest.mark.parametrize("text", ["a\nExecStart=other", "\x00", "\x7f"])
-def test_no_control_character_gets_into_a_file_of_the_system(
-    kind: ServiceManager, text: str
-) -> None:
-    for command, folder, environment in (
-        ([text], "/", {}),
-        (["worker"], text, {}),
-        (["worker"], "/", {"A": text}),
-    ):
-        with pytest.raises(WorkerError, match="control character"):
-            manifest_text(kind, command, folder, environment, "[::1]:9999")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.resumption import Ledger
 from lightning_hetero.worker import session as worker_session
 from lightning_hetero.worker import snapshots as worker_snapshots
-from lightning_hetero.worker.kept_tensors import KeptTensors
 from lightning_hetero.worker.owner import Host, Owner
 from lightning_hetero.worker.second_processes import Second
 from lightning_hetero.worker.session import SessionOver, StageSession
@@ -195,7 +194,7 @@ class NetSession:
         self.is_alive = True
         # Whether the rule has an action to run; only what the session does changes that.
         self._has_action = False
-        host = Host(CPU, DEADLINES, Allowed(), Identity(EQUIPMENT), Owner(), KeptTensors())
+        host = Host(CPU, DEADLINES, Allowed(), Identity(EQUIPMENT), Owner())
         host.beside.ask = self._open_second
         self._beside = host.beside
         self.session = StageSession(name, channel, host)

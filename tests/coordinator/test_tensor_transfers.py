@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_hetero.coordinator.layers import RemoteLayers
 from lightning_hetero.coordinator.requests import Answer, Requests
 from lightning_hetero.coordinator.tensor_transfers import (
-    MOST_REFUSALS,
     MOST_SMALL_UNDER_WAY,
     MOST_UNDER_WAY,
     SMALL_BYTES,
@@ -26,7 +25,6 @@ from lightning_hetero.coordinator.tensor_transfers import (
 from lightning_hetero.errors import ModelError
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
-from lightning_hetero.protocol.tensor_bytes import fingerprint_of
 
 LARGE = SMALL_BYTES // 4  # elements of float32
 State = dict[str, Tensor]
@@ -55,19 +53,17 @@ class FakeWorker:
     def is_waiting(self) -> bool:
         return self.answered < len(self.sent)
 
-    def answer(self, takes_offers: bool = True) -> None:
+    def answer(self) -> None:
         message: Any = self.sent[self.answered]
         self.answered += 1
-        said: m.Message = m.Done(request=message.request)
-        if isinstance(message, m.OfferTensor):
-            said = m.OfferAnswered(takes_offers, request=message.request)
+        said = m.Done(request=message.request)
         self.requests.take(self, Frame(said))  # type: ignore[arg-type]
 
     def about_to_build(self) -> Answer:
         return self.requests.open(self, m.Deploy(1, [], [], 0))  # type: ignore[arg-type]
 
-    def has_built(self, deployed: Answer, held: list[str]) -> None:
-        built = m.Built(held, request=deployed.message.request)
+    def has_built(self, deployed: Answer) -> None:
+        built = m.Built(request=deployed.message.request)
         self.requests.take(self, Frame(built))  # type: ignore[arg-type]
 
 
@@ -139,45 +135,16 @@ def test_what_a_worker_packs_comes_alone() -> None:
     assert len(list(send_all(loads, hear))) == 4
 
 
-def test_nothing_is_sent_before_the_layers_are_built_and_what_is_held_is_offered() -> None:
+def test_nothing_is_sent_before_the_layers_are_built() -> None:
     worker = FakeWorker("built")
     deployed = worker.about_to_build()
 
     def hear(_num_bytes: int) -> None:
         if not deployed.is_over:
             assert worker.sent == []
-            worker.has_built(deployed, ["0.weight", "1.weight", "unknown"])
+            worker.has_built(deployed)
         else:
-            worker.answer(takes_offers=worker.answered == 0)
+            worker.answer()
 
-    contents = list(tensors(3, LARGE))
-    loads = [
-        load(worker, iter(contents), built=deployed, may_be_held=lambda name: name != "unknown")
-    ]
+    loads = [load(worker, tensors(3, LARGE), built=deployed)]
     assert len(list(send_all(loads, hear))) == 3
-    said = [(type(message).__name__, getattr(message, "name", "")) for message in worker.sent]
-    assert sorted(said) == [
-        ("LoadTensor", "1.weight"),  # offered, and not the one that it holds
-        ("LoadTensor", "2.weight"),
-        ("OfferTensor", "0.weight"),
-        ("OfferTensor", "1.weight"),
-    ]
-    offer = next(message for message in worker.sent if isinstance(message, m.OfferTensor))
-    assert offer.fingerprint == fingerprint_of({"": contents[0][1]})
-
-
-def test_after_several_refusals_nothing_is_offered_any_more() -> None:
-    worker = FakeWorker("trained since")
-    deployed = worker.about_to_build()
-
-    def hear(_num_bytes: int) -> None:
-        if not deployed.is_over:
-            worker.has_built(deployed, [f"{number}.weight" for number in range(20)])
-        else:
-            worker.answer(takes_offers=False)
-
-    loads = [load(worker, tensors(20, LARGE), built=deployed, may_be_held=lambda _name: True)]
-    assert len(list(send_all(loads, hear))) == 20
-    said = Counter(type(message).__name__ for message in worker.sent)
-    assert said["LoadTensor"] == 20
-    assert MOST_REFUSALS <= said["OfferTensor"] <= MOST_REFUSALS + MOST_UNDER_WAY

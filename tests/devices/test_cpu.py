@@ -59,10 +59,3 @@ def test_free_memory_is_bounded_by_the_control_group(
     assert main_memory.free_main_memory() == 1_000_000
     (tmp_path / "memory.max").write_text("max\n")
     assert main_memory.free_main_memory() > 1_000_000
-
-
-def test_kept_memory_counts_as_free_and_not_as_taken() -> None:
-    free_bytes, base_bytes = CPU.free_and_base_bytes(0)
-    free_with_kept, base_with_kept = CPU.free_and_base_bytes(2**40)
-    assert free_with_kept > free_bytes
-    assert base_bytes > base_with_kept == 0

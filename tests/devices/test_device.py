@@ -64,8 +64,8 @@ def abacus() -> type[Device]:
         def total_bytes(self) -> int:
             return 10_000
 
-        def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
-            return 9_000 + kept_bytes, 1_000
+        def free_and_base_bytes(self) -> tuple[int, int]:
+            return 9_000, 1_000
 
         def moment(self, clock: Clock = lambda: 0.0) -> ClockMoment:
             return ClockMoment(Abacus.now_seconds)
@@ -109,9 +109,9 @@ def test_a_new_backend_describes_itself() -> None:
     equipment = equipment_here(META)
     assert (equipment.device_name, equipment.memory_bytes) == ("Abacus 3000", 10_000)
     assert equipment.versions["Abacus"] == "3.1"
-    described = describe_device(META, kept_bytes=5)
+    described = describe_device(META)
     assert described.memory.endswith("/beads")
-    assert (described.free_bytes, described.base_bytes) == (9_005, 1_000)
+    assert (described.free_bytes, described.base_bytes) == (9_000, 1_000)
 
 
 def test_memory_of_a_new_backend_is_metered_by_its_tensors() -> None:
@@ -309,7 +309,7 @@ def test_an_intel_gpu_reports_the_free_memory_of_its_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "xpu", PlayedLibrary(is_initialized=True))
-    assert Xpu(torch.device("xpu", 0)).free_and_base_bytes(0) == (1000, 0)
+    assert Xpu(torch.device("xpu", 0)).free_and_base_bytes() == (1000, 0)
 
 
 def test_a_device_without_a_name_is_named_after_the_processor(
@@ -358,7 +358,7 @@ def test_an_integrated_gpu_shares_main_memory_and_what_other_processes_have_left
     monkeypatch.setattr(device_module, "free_main_memory", lambda: 150)
     found = device_for(torch.device(name, 0))
     assert found.memory_name == device_for(torch.device("cpu")).memory_name
-    assert found.free_and_base_bytes(0) == (150 + 300, 0)
+    assert found.free_and_base_bytes() == (150 + 300, 0)
     assert found.overcommits
 
 
@@ -371,7 +371,7 @@ def test_a_gpu_with_memory_of_its_own_shares_it_with_nobody(
     monkeypatch.setattr(device_module, "free_main_memory", lambda: 150)
     found = device_for(torch.device(name, 0))
     assert found.memory_name == memory_name
-    assert found.free_and_base_bytes(0) == (700 + 300, 0)
+    assert found.free_and_base_bytes() == (700 + 300, 0)
     assert not found.overcommits
 
 
@@ -384,7 +384,7 @@ def test_an_apple_gpu_takes_no_more_of_main_memory_than_metal_allows(
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: taken_bytes)
     monkeypatch.setattr(device_module, "free_main_memory", lambda: 500)
     found = Mps(torch.device("mps"))
-    assert found.free_and_base_bytes(0)[0] == free_bytes
+    assert found.free_and_base_bytes()[0] == free_bytes
     assert found.overcommits
 
 
@@ -458,7 +458,7 @@ def test_what_libraries_keep_on_a_device_is_not_free_for_training() -> None:
         def library_bytes(self) -> int:
             return 400
 
-        def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
+        def free_and_base_bytes(self) -> tuple[int, int]:
             return 1_000, 50
 
     described = describe_device(META)

@@ -46,7 +46,7 @@ def test_memory_and_times_are_those_of_the_device() -> None:
         assert meter.taken_bytes() == kept.nbytes
         assert meter.peak_bytes() == 2 * kept.nbytes
     assert device.total_bytes() == equipment_here(fake).memory_bytes == DEVICE_BYTES
-    assert device.free_and_base_bytes(0) == (DEVICE_BYTES, 0)
+    assert device.free_and_base_bytes() == (DEVICE_BYTES, 0)
     assert device.health() == {
         "memory_bytes": float(kept.nbytes),
         "memory_peak_bytes": float(device.peak_bytes()),

@@ -100,12 +100,6 @@ def test_layers_know_their_holder() -> None:
     ]
 
 
-def test_a_process_adds_up_each_stage_in_the_order_of_the_micro_batches() -> None:
-    placement = Placement.of(ALTERNATING)
-    assert placement.sequence("a", 2) == [(1, 0), (1, 1), (3, 0), (3, 1)]
-    assert replicas(1, 2).sequence("a", 6) == [(1, 1), (1, 4)]
-
-
 @pytest.mark.parametrize(
     ("shares", "expected"),
     [((1,), "aaa"), ((1, 1), "abab"), ((2, 1), "abaaba"), ((5, 3, 1), "abacababa")],

@@ -6,10 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.planner.plan_comparison import predict_given
 from lightning_hetero.planner.profile import Link, Profile
 from lightning_hetero.planner.simulation import simulate
-from lightning_hetero.planner.solver import Wishes, solve
+from lightning_hetero.planner.solver import Wishes, predict_given, solve
 from lightning_hetero.planner.verdict import Verdict, judge, sentences, tokens_per_second
 
 from .fleets import fleet

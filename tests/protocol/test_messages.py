@@ -165,7 +165,6 @@ SHOWN = r"\x1b[2J\x1b]0;mine\x07\x9b2J\r\n12:00 all is well\t\u202e"
 # Programs compare these; errors quote them by `repr`, and pictures and traces escape them.
 COMPARED = {
     "Activation.collected",
-    "Built.held",
     "MovedTensor.average",
     "MovedTensor.content",
     "MovedTensor.name",

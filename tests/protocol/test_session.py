@@ -104,7 +104,6 @@ ANSWERS = {
     "MeasureLink": "LinkMeasured NotMeasured",
     "MeasureNorms": "Norms",
     "MeasureOptimizer": "OptimizerMeasured NotMeasured",
-    "OfferTensor": "OfferAnswered",
     "OpenSession": "SessionOpened",
     "PrepareLayers": "Done NotMeasured",
     "Probe": "ProbeAnswer",
@@ -140,9 +139,9 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "Paused Resumed Leaving RoomTold SessionOpened",
     ),
     (workers_pair, State.LOADING): (
-        "LoadTensor OfferTensor SendTensor MovedTensor FetchTensors FetchOptimizerState Launch "
+        "LoadTensor SendTensor MovedTensor FetchTensors FetchOptimizerState Launch "
         "KeepSent SnapshotTensor ReplaceNeighbor AskRoom OpenSession Replay",
-        "Built OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
+        "Built Done Timings BuffersUpdated StageRecord MovedTensor "
         "SentKept TensorContent OptimizerState NeighborLost NeighborUnreachable NeighborAway "
         "NeighborBack "
         "Paused Resumed Leaving SnapshotBegun SnapshotPart NeighborReplaced "
@@ -265,11 +264,9 @@ def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
     pair.answer(WELCOME)
     assert pair.state is State.IDLE
     pair.ask(DEPLOY)
-    pair.answer(m.Built(["0.bias"]))
-    pair.ask(m.LoadTensor("0.weight"), m.OfferTensor("0.bias", bytes(32)))
-    pair.answer(m.Done(), m.OfferAnswered(is_taken=False))
-    pair.ask(m.LoadTensor("0.bias"))
-    pair.answer(m.Done())
+    pair.answer(m.Built())
+    pair.ask(m.LoadTensor("0.weight"), m.LoadTensor("0.bias"))
+    pair.answer(m.Done(), m.Done())
     assert pair.state is State.LOADING
     pair.ask(m.Launch())
     pair.answer(m.Done())

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
+from lightning_hetero.model.tensors import Content
 from lightning_hetero.protocol.tensor_bytes import (
     ALIGNMENT_BYTES,
     DTYPES,
@@ -26,6 +27,7 @@ from lightning_hetero.protocol.tensor_bytes import (
     TensorSpec,
     body_layout,
     dtype_name,
+    fingerprint_of,
     in_eighths,
     in_frames,
     sums_of_bits,
@@ -290,3 +292,19 @@ def test_named_tensors_are_grouped_into_frames() -> None:
     found = [*in_frames({"a": large, "b": large[:2], "c": large[:2]}.items())]
     assert [([*group], is_last) for group, is_last in found] == [(["a"], False), (["b", "c"], True)]
     assert [*in_frames([])] == [({}, True)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Content(torch.ones(2, 3), {}),
+        Content(torch.ones(6, dtype=torch.int32).view(torch.float32), {}),
+        Content(torch.ones(6), {"absmax": torch.ones(1)}),
+        Content(torch.tensor([1.0, 1, 1, 1, 1, -1]), {}),
+    ],
+    ids=["shape", "bytes", "state", "one value"],
+)
+def test_fingerprints_differ(other: Content) -> None:
+    content = Content(torch.ones(6), {})
+    assert fingerprint_of(content.parts) == fingerprint_of({"": torch.ones(12)[::2]})
+    assert fingerprint_of(content.parts) != fingerprint_of(other.parts)

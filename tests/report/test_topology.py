@@ -14,7 +14,6 @@ from lightning_hetero.planner import profile as p
 from lightning_hetero.protocol.fields import Equipment
 from lightning_hetero.report.topology import (
     DrawnLink,
-    DrawnPart,
     DrawnSpeed,
     Topology,
     topology_of,
@@ -73,9 +72,6 @@ def test_a_plan_alone_says_who_holds_what() -> None:
     assert all(place.memory is None and not place.device for place in found.places)
 
 
-ENDS_BEHIND = [DrawnPart("head"), DrawnPart("loss")]
-
-
 def turns(*names: str, **options: Any) -> Plan:
     """A plan with a layer for each name."""
     return Plan([StagePlan([name], (n, n + 1), **options) for n, name in enumerate(names)])
@@ -83,8 +79,7 @@ def turns(*names: str, **options: Any) -> Plan:
 
 def test_a_coordinator_at_both_ends_has_parts_before_and_behind() -> None:
     found = topology_of(turns("coordinator", "a:1", "coordinator"))
-    before = [DrawnPart("data"), DrawnPart("embedding"), DrawnPart("layer 0", (0, 1))]
-    assert found.own_parts == (before, [DrawnPart("layer 2", (2, 3)), *ENDS_BEHIND])
+    assert found.own_parts == (["data", "embedding", "layer 0"], ["layer 2", "head", "loss"])
     assert found.coordinator.num_layers == 2
     assert route_of(found) == [0, 1, 0]
     assert found.is_line
@@ -125,7 +120,7 @@ def test_a_coordinator_with_the_last_layers_has_them_before_the_head() -> None:
         StagePlan(["coordinator"], (7, 8)),
     ]
     found = topology_of(Plan(stages))
-    assert found.own_parts == ([DrawnPart("data")], [DrawnPart("layer 7", (7, 8)), *ENDS_BEHIND])
+    assert found.own_parts == (["data"], ["layer 7", "head", "loss"])
     assert found.workers[0].marks == ("embedding",)
     # Token ids are not rounded.
     links = [hop.link for hop in found.hops]
@@ -188,7 +183,7 @@ def test_a_coordinator_that_is_a_replica_sends_nothing_for_its_own_micro_batches
     found = topology_of(Plan(stages, micro_batches=2))
     assert found.coordinator.ranges == (Range(1, (0, 2), (1, 2)),)
     # Its own layers have no replicas.
-    assert found.own_parts == ([DrawnPart("data"), DrawnPart("embedding")], ENDS_BEHIND)
+    assert found.own_parts == (["data", "embedding"], ["head", "loss"])
     assert [(hop.stage, hop.source, hop.target, hop.is_inside) for hop in found.hops] == [
         *((0, 0, 0, True), (0, 0, 1, False), (1, 0, 2, False), (1, 1, 2, False), (2, 2, 0, False))
     ]

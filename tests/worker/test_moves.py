@@ -20,7 +20,6 @@ from lightning_hetero.protocol.values import Packer
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.worker.kept_tensors import KeptTensors
 from lightning_hetero.worker.layers import StageLayers
 from lightning_hetero.worker.moves import MovedSide
 from lightning_hetero.worker.optimizers import TrainedSide
@@ -49,7 +48,7 @@ class OneWorker:
 
     def __init__(self) -> None:
         self.coordinator, self.others = FakeChannel(), FakeChannel()
-        host = Host(torch.device("cpu"), Deadlines(), Allowed(), Identity(), Owner(), KeptTensors())
+        host = Host(torch.device("cpu"), Deadlines(), Allowed(), Identity(), Owner())
         coordinator = cast(Channel, self.coordinator)
         self.layers = StageLayers(coordinator, host)
         self.training = TrainedSide(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator.session import Coordinator
-from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import ChannelError, StageFailed, WorkerUnreachable
-from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.model.recipe import write_recipe
-from lightning_hetero.model.tensors import named_contents
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Inbox
@@ -39,7 +33,7 @@ from lightning_hetero.worker import supervisor
 from lightning_hetero.worker.supervisor import SessionPlace, hear_turn
 
 from ..conftest import WorkerProcess, worker_process
-from ..models import TinyModule, fit, loader, tiny_llama
+from ..models import TinyModule, fit, loader
 from ..pairwise import repeats
 from ..transport.pairs import PATIENCE_SECONDS
 
@@ -213,28 +207,6 @@ def test_the_session_ends_with_a_worker_that_is_killed() -> None:
         await_end(process)
 
 
-def test_weights_that_stay_are_not_sent_again(allowing: WorkerProcess) -> None:
-    assert sent_bytes(allowing) > 400_000
-    assert sent_bytes(allowing) < 100_000
-
-
-def sent_bytes(worker: WorkerProcess) -> int:
-    """Bytes that a worker is sent for layers of half a megabyte."""
-    model = tiny_llama(4, head_dim=256)
-    found = list(enumerate(find_decoder_layers(model)))
-    modules: dict[int, nn.Module] = {i: layer.module for i, layer in found}
-    stage = RemoteStage(
-        write_recipe(model, found), modules, partial(named_contents, modules), False
-    )
-    where = [("one", Address.parse(worker.address))]
-    coordinator = Coordinator(where, Deadlines(), Identity())
-    try:
-        list(coordinator.layers.deploy([stage]))
-        return coordinator.connections.workers[0].channel.traffic.sent_bytes
-    finally:
-        coordinator.close()
-
-
 @repeats(
     "integration/test_lost_guests.py::test_a_machine_that_has_joined_takes_over_beside_its_own_layers",
 )
@@ -282,7 +254,7 @@ def test_a_process_that_was_not_forked_is_told_of_the_device() -> None:
     ours, theirs = Pipe()
     listener = socket.create_server(("127.0.0.1", 0))
     with ours, theirs, listener:
-        place = SessionPlace(listener, theirs, None, 0.0)
+        place = SessionPlace(listener, theirs, 0.0)
         ours.send_bytes(b"go the-secret  " + msgspec.json.encode(equipment))
         assert hear_turn(place) == ("the-secret", replace(place, equipment=equipment))
 

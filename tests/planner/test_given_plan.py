@@ -1,24 +1,16 @@
-"""A given plan, two plans side by side, money and energy."""
+"""A given plan, money and energy."""
 
 from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
 from lightning_hetero.errors import PlanError
-from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
+from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.feasibility import candidate_of
-from lightning_hetero.planner.plan_comparison import (
-    Side,
-    bottleneck,
-    compare,
-    difference,
-    predict_given,
-)
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.planner.solver import Wishes
-from lightning_hetero.planner.verdict import judge, running_costs, sentences
+from lightning_hetero.planner.solver import Wishes, predict_given
+from lightning_hetero.planner.verdict import bottleneck, judge, running_costs, sentences
 
 from .profiles import coordinator, device, profile
 
@@ -72,24 +64,3 @@ def test_without_prices_and_watts_nothing_is_said() -> None:
     own = coordinator()
     found = profile(8, [device("fast:1", 1, 2), device("slow:1", 3, 6)], own, batch_size=4)
     assert running_costs(candidate_of(PLAN, found)) == []
-
-
-def test_two_plans_side_by_side() -> None:
-    before = Side("a.yaml", candidate_of(PLAN, measured()))
-    after = Side("b.yaml", candidate_of(PLAN, measured(slow=1.5)))
-    console = Console(width=140)
-    with console.capture() as shown:
-        console.print(compare(before, after))
-    rows = [line.split() for line in shown.get().splitlines() if line.strip()]
-    assert ["slow:1", "6:8", "(2)", "6:8", "(2)", "9", "s", "4.5", "s", "2.00", "x"] in rows
-    assert any(row[0] == COORDINATOR for row in rows)
-    times = after.tokens_per_second / before.tokens_per_second
-    assert times > 1
-    assert f"b.yaml is {times:.2f} x as fast as a.yaml" in difference(before, after)
-
-
-def test_plans_for_different_models_are_not_compared() -> None:
-    other = replace(measured(), model=replace(measured().model, fingerprint="other"))
-    sides = [Side("a", candidate_of(PLAN, measured())), Side("b", candidate_of(PLAN, other))]
-    with pytest.raises(PlanError, match="profiles of different models"):
-        compare(*sides)
