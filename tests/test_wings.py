@@ -20,6 +20,7 @@ WINGS = {
     "four_bit": ["model.four_bit"],
     "half_layers": ["model.half_layers"],
     "launch": ["launch"],
+    "lazy_weights": ["model.lazy_weights", "model.checkpoint_reader"],
     "report": ["report"],
     "telemetry": ["telemetry"],
     "verify": ["verify"],

@@ -17,7 +17,7 @@ from ..coordinator.deployment import Deployment, imports_for
 from ..errors import PlanError
 from ..events import Observers
 from ..model.layers import DecoderLayer, other_layer_lists
-from ..model.lazy_weights import bring_here, weights_in_checkpoint
+from ..model.tensors import bring_here, weights_in_checkpoint
 from ..pipeline.optimizer import own_optimizer_modules
 from ..plan import Plan, StagePlan
 from ..transport.deadlines import Deadlines

@@ -32,9 +32,9 @@ from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
 from ..events import Observers, RunEnded
 from ..model.allowed_imports import refuse_training_in_worker
 from ..model.layers import DecoderLayer, LayerChoice, find_decoder_layers, without_layers
-from ..model.lazy_weights import weights_in_checkpoint
 from ..model.partial_layers import join_layers
 from ..model.stored import accepting_states, keep_layout
+from ..model.tensors import weights_in_checkpoint
 from ..pipeline.microbatch import BatchOptions, CheckFirstBatch, LossWeighting
 from ..pipeline.optimizer import AveragingAction
 from ..plan import Plan
