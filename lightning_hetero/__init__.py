@@ -24,6 +24,7 @@ have a rule of the planner and what carries it out (`planner/replan.py`, `strate
 
     plan.py         Plan, StagePlan: who holds which layers
     window.py       windows, Window: several batches as one
+    worker_sources.py  ClusterFile, Launcher: where workers come from
     recovery.py     Recovery: how a run gets over faults
     errors.py       every exception, drawn as a tree
     events.py       what happens in a run, for those who look at it
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from .callbacks.monitor import StageMonitor
     from .callbacks.profiler import PipelineProfiler
     from .callbacks.timeline import PipelineTimeline
-    from .launch.cluster import ClusterFile
     from .launch.launcher import Joining
     from .launch.ray import RayWorkers
     from .launch.slurm import SlurmWorkers
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from .recovery import Recovery
     from .strategy.strategy import HeteroPipelineStrategy
     from .window import Window, windows
+    from .worker_sources import ClusterFile
 
 __all__ = [
     "ClusterFile",
@@ -91,7 +92,7 @@ __all__ = [
 # By public name, its module. It is imported when the name is first used: torch and Lightning take
 # seconds, and most commands need neither.
 _MODULES = {
-    "ClusterFile": "launch.cluster",
+    "ClusterFile": "worker_sources",
     "HeteroPipelineStrategy": "strategy.strategy",
     "Joining": "launch.launcher",
     "PipelineProfiler": "callbacks.profiler",

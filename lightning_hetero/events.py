@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -227,9 +227,15 @@ class Observers:
 
 class RecordFile:
     """Observer that keeps the events of a run with logs in a file beside them: of the progress of a
-    transfer, its end."""
+    transfer, its end.
 
-    def __init__(self) -> None:
+    Args:
+        make_report: From the folder of a run's logs, makes what reads these events too.
+    """
+
+    def __init__(self, make_report: Callable[[str], RunObserver]) -> None:
+        self._make_report = make_report
+        self._report: RunObserver | None = None
         self._folder: str | None = None
         self._lines = b""
 
@@ -237,8 +243,9 @@ class RecordFile:
         """Add a line; a full disk or a lost folder is no reason to end a run."""
         if isinstance(event, RunBegan):
             self._folder, self._lines = event.folder, b""
+            self._report = None if event.folder is None else self._make_report(event.folder)
         is_passing = isinstance(event, Progressed) and not event.is_over
-        if self._folder is None or is_passing:
+        if self._folder is None or self._report is None or is_passing:
             return
         self._lines += msgspec.json.encode(event) + b"\n"
         try:
@@ -246,6 +253,7 @@ class RecordFile:
         except (OSError, ValueError) as error:
             path = os.path.join(self._folder, RECORD_NAME)
             logger.warning("%s is not written: %s", path, error)
+        self._report.on_event(event)
 
 
 def write_beside_logs(folder: str, name: str, content: bytes) -> None:

@@ -12,7 +12,19 @@ from .pages import ROOT
 
 # By name: the modules that are gone with it. Wings that the core still needs are in
 # `core_contract.toml` and not here.
-WINGS = {"cli": ["cli"], "doctor": ["doctor"], "four_bit": ["model.four_bit"], "verify": ["verify"]}
+WINGS = {
+    "callbacks": ["callbacks"],
+    "cli": ["cli"],
+    "discovery": ["discovery"],
+    "doctor": ["doctor"],
+    "four_bit": ["model.four_bit"],
+    "half_layers": ["model.half_layers"],
+    "launch": ["launch"],
+    "lazy_weights": ["model.lazy_weights", "model.checkpoint_reader"],
+    "report": ["report"],
+    "telemetry": ["telemetry"],
+    "verify": ["verify"],
+}
 
 # The process forgets the package that it has imported, and imports the one in a folder.
 TRAINING = """

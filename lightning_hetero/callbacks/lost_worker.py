@@ -15,6 +15,22 @@ class RecoveryCallback(Callback):
     ``HeteroPipelineStrategy(recovery=...)``.
     """
 
+    def on_run_event(self, trainer: pl.Trainer, event: Event) -> None:
+        """Call the method for what has become of a worker; the strategy calls it with each event.
+
+        Args:
+            trainer: The Trainer.
+            event: What happened in the run.
+        """
+        if isinstance(event, Lost) and event.is_awaited:
+            self.on_worker_lost(trainer, event.name, event.step)
+        elif isinstance(event, Recovered):
+            self.on_worker_restored(trainer, event.name, event.step, event.seconds)
+        elif isinstance(event, Entered):
+            self.on_worker_joined(trainer, event.name, event.step)
+        elif isinstance(event, Departed):
+            self.on_worker_left(trainer, event.name, event.step)
+
     def on_worker_lost(self, trainer: pl.Trainer, name: str, step: int) -> None:
         """A worker is lost, and the run waits for another process in its place.
 
@@ -52,25 +68,3 @@ class RecoveryCallback(Callback):
             name: The worker's name in plans.
             step: The first step in which it takes no part.
         """
-
-
-class CallbackObserver:
-    """Observer that calls the recovery callbacks of a Trainer."""
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-
-    def on_event(self, event: Event) -> None:
-        """Call each callback with what has become of a worker."""
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        for each in callbacks:
-            if not isinstance(each, RecoveryCallback):
-                continue
-            if isinstance(event, Lost) and event.is_awaited:
-                each.on_worker_lost(self._trainer, event.name, event.step)
-            elif isinstance(event, Recovered):
-                each.on_worker_restored(self._trainer, event.name, event.step, event.seconds)
-            elif isinstance(event, Entered):
-                each.on_worker_joined(self._trainer, event.name, event.step)
-            elif isinstance(event, Departed):
-                each.on_worker_left(self._trainer, event.name, event.step)

@@ -37,7 +37,7 @@ class PipelineProfiler(Callback):
         path: str | Path | None = None,
         force: bool = False,
     ) -> None:
-        self.options = ProfilingOptions(
+        self.profiling_options = ProfilingOptions(
             budget_seconds=budget_seconds,
             micro_batch_sizes=None if micro_batch_sizes is None else tuple(micro_batch_sizes),
             dtypes=None if dtypes is None else tuple(dtypes),

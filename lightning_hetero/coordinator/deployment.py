@@ -32,11 +32,10 @@ from ..model.layers import (
     describe_layer,
     find_embedding,
 )
-from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
 from ..model.partial_layers import absent_in
 from ..model.recipe import imports_of
 from ..model.shared_parts import SharedParts
-from ..model.tensors import is_frozen, named_tensors
+from ..model.tensors import UnreadWeights, is_frozen, named_tensors, weights_in_checkpoint
 from ..pipeline.boundary import Collected
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.microbatch import NOTHING_SAID, BatchOptions
@@ -211,8 +210,8 @@ class Deployment:
         """What runs the layers of which this process is a replica."""
         coordinator, placement = self.coordinator, Placement.of(self.plan)
         remote, stages = coordinator.layers, coordinator.stages
-        recorder = coordinator.recorder
-        return HostedReplicas(placement, hosted, remote, stages, recorder, self._hollow)
+        recorder, number_of = coordinator.recorder, coordinator.training.open_exchange
+        return HostedReplicas(placement, hosted, remote, stages, recorder, self._hollow, number_of)
 
     def _look_at_tensors(self, hosted: Collection[int], before: Deployment | None) -> None:
         """Find out which tensors are on workers, here and there, or trained."""
@@ -678,7 +677,7 @@ def _check_not_lost(module: nn.Module) -> None:
 
 
 def check_weights_can_be_sent(
-    layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
+    layers: Mapping[int, nn.Module], weights: UnreadWeights | None
 ) -> None:
     # What was trained there is lost; what the model was made from would come in its place.
     lost = [number for number, layer in layers.items() if is_hollow(layer)]

@@ -14,9 +14,9 @@ from ..errors import HeteroError, ModelError, RemoteProtocolError, WeightsLost
 from ..events import Observers
 from ..model.hollow import no_copy
 from ..model.layers import describe_layers
-from ..model.lazy_weights import CheckpointWeights
 from ..model.stored import State
 from ..model.tensors import (
+    UnreadWeights,
     flatten,
     named_tensors,
     state_in,
@@ -322,7 +322,7 @@ class TensorsAway:
         self,
         layers: Mapping[int, nn.Module],
         remote: RemoteLayers,
-        weights: CheckpointWeights | None,
+        weights: UnreadWeights | None,
         changed: Collection[Tensor],
         kept: Collection[int],
     ) -> None:

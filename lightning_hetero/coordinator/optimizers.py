@@ -87,7 +87,6 @@ class OptimizerParts:
         self._told: set[Member] = set()
         stages.on_last_backward = self.reduce
         stages.on_last_gradients = self._reduce_on
-        stages.open_exchange = self._open_exchange
 
     def build(
         self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
@@ -273,14 +272,14 @@ class OptimizerParts:
         """Let these replicas add up their gradients when what was sent to them has run."""
         if not workers:
             return
-        number = self._open_exchange()
+        number = self.open_exchange()
         for worker in workers:
             if worker not in self._told:
                 stamp = self._stages.stamp_of_all(worker)
                 self._connections.send(worker, m.ReduceGradients(number, **stamp))
                 self._told.add(worker)
 
-    def _open_exchange(self) -> int:
+    def open_exchange(self) -> int:
         """The number of the present step's exchange; the first call begins it, and then all workers
         are told of it."""
         step = self._connections.step

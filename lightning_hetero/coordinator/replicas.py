@@ -173,6 +173,7 @@ class HostedReplicas:
         stages: Runs the steps of the stages on workers.
         recorder: Records the spans of this process.
         hollow: The run of hollow layers that they belong to.
+        open_exchange: Returns the number of the present step's exchange, which may have begun.
 
     Attributes:
         placement: As given; other shares may take its place between two steps.
@@ -188,6 +189,7 @@ class HostedReplicas:
         stages: RemoteStages,
         recorder: Recorder,
         hollow: HollowLayers,
+        open_exchange: Callable[[], int],
     ) -> None:
         self.note_tokens = stages.note_tokens
         self.placement = placement
@@ -197,6 +199,7 @@ class HostedReplicas:
         self._hollow = hollow
         self._copies = stages.copies
         self._stages = stages
+        self._open_exchange = open_exchange
         self._held = _held_tensors(layers)
         found = self._present()
         self.names_of: Mapping[Tensor, str] = {
@@ -475,7 +478,7 @@ class HostedReplicas:
         if not self._stages.is_before_step or not self.given:
             yield
             return
-        send = partial(self._send_early, self._stages.open_exchange())
+        send = partial(self._send_early, self._open_exchange())
         with leaving_by_layer(((name, p) for p, name in self.given.items()), send):
             yield
 

@@ -122,7 +122,6 @@ class RemoteStages:
         on_backward: Called before gradients are sent.
         on_last_backward: Called, before an optimizer's step, when all gradients of such a batch
             have been sent.
-        open_exchange: Returns the number of the exchange of such a batch, which may have begun.
         on_last_gradients: Called, before an optimizer's step, with the workers that get no more
             gradients of such a batch than those which are sent next.
         before_step: Called before each step, with whether gradients from before it stay.
@@ -143,7 +142,6 @@ class RemoteStages:
         self.on_backward: Callable[[], None] = lambda: None
         self.on_last_backward: Callable[[], None] = lambda: None
         self.on_last_gradients: Callable[[Collection[Member]], None] = lambda _workers: None
-        self.open_exchange: Callable[[], int] = lambda: 0
         self.before_step: Callable[[bool], None] = lambda _keeps_gradients: None
         self._connections = connections
         self._layers = layers

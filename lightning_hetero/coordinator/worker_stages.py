@@ -15,10 +15,10 @@ from ..devices.device import needs_triton
 from ..errors import WorkerError
 from ..model.custom_layers import BlocksRecipe
 from ..model.layers import DecoderLayer
-from ..model.lazy_weights import CheckpointWeights
 from ..model.recipe import Recipe, write_recipe
 from ..model.stored import State
 from ..model.tensors import (
+    UnreadWeights,
     dtypes_on_stage,
     first_names,
     has_four_bit,
@@ -168,7 +168,7 @@ def remote_stages(
     root: nn.Module,
     stages: Sequence[dict[int, DecoderLayer]],
     plan: Plan,
-    weights: CheckpointWeights | None,
+    weights: UnreadWeights | None,
     weights_dtype_of: Callable[[StagePlan], torch.dtype | None],
     constants: Collection[str] = (),
 ) -> list[RemoteStage]:
@@ -199,7 +199,7 @@ def remote_stages(
 
 def _contents(
     layers: Mapping[int, nn.Module],
-    weights: CheckpointWeights | None,
+    weights: UnreadWeights | None,
     names: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor, State]]:
     """The layers' tensors, from here where they are here, else from the checkpoint.

@@ -160,17 +160,6 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [str(self.where(machine)) for machine in self.machines]
 
 
-@dataclass(frozen=True)
-class ClusterFile:
-    """The workers of a cluster file, which ``lightning-hetero up`` has started.
-
-    Args:
-        path: The path of the file.
-    """
-
-    path: str
-
-
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster file; its token's file gets an absolute path.
 

@@ -24,6 +24,7 @@ from typing import IO, Protocol, runtime_checkable
 from ..errors import PlanError, WorkerError
 from ..transport.address import Address
 from ..transport.token import Token
+from ..worker_sources import Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -41,48 +42,6 @@ ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-
-
-@runtime_checkable
-class Launcher(Protocol):
-    """Starts workers that join one run, and ends them.
-
-    Attributes:
-        listen: Where this process waits for the workers, as ``host:port``; port 0 takes a free one.
-        least: How many workers the run needs.
-        most: How many workers the run takes; None for all that have come.
-        wait_seconds: How long to wait for ``least`` workers.
-        brings_token: Whether `start` gives the workers a token, which is new for each run. If not,
-            the workers read the token from a file on their machines.
-    """
-
-    listen: str
-    least: int
-    most: int | None
-    wait_seconds: float
-    brings_token: bool
-
-    def start(self, join: Address, token: Token | None) -> None:
-        """Begin to start the workers, each under a name of its own; do not wait for them.
-
-        Args:
-            join: Where they have to dial. Its host may stand for all interfaces.
-            token: The token of the run, if this launcher brings it; None otherwise.
-
-        Raises:
-            HeteroError: If they cannot be started.
-        """
-
-    def stop(self) -> None:
-        """End all workers that were started. May be called twice."""
-
-    def faults(self, is_late: bool) -> list[str]:
-        """Sentences on workers that will not come, each with its remedy.
-
-        Args:
-            is_late: Whether the wait is over. Before, there are none while enough of the other
-                workers may still come.
-        """
 
 
 @runtime_checkable

@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .captured_outputs import has_hooks
 from .layers import DecoderLayer, identity_of
-from .override import overrides_of
 from .partial_layers import (
     AbsentChildren,
     InHalves,
-    cut_of,
     half_of,
     halves_of,
     hidden_in,
@@ -69,14 +67,6 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
         InHalves(layer.module, halves).put_on()
         made += [replace(layer, module=half) for half in halves]
     return made
-
-
-def join_layers(root: nn.Module) -> None:
-    """Undo `cut_layers`. Layers whose worker was lost stay cut and raise when called."""
-    for module in root.modules():
-        cut = cut_of(module)
-        if cut is not None and not any(any(overrides_of(half)) for half in cut.halves):
-            cut.take_off()
 
 
 class _StandIn(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,9 +34,7 @@ from .checkpoint_reader import Checkpoint
 from .layers import find_decoder_layers
 from .override import MethodOverride
 from .stored import FourBit, State, format_here, format_of
-from .tensors import fill, is_frozen, leave_out
-
-_WEIGHTS = "weights_in_checkpoint"
+from .tensors import UNREAD_WEIGHTS, fill, is_frozen, leave_out
 
 
 class CheckpointWeights:
@@ -64,7 +62,7 @@ class CheckpointWeights:
         self._conv1d = conv1d
         self._quantize_on = quantize_on
         self.is_deployed = False
-        setattr(model, _WEIGHTS, self)
+        setattr(model, UNREAD_WEIGHTS, self)
         model.register_forward_pre_hook(self._check_is_here)
         # A parameter stays the same object while its content comes and goes.
         self._names = {parameter: _on_disk(name) for name, parameter in model.named_parameters()}
@@ -147,29 +145,6 @@ class CheckpointWeights:
         """A module's own parameters with the content of the checkpoint."""
         found = module._parameters.items()
         return [(leaf, p) for leaf, p in found if p is not None and p in self]
-
-
-def weights_in_checkpoint(root: nn.Module) -> CheckpointWeights | None:
-    """The checkpoint weights of a model inside ``root``; None unless `from_pretrained` made it."""
-    for module in root.modules():
-        weights = getattr(module, _WEIGHTS, None)
-        if isinstance(weights, CheckpointWeights):
-            return weights
-    return None
-
-
-def bring_here(
-    root: nn.Module, weights: CheckpointWeights, hollow: Container[Tensor], device: torch.device
-) -> Iterator[str]:
-    """Read the weights that this process needs. Yields each name before reading."""
-    for path, module in root.named_modules():
-        for leaf, parameter in list(module._parameters.items()):
-            if parameter is None or not parameter.is_meta or parameter in hollow:
-                continue
-            if parameter in weights:
-                yield f"{path}.{leaf}"
-                content, state = weights.read(module, leaf, for_worker=False)
-                fill(module, leaf, content.to(device), state)
 
 
 def _on_disk(name: str) -> str:

@@ -120,6 +120,14 @@ def cut_of(layer: nn.Module) -> InHalves | None:
     return next((each for each in overrides_of(layer) if isinstance(each, InHalves)), None)
 
 
+def join_layers(root: nn.Module) -> None:
+    """Undo `cut_layers`. Layers whose worker was lost stay cut and raise when called."""
+    for module in root.modules():
+        cut = cut_of(module)
+        if cut is not None and not any(any(overrides_of(half)) for half in cut.halves):
+            cut.take_off()
+
+
 def with_children(layer: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
     """A layer of the same class and attributes with some children replaced, without hooks."""
     made = type(layer).__new__(type(layer))

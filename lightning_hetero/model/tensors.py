@@ -4,6 +4,7 @@ A tensor is named ``<layer number>.<name inside the layer>`` on every machine. T
 quantization state of a tensor in 4 bits follow its name: ``3.mlp.up_proj.weight.absmax``.
 
     names, content    find tensors, empty them to ``meta`` and fill them again
+    unread weights    the seam of weights that stay in a checkpoint until they are needed
     sizes             count bytes, for tensors on ``meta`` too
     made-up values    fill layers that are only to be measured
     state dicts       the keys of a module's tensors, and the keys that may be left out
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -174,6 +175,48 @@ def _swap(old: nn.Parameter, new: nn.Parameter) -> None:
     old._backward_hooks = old._backward_hooks or None
     hooks = old._post_accumulate_grad_hooks or None
     old._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]  # torch takes None
+
+
+UNREAD_WEIGHTS = "weights_in_checkpoint"
+"""The attribute of a model whose weights are still in its checkpoint, with what reads them."""
+
+
+class UnreadWeights(Protocol):
+    """The parameters of a model whose content is still in its checkpoint.
+
+    Attributes:
+        is_deployed: Whether a strategy has brought the weights to where they are needed.
+    """
+
+    is_deployed: bool
+
+    def __contains__(self, tensor: Tensor | None) -> bool: ...
+
+    def read(self, owner: nn.Module, leaf: str, *, for_worker: bool) -> tuple[Tensor, State]:
+        """Read a parameter's content as its module stores it, with the state if it has one."""
+
+    def end_run(self) -> None:
+        """Forget the parameters that the run has trained."""
+
+
+def weights_in_checkpoint(root: nn.Module) -> UnreadWeights | None:
+    """The weights of a model inside ``root`` that are in its checkpoint; None without such."""
+    found = (getattr(module, UNREAD_WEIGHTS, None) for module in root.modules())
+    return next((each for each in found if each is not None), None)
+
+
+def bring_here(
+    root: nn.Module, weights: UnreadWeights, hollow: Container[Tensor], device: torch.device
+) -> Iterator[str]:
+    """Read the weights that this process needs. Yields each name before reading."""
+    for path, module in root.named_modules():
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta or parameter in hollow:
+                continue
+            if parameter in weights:
+                yield f"{path}.{leaf}"
+                content, state = weights.read(module, leaf, for_worker=False)
+                fill(module, leaf, content.to(device), state)
 
 
 def locate(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str, Tensor]:

@@ -25,13 +25,11 @@ import msgspec
 
 from ..protocol import messages as m
 from ..protocol.bases import Repeated
-from ..protocol.frames import Frame, encode_frame
+from ..protocol.frames import Encode, Frame, encode_frame
 from ..written_blocks import WrittenBlock
 
 logger = logging.getLogger(__name__)
 
-# Encodes a frame as buffers to be sent.
-Encode = Callable[[], list[memoryview]]
 
 # What tells a repeated message: its class, its step, and for micro-batches which one and where.
 Identity = tuple[Any, ...]

@@ -29,7 +29,7 @@ from ..devices.device import device_for
 from ..devices.main_memory import give_back_free_memory, is_in_main_memory
 from ..model.hollow import hold_in_place, let_move
 from ..model.layers import DecoderLayer
-from ..model.lazy_weights import bring_here, weights_in_checkpoint
+from ..model.tensors import bring_here, weights_in_checkpoint
 from ..pipeline.microbatch import BatchOptions
 from ..plan import COORDINATOR
 from ..planner.profile import DeviceProfile, Link, Profile, fit_link, in_series

@@ -15,7 +15,7 @@ any sender, into little memory.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -44,6 +44,9 @@ _PREFIX = struct.Struct(">4sIIQ")
 # The errors of a decoder for bytes that are no message.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
+
+Encode = Callable[[], list[memoryview]]
+"""Encodes a frame as buffers to be sent."""
 
 Content = tuple[Message, Sequence[Tensor]]
 """A message and its tensors before they are a frame."""

@@ -8,7 +8,7 @@ import os
 from msgspec import json
 
 from ..errors import HeteroError, PictureError, PlanError
-from ..events import Deployed, Event, Progressed, RunBegan, write_beside_logs
+from ..events import Deployed, Event, Progressed, write_beside_logs
 from ..plan import Plan
 from .diagram import picture_for
 from .run_record import FACTS, PICTURE_NAME, PLAN_NAME, facts_of
@@ -18,17 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class RunFiles:
-    """Observer that keeps the files of a run up to date; what cannot be written is logged."""
+    """Observer that keeps the files of a run up to date; what cannot be written is logged.
 
-    def __init__(self) -> None:
-        self._folder: str | None = None
+    Args:
+        folder: The folder of the run's logs.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
         self._events: list[Event] = []
 
     def on_event(self, event: Event) -> None:
         """Write what an event changes."""
-        if isinstance(event, RunBegan):
-            self._folder, self._events = event.folder, []
-        if self._folder is None or isinstance(event, Progressed):
+        if isinstance(event, Progressed):
             return
         if isinstance(event, Deployed):
             try:
@@ -57,9 +59,9 @@ class RunFiles:
     def _has(self, plan: Plan) -> bool:
         """Whether the file has the plan already; it may have a person's comments."""
         try:
-            return Plan.from_yaml(os.path.join(str(self._folder), PLAN_NAME)) == plan
+            return Plan.from_yaml(os.path.join(self._folder, PLAN_NAME)) == plan
         except PlanError:
             return False
 
     def _write(self, name: str, content: bytes) -> None:
-        write_beside_logs(str(self._folder), name, content)
+        write_beside_logs(self._folder, name, content)

@@ -28,14 +28,13 @@ from .._lightning import (
     pl,
 )
 from ..errors import ModelError, did_you_mean
-from ..launch.cluster import ClusterFile
-from ..launch.launcher import Launcher
 from ..model.compiled_layers import compiles_only
 from ..model.layers import DecoderLayer, chances_of_leaving_out
 from ..pipeline.microbatch import BatchOptions, LossWeighting
 from ..pipeline.turns import casts_here
 from ..plan import Plan
 from ..recovery import Recovery
+from ..worker_sources import ClusterFile, Launcher
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -14,11 +14,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from .._lightning import TrainerFn, pl
 from ..coordinator.connections import Connections
 from ..coordinator.deployment import Deployment, imports_for
-from ..coordinator.session import Coordinator
 from ..errors import PlanError
 from ..events import Observers
 from ..model.layers import DecoderLayer, other_layer_lists
-from ..model.lazy_weights import bring_here, weights_in_checkpoint
+from ..model.tensors import bring_here, weights_in_checkpoint
 from ..pipeline.optimizer import own_optimizer_modules
 from ..plan import Plan, StagePlan
 from ..transport.deadlines import Deadlines
@@ -34,14 +33,17 @@ from .arguments import (
 )
 from .training_run import PlanFollower, TrainingRun
 
+if TYPE_CHECKING:
+    from ..coordinator.session import Coordinator
+
 logger = logging.getLogger(__name__)
 
 
 class WorkerSource(Protocol):
-    """Where the workers of a strategy's runs come from: `coordinator.fleet.Fleet`."""
+    """Where the workers of a strategy's runs come from: `coordinator.listed_workers`."""
 
     @property
-    def restart(self) -> list[str]:
+    def restart(self) -> Sequence[str]:
         """What the user has to do before another run, as words of a list."""
 
     def find(

@@ -23,7 +23,6 @@ from rich.console import Console
 from typing_extensions import override
 
 from .._lightning import TrainerFn, pl
-from ..callbacks.profiler import PipelineProfiler
 from ..coordinator.connections import Connections
 from ..errors import PlanError
 from ..model.layers import DecoderLayer
@@ -217,8 +216,8 @@ def in_window(measured: Measured, trainer: pl.Trainer, cuts_step: bool) -> Measu
 def chosen_profiling(trainer: pl.Trainer) -> ProfilingOptions | None:
     """The options of the Trainer's `PipelineProfiler`; None without one."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    found = (one.options for one in callbacks if isinstance(one, PipelineProfiler))
-    return next(found, None)
+    found = (getattr(each, "profiling_options", None) for each in callbacks)
+    return next((each for each in found if each is not None), None)
 
 
 def measure(site: Site, layers: Sequence[DecoderLayer], options: ProfilingOptions) -> Profile:

@@ -14,10 +14,24 @@ from torch import Tensor, nn
 from .._lightning import CSVLogger, TensorBoardLogger, TrainerFn, pl
 from ..coordinator.deployment import Deployment
 from ..devices.description import equipment_here
-from ..events import Deployed, Failed, Observers, PlacedProcess, RunBegan
+from ..events import Deployed, Event, Failed, Observers, PlacedProcess, RunBegan
 from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
 from ..plan import COORDINATOR
 from ..protocol.messages import Equipment
+
+
+class CallbackObserver:
+    """Observer that passes events on to the callbacks of a Trainer which have `on_run_event`."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def on_event(self, event: Event) -> None:
+        """Call each of them; what it raises ends the run."""
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        for each in callbacks:
+            if hasattr(each, "on_run_event"):
+                each.on_run_event(self._trainer, event)
 
 
 def publish_begin(observers: Observers, trainer: pl.Trainer, deployment: Deployment) -> None:

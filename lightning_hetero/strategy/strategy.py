@@ -30,19 +30,18 @@ from ..coordinator.deployment import Deployment, check_is_whole
 from ..devices.main_memory import share_one_arena
 from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
 from ..events import Observers, RunEnded
-from ..launch.cluster import ClusterFile
-from ..launch.launcher import Launcher
 from ..model.allowed_imports import refuse_training_in_worker
-from ..model.half_layers import cut_layers, join_layers
 from ..model.layers import DecoderLayer, LayerChoice, find_decoder_layers, without_layers
-from ..model.lazy_weights import weights_in_checkpoint
+from ..model.partial_layers import join_layers
 from ..model.stored import accepting_states, keep_layout
+from ..model.tensors import weights_in_checkpoint
 from ..pipeline.microbatch import BatchOptions, CheckFirstBatch, LossWeighting
 from ..pipeline.optimizer import AveragingAction
 from ..plan import Plan
 from ..recovery import Recovery, recovery_of
 from ..transport.deadlines import Deadlines
 from ..window import Window, Windows
+from ..worker_sources import ClusterFile, Launcher
 from .arguments import (
     StepOptions,
     check_arguments,
@@ -60,6 +59,7 @@ from .run_events import failure, now, publish_begin, publish_deployed
 from .training_run import Run, TrainingRun, check_move
 from .window_step import WindowsAlone
 from .wings import (
+    halves_of_layers,
     moving_averages,
     observers_of,
     plan_source,
@@ -253,7 +253,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         module, site = self._module(), self._site()
         keep_layout(module)
         layers = find_decoder_layers(module, self._layers)
-        layers = cut_layers(layers) if self._cuts_layers else layers
+        layers = halves_of_layers(layers) if self._cuts_layers else layers
         if self._instead is not None:
             self._instead(site, layers)
             return

@@ -5,22 +5,28 @@ Each function imports its wing when it is called, so a room that nobody chooses 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
 from ..coordinator.progress import Bars
-from ..coordinator.session import Coordinator
 from ..errors import PlanError
-from ..events import Observers, RecordFile
+from ..events import Observers, RecordFile, RunObserver
+from ..model.layers import DecoderLayer
 from ..plan import Plan
 from ..recovery import Recovery, too_few
+from ..worker_sources import ClusterFile
 from .arguments import StepOptions
 from .deploy import PlanSource, WorkerSource
+from .run_events import CallbackObserver
 from .training_run import Guard
+
+if TYPE_CHECKING:
+    from ..coordinator.session import Coordinator
 
 
 def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSource:
@@ -36,9 +42,41 @@ def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSourc
 
 def worker_source(workers: Any, token_file: str | Path | None) -> WorkerSource:
     """Where the workers of a strategy come from, by its arguments."""
-    from ..coordinator.fleet import Fleet
+    from ..coordinator.listed_workers import ListedWorkers
 
-    return Fleet(workers, token_file)
+    if isinstance(workers, (list, tuple)):
+        return ListedWorkers(workers, token_file, _lookout)
+    if isinstance(workers, ClusterFile):
+        from ..launch.cluster import read_cluster
+
+        cluster = read_cluster(workers.path)
+        command = f"lightning-hetero up {shlex.quote(workers.path)}"
+        token_file = token_file or cluster.token_file
+        return ListedWorkers(cluster.addresses, token_file, _lookout, command)
+    from ..coordinator.fleet import AnnouncedWorkers, LaunchedWorkers, LocalWorkers
+
+    if isinstance(workers, int):
+        return LocalWorkers(workers)
+    if workers == "auto":
+        return AnnouncedWorkers((), token_file, _lookout)
+    return LaunchedWorkers(workers, token_file)
+
+
+def _lookout(*run: Any) -> Any:
+    from ..discovery.find import Lookout
+
+    return Lookout(*run)
+
+
+def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
+    """Cut each layer in two.
+
+    Raises:
+        ModelError: If a layer cannot be cut.
+    """
+    from ..model.half_layers import cut_layers
+
+    return cut_layers(layers)
 
 
 def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
@@ -70,16 +108,22 @@ def replace_lost(
 
 def observers_of(trainer: pl.Trainer) -> Observers:
     """Who reads the events of a Trainer's run: record, pictures, bars, callbacks."""
-    from ..callbacks.lost_worker import CallbackObserver
+    return Observers([RecordFile(_run_files), Bars(trainer), CallbackObserver(trainer)])
+
+
+def _run_files(folder: str) -> RunObserver:
     from ..report.run_files import RunFiles
 
-    return Observers([RecordFile(), RunFiles(), Bars(trainer), CallbackObserver(trainer)])
+    return RunFiles(folder)
 
 
 def moving_averages(
     trainer: pl.Trainer, plan: Plan, present: Callable[[], Deployment]
 ) -> AbstractContextManager[None]:
     """Inside, layers move; the averages of their weights move along."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if not any(getattr(each, "averages_on_stages", False) for each in callbacks):
+        return nullcontext()
     from ..callbacks import weight_average
 
     return weight_average.moving_averages(trainer, plan, present)

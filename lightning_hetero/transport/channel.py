@@ -27,12 +27,19 @@ from torch import Tensor
 
 from ..devices.copies import Copies, HostCopy
 from ..errors import ChannelError, HeteroError, RemoteProtocolError
-from ..pipeline.journal import Encode
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Action
 from ..protocol import messages as m
 from ..protocol.bases import InstantMessage, State
-from ..protocol.frames import Content, Frame, FrameReader, encode_body, encode_frame, encode_head
+from ..protocol.frames import (
+    Content,
+    Encode,
+    Frame,
+    FrameReader,
+    encode_body,
+    encode_frame,
+    encode_head,
+)
 from ..protocol.session import Session
 from ..protocol.tensor_bytes import BufferPool
 from .connection import MOST_BYTES_AT_ONCE, Connection, PeerWork, Traffic

@@ -6,9 +6,12 @@ Rules without I/O.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..protocol.fields import Equipment
-from .tls import Credentials
+
+if TYPE_CHECKING:
+    from .tls import Credentials
 
 _OURS = "lightning-hetero"
 # The library whose code builds the layers; a layer means the same within a major version.

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lightning_hetero import cli
-from lightning_hetero.coordinator.fleet import Fleet
+from lightning_hetero.coordinator.fleet import AnnouncedWorkers
 from lightning_hetero.discovery import find, mdns
 from lightning_hetero.discovery.find import find_workers, speak_with
 from lightning_hetero.discovery.mdns import (
@@ -365,7 +365,7 @@ def test_a_search_needs_a_token() -> None:
     with pytest.raises(DiscoveryError, match="this process has no token; make one"):
         find_workers(None, Identity(), SOON)
     with pytest.raises(TokenError, match="no token file"):
-        Fleet("auto", "/nowhere/token").find(torch.device("cpu"), SOON)
+        AnnouncedWorkers((), "/nowhere/token", find.Lookout).find(torch.device("cpu"), SOON)
 
 
 def without_zeroconf(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +450,7 @@ def test_the_fleet_looks_once_in_each_run(
         return hear_once(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(find, "hear", counted)
-    fleet = Fleet("auto", token_file)
+    fleet = AnnouncedWorkers((), token_file, find.Lookout)
     cpu = torch.device("cpu")
     with (
         worker_thread(Credentials(token)) as address,

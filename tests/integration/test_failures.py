@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, cli
+from lightning_hetero.coordinator import listed_workers
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import PlanError, StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
@@ -118,7 +119,7 @@ def test_another_torch_trains_and_is_told_once(
 ) -> None:
     ours = equipment_here(torch.device("cpu"))
     other = msgspec.structs.replace(ours, versions=ours.versions | {"torch": "2.5.1"})
-    monkeypatch.setattr("lightning_hetero.coordinator.fleet.equipment_here", lambda _: other)
+    monkeypatch.setattr(listed_workers, "equipment_here", lambda _: other)
     with caplog.at_level(logging.INFO):
         assert_serves(workers[:1])
     expected = f"differs, which is normal: torch {torch.__version__} (2.5.1 here)"

@@ -208,7 +208,7 @@ def test_one_that_has_served_ends_in_good_order(token_file: Path) -> None:
 
 def test_a_config_names_it() -> None:
     made = strategy_of_config("lightning_hetero.Joining", listen="127.0.0.1:7171", least=3)
-    assert made._fleet._workers == Joining("127.0.0.1:7171", least=3)
+    assert made._fleet._launcher == Joining("127.0.0.1:7171", least=3)
 
 
 @repeats(

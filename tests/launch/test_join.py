@@ -20,13 +20,14 @@ import pytest
 
 from lightning_hetero.errors import JoinError, PlanError, WorkerError, WorkerUnreachable
 from lightning_hetero.launch import join as joins
-from lightning_hetero.launch.launcher import Joining, Launcher, reachable
+from lightning_hetero.launch.launcher import Joining, reachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address, checked_name
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.handshake import await_opening, dial, join
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
+from lightning_hetero.worker_sources import Launcher
 
 from ..transport.pairs import PATIENCE_SECONDS
 from .guests import CALM, LISTENER, WITH_TOKEN, door, knock, with_versions

@@ -153,4 +153,4 @@ def test_an_actor_takes_all_of_its_bundle() -> None:
 
 def test_a_config_names_it() -> None:
     made = strategy_of_config("lightning_hetero.RayWorkers", bundles=[{"GPU": 1}, {"CPU": 2}])
-    assert made._fleet._workers == RayWorkers([{"GPU": 1}, {"CPU": 2}])
+    assert made._fleet._launcher == RayWorkers([{"GPU": 1}, {"CPU": 2}])

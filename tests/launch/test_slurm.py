@@ -144,4 +144,4 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_a_config_names_it() -> None:
     made = strategy_of_config("lightning_hetero.SlurmWorkers", components=["-n2"])
-    assert made._fleet._workers == SlurmWorkers(["-n2"])
+    assert made._fleet._launcher == SlurmWorkers(["-n2"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hetero import HeteroPipelineStrategy, Recovery, SshWorkers
-from lightning_hetero.coordinator.fleet import Fleet
+from lightning_hetero.coordinator.fleet import LaunchedWorkers
 from lightning_hetero.errors import JoinError, PlanError, WorkerError
 from lightning_hetero.launch.ssh import names_of
 from lightning_hetero.transport.address import Address
@@ -108,7 +108,7 @@ def test_ctrl_c_during_the_wait_ends_them(tmp_path: Path, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launcher, "faults", interrupted)
-    fleet = Fleet(launcher, None)
+    fleet = LaunchedWorkers(launcher, None)
     with pytest.raises(KeyboardInterrupt):
         fleet.find(torch.device("cpu"), Deadlines())
     assert len(started) == 1
@@ -228,4 +228,4 @@ def test_more_workers_than_machines_cannot_be_needed() -> None:
 
 def test_a_config_names_it() -> None:
     made = strategy_of_config("lightning_hetero.SshWorkers", hosts=["gpu1", "gpu2"], least=1)
-    assert made._fleet._workers == SshWorkers(["gpu1", "gpu2"], least=1)
+    assert made._fleet._launcher == SshWorkers(["gpu1", "gpu2"], least=1)

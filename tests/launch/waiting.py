@@ -9,7 +9,7 @@ import signal
 import sys
 
 from lightning_hetero import HeteroPipelineStrategy, Joining, SlurmWorkers, SshWorkers
-from lightning_hetero.launch.launcher import Launcher
+from lightning_hetero.worker_sources import Launcher
 
 from ..models import TinyModule, fit
 from ..transport.pairs import PATIENCE_SECONDS

@@ -16,7 +16,7 @@ from transformers import (
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.captured_outputs import CollectingHooks
-from lightning_hetero.model.half_layers import cut_layers, join_layers
+from lightning_hetero.model.half_layers import cut_layers
 from lightning_hetero.model.hollow import hold_in_place, let_move
 from lightning_hetero.model.layers import (
     DecoderLayer,
@@ -30,6 +30,7 @@ from lightning_hetero.model.partial_layers import (
     in_tree,
     is_half_with_experts,
     is_second_half,
+    join_layers,
 )
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 from lightning_hetero.profiler.measured_model import kinds_of_layers

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, T
 
 from lightning_hetero import from_pretrained
 from lightning_hetero.errors import CheckpointError, ModelError
-from lightning_hetero.model.lazy_weights import CheckpointWeights, bring_here, weights_in_checkpoint
+from lightning_hetero.model.tensors import UnreadWeights, bring_here, weights_in_checkpoint
 
 from ..families import tiny_model
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("llama"))
 
 
-def weights_of(model: nn.Module) -> CheckpointWeights:
+def weights_of(model: nn.Module) -> UnreadWeights:
     found = weights_in_checkpoint(model)
     assert found is not None
     return found
