@@ -433,8 +433,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             publish_deployed(self._observers, self._module(), run.deployment, run.plans.profile)
         elif isinstance(run, TrainingRun):
             trainer = self._module().trainer
-            with moving_averages(trainer, plan, lambda: run.deployment):
-                run.move(plan, self.optimizers, partial(self._redeploy, plan, run.deployment))
+            try:
+                with moving_averages(trainer, plan, lambda: run.deployment):
+                    run.move(plan, self.optimizers, partial(self._redeploy, plan, run.deployment))
+            finally:
+                run.deployment.coordinator.layers.interrupts.release()
             publish_deployed(self._observers, self._module(), run.deployment, run.plans.profile)
 
     def _redeploy(self, plan: Plan, before: Deployment) -> Deployment:
