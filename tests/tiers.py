@@ -126,6 +126,7 @@ SECOND_TIER = frozenset(
         "integration/test_instance_methods.py",
         "integration/test_interleaving.py::test_losses_alone_have_the_bits_of_the_step",
         "integration/test_interruptions.py::test_a_hook_that_fails_after_an_error_keeps_no_worker_and_no_weights",
+        "integration/test_interruptions.py::test_a_signal_after_which_weights_are_lost_ends_a_process_with_an_error",
         "integration/test_interruptions.py::test_after_an_interrupted_optimizer_step_a_run_continues_from_the_last_checkpoint",
         "integration/test_interruptions.py::test_an_exception_leaves_the_checkpoint_that_one_device_leaves",
         "integration/test_interruptions.py::test_an_optimizer_step_that_only_some_layers_have_made_is_never_saved",

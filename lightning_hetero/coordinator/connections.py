@@ -481,12 +481,15 @@ class Connections:
         return worker, content
 
     def _is_answer(self, worker: Member, frame: Frame) -> bool:
-        """Whether a frame answers a request, which gets it then; raises for a `Failure`."""
+        """Whether a frame answers a request, which gets it then; raises for a `Failure`, unless it
+        is of what was given up after an error: then the worker's weights can still be fetched."""
         message = frame.message
         if isinstance(message, m.Failure):
             error = self._stage_failed(worker, message)
-            self.requests.fail(worker, message.request, error)
-            raise error
+            if not self.requests.fail(worker, message.request, error):
+                raise error
+            rank_zero_info(f"After the first error: {error}")
+            return True
         is_answer = type(message) in m.ANSWERS or message.request > 0
         if is_answer:
             with self.blaming(worker):

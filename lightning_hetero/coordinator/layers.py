@@ -26,6 +26,7 @@ from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from .answer_checks import HeldTensor, check_content, check_state, held_tensors
 from .connections import Connections
+from .interrupts import Interrupts
 from .member import Member
 from .progress import Progress, PublishedProgress
 from .requests import Answer, Requests
@@ -75,6 +76,7 @@ class RemoteLayers:
 
     Attributes:
         connections: As given.
+        interrupts: Holds Ctrl-C back at the end of a move.
         holdings: The stages of the workers, and their tensors.
         is_between_plans: Whether layers are about to move, or a move of theirs has failed: then
             the stages run no step, and all tensors are where ``holdings`` has them.
@@ -89,6 +91,7 @@ class RemoteLayers:
 
     def __init__(self, connections: Connections, observers: Observers) -> None:
         self.connections = connections
+        self.interrupts = Interrupts()
         self.is_between_plans = False
         self.holdings = Holdings()
         self._observers = observers

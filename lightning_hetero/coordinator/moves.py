@@ -160,6 +160,7 @@ class LayerMove:
         loads = map(self._load_of, self._after.workers)
         for _, name in send_all([*loads, *self._passed_on()], remote.hear):
             yield name
+        remote.interrupts.hold()
         requests.finish([requests.send(worker, m.Launch()) for worker in involved])
         connections.assign(self._after.placement)
         remote.holdings = self._after

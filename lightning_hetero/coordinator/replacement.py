@@ -211,7 +211,7 @@ class Replacements:
         end_seconds = time.monotonic() + _MOST_HELD_SECONDS
         try:
             while self._snapshots.is_held and time.monotonic() < end_seconds:
-                if self._connections.is_ending():
+                if self._connections.is_ending() or self._layers.interrupts.has_come:
                     break
                 self._snapshots.wait()
         except (KeyboardInterrupt, StageFailed) as error:

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import msgspec
 from torch import Tensor
 
-from ..errors import RemoteProtocolError, StageFailed, WorkerError, WorkerLost
+from ..errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    StageFailed,
+    WorkerError,
+    WorkerLost,
+)
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from .member import Member
@@ -23,6 +30,8 @@ Wanted = TypeVar("Wanted", bound=m.Message)
 
 class Talk(Protocol):
     """What the table needs of `Connections`."""
+
+    workers: list[Member]
 
     def settle(self) -> None: ...
 
@@ -82,6 +91,8 @@ class Requests:
         self.connections = connections
         self._open: dict[int, Answer] = {}
         self._num_requests = 0
+        # The first answer of each worker behind the latest step that was given up.
+        self._ends: dict[Member, Answer] = {}
 
     def send(
         self, worker: Member, message: m.Message, *tensors: Tensor, by: Member | None = None
@@ -131,11 +142,24 @@ class Requests:
         if not message.is_piece:
             self._close(answer)
 
-    def fail(self, worker: Member, number: int, error: WorkerError) -> None:
-        """Close the request of a number, if there is one: a worker has failed in it."""
+    def fail(self, worker: Member, number: int, error: WorkerError) -> bool:
+        """Close the request of a number, if there is one: a worker has failed in it.
+
+        Returns:
+            Whether nobody waits for that request any more, or for the step if there is no request.
+        """
         answer = self._open.get(number)
-        if answer is not None and worker in (answer.asked, answer.worker):
-            self._close(answer, error)
+        if answer is None or worker not in (answer.asked, answer.worker):
+            return worker in self._ends and not self._ends[worker].is_over
+        self._close(answer, error)
+        return answer.is_dropped
+
+    def give_up_step(self) -> None:
+        """Expect no answer to what the workers were told of the present step, and no failure."""
+        for worker in self.connections.workers:
+            with suppress(LocalProtocolError):
+                self._ends[worker] = self.send_alone(worker, m.FetchTensors([]))
+                self._ends[worker].is_dropped = True
 
     def forget(self, worker: Member, but: Collection[int] = ()) -> None:
         """Close the requests to a worker whose process has ended, but for these numbers, which the

@@ -254,6 +254,7 @@ class RemoteStages:
             with contextlib.suppress(HeteroError):
                 step, exchanges = self._connections.step, self._connections.num_exchanges
                 self._connections.broadcast(m.AbortStep(step, exchanges))
+            self._connections.requests.give_up_step()
 
     def drop_caches(self, numbers: Sequence[int]) -> None:
         """Let every stage forget key-value caches."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor
 
@@ -64,6 +65,11 @@ class TensorLoad:
     def bytes_under_way(self) -> int:
         """The bytes of what the worker has not confirmed yet."""
         return sum(content.num_bytes for _, content, _ in self._under_way)
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Those that are open."""
+        return [*filter(None, [self.built]), *(answer for *_, answer in self._under_way)]
 
     def send_next(self) -> Iterator[str]:
         """Read and send the next tensor, if the worker can take it; yields its name then."""
@@ -128,6 +134,11 @@ class PassedOn:
         """The bytes of what the worker has not confirmed yet."""
         return sum(num_bytes for _, _, num_bytes, _ in self._under_way)
 
+    @property
+    def answers(self) -> list[Answer]:
+        """Those that are open."""
+        return [answer for *_, answer in self._under_way]
+
     def send_next(self) -> Iterator[str]:
         """Let the next tensor be sent, if the worker can take it; yields its name then."""
         if not self.waiting or not _is_room_beside(len(self._under_way), self.bytes_under_way):
@@ -141,8 +152,9 @@ class PassedOn:
     def take(self) -> None:
         """Note the confirmations that have come."""
         for each in [each for each in self._under_way if each[-1].is_over]:
-            name, source, _, _ = each
+            name, source, _, answer = each
             self._under_way.remove(each)
+            answer.result(m.Message)
             if self.note_arrival(name):
                 self.arrived.setdefault(source, []).append(name)
 
@@ -157,14 +169,18 @@ def send_all(
         hear: Waits for the next message of any worker, while so many bytes are under way.
     """
     left = list(loads)
-    while left:
-        has_sent = False
-        for load in left:
-            for name in load.send_next():
-                has_sent = True
-                yield load.worker, name
-        left = [load for load in left if not load.is_done]
-        if left and not has_sent:
-            hear(sum(load.bytes_under_way for load in left))
+    try:
+        while left:
+            has_sent = False
             for load in left:
-                load.take()
+                for name in load.send_next():
+                    has_sent = True
+                    yield load.worker, name
+            left = [load for load in left if not load.is_done]
+            if left and not has_sent:
+                hear(sum(load.bytes_under_way for load in left))
+                for load in left:
+                    load.take()
+    finally:
+        for answer in chain.from_iterable(load.answers for load in left):
+            answer.is_dropped = True  # an error has ended the transfer, and others may follow

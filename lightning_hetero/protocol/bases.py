@@ -109,7 +109,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     - A request that a lost worker has answered: the journal drops the answer.
     - Any other number: the worker has broken the rules, and its conversation ends.
 
-    A `Failure` ends the request of its number, and is an error of the run in every case.
+    A `Failure` ends the request of its number, and is an error of the run, unless the run has given
+    that request or its step up.
 
     Each class declares here what the rest of the package has to know of it.
 

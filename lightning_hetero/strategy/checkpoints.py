@@ -82,9 +82,14 @@ class Checkpoints:
 
     Args:
         trainable_only: Whether checkpoints leave out parameters that have never trained.
+
+    Attributes:
+        is_incomplete: Whether the present run has lost something, or a checkpoint of it was not
+            written after an exception.
     """
 
     def __init__(self, trainable_only: bool) -> None:
+        self.is_incomplete = False
         self._trainable_only = trainable_only
         self._is_in_run = False
         self._loss: WeightsLost | None = None
@@ -98,6 +103,7 @@ class Checkpoints:
     def begin_run(self) -> None:
         """Forget what the run before has lost."""
         self._is_in_run, self._loss, self._unreported = True, None, None
+        self.is_incomplete = False
 
     def forget_files(self) -> None:
         """Forget the files of the training before."""
@@ -106,6 +112,7 @@ class Checkpoints:
     def note_loss(self, loss: WeightsLost | None) -> None:
         """Note what a run has lost at its end, if anything."""
         self._loss = self._unreported = loss
+        self.is_incomplete |= loss is not None
 
     def end_run(self, module: pl.LightningModule | None) -> None:
         """End a run, as the last thing that it does. If this raises, Lightning ends it again.
@@ -193,6 +200,7 @@ class Checkpoints:
             SaveError: If the file cannot be written; after an exception, that is only logged.
         """
         if self._unsaved is not None:
+            self.is_incomplete = True
             logger.error("No checkpoint was written to %s. %s", path, self._unsaved)
             return
         _check_complete(checkpoint, path)
@@ -201,6 +209,7 @@ class Checkpoints:
         except SaveError as error:
             if not _is_interrupted(module):
                 raise
+            self.is_incomplete = True
             logger.error("%s", error)
         else:
             self._paths.pop(str(path), None)

@@ -433,8 +433,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             publish_deployed(self._observers, self._module(), run.deployment, run.plans.profile)
         elif isinstance(run, TrainingRun):
             trainer = self._module().trainer
-            with moving_averages(trainer, plan, lambda: run.deployment):
-                run.move(plan, self.optimizers, partial(self._redeploy, plan, run.deployment))
+            try:
+                with moving_averages(trainer, plan, lambda: run.deployment):
+                    run.move(plan, self.optimizers, partial(self._redeploy, plan, run.deployment))
+            finally:
+                run.deployment.coordinator.layers.interrupts.release()
             publish_deployed(self._observers, self._module(), run.deployment, run.plans.profile)
 
     def _redeploy(self, plan: Plan, before: Deployment) -> Deployment:
@@ -468,11 +471,16 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._observers.publish(failure(exception))
         super().on_exception(exception)
         # Lightning ends the loggers next. One that cannot be written raises, and no teardown comes.
+        is_whole = False
         try:
             self._end_run()
+            is_whole = not self._checkpoints.is_incomplete
         except Exception:  # the run's own error is raised, which tells more
             logger.exception("The run did not end in good order after its error.")
         finally:
+            # After SIGTERM, Lightning would end the process as if all were well.
+            if isinstance(exception, SystemExit) and not is_whole:
+                exception.code = exception.code or 1
             self._fleet.end(self.deadlines)
 
     def _end_run(self) -> None:

@@ -404,11 +404,14 @@ def check_move(
     deployment.check_placed()
     connections = deployment.coordinator.connections
     names = [member.name for member in connections.members]
+    freed = "was freed as the run began, since its first plan has no layer there"
+    departed = {**dict.fromkeys(connections.spares, freed), **connections.departed}
     for name in plan.workers:
-        if name in connections.departed:
+        if name in departed and name not in names:
             raise PlanError(
-                f"{name} {connections.departed[name]}, so no layers move to it; make a plan over "
-                f"the workers that the run has, {names}."
+                f"{name} {departed[name]}, so no layers move to it; make a plan over "
+                f"the workers that the run has, {names}, or begin the next run with a plan that "
+                "has a layer on it."
             )
     plan.check(len(deployment.layers), names)
     if not plan.workers:

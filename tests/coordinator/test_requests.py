@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ class FakeWorker:
     """What the table looks at."""
 
     loss = None
+    channel = SimpleNamespace(send=lambda *_: None)
 
     def __str__(self) -> str:
         return "stage 1 on a"
@@ -28,6 +30,7 @@ class Talk:
 
     def __init__(self) -> None:
         self.requests, self.worker = Requests(self), FakeWorker()  # type: ignore[arg-type]
+        self.workers: Any = [self.worker]
         self.events = deque[Callable[[], None]]()
         self.on_send: Callable[[], None] = lambda: None
 
@@ -54,8 +57,8 @@ class Talk:
 
     def fails(self, number: int) -> None:
         error = StageFailed("It has no memory.")
-        self.requests.fail(self.worker, number, error)  # type: ignore[arg-type]
-        raise error
+        if not self.requests.fail(self.worker, number, error):  # type: ignore[arg-type]
+            raise error
 
 
 def test_pieces_and_the_last_answer_close_a_request_and_another_one_breaks_a_rule() -> None:
@@ -116,3 +119,19 @@ def test_a_failure_elsewhere_is_raised_at_once_and_one_of_several_when_all_are_o
     with pytest.raises(StageFailed):
         asked.result(m.Done)
     assert len(talk.events) == 1
+
+
+def test_a_failure_in_what_was_given_up_is_no_error() -> None:
+    talk = Talk()
+    asked = talk.ask(m.Launch())
+    talk.requests.give_up_step()
+    end = asked.message.request + 1
+    talk.fails(0)
+    talk.says(m.Done(request=end))
+    with pytest.raises(StageFailed):
+        talk.fails(0)
+    with pytest.raises(StageFailed):
+        talk.fails(asked.message.request)
+    asked = talk.ask(m.Launch())
+    asked.is_dropped = True
+    talk.fails(asked.message.request)

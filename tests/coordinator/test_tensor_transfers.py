@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,10 +19,11 @@ from lightning_hetero.coordinator.tensor_transfers import (
     MOST_SMALL_UNDER_WAY,
     MOST_UNDER_WAY,
     SMALL_BYTES,
+    PassedOn,
     TensorLoad,
     send_all,
 )
-from lightning_hetero.errors import ModelError
+from lightning_hetero.errors import ModelError, StageFailed
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 
@@ -37,6 +38,7 @@ class FakeWorker:
     name: str
     sent: list[m.Message] = field(default_factory=list)
     answered: int = 0
+    number: int = 1
 
     def send(self, _worker: Any, message: m.Message, *_tensors: Tensor) -> None:
         self.sent.append(message)
@@ -58,6 +60,12 @@ class FakeWorker:
         self.answered += 1
         said = m.Done(request=message.request)
         self.requests.take(self, Frame(said))  # type: ignore[arg-type]
+
+    def fail(self) -> None:
+        """Fail in the next thing in place of an answer."""
+        number = self.sent[self.answered].request
+        self.answered += 1
+        self.requests.fail(self, number, StageFailed("no room"))  # type: ignore[arg-type]
 
     def about_to_build(self) -> Answer:
         return self.requests.open(self, m.Deploy(1, [], [], 0))  # type: ignore[arg-type]
@@ -108,6 +116,29 @@ def test_many_small_ones_are_under_way_at_once() -> None:
         under_way.clear()
         assert len(list(send_all([load(worker, tensors(100, elements))], hear))) == 100
         assert max(under_way) == expected
+
+
+def test_what_another_worker_could_not_take_has_not_arrived() -> None:
+    worker, arrived = FakeWorker("full"), list[str]()
+    source: Any = FakeWorker("source")
+
+    def send(_source: Any, message: m.Message, by: Any) -> Answer:
+        return worker.requests.send(by, message)
+
+    def note(name: str) -> bool:
+        arrived.append(name)
+        return True
+
+    waiting = deque((f"{number}.weight", source, 4) for number in range(3))
+    passed_on = PassedOn(worker, waiting, send, note, {})  # type: ignore[arg-type]
+
+    def hear(_num_bytes: int) -> None:
+        (worker.fail if arrived else worker.answer)()
+
+    with pytest.raises(StageFailed, match="no room"):
+        list(send_all([passed_on], hear))
+    assert arrived == ["0.weight"]
+    assert [answer.is_dropped for answer in passed_on.answers] == [True]
 
 
 @pytest.mark.follows("and the other parts of its state; load a whole `state_dict()`")

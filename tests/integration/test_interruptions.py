@@ -112,6 +112,30 @@ def test_a_signal_ends_a_process_as_on_one_device(
     assert len(module.losses) == 4 - read(cut)["global_step"]
 
 
+def test_a_signal_after_which_weights_are_lost_ends_a_process_with_an_error(
+    workers: list[str], tmp_path: Path
+) -> None:
+    """After SIGTERM alone the status is 0."""
+    with (
+        worker_process() as victim,
+        running_script(SCRIPT, str(tmp_path), workers[0], victim.address) as process,
+    ):
+        interrupt(process, signal.SIGTERM)
+        assert hear(process, "ended") == "ended 0\n"
+        go_on(process)
+        hear(process, "inside")
+        process.send_signal(signal.SIGTERM)
+        go_on(process)
+        hear(process, "shutting down")
+        victim.process.kill()
+        victim.process.wait()
+        go_on(process)
+        _, said = process.communicate(timeout=DEADLINE_SECONDS)
+    assert "No checkpoint was written" in said
+    assert "have not come home from the workers" in said
+    assert process.returncode == 1
+
+
 class Raising(Callback):
     """Ends the run somewhere in its third batch."""
 

@@ -162,7 +162,7 @@ def test_a_worker_that_dies_behind_a_move_of_replan_comes_back(
 # draining
 
 
-@pytest.mark.follows("so no layers move to it; make a plan over the workers that the run has, ….")
+@pytest.mark.follows("so no layers move to it; make a plan over the workers that the run has, …")
 def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
     undisturbed: TinyModule, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,7 +192,8 @@ def test_a_worker_that_is_to_end_gives_its_layers_to_the_others(
     assert f"{names[1]} has left the run before step 5" in caplog.text
     assert refused == [
         f"{names[1]} has left the run before step 5, so no layers move to it; make a plan over the "
-        f"workers that the run has, {names[:1]}."
+        f"workers that the run has, {names[:1]}, or begin the next run with a plan that has a "
+        "layer on it."
     ]
 
 
