@@ -138,7 +138,7 @@ class Loose(msgspec.Struct, frozen=True, tag="loose"):
 
 
 class Method(msgspec.Struct, frozen=True, tag="method"):
-    """A method of a `Part`."""
+    """A method of a `ModulePart`."""
 
     part: ModulePart
     name: str

@@ -9,9 +9,8 @@ layers. The coordinator has the first seat and the last one, and each of them ma
 A worker may have any number of seats. Seats with the same layers are replicas of one stage, each
 with its part of the micro-batches; the coordinator may have such a seat beside its other two.
 
-The embedding may be on the worker with the first layer. Then
-the coordinator still starts each micro-batch, with masks, positions and the user's own code, and
-sends token ids.
+The embedding may be on the worker with the first layer. Then the coordinator still starts each
+micro-batch, with masks, positions and the user's own code, and sends token ids.
 """
 
 from __future__ import annotations
