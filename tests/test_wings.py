@@ -21,6 +21,7 @@ WINGS = {
     "half_layers": ["model.half_layers"],
     "launch": ["launch"],
     "lazy_weights": ["model.lazy_weights", "model.checkpoint_reader"],
+    "profiler": ["profiler"],
     "report": ["report"],
     "telemetry": ["telemetry"],
     "verify": ["verify"],

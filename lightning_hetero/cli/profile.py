@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from ..coordinator.dry_run import NoSample
 from ..errors import ProfileError
 from ..model.layers import DecoderLayer
 from ..planner.profile import Profile
-from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
 from ..strategy.deploy import Site
 from ..strategy.planning import chosen_profiling, measure

@@ -42,8 +42,11 @@ class ListedWorkers:
         names: The addresses.
         token_file: The file of the token, if the user named one. The token itself is read for each
             run and not kept, so that no copy of this object contains it.
-        make_lookout: Looks for free workers when somebody asks for them.
+        make_lookout: Makes what looks for free workers, when somebody asks for them.
         start_command: What starts the workers, if a command does.
+
+    Attributes:
+        restart: What the user has to do before another run can use the workers.
     """
 
     restart: Sequence[str] = ("start the worker again",)
@@ -69,7 +72,13 @@ class ListedWorkers:
     def find(
         self, device: torch.device, deadlines: Deadlines, named: Sequence[str] = ()
     ) -> list[str]:
-        """The workers' names in plans; see `WorkerSource`."""
+        """The workers' names in plans.
+
+        Args:
+            device: The device that this process computes on.
+            deadlines: How long each kind of waiting may take.
+            named: The workers that the user's plan names, if there is one.
+        """
         return list(self._found or self._names)
 
     def connect(
@@ -122,7 +131,12 @@ class ListedWorkers:
         return credentials_of(find_token_file(self._token_file))
 
     def waiting(self, used: Collection[str], num_members: int) -> list[str]:
-        """The names of the workers that could join the run now; see `WorkerSource`."""
+        """The names of the workers that could join the run now.
+
+        Args:
+            used: The names that the run has.
+            num_members: How many workers it has.
+        """
         if self._lookout is None and self._listening is not None:
             known, run = self._listening
             if {*used} == {*known.addresses}:

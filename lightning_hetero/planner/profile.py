@@ -10,7 +10,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import yaml
@@ -426,3 +426,15 @@ def fit_link(source: str, target: str, round_trips: Sequence[RoundTrip]) -> Link
     if most_seconds > least_seconds:
         bytes_per_second = min(bytes_per_second, (most - least) / (most_seconds - least_seconds))
     return Link(source, target, least_seconds / 2, bytes_per_second)
+
+
+class Measured(NamedTuple):
+    """A profile, and the file that keeps it; None if no file is to be changed.
+
+    Args:
+        profile: The profile.
+        path: The file.
+    """
+
+    profile: Profile
+    path: Path | None

@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
@@ -21,10 +20,11 @@ from msgspec import structs
 from ..atomic_file import replacing
 from ..errors import ProfileError
 from ..plan import COORDINATOR
-from ..planner.profile import DeviceProfile, Link, Profile
+from ..planner.drift import Misjudged
+from ..planner.profile import DeviceProfile, Link, Measured, Profile
 from ..protocol.messages import DeviceDescribed
 from .measured_model import ModelIdentity
-from .trials import job_of, seconds_of
+from .trials import MEASURE_AGAIN, job_of, seconds_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +34,6 @@ TO_MEASURE_AGAIN = "to measure again, use `PipelineProfiler(force=True)` or dele
 _NUM_DIGITS = 12
 # Timings of equal work by two measurements that agree.
 _MOST_TIMES = 1.5
-
-
-class Measured(NamedTuple):
-    """A profile, and the file that keeps it; None if no file is to be changed.
-
-    Args:
-        profile: The profile.
-        path: The file.
-    """
-
-    profile: Profile
-    path: Path | None
 
 
 def distrust(measured: Measured, reasons: Mapping[str, str]) -> list[str]:
@@ -77,6 +65,25 @@ def distrust(measured: Measured, reasons: Mapping[str, str]) -> list[str]:
         devices = [marked.get(device.name, device) for device in kept.devices]
         _write(path, structs.replace(kept, devices=devices))
     return list(marked)
+
+
+def mark_wrong(measured: Measured, found: Misjudged) -> str:
+    """Mark wrong measurements in their file, and tell what follows from that."""
+    marked = distrust(measured, {name: found.reason(name) for name in found.names})
+    said = []
+    if marked:
+        said.append(
+            f"The next start measures {' and '.join(marked)} again and plans anew; "
+            f"{measured.path} has the mark."
+        )
+    left = [name for name in found.names if name not in marked]
+    if left:
+        said.append(
+            f"{' and '.join(left)} will not be measured again by itself: its file has other "
+            "figures by now, or a second measurement agreed with the first, so that training "
+            f"itself disturbs the device, or another program does. {MEASURE_AGAIN}"
+        )
+    return " ".join(said)
 
 
 def _write(path: Path, profile: Profile) -> bool:

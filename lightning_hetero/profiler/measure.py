@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from .._lightning import MisconfigurationException, pl
 from ..coordinator.connections import Connections
+from ..coordinator.dry_run import step_like
 from ..coordinator.progress import progress_of_parts
 from ..errors import StageFailed
 from ..model.layers import DecoderLayer
@@ -31,7 +32,6 @@ from ..planner.profile import (
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
-from .dry_run import step_like
 from .embedding_and_head import parameters_of_ends
 from .measured_model import LayerJob, ModelIdentity, ModelSighting, Subject, model_profile
 from .trials import (

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .._lightning import MixedPrecision, pl
+from ..coordinator.dry_run import OptimizerSettings, SampleBatch
 from ..coordinator.handover import WholeBatches
 from ..devices.device import device_for, is_out_of_memory
 from ..errors import ModelError
@@ -44,7 +45,6 @@ from ..planner.profile import ModelProfile, Part
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, dtype_name
-from .dry_run import OptimizerSettings, SampleBatch
 from .embedding_and_head import EndsRunner, Example, embedding_to_leave, parameters_of_ends
 
 # These attributes change no cost: a stage recomputes as a whole, and modes come with each call.

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -23,22 +24,30 @@ from msgspec import structs
 
 from .._lightning import pl
 from ..coordinator.connections import Connections
+from ..coordinator.dry_run import (
+    OptimizerSettings,
+    SampleBatch,
+    no_trace,
+    sample_batch,
+    to_device,
+    with_optimizers,
+)
 from ..coordinator.member import Member
 from ..devices.description import describe_device
 from ..devices.device import device_for
 from ..devices.main_memory import give_back_free_memory, is_in_main_memory
+from ..errors import ProfileError
 from ..model.hollow import hold_in_place, let_move
 from ..model.layers import DecoderLayer
 from ..model.tensors import bring_here, weights_in_checkpoint
 from ..pipeline.microbatch import BatchOptions
 from ..plan import COORDINATOR
-from ..planner.profile import DeviceProfile, Link, Profile, fit_link, in_series
+from ..planner.profile import DeviceProfile, Link, Measured, Profile, fit_link, in_series
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
 from .cache import (
     TO_MEASURE_AGAIN,
-    Measured,
     cache_file,
     compared,
     merged,
@@ -47,14 +56,6 @@ from .cache import (
     restricted,
     still_true,
     write_known,
-)
-from .dry_run import (
-    OptimizerSettings,
-    SampleBatch,
-    no_trace,
-    sample_batch,
-    to_device,
-    with_optimizers,
 )
 from .embedding_and_head import embedding_to_leave
 from .measure import (
@@ -136,16 +137,6 @@ class NewcomerTrials:
         return result.profile(worker.name, described, _usable_bytes(described))
 
 
-def describe(connections: Connections, worker: Member) -> m.DeviceDescribed:
-    """The device of a worker that has no stage yet.
-
-    Raises:
-        ChannelError: If it is lost.
-        WorkerError: If it does not answer in time.
-    """
-    return connections.requests.send_alone(worker, m.DescribeDevice()).alone(m.DeviceDescribed)
-
-
 def links_with(
     connections: Connections, worker: Member, others: Sequence[str], known: Sequence[Link]
 ) -> list[Link]:
@@ -209,6 +200,58 @@ def with_newcomer(profile: Profile, device: DeviceProfile, links: Sequence[Link]
     return structs.replace(profile, devices=[*devices, device], links=[*others, *links])
 
 
+@dataclass
+class Newcomers:
+    """What a run knows of workers that come to it.
+
+    Args:
+        measured: The profile of the run, and its file.
+        trials: What measures a worker; None if nothing can.
+    """
+
+    measured: Measured
+    trials: NewcomerTrials | None
+    _devices: dict[str, DeviceProfile] = field(default_factory=dict)
+
+    def profile_with(
+        self, connections: Connections, worker: Member, profile: Profile
+    ) -> Profile | None:
+        """The profile with a worker that has no stage yet; None if its speed is not known.
+
+        Raises:
+            ChannelError: If it is lost.
+            WorkerError: If it does not answer in time, or cannot run the layers.
+        """
+        name, kept = worker.name, _read(self.measured.path)
+        send = connections.requests.send_alone
+        described = send(worker, m.DescribeDevice()).alone(m.DeviceDescribed)
+        of_its_name = [
+            device
+            for known in (profile, kept)
+            for device in (() if known is None else known.devices)
+            if device.name == name
+        ]
+        earlier = [self._devices[name]] if name in self._devices else []
+        device = known_device(name, described, [*of_its_name, *earlier])
+        if device is None and self.trials is not None:
+            device = self.trials.measure(connections, worker, described)
+        device = device or known_device(name, described, profile.devices)
+        if device is None:
+            return None
+        self._devices[name] = device
+        known = [*profile.links, *([] if kept is None else kept.links)]
+        others = [each for each in profile.workers if each != name]
+        return with_newcomer(profile, device, links_with(connections, worker, others, known))
+
+
+def _read(path: Path | None) -> Profile | None:
+    """The file of a profile; None if there is none."""
+    try:
+        return None if path is None else Profile.from_yaml(path)
+    except ProfileError:
+        return None
+
+
 def _usable_bytes(described: m.DeviceDescribed) -> int:
     return max(1, described.base_bytes + described.free_bytes)
 
@@ -258,6 +301,10 @@ class ProfilingRun:
     cuts_boundary: bool
     batches: BatchOptions
     later: NewcomerTrials | None = field(default=None, init=False)
+
+    def newcomers(self, measured: Measured, size: int) -> Newcomers:
+        """What is known of workers that come later, with micro-batches of so many samples."""
+        return Newcomers(measured, None if self.later is None else self.later.at_size(size))
 
     def measured(self) -> Measured:
         """Read the cache, measure the missing devices and links, and write the cache.

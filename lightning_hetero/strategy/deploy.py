@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,41 +34,10 @@ from .arguments import (
 from .training_run import PlanFollower, TrainingRun
 
 if TYPE_CHECKING:
+    from ..coordinator.listed_workers import ListedWorkers
     from ..coordinator.session import Coordinator
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerSource(Protocol):
-    """Where the workers of a strategy's runs come from: `coordinator.listed_workers`."""
-
-    @property
-    def restart(self) -> Sequence[str]:
-        """What the user has to do before another run, as words of a list."""
-
-    def find(
-        self, device: torch.device, deadlines: Deadlines, named: Sequence[str] = ()
-    ) -> list[str]:
-        """The workers' names in plans."""
-
-    def connect(
-        self,
-        names: Sequence[str],
-        imports: set[str],
-        device: torch.device,
-        deadlines: Deadlines,
-        observers: Observers,
-    ) -> Coordinator:
-        """Connect to some of the workers."""
-
-    def waiting(self, used: Collection[str], num_members: int) -> list[str]:
-        """The names of the workers that could join the run now."""
-
-    def note_members(self, names: Collection[str]) -> None:
-        """Note which workers the run has."""
-
-    def end(self, deadlines: Deadlines) -> None:
-        """End the processes that were started. May be called twice."""
 
 
 Move = Callable[[Plan], None]
@@ -137,7 +106,7 @@ class Site:
     """
 
     module: pl.LightningModule
-    fleet: WorkerSource
+    fleet: ListedWorkers
     device: torch.device
     options: StepOptions
     may_move: bool

@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from ..profiler.dry_run import loose_modules
+from ..coordinator.dry_run import loose_modules
 
 # Values that differ by less may differ by rounding, or by one sample that rounding has moved.
 _TOLERANCE = 1e-3

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
+from ..coordinator.dry_run import no_trace
 from ..coordinator.lone_microbatch import LoneMicrobatch
 from ..errors import BatchError
 from ..pipeline.microbatch import GO_ON, CheckFirstBatch, CutBatch, CutWindow
 from ..pipeline.results import loss_of
 from ..pipeline.tolerance import coarsest, rounding_of_loss
-from ..profiler.dry_run import no_trace
 from .arguments import computing_dtypes
 from .check_schedule import RunChecks
 

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..coordinator.deployment import Deployment
 from ..coordinator.member import Member
-from ..errors import HeteroError, PlanError, ProfileError, WorkerUnreachable
+from ..errors import HeteroError, PlanError, WorkerUnreachable
 from ..events import Departed, Entered
 from ..plan import Plan
 from ..planner.drift import StageSeconds
@@ -34,16 +34,8 @@ from ..planner.membership import (
     left,
     left_by_bytes,
 )
-from ..planner.profile import DeviceProfile, Profile
+from ..planner.profile import Measured, Profile
 from ..planner.replan import LEAST_GAIN, PlanChange
-from ..profiler.cache import Measured
-from ..profiler.profiling_run import (
-    NewcomerTrials,
-    describe,
-    known_device,
-    links_with,
-    with_newcomer,
-)
 from ..protocol import messages as m
 from ..recovery import Recovery, too_few
 from ..units import in_bytes
@@ -61,6 +53,9 @@ from .replan import (
 from .training_run import TrainingRun, moves_layers
 from .window_warning import WindowWarning
 
+if TYPE_CHECKING:
+    from ..profiler.profiling_run import Newcomers
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -70,13 +65,13 @@ class Terms:
         joins: Whether workers join: the plan is the strategy's own, or may change.
         recovery: How the run gets over lost workers; None if it does not.
         measured: The profile of the run, and its file; None if nothing is measured.
-        trials: What measures a worker; None if nothing can.
+        newcomers: What is known of workers that come; None if nothing is measured.
     """
 
     joins: bool
     recovery: Recovery | None
     measured: Measured | None
-    trials: NewcomerTrials | None
+    newcomers: Newcomers | None
 
 
 @dataclass
@@ -94,8 +89,6 @@ class Membership:
     terms: Terms
     run: Replanner
     move: Move
-    # What is known of workers that have come.
-    _devices: dict[str, DeviceProfile] = field(default_factory=dict)
     # The workers that were looked at under the present plan.
     _looked_at: set[str] = field(default_factory=set)
     _plan: Plan | None = None
@@ -209,29 +202,10 @@ class Membership:
         if worker in coordinator.layers.deployed:
             # It can be measured before it gets any layers only.
             return profile if name in profile.workers else None
-        kept = _read(self.terms.measured)
-        described = describe(coordinator.connections, worker)
-        of_its_name = [
-            device
-            for known in (profile, kept)
-            for device in (() if known is None else known.devices)
-            if device.name == name
-        ]
-        device = known_device(name, described, [*of_its_name, *self._measured_as(name)])
-        if device is None and self.terms.trials is not None:
-            device = self.terms.trials.measure(coordinator.connections, worker, described)
-        device = device or known_device(name, described, profile.devices)
-        if device is None:
+        newcomers = self.terms.newcomers
+        if newcomers is None:
             return None
-        self._devices[name] = device
-        known = [*profile.links, *([] if kept is None else kept.links)]
-        others = [each for each in profile.workers if each != name]
-        links = links_with(coordinator.connections, worker, others, known)
-        return with_newcomer(profile, device, links)
-
-    def _measured_as(self, name: str) -> list[DeviceProfile]:
-        """What was measured on a worker of that name in this run."""
-        return [self._devices[name]] if name in self._devices else []
+        return newcomers.profile_with(coordinator.connections, worker, profile)
 
     def _begin_with(self, worker: Member, plan: Plan, profile: Profile | None) -> None:
         """Move layers to a worker, so that it is a member from the next step on."""
@@ -342,7 +316,8 @@ class Membership:
         coordinator = self.run.deployment.coordinator
         free = SHARE_OF_MEMORY * other.equipment.memory_bytes
         if other not in coordinator.layers.deployed:
-            free = describe(coordinator.connections, other).free_bytes
+            send = coordinator.connections.requests.send_alone
+            free = send(other, m.DescribeDevice()).alone(m.DeviceDescribed).free_bytes
         if needed <= free:
             return ""
         return f"they need about {in_bytes(needed)}, and it has {in_bytes(free)}"
@@ -414,16 +389,6 @@ def _why_not(change: PlanChange | None) -> str:
         f"with it a step should take {change.after_seconds:.3g} s instead of "
         f"{change.before_seconds:.3g} s, and layers move for {LEAST_GAIN:.0%} of it or more"
     )
-
-
-def _read(measured: Measured | None) -> Profile | None:
-    """The file of a profile; None if there is none."""
-    if measured is None or measured.path is None:
-        return None
-    try:
-        return Profile.from_yaml(measured.path)
-    except ProfileError:
-        return None
 
 
 class Replanner:

@@ -24,23 +24,22 @@ from typing_extensions import override
 
 from .._lightning import TrainerFn, pl
 from ..coordinator.connections import Connections
+from ..coordinator.dry_run import NoSample
 from ..errors import PlanError
 from ..model.layers import DecoderLayer
 from ..plan import Plan
 from ..planner.feasibility import as_measured, check_plan, with_shares
-from ..planner.profile import Profile
+from ..planner.profile import Measured, Profile
 from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
 from ..planner.verdict import judge, render, show
-from ..profiler.cache import Measured
-from ..profiler.dry_run import NoSample
-from ..profiler.measure import ProfilingOptions
-from ..profiler.profiling_run import NewcomerTrials, ProfilingRun
 from ..recovery import Recovery
 from .arguments import NAMED_PLANS, most_accumulated
 from .deploy import Move, Site
 from .membership import Replanner, Terms
 
 if TYPE_CHECKING:
+    from ..profiler.measure import ProfilingOptions
+    from ..profiler.profiling_run import Newcomers, ProfilingRun
     from .training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -59,13 +58,12 @@ class PlanChoice:
     Attributes:
         plan: As the user gave it.
         measured: The latest profile that was measured or read; None before there is one.
-        trials: What measures a worker that joins the present run; None if nothing can.
     """
 
     def __init__(self, plan: str | Path | Plan, micro_batches: int | None) -> None:
         self.plan = plan
         self.measured: Measured | None = None
-        self.trials: NewcomerTrials | None = None
+        self._newcomers: Newcomers | None = None
         self._micro_batches = micro_batches
         self._solved: dict[tuple[int, tuple[str, ...]], Plan] = {}
         if not isinstance(plan, Plan) and plan not in NAMED_PLANS and Path(plan).exists():
@@ -81,16 +79,10 @@ class PlanChoice:
         """Whether the strategy makes the plan by what it measures."""
         return self.plan in ("auto", "replicated")
 
-    def profiling_options(self, trainer: pl.Trainer) -> ProfilingOptions | None:
-        """How this run measures its devices before it deploys; None if it does not measure."""
-        if trainer.state.fn != TrainerFn.FITTING:
-            return None
-        chosen = chosen_profiling(trainer)
-        return ProfilingOptions() if chosen is None and self.is_of_strategy else chosen
-
     def measures(self, trainer: pl.Trainer) -> bool:
         """Whether the present run measures its devices; see `PlanSource`."""
-        return self.profiling_options(trainer) is not None
+        chosen = self.is_of_strategy or chosen_profiling(trainer) is not None
+        return chosen and trainer.state.fn == TrainerFn.FITTING
 
     def plan_for(
         self,
@@ -100,12 +92,11 @@ class PlanChoice:
         connections: Connections | None,
     ) -> Plan:
         """The plan of a run; see `PlanSource`."""
-        trainer, self.trials = site.module.trainer, None
-        options = self.profiling_options(trainer)
-        if connections is None or options is None:
+        trainer, self._newcomers = site.module.trainer, None
+        if connections is None:
             return self.unmeasured(trainer, len(layers), workers)
         given = self.given(len(layers), workers)
-        run = _profiling(site, layers, connections, workers, options)
+        run = _profiling(site, layers, connections, workers, chosen_profiling(trainer))
         try:
             self.measured = in_window(run.measured(), trainer, site.cuts_step)
         except NoSample as reason:
@@ -117,17 +108,18 @@ class PlanChoice:
         else:
             _warn_of_faults(given, profile)
             plan = _shared_by_speed(given, profile)
-        self.trials = _trials_for(plan, profile, run.later)
+        size = math.ceil((profile.batch_size or 1) / plan.micro_batches)
+        self._newcomers = run.newcomers(self.measured, size)
         return plan
 
     def follow(
         self, run: TrainingRun, site: Site, recovery: Recovery | None, move: Move
     ) -> Replanner:
         """What may change the plan of a training between two steps; see `PlanSource`."""
-        trials, self.trials = self.trials, None
+        newcomers, self._newcomers = self._newcomers, None
         may_change = site.may_move or self.is_of_strategy
         joins = may_change and site.module.automatic_optimization
-        terms = Terms(joins, recovery, self.measured, trials)
+        terms = Terms(joins, recovery, self.measured, newcomers)
         return Replanner(run, site, terms, move)
 
     def given(self, num_layers: int, workers: Sequence[str]) -> Plan | None:
@@ -238,8 +230,13 @@ def _profiling(
     layers: Sequence[DecoderLayer],
     connections: Connections,
     workers: Sequence[str],
-    options: ProfilingOptions,
+    options: ProfilingOptions | None,
 ) -> ProfilingRun:
+    """What measures the devices of a run, by default with the default options."""
+    from ..profiler.measure import ProfilingOptions
+    from ..profiler.profiling_run import ProfilingRun
+
+    options = options or ProfilingOptions()
     whole, batches = not site.cuts_step, site.options.batches
     return ProfilingRun(site.module, layers, connections, workers, options, whole, batches)
 
@@ -252,14 +249,6 @@ def _shared_by_speed(plan: Plan, profile: Profile) -> Plan:
     except PlanError:
         return plan  # `_warn_of_faults` has said why
     return dataclasses.replace(found, micro_batches=plan.micro_batches)
-
-
-def _trials_for(
-    plan: Plan, profile: Profile, later: NewcomerTrials | None
-) -> NewcomerTrials | None:
-    """What measures a worker that joins later, with the micro-batches of a plan."""
-    size = math.ceil((profile.batch_size or 1) / plan.micro_batches)
-    return None if later is None else later.at_size(size)
 
 
 def _warn_of_faults(plan: Plan, profile: Profile) -> None:

@@ -24,10 +24,9 @@ from ..pipeline.placement import Placement
 from ..pipeline.recorder import Laps, Recorder
 from ..plan import COORDINATOR, Plan
 from ..planner.balance import Balance, Judged, moves, seen, why_it_rests
-from ..planner.drift import Drift, Misjudged, StageSeconds, Watcher, misjudged
+from ..planner.drift import Drift, StageSeconds, Watcher, misjudged
+from ..planner.profile import Measured
 from ..planner.replan import LEAST_GAIN, Known, MoveCosts, Replanned, expected_seconds, replan
-from ..profiler.cache import Measured, distrust
-from ..profiler.trials import MEASURE_AGAIN
 from ..units import in_duration
 
 logger = logging.getLogger(__name__)
@@ -269,7 +268,10 @@ class Watch:
         now = {name: stage.total for name, stage in self._watcher.present().items()}
         found = misjudged(now, expected)
         if found is not None:
-            logger.warning("%s %s", found, _consequence(measured, found))
+            # A run that has measurements has the profiler.
+            from ..profiler.cache import mark_wrong
+
+            logger.warning("%s %s", found, mark_wrong(measured, found))
 
     def _note(self, step: int, name: str, seconds: StageSeconds) -> None:
         if seconds.total > 0:
@@ -319,22 +321,3 @@ def parts_of_workers(plan: Plan, num_batches: int) -> dict[str, float]:
         name: sum(placement.process(stage, k) == name for k in range(count)) / count
         for name, stage in first.items()
     }
-
-
-def _consequence(measured: Measured, found: Misjudged) -> str:
-    """Mark wrong measurements in their file, and tell what follows from that."""
-    marked = distrust(measured, {name: found.reason(name) for name in found.names})
-    said = []
-    if marked:
-        said.append(
-            f"The next start measures {' and '.join(marked)} again and plans anew; "
-            f"{measured.path} has the mark."
-        )
-    left = [name for name in found.names if name not in marked]
-    if left:
-        said.append(
-            f"{' and '.join(left)} will not be measured again by itself: its file has other "
-            "figures by now, or a second measurement agreed with the first, so that training "
-            f"itself disturbs the device, or another program does. {MEASURE_AGAIN}"
-        )
-    return " ".join(said)

@@ -14,9 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
+from ..coordinator.dry_run import no_trace
 from ..errors import WorkerError
 from ..pipeline.microbatch import CutBatch, CutWindow
-from ..profiler.dry_run import no_trace
 from .interleaving import MicrobatchesAlone
 
 # The interleaving check counts its own runs in the same step.

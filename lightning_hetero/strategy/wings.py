@@ -21,11 +21,12 @@ from ..plan import Plan
 from ..recovery import Recovery, too_few
 from ..worker_sources import ClusterFile
 from .arguments import StepOptions
-from .deploy import PlanSource, WorkerSource
+from .deploy import PlanSource
 from .run_events import CallbackObserver
 from .training_run import Guard
 
 if TYPE_CHECKING:
+    from ..coordinator.listed_workers import ListedWorkers
     from ..coordinator.session import Coordinator
 
 
@@ -40,7 +41,7 @@ def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSourc
     return PlanChoice(plan, micro_batches)
 
 
-def worker_source(workers: Any, token_file: str | Path | None) -> WorkerSource:
+def worker_source(workers: Any, token_file: str | Path | None) -> ListedWorkers:
     """Where the workers of a strategy come from, by its arguments."""
     from ..coordinator.listed_workers import ListedWorkers
 

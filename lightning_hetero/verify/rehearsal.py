@@ -17,6 +17,14 @@ from torch import Tensor, nn
 
 from .._lightning import is_param_in_hook_signature, pl
 from ..coordinator.deployment import Deployment, layers_of_stage
+from ..coordinator.dry_run import (
+    NoSample,
+    SampleBatch,
+    no_trace,
+    sample_batch,
+    to_device,
+    with_optimizers,
+)
 from ..errors import BatchError, PlanError
 from ..model.layer_call import ResultForm, take_hidden
 from ..model.layers import DecoderLayer, describe_layer
@@ -33,14 +41,6 @@ from ..pipeline.tolerance import (
     worst_gradient,
 )
 from ..plan import COORDINATOR, Plan, StagePlan
-from ..profiler.dry_run import (
-    NoSample,
-    SampleBatch,
-    no_trace,
-    sample_batch,
-    to_device,
-    with_optimizers,
-)
 from ..protocol.tensor_bytes import DTYPES
 from ..strategy.arguments import autocast_dtype
 from ..strategy.deploy import Site

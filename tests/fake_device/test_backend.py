@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hetero.coordinator.dry_run import no_trace
 from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.devices.device import Accelerator, check_has_backend, device_for, streams_work
@@ -27,7 +28,6 @@ from lightning_hetero.pipeline.handover import (
 )
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.turns import Finished, HandedOver, Turn, TurnThreads, current_turn
-from lightning_hetero.profiler.dry_run import no_trace
 
 from . import waits_here
 from .process import on_fake_device

@@ -25,7 +25,7 @@ from lightning_hetero.cli.top import WorkerSighting
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.errors import PlanError, WorkerLost
 from lightning_hetero.plan import COORDINATOR
-from lightning_hetero.profiler.cache import Measured
+from lightning_hetero.planner.profile import Measured
 from lightning_hetero.profiler.profiling_run import ProfilingRun
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines

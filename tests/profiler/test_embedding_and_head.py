@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.coordinator.dry_run import no_trace
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.profiler.dry_run import no_trace
 from lightning_hetero.profiler.embedding_and_head import EndsRunner, embedding_to_leave
 from lightning_hetero.profiler.measured_model import Blueprint, MadeUpOutputs, kinds_of_layers
 

@@ -8,10 +8,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from lightning_hetero.coordinator.dry_run import SampleBatch
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.pipeline.boundary import Surroundings
-from lightning_hetero.profiler.dry_run import SampleBatch
 from lightning_hetero.profiler.embedding_and_head import Example
 from lightning_hetero.profiler.measured_model import (
     Cutting,

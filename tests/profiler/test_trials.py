@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hetero.coordinator.dry_run import OptimizerSettings
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
@@ -15,7 +16,6 @@ from lightning_hetero.pipeline.bench import LayerTrial
 from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.plan import Dtype
 from lightning_hetero.planner.profile import ModelProfile, Part, Timing
-from lightning_hetero.profiler.dry_run import OptimizerSettings
 from lightning_hetero.profiler.embedding_and_head import Example
 from lightning_hetero.profiler.measured_model import Blueprint, LayerJob, Subject, micro_batch_sizes
 from lightning_hetero.profiler.trials import (

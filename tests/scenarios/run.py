@@ -21,7 +21,7 @@ from lightning_hetero import (
     Recovery,
     RecoveryCallback,
 )
-from lightning_hetero.profiler.cache import Measured
+from lightning_hetero.planner.profile import Measured
 from lightning_hetero.profiler.profiling_run import ProfilingRun
 from lightning_hetero.transport.reconnection import Line
 

@@ -17,9 +17,8 @@ from lightning_hetero.pipeline.recorder import Laps
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.candidates import spans_of
 from lightning_hetero.planner.drift import StageSeconds
-from lightning_hetero.planner.profile import Profile
+from lightning_hetero.planner.profile import Measured, Profile
 from lightning_hetero.planner.replan import MoveCosts
-from lightning_hetero.profiler.cache import Measured
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.strategy.replan import (
     Horizon,

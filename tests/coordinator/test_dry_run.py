@@ -22,8 +22,7 @@ from torchmetrics import MeanMetric
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_hetero import windows
-from lightning_hetero.model.attributes import restoring_generator
-from lightning_hetero.profiler.dry_run import (
+from lightning_hetero.coordinator.dry_run import (
     NoSample,
     OptimizerSettings,
     SampleBatch,
@@ -31,6 +30,7 @@ from lightning_hetero.profiler.dry_run import (
     sample_batch,
     step_like,
 )
+from lightning_hetero.model.attributes import restoring_generator
 
 from ..models import TinyModule, loader, sequences, trainer
 
