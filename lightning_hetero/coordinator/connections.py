@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -79,6 +80,8 @@ class Connections:
         members: The connected workers, by their numbers; an idle one that is lost is left out.
         departed: What became of workers that are no members any more, by their names.
         workers: Those that serve stages; before `assign`, all of them.
+        neighbors: The pairs of names of workers between which something passes; before `assign`,
+            all pairs.
         ways: By micro-batch and visit of the present step, the worker of each stage on its way.
         deadlines: As given.
         run: The name of the run, which only distinguishes runs.
@@ -150,6 +153,7 @@ class Connections:
             self.close()
             raise
         self.workers = list(self.members)
+        self.neighbors = pairs_of(self.members)
 
     def _add(self, number: int, name: str) -> Member:
         """Open a session with a worker, which becomes a member."""
@@ -325,6 +329,7 @@ class Connections:
         for worker in self.members:
             worker.stages = placement.stages_of(worker.name)
         self.workers = [worker for worker in self.members if worker.stages]
+        self.neighbors = placement.neighbors
 
     @property
     def worker_equipment(self) -> dict[str, m.Equipment]:
@@ -663,6 +668,11 @@ class Connections:
     def when(self) -> str:
         """The present step, as words at the end of a sentence."""
         return f"in step {self.step}" if self.step else "before the first step"
+
+
+def pairs_of(workers: Iterable[Member]) -> frozenset[frozenset[str]]:
+    """The names of each two of some workers."""
+    return frozenset(map(frozenset, combinations((worker.name for worker in workers), 2)))
 
 
 def refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:

@@ -26,6 +26,7 @@ from ..model.tensors import stored_in_four_bits
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from .answer_checks import held_tensors
+from .connections import pairs_of
 from .layers import Names, RemoteLayers
 from .member import Member
 from .tensor_transfers import PassedOn, TensorLoad, send_all
@@ -151,6 +152,7 @@ class LayerMove:
         )
         connections.assign(self._after.placement)
         connections.workers = involved  # also those that give all their layers away
+        connections.neighbors = pairs_of(involved)
         requests = connections.requests
         built = [requests.send(worker, self._deploy_message(worker)) for worker in involved]
         for worker, _, _ in requests.parts(built, m.Built):

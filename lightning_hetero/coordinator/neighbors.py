@@ -95,14 +95,14 @@ class Neighbors:
     def _loss_of_link(self, reporter: Member, report: m.NeighborLost) -> WorkerError | None:
         """The error to raise for a link that was lost; asks the other end whether it lives.
 
-        There is none if one of the two has no layers: nothing passes between them any more.
+        There is none if nothing passes between the two any more, since layers have moved.
         """
         connections = self._connections
         lost = connections.numbered(report.member)
         if lost is None:
             wrong = f"It lost worker {report.member}, which does not exist."
             return connections.lose(reporter, RemoteProtocolError(wrong))
-        if not {reporter, lost} <= {*connections.workers}:
+        if {reporter.name, lost.name} not in connections.neighbors:
             return None
         if not lost.channel.peer_answers(connections.leaving()):
             connections.take_end_of(lost)

@@ -745,8 +745,7 @@ class Replacements:
             WorkerUnreachable: If one of the others cannot reach a new process.
             ChannelError: If one is lost.
         """
-        placement = self._layers.holdings.placement
-        pairs = {frozenset(pair) for pair in (*placement.links, *placement.exchanges)}
+        pairs = self._layers.holdings.placement.neighbors
         for worker in lost:
             said = m.ReplaceNeighbor(worker.number, str(worker.address), worker.session)
             for other in self._connections.workers:

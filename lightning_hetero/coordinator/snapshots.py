@@ -124,7 +124,7 @@ class SnapshotFiles:
             _sweep(folder.parent)
             self._claim = _claimed(folder)
         except OSError as error:
-            raise _not_written(folder, error) from error
+            raise _not_written(folder, error) from None
         self._writer = ThreadPoolExecutor(1, "snapshots")
         # Of each worker that has one, the number of its latest whole snapshot.
         self._latest: dict[int, int] = {}
@@ -170,7 +170,7 @@ class SnapshotFiles:
                             blocks.extend(write_blocks(file, buffer))
                     yield name, tensor, state
         except OSError as error:
-            raise _not_written(path, error) from error
+            raise _not_written(path, error) from None
 
     def add(self, worker: int, number: int, piece: Tensor) -> Future[None]:
         """Write a piece of a worker's part behind those before."""

@@ -220,6 +220,11 @@ class Placement:
         pairs = [pair for stage in stages for pair in permutations(stage.workers, 2)]
         return tuple(dict.fromkeys(pairs))
 
+    @cached_property
+    def neighbors(self) -> frozenset[frozenset[str]]:
+        """The pairs of processes between which something passes in a step."""
+        return frozenset(frozenset(pair) for pair in (*self.links, *self.exchanges))
+
     def peers(self, process: str) -> tuple[str, ...]:
         """Whom a process exchanges activations and gradients with."""
         met = [b if a == process else a for a, b in self.links if process in (a, b)]

@@ -150,7 +150,7 @@ def dial(
     try:
         opened = call.open()
     except WorkerUnreachable as error:
-        raise WorkerUnreachable(f"{error} {advice(address)}") from error
+        raise WorkerUnreachable(f"{error} {advice(address)}") from None
     return call.channel(opened), opened.welcome
 
 

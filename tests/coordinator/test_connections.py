@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_hetero.coordinator.connections import Connections
+from lightning_hetero.coordinator.connections import Connections, pairs_of
 from lightning_hetero.coordinator.member import Member
 from lightning_hetero.coordinator.neighbors import Neighbors
 from lightning_hetero.coordinator.session import Listening
@@ -122,6 +122,7 @@ def test_a_link_over_which_nothing_passes_may_break(idle: int) -> None:
     with connected() as (connections, _):
         first, second = connections.members
         connections.workers.remove(connections.members[idle])
+        connections.neighbors = pairs_of(connections.workers)
         report = m.NeighborLost(second.number, "Its process was killed.")
         connections.asides[m.NeighborLost](first, report)
         connections.check_linked()
@@ -132,6 +133,7 @@ def test_a_report_may_be_of_a_worker_without_layers_that_does_not_come_back() ->
     with connected(deadlines=Deadlines(busy_seconds=0.1)) as (connections, relay):
         first, second = connections.workers
         connections.workers.remove(second)
+        connections.neighbors = pairs_of(connections.workers)
         relay.pull()
         with pytest.raises(WorkerUnreachable) as caught:
             connections.dial_again(second, second.own_name)

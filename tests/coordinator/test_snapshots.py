@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,7 @@ def test_what_a_living_run_has_stays(tmp_path: Path) -> None:
 )
 def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SaveError, match=r"run-1.*name another folder"):
+    with pytest.raises(SaveError, match=r"run-1.*name another folder") as caught:
         SnapshotFiles(tmp_path / "file" / "run-1")
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
     SnapshotFiles(tmp_path / "other" / "run-1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import traceback
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -37,6 +38,7 @@ def test_an_address_without_a_listener_is_unreachable() -> None:
     assert str(caught.value).endswith(
         f"`lightning-hetero doctor {address}` checks each hop of the way there."
     )
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
 
 
 def test_a_host_name_that_cannot_be_resolved_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
