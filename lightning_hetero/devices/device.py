@@ -554,10 +554,9 @@ def seed_generators(seed: int) -> None:
     `torch.manual_seed` does so too, but records a traceback for each kind of device that is not in
     use: half a millisecond under Lightning.
     """
-    for kind in backends().values():
-        # The flag is read faster than a device is asked whether it is in use.
-        if kind.is_in_torch:
-            kind.seed_generators(seed)
+    # The flag is read faster than a device is asked whether it is in use.
+    for kind in [each for each in backends().values() if each.is_in_torch]:
+        kind.seed_generators(seed)
 
 
 def processor_name() -> str:

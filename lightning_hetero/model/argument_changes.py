@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from copy import copy
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ from .placeholders import HiddenStatesAway, training_flags
 from .state import Stamp
 
 # Older versions of transformers have none.
-_SHARED_STATES = getattr(transformers.cache_utils, "KVSharingDict", None)
+_SHARED_STATES = getattr(transformers.cache_utils, "KVSharingDict", dict)
+_CONTAINERS = (dict, list, tuple, _SHARED_STATES)
 
 
 class Modes(NamedTuple):
@@ -142,9 +144,9 @@ class GivenArguments:
         for place, value in (*enumerate(call.args), *call.kwargs.items()):
             # Most are tensors or cannot change, and a snapshot of such takes many times as long.
             items = value if type(value) is tuple else (value,)
-            tensors = [item for item in items if isinstance(item, Tensor)]
-            if len(tensors) + sum(type(item) in ATOMS for item in items) == len(items):
-                self._tensors += [(str(place), Stamp.of(tensor)) for tensor in tensors]
+            changeable = [item for item in items if type(item) not in ATOMS]
+            if all(map(isinstance, changeable, repeat(Tensor))):
+                self._tensors += [(str(place), Stamp.of(tensor)) for tensor in changeable]
             else:
                 self._others.append((str(place), Snapshot(value)))
 
@@ -193,21 +195,21 @@ def copied(value: Any) -> Any:
     The keys and values that layers of Gemma 3n and 4 share are in a dictionary of transformers that
     can do nothing else; its copy is an ordinary one.
     """
-    if isinstance(value, Tensor) or type(value) in ATOMS:
+    if not isinstance(value, _CONTAINERS):
         return value
-    if type(value) is _SHARED_STATES:
-        return {key: copied(item) for key, item in value.items()}
     if isinstance(value, dict):
         found = copy(value)
         for key, item in value.items():
-            found[key] = copied(item)
+            if isinstance(item, _CONTAINERS):
+                found[key] = copied(item)
         return found
+    if isinstance(value, _SHARED_STATES):
+        return {key: copied(item) for key, item in value.items()}
+    inside = [copied(item) if isinstance(item, _CONTAINERS) else item for item in value]
     if isinstance(value, list):
         items = copy(value)
-        items[:] = [copied(item) for item in value]
+        items[:] = inside
         return items
-    if isinstance(value, tuple):
-        # A named tuple is made in another way, and a `torch.Size` holds only numbers.
-        make = tuple if type(value) is tuple else getattr(value, "_make", None)
-        return value if make is None else make([copied(item) for item in value])
-    return value
+    # A named tuple is made in another way, and a `torch.Size` holds only numbers.
+    make = tuple if type(value) is tuple else getattr(value, "_make", None)
+    return value if make is None else make(inside)

@@ -42,6 +42,8 @@ from collections.abc import (
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -82,6 +84,7 @@ from .placeholders import (
     Once,
     come_back,
     is_away,
+    is_back,
     mark_as_away,
     refuse_away,
     tensors_in,
@@ -104,6 +107,9 @@ Exchange = Callable[
     [Tensor, list[LayerCall], list[str], Mapping[str, Tensor]],
     tuple[Tensor, Iterable[tuple[str, Tensor]]],
 ]
+
+
+_FLAGS = (type(None), bool, str)
 
 
 def _as_it_is(hidden: Tensor, _has_more: bool) -> Tensor:
@@ -296,7 +302,9 @@ class HollowLayers:
         """
         warn_of_modes()
         records, layer = self._records, self._modules[number]
-        args, kwargs = come_back((args, kwargs))
+        given = tensors_in((args, kwargs))
+        if any(map(is_back, given)):
+            return self.call(number, *come_back((args, kwargs)))
         is_first = number in self._span.firsts
         comes_from_layer = _never if is_first else partial(records.is_behind, number - 1)
         hidden, args, kwargs, place = take_hidden(number, args, kwargs, comes_from_layer)
@@ -312,16 +320,17 @@ class HollowLayers:
         self._check_adapters(number)
         sent: Tensor = records.sent
         args, kwargs = copied(args), copied(kwargs)
-        beside = tensors_in((args, kwargs))
-        given = [hidden, *beside]
+        at = [*map(is_, given, repeat(hidden))].index(True)
+        beside = given[:at] + given[at + 1 :]
         records.note_call(number, given, self._parameters.get(number, ()))
         args, kwargs, cache = self.caches.leave_out(layer, sent, args, kwargs)
         if any(map(records.goes_along, beside)):
             args, kwargs = records.carry((args, kwargs))
         if any(map(is_away, beside)):
             refuse_away(f"Layer {number}", (args, kwargs))
-        modes = [name for name, m in self._inside[number] if m.training != layer.training]
-        call = LayerCall(number, layer.training, args, kwargs, 0, cache, tuple(modes), place=place)
+        mode = layer.training
+        other_mode = [name for name, inner in self._inside[number] if inner.training != mode]
+        call = LayerCall(number, mode, args, kwargs, 0, cache, tuple(other_mode), place=place)
         length, positions = self._form_of_result(call, hidden)
         hidden_at, *others = positions
         call = replace(call, tuple_length=length, hidden_at=hidden_at, others=tuple(others))
@@ -436,11 +445,7 @@ class HollowLayers:
         """
         number, layer = call.layer_index, self._modules[call.layer_index]
         named = [*enumerate(call.args), *call.kwargs.items()]
-        flags = [
-            (k, v)
-            for k, v in named
-            if v is None or (isinstance(v, (bool, str)) and not isinstance(v, Carried))
-        ]
+        flags = [(k, v) for k, v in named if isinstance(v, _FLAGS) and type(v) is not Carried]
         key = (number, layer.training, len(call.args), tuple(flags))
         if key not in self._result_forms:
             if isinstance(hidden, HiddenStatesAway):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.modules.module as torch_modules
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
@@ -23,6 +24,7 @@ from ..errors import ModelError
 from .captured_outputs import has_hooks
 from .layers import DecoderLayer
 from .partial_layers import in_tree
+from .state import Held
 from .tensors import locate, named_tensors
 
 # Hooks of Lightning, such as those of its profiler and its summary, observe and change nothing.
@@ -30,6 +32,8 @@ _OBSERVERS = ("lightning.", "pytorch_lightning.")
 
 # Their modes observe, or make tensors on a device.
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_hetero"})
+
+_IS_META = attrgetter("is_meta")
 
 # What torch calls for every module of this process.
 _HOOKS_OF_ALL_MODULES = (
@@ -76,13 +80,14 @@ class HeldParts:
 
     def __init__(self, layers: Mapping[int, DecoderLayer], emptied: Collection[int]) -> None:
         modules = {number: layer.module for number, layer in layers.items() if number in emptied}
-        # Each tensor with its full name, and with the dictionary and key that hold it.
-        self._tensors: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
+        self._names, places = list[str](), list[Any]()
         for name, tensor in named_tensors(modules):
             owner, leaf, _ = locate(modules, name)
             number, _, inner = name.partition(".")
             held = owner._parameters if leaf in owner._parameters else owner._buffers
-            self._tensors.append((f"{layers[int(number)].name}.{inner}", held, leaf, tensor))
+            self._names.append(f"{layers[int(number)].name}.{inner}")
+            places.append((held, leaf, tensor))
+        self._tensors = Held(places)
         named = [
             (f"{layer.name}.{path}".rstrip("."), module)
             for layer in layers.values()
@@ -93,6 +98,9 @@ class HeldParts:
             (n, each, {**each._modules}, {**each._parameters}.keys(), {**each._buffers}.keys())
             for n, each in named
         ]
+        # The same once more, for a comparison in C at each forward.
+        self._present = [(m._modules, m._parameters.keys(), m._buffers.keys()) for _, m in named]
+        self._former = [(*of_module,) for _, _, *of_module in self._modules]
         self._methods = _methods_of({type(module) for _, module in named})
         # A hook on the layer itself is called where the model calls the layer: here.
         called_here = {part for layer in layers.values() for part in in_tree(layer.module)}
@@ -107,14 +115,16 @@ class HeldParts:
             ModelError: With its name and the remedy.
         """
         with torch._C.DisableTorchFunctionSubclass():  # otherwise `is_meta` is slow
-            for name, held, leaf, tensor in self._tensors:
-                if held.get(leaf) is not tensor or not tensor.is_meta:
-                    raise ModelError(
-                        f"{name} was replaced by another tensor, but its layer lives on a worker, "
-                        "which computes with the old one. Set its content with "
-                        "`load_state_dict()`, or keep the layer with the coordinator."
-                    )
-        for name, module, children, parameters, buffers in self._modules:
+            if not (self._tensors.is_same() and all(map(_IS_META, self._tensors.values))):
+                rows = zip(self._names, self._tensors.places, strict=True)
+                name = next(n for n, (d, k, t) in rows if not t.is_meta or d.get(k) is not t)
+                raise ModelError(
+                    f"{name} was replaced by another tensor, but its layer lives on a worker, "
+                    "which computes with the old one. Set its content with "
+                    "`load_state_dict()`, or keep the layer with the coordinator."
+                )
+        are_same = self._present == self._former
+        for name, module, children, parameters, buffers in () if are_same else self._modules:
             if module._parameters.keys() != parameters or module._buffers.keys() != buffers:
                 of_parameters = module._parameters.keys() ^ parameters
                 [leaf, *_] = of_parameters or module._buffers.keys() ^ buffers

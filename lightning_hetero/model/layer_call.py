@@ -91,11 +91,10 @@ class LayerCall:
     def set_modes(self, layer: nn.Module) -> None:
         """Put a layer and the modules inside it into the modes that they had when it was called."""
         others = {layer.get_submodule(name) for name in self.other_mode}
-        for module in layer.modules():
-            mode = self.training != (module in others)
-            # Setting an attribute of a module takes ten times as long as reading it.
-            if module.training != mode:
-                module.training = mode
+        mode = self.training
+        # Setting an attribute of a module takes ten times as long as reading it.
+        for module in [m for m in layer.modules() if m.training == (mode == (m in others))]:
+            module.training = not module.training
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor among the arguments, with the position or name of its argument."""

@@ -255,14 +255,15 @@ class HiddenStatesAway(Tensor):
 
 def come_back(tree: Any) -> Any:
     """Nested arguments with hidden states in the place of placeholders for which they are here."""
-    if not any(map(_is_back, tensors_in(tree))):
+    if not any(map(is_back, tensors_in(tree))):
         return tree
     return mapped(
-        tree, HiddenStatesAway, lambda states: states.content.here if _is_back(states) else states
+        tree, HiddenStatesAway, lambda states: states.content.here if is_back(states) else states
     )
 
 
-def _is_back(tensor: Tensor) -> bool:
+def is_back(tensor: Tensor) -> bool:
+    """Whether a tensor is a placeholder for hidden states that are here by now."""
     return isinstance(tensor, HiddenStatesAway) and tensor.content.here is not None
 
 
@@ -332,10 +333,8 @@ def _gather(items: Iterable[Any], kind: type[Kind], found: list[Kind]) -> None:
     for item in items:
         if isinstance(item, kind):
             found.append(item)
-        elif isinstance(item, (tuple, list)):
-            _gather(item, kind, found)
-        elif type(item) not in _PLAIN and isinstance(item, Mapping):
-            _gather(item.values(), kind, found)
+        elif type(item) not in _PLAIN and isinstance(item, (tuple, list, Mapping)):
+            _gather(item.values() if isinstance(item, Mapping) else item, kind, found)
 
 
 def mapped(tree: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
@@ -522,7 +521,7 @@ class TensorAway(_Away, Tensor):
 _GRADIENT: Any = Tensor.grad
 _READ, _WRITE = _GRADIENT.__get__, _GRADIENT.__set__
 _HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
-_OF_PARAMETERS = _HOOKS | {_READ, _WRITE}
+_OF_GRADIENTS = frozenset({_READ, _WRITE})
 
 
 class ParameterAway(_Away, nn.Parameter):
@@ -532,17 +531,14 @@ class ParameterAway(_Away, nn.Parameter):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function not in _OF_PARAMETERS:
-            return super().__torch_function__(function, types, args, kwargs)
+        if function in _OF_GRADIENTS and (gradients := vars(args[0]).get(_GRADIENTS)):
+            return gradients.read(args[0]) if function == _READ else gradients.write(*args)
         if function in _HOOKS:
             raise ModelError(
                 f"`{_name_of(function)}` adds a hook to a parameter of a layer that lives on a "
                 "worker, where it would not fire. Keep the layer with the coordinator."
             )
-        gradients = GradientsAway.of(args[0])
-        if gradients is None:
-            return super().__torch_function__(function, types, args, kwargs)
-        return gradients.read(args[0]) if function == _READ else gradients.write(*args)
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 _OF_GRADIENT = (
@@ -578,7 +574,7 @@ class GradientAway(Tensor):
         gradients = instances_in(args, GradientAway)
         if name in _MAKE_ZERO and len(gradients) == len(tensors_in(args)):
             for gradient in gradients:
-                if (known := GradientsAway.of(gradient.parameter)) is not None:
+                if known := vars(gradient.parameter).get(_GRADIENTS):
                     known.zero(gradient.parameter)
             return args[0]
         if reader := _reader(function):
@@ -592,6 +588,7 @@ class GradientAway(Tensor):
         return f"<the gradient of {tuple(self.shape)} numbers on a worker>"
 
 
+# The attribute of a parameter that knows of its gradient while a training runs.
 _GRADIENTS = "gradients_away"
 
 
@@ -610,19 +607,15 @@ class GradientsAway:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [*parameters]
-        # By the id of the parameter, since a tensor's own hash takes long: those with a gradient,
-        # and those of them whose gradient was made zero since the latest backward.
-        self._there: dict[int, Tensor] = {}
+        # By the id of the parameter, since a tensor's own hash takes long: what stands for its
+        # gradient, the same for those that have one, and the parameters whose gradient was made
+        # zero since the latest backward.
+        self._shown = {id(each): GradientAway.of(each) for each in self._parameters}
+        self._there: dict[int, GradientAway] = {}
         self._zeroed: dict[int, Tensor] = {}
-        self._shown: dict[int, GradientAway] = {}
         self._untold: dict[int, Tensor] = {}
         for parameter in self._parameters:
             vars(parameter)[_GRADIENTS] = self
-
-    @staticmethod
-    def of(parameter: Tensor) -> GradientsAway | None:
-        """What knows of the gradient of a parameter; None unless a training runs."""
-        return vars(parameter).get(_GRADIENTS)
 
     def detach(self) -> None:
         """Leave the parameters without gradients."""
@@ -631,8 +624,7 @@ class GradientsAway:
 
     def note_backward(self) -> None:
         """Note that every parameter that trains gets a gradient. A frozen one keeps what it had."""
-        trained = compress(self._parameters, training_flags(self._parameters))
-        self._there.update((id(parameter), parameter) for parameter in trained)
+        self._there.update(compress(self._shown.items(), training_flags(self._parameters)))
         self._zeroed.clear()
         self._untold.clear()
 
@@ -669,12 +661,7 @@ class GradientsAway:
 
     def read(self, parameter: Tensor) -> GradientAway | None:
         """What stands for the gradient of a parameter; None if it has no gradient."""
-        key = id(parameter)
-        if self.are_hidden or key not in self._there:
-            return None
-        if key not in self._shown:
-            self._shown[key] = GradientAway.of(parameter)
-        return self._shown[key]
+        return None if self.are_hidden else self._there.get(id(parameter))
 
     def zero(self, parameter: Tensor) -> None:
         """Make the gradient of a parameter zero, if it has one."""
@@ -690,10 +677,11 @@ class GradientsAway:
         """
         key = id(parameter)
         if gradient is None and key in self._there:
-            self._untold[key] = self._there.pop(key)
+            del self._there[key]
+            self._untold[key] = parameter
             self._zeroed.pop(key, None)
         elif gradient is not None and gradient is self._shown.get(key):
-            self._there[key] = parameter
+            self._there[key] = self._shown[key]
             self._untold.pop(key, None)
         elif gradient is not None:
             raise ModelError(f"`grad =` {_OF_GRADIENT}")

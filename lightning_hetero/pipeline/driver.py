@@ -26,10 +26,12 @@ the layers: what is before them adds up in the order of micro-batches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -896,7 +898,7 @@ class StepGradients:
         apart = self._parameters if self._is_apart(microbatch) else self._tied
         total = self._take(apart)
         mine = self._partial.setdefault(microbatch, {})
-        self._put(apart, [mine.get(parameter) for parameter in apart])
+        self._put(apart, [*map(mine.get, apart)])
         try:
             yield
         finally:
@@ -908,12 +910,13 @@ class StepGradients:
         """Inside, a backward of this micro-batch begins with gradients which have come back."""
         others = () if self._is_apart(microbatch) else self._others
         of_losses = self._take(others)
-        self._put(others, [self._back.get(parameter) for parameter in others])
+        self._put(others, [*map(self._back.get, others)])
         try:
             yield
         finally:
-            for parameter, of_loss in zip(others, of_losses, strict=True):
-                found, parameter.grad = parameter.grad, of_loss
+            back = self._take(others)
+            self._put(others, of_losses)
+            for parameter, found, of_loss in zip(others, back, of_losses, strict=True):
                 if found is None:
                     continue
                 former = self._former.pop(parameter, None)
@@ -931,25 +934,23 @@ class StepGradients:
         while self._num_added in self._ended:
             if self._is_apart(self._num_added):
                 self._join()  # all of the micro-batches before has come
-            sums = self._ended.pop(self._num_added)
-            _add([*sums], [*sums.values()])
+            _add(self._ended.pop(self._num_added))
             self._num_added += 1
 
     def _join(self) -> None:
-        _add([*self._back], [*self._back.values()])
+        _add(self._back)
         self._back.clear()
 
     def _take(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        taken = [parameter.grad for parameter in parameters]
-        self._put(parameters, [None] * len(parameters))
+        taken = [*map(attrgetter("grad"), parameters)]
+        self._put(parameters, repeat(None))
         return taken
 
-    def _put(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+    def _put(self, parameters: Sequence[nn.Parameter], gradients: Iterable[Tensor | None]) -> None:
+        deque(map(setattr, parameters, repeat("grad"), gradients), maxlen=0)
 
 
-def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+def _add(gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+    for parameter, gradient in gradients.items():
         if gradient is not None:
             add_gradient(parameter, gradient)

@@ -44,10 +44,9 @@ class BatchMetrics:
     def gathering(self, module: nn.Module) -> Iterator[None]:
         """Inside, the copies are updated with each call of the module's metrics."""
         with ExitStack() as hooks:
-            for metric in module.modules():
-                if isinstance(metric, Metric):
-                    hook = self._hook_of(metric)
-                    hooks.callback(metric.register_forward_hook(hook, with_kwargs=True).remove)
+            for metric in [inner for inner in module.modules() if isinstance(inner, Metric)]:
+                hook = self._hook_of(metric)
+                hooks.callback(metric.register_forward_hook(hook, with_kwargs=True).remove)
             yield
 
     def begin_microbatch(self) -> None:

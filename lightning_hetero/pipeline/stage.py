@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import compress
 from typing import Any, NoReturn
 
 import torch
@@ -258,7 +259,7 @@ class LayerState:
             for number, layer in layers.items()
             for path, module in layer.named_modules()
         ]
-        self._held = [(place, module._buffers) for place, module in modules]
+        self._held = {place: module._buffers for place, module in modules}
         self._norms = [(place, each) for place, each in modules if isinstance(each, _NormBase)]
         self._updates: list[Updates] = []
         self._told: set[Updates] = set()
@@ -330,9 +331,8 @@ class LayerState:
         )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor | None]]:
-        for place, held in self._held:
-            if held:
-                yield from ((f"{place}.{name}", buffer) for name, buffer in held.items())
+        for place, held in compress(self._held.items(), self._held.values()):
+            yield from ((f"{place}.{name}", buffer) for name, buffer in held.items())
 
     def _statistics(self) -> set[str]:
         """The running statistics of norms: torch updates them without a new version."""

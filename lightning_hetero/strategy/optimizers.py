@@ -48,7 +48,7 @@ from ..pipeline.recorder import APPLY, Recorder
 from .arguments import scaler_of
 
 # An optimizer's state, and the tensors in it by parameter.
-States = tuple[Mapping[Tensor, Any], dict[Tensor, list[Stamp]]]
+States = tuple[Mapping[Tensor, Any], list[Stamp]]
 
 
 def record_own_steps(
@@ -519,12 +519,8 @@ def _gradients_of(parameters: Iterable[Tensor]) -> list[tuple[WeakIdRef, int] | 
 
 def _state_here(optimizer: Optimizer) -> States:
     """An optimizer's state as it is."""
-    stamps = {
-        parameter: [Stamp.of(value) for value in state.values() if isinstance(value, Tensor)]
-        for parameter, state in optimizer.state.items()
-        if state
-    }
-    return optimizer.state, stamps
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    return optimizer.state, [Stamp.of(value) for value in held if isinstance(value, Tensor)]
 
 
 class FollowedZeroGrad:

@@ -389,9 +389,11 @@ class MicrobatchedStep(BatchStep):
         accumulates, step = self.accumulates, self._number_step()
         has_begun = self._guard.begin_batch(cut, rest, accumulates, step)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
-        scale = self._loss_scale
+        scale = loss_scale_of(self._module.trainer)
         metrics = BatchMetrics()
-        log = StepLog(metrics, adds_losses=self._adds_up, pieces=_logged_pieces(batch, cut))
+        sizes = partial(sizes_of, batch.pieces) if isinstance(batch, Window) else None
+        pieces = None if sizes is None else LoggedPieces(cut.batch_of, sizes)
+        log = StepLog(metrics, adds_losses=self._adds_up, pieces=pieces)
         begins = [partial(log.weigh, shares.of(n), n) for n in range(len(cut.microbatches))]
         work = [
             MicrobatchStep(
@@ -403,7 +405,8 @@ class MicrobatchedStep(BatchStep):
         plan = self._deployment.plan
         self._flags.begin_step(len(work))
         self._guard.begin_microbatches()
-        is_last = _steps_behind_batch(self._module.trainer)
+        # Whether the optimizer steps behind this batch: Lightning's rule has a private name.
+        is_last = not self._module.trainer.fit_loop._should_accumulate()
         self._deployment.coordinator.stages.is_before_step = is_last
         name = f"batch {rest[0]}" if rest and isinstance(rest[0], int) else "an earlier batch"
         with ExitStack() as stack:
@@ -430,11 +433,6 @@ class MicrobatchedStep(BatchStep):
     def _adds_up(self) -> bool:
         """Whether the batch's loss is the sum of the micro-batches' losses, not their mean."""
         return self._loss_weighting == "sum"
-
-    @property
-    def _loss_scale(self) -> float:
-        """What Lightning will multiply the batch's loss by before its backward."""
-        return loss_scale_of(self._module.trainer)
 
     def _cut(self, batch: Any, rest: Sequence[Any]) -> tuple[CutBatch | CutWindow, LossWeights]:
         is_window = isinstance(batch, Window)
@@ -639,13 +637,6 @@ class FrozenFlags:
             )
 
 
-def _logged_pieces(batch: Any, cut: CutBatch | CutWindow) -> LoggedPieces | None:
-    """What the pieces of a window log as; None for a batch."""
-    if not isinstance(batch, Window):
-        return None
-    return LoggedPieces(cut.batch_of, partial(sizes_of, batch.pieces))
-
-
 def num_batches_done(trainer: pl.Trainer) -> int:
     """The batches that the training has ended.
 
@@ -653,12 +644,6 @@ def num_batches_done(trainer: pl.Trainer) -> int:
     that goes on draws the dropout masks of an undisturbed run.
     """
     return trainer.fit_loop.epoch_loop.batch_progress.total.completed
-
-
-def _steps_behind_batch(trainer: pl.Trainer) -> bool:
-    """Whether Lightning lets the optimizer step behind the present batch."""
-    # Lightning's own rule has a private name, which no other module uses.
-    return not trainer.fit_loop._should_accumulate()
 
 
 def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
