@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.modules.module as torch_modules
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
@@ -34,6 +35,7 @@ _OBSERVERS = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_hetero"})
 
 _IS_META = attrgetter("is_meta")
+_TABLES = attrgetter("_modules", "_parameters", "_buffers")
 
 # What torch calls for every module of this process.
 _HOOKS_OF_ALL_MODULES = (
@@ -80,14 +82,13 @@ class HeldParts:
 
     def __init__(self, layers: Mapping[int, DecoderLayer], emptied: Collection[int]) -> None:
         modules = {number: layer.module for number, layer in layers.items() if number in emptied}
-        self._names, places = list[str](), list[Any]()
+        self._names, self._owned = list[str](), list[tuple[nn.Module, str, str, Tensor]]()
         for name, tensor in named_tensors(modules):
             owner, leaf, _ = locate(modules, name)
             number, _, inner = name.partition(".")
-            held = owner._parameters if leaf in owner._parameters else owner._buffers
+            table = "_parameters" if leaf in owner._parameters else "_buffers"
             self._names.append(f"{layers[int(number)].name}.{inner}")
-            places.append((held, leaf, tensor))
-        self._tensors = Held(places)
+            self._owned.append((owner, table, leaf, tensor))
         named = [
             (f"{layer.name}.{path}".rstrip("."), module)
             for layer in layers.values()
@@ -99,8 +100,8 @@ class HeldParts:
             for n, each in named
         ]
         # The same once more, for a comparison in C at each forward.
-        self._present = [(m._modules, m._parameters.keys(), m._buffers.keys()) for _, m in named]
         self._former = [(*of_module,) for _, _, *of_module in self._modules]
+        self._read_tables()
         self._methods = _methods_of({type(module) for _, module in named})
         # A hook on the layer itself is called where the model calls the layer: here.
         called_here = {part for layer in layers.values() for part in in_tree(layer.module)}
@@ -108,12 +109,21 @@ class HeldParts:
         # The number of hooks of this process so far.
         self._num_hooks = RemovableHandle.next_id
 
+    def _read_tables(self) -> None:
+        """Read the dictionaries of the modules, which may have got others."""
+        self._every = [module for _, module, *_ in self._modules]
+        self._tables = [*chain.from_iterable(map(_TABLES, self._every))]
+        self._tensors = Held((vars(o)[table], leaf, t) for o, table, leaf, t in self._owned)
+        self._present = [(m._modules, m._parameters.keys(), m._buffers.keys()) for m in self._every]
+
     def check(self) -> None:
         """Refuse what was put into the layers: the worker would not get it.
 
         Raises:
             ModelError: With its name and the remedy.
         """
+        if not all(map(is_, chain.from_iterable(map(_TABLES, self._every)), self._tables)):
+            self._read_tables()
         with torch._C.DisableTorchFunctionSubclass():  # otherwise `is_meta` is slow
             if not (self._tensors.is_same() and all(map(_IS_META, self._tensors.values))):
                 rows = zip(self._names, self._tensors.places, strict=True)

@@ -23,3 +23,13 @@ def test_one_buffer_in_the_place_of_another_is_refused() -> None:
     del norm.num_seen
     norm.register_buffer("num_batches_tracked", count)
     held.check()
+
+
+def test_a_dictionary_in_the_place_of_another_is_looked_into() -> None:
+    linear = nn.Linear(2, 2, device="meta")
+    held = HeldParts({3: DecoderLayer("layers.3", nn.Sequential(linear))}, (3,))
+    linear._parameters = {**linear._parameters}
+    held.check()
+    linear._parameters = {**linear._parameters, "weight": nn.Parameter(torch.zeros(2, 2))}
+    with pytest.raises(ModelError, match=r"layers\.3\.0\.weight was replaced by another tensor"):
+        held.check()
