@@ -38,7 +38,7 @@ from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator.handover import HandOvers, WholeBatches
 from lightning_hetero.coordinator.layers import RemoteLayers
-from lightning_hetero.coordinator.optimizers import OptimizerParts, RemoteOptimizer
+from lightning_hetero.coordinator.optimizers import RemoteOptimizer, RemoteOptimizers
 from lightning_hetero.coordinator.steps import RemoteStages
 from lightning_hetero.model.placeholders import tensors_in
 from lightning_hetero.strategy.audit import Audit
@@ -173,7 +173,7 @@ def audit(worker: WorkerProcess) -> tuple[Audited, float]:
     fetching: list[tuple[Any, str]] = [
         (RemoteLayers, "fetch"),
         (RemoteOptimizer, "remote_state"),
-        (OptimizerParts, "fetch_gradients"),
+        (RemoteOptimizers, "fetch_gradients"),
     ]
     with ExitStack() as patches:
         for owner, name in fetching:

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.cli import main
-from lightning_hetero.worker.snapshots import SnapshotSide
+from lightning_hetero.worker.snapshots import SessionSnapshots
 
 
 def note_copies(file: Path) -> None:
     """Append the seconds of each copy of the state, in which the worker computes nothing."""
-    frames = SnapshotSide._frames
+    frames = SessionSnapshots._frames
 
-    def timed(side: SnapshotSide, *args: Any) -> list[bytes]:
+    def timed(side: SessionSnapshots, *args: Any) -> list[bytes]:
         start = time.perf_counter()
         found = [*frames(side, *args)]
         with file.open("a") as lines:
             lines.write(f"{time.perf_counter() - start} {sum(map(len, found))}\n")
         return found
 
-    SnapshotSide._frames = timed  # type: ignore[method-assign]
+    SessionSnapshots._frames = timed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -312,7 +312,7 @@ def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[
     number_of = {name: number for number, name in process_names(deployment).items()}
     placement = Placement.of(deployment.plan)
     norms: dict[int, list[float]] = {0: gradient_norms(gradients_here(module.parameters()))}
-    for name, norm in deployment.coordinator.training.gradient_norms().items():
+    for name, norm in deployment.coordinator.optimizers.gradient_norms().items():
         for holder in placement.holders(int(name.partition(".")[0])):
             norms.setdefault(number_of[holder], []).append(norm)
     if placement.hosted is not None:

@@ -187,7 +187,7 @@ class Deployment:
         self.hosted: HostedReplicas | None = None
         if hosted:
             self.hosted = self._replicas_of(hosted)
-        self.coordinator.training.hosted = self.hosted
+        self.coordinator.optimizers.hosted = self.hosted
         self._hooks = self._hollow_out()
         stamp = coordinator.stages.stamp_of_earlier
         self._attributes = PlainAttributes(away, connections, coordinator.layers, stamp, differing)
@@ -210,7 +210,7 @@ class Deployment:
         """What runs the layers of which this process is a replica."""
         coordinator, placement = self.coordinator, Placement.of(self.plan)
         remote, stages = coordinator.layers, coordinator.stages
-        recorder, number_of = coordinator.recorder, coordinator.training.open_exchange
+        recorder, number_of = coordinator.recorder, coordinator.optimizers.open_exchange
         return HostedReplicas(placement, hosted, remote, stages, recorder, self._hollow, number_of)
 
     def _look_at_tensors(self, hosted: Collection[int], before: Deployment | None) -> None:
@@ -220,7 +220,7 @@ class Deployment:
         leaving = {n: layer for n, layer in self._away.items() if n not in are_there}
         check_weights_can_be_sent(leaving, weights)
         empty = {n: layer for n, layer in self._away.items() if n not in hosted}
-        remote, training = self.coordinator.layers, self.coordinator.training
+        remote, training = self.coordinator.layers, self.coordinator.optimizers
         self.tensors = TensorsAway(empty, remote, weights, changed, hosted)
         rounded = [s for s in self.plan.remote_stages if self.weights_dtype_of(s) is not None]
         names_of = {tensor: name for name, tensor in named_tensors(self._away)}
@@ -389,7 +389,7 @@ class Deployment:
 
     def grad_norms(self) -> dict[str, float]:
         """The norms of the gradients on the stages, by their parameters' names in the module."""
-        norms = self.coordinator.training.gradient_norms()
+        norms = self.coordinator.optimizers.gradient_norms()
         named: dict[Tensor, str] = {p: name for name, p in self._root.named_parameters()}
         return {
             named[p]: norms[name]
@@ -446,7 +446,7 @@ class Deployment:
         Raises:
             ModelError: After an exception inside the optimizer's step.
         """
-        if not self.coordinator.training.is_between_steps:
+        if not self.coordinator.optimizers.is_between_steps:
             raise ModelError(
                 "The run was interrupted inside the optimizer's step, which some layers have made "
                 "and others have not; continue from the last checkpoint."
@@ -494,7 +494,7 @@ class Deployment:
             if isinstance(error, HeteroError):
                 raise loss from error
             raise
-        if not self.coordinator.training.is_between_steps:
+        if not self.coordinator.optimizers.is_between_steps:
             raise WeightsLost(
                 "The run was interrupted inside the optimizer's step, so the weights that came "
                 f"back are of two different steps; {remedy}."
@@ -504,7 +504,7 @@ class Deployment:
         try:
             self._bring_here()
         except StageFailed:
-            if self.coordinator.training.is_between_steps:
+            if self.coordinator.optimizers.is_between_steps:
                 raise
             # The stage failed in the optimizer's step, and still hands out its weights.
             self._bring_here()

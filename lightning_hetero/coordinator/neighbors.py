@@ -22,7 +22,7 @@ _MOST_FORWARDED_EACH = 4
 _MOST_FORWARDED = 64
 
 
-class Neighbors:
+class RemoteNeighbors:
     """Hears of the links between workers, and forwards where there is none.
 
     Args:

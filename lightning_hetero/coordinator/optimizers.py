@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .steps import RemoteStages
 
 
-class OptimizerParts:
+class RemoteOptimizers:
     """The parts of optimizers on the stages, their gradients, and the parameters that train.
 
     Args:
@@ -407,7 +407,7 @@ class RemoteOptimizer:
         self,
         optimizer: Optimizer,
         number: int,
-        parts: OptimizerParts,
+        parts: RemoteOptimizers,
         names_of: Mapping[Tensor, str],
     ) -> None:
         self.optimizer = optimizer
@@ -553,7 +553,7 @@ class RemoteOptimizer:
 
 
 def remote_optimizers(
-    optimizers: Sequence[Optimizer], parts: OptimizerParts, names_of: Mapping[Tensor, str]
+    optimizers: Sequence[Optimizer], parts: RemoteOptimizers, names_of: Mapping[Tensor, str]
 ) -> list[RemoteOptimizer]:
     """The optimizers that have parameters on stages, each tied to its parts on the stages.
 
@@ -621,7 +621,7 @@ class TrainedParameters:
     """
 
     def __init__(
-        self, parts: OptimizerParts, names_of: Mapping[Tensor, str], rounded: Iterable[StagePlan]
+        self, parts: RemoteOptimizers, names_of: Mapping[Tensor, str], rounded: Iterable[StagePlan]
     ) -> None:
         self._parts = parts
         self._names_of = names_of

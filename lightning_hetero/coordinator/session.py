@@ -6,7 +6,7 @@
     neighbors     hears of the links between workers, and forwards where there is none
     layers        brings layers to the stages and fetches their tensors
     stages        runs forwards and backwards
-    training      steps, clips, freezes and averages on the stages
+    optimizers    steps, clips, freezes and averages on the stages
     recorder      sums up the actions of this process
     replacements  puts other workers in the place of lost ones, if the user wants that
 """
@@ -33,8 +33,8 @@ from ..transport.handshake import dial
 from .connections import Connections
 from .layers import RemoteLayers
 from .member import Source
-from .neighbors import Neighbors
-from .optimizers import OptimizerParts
+from .neighbors import RemoteNeighbors
+from .optimizers import RemoteOptimizers
 from .steps import RemoteStages
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ class Coordinator:
         self.connections = Connections(
             names, source, deadlines, identity.equipment, copies.receive_pool
         )
-        self.neighbors = Neighbors(self.connections)
+        self.neighbors = RemoteNeighbors(self.connections)
         self.recorder = Recorder(device)
         self.replacements: Replacing | None = None
         self._has_served = False
@@ -128,7 +128,7 @@ class Coordinator:
         recorder = self.recorder
         self.layers = RemoteLayers(self.connections, self.observers)
         self.stages = RemoteStages(self.connections, self.layers, recorder, copies)
-        self.training = OptimizerParts(self.connections, self.layers, self.stages, recorder)
+        self.optimizers = RemoteOptimizers(self.connections, self.layers, self.stages, recorder)
 
     def serve(self, names: Sequence[str], narrowings: Sequence[Narrowing] = ()) -> None:
         """Prepare for a plan.

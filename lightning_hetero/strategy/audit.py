@@ -116,7 +116,7 @@ class Audit:
         chosen = _chosen(deployment, remote, self._layer)
         if not chosen:
             return
-        gradients = deployment.coordinator.training.fetch_gradients([*chosen])
+        gradients = deployment.coordinator.optimizers.fetch_gradients([*chosen])
         weights, states = _fetched(deployment, remote, chosen)
         self._before = [
             _Parameter(

@@ -535,7 +535,7 @@ class FollowedZeroGrad:
     def __init__(self, root: nn.Module, deployment: Deployment, remote_steps: RemoteSteps) -> None:
         self._remote_of, self._note_zeroed = remote_steps.remote_of, remote_steps.note_zeroed
         self._undo = ExitStack()
-        names_of, training = deployment.tensors.names_of, deployment.coordinator.training
+        names_of, training = deployment.tensors.names_of, deployment.coordinator.optimizers
         for module in root.modules():
             names = [names_of[p] for p in module.parameters() if p in names_of]
             if names:
@@ -614,5 +614,5 @@ def clip_by_global_norm(module: nn.Module, deployment: Deployment | None, max_no
     clipping = Clipping(factor=clipping_factor(max_norm, norm))
     clip_gradients(gradients_here(module.parameters()), clipping)
     if deployment is not None:
-        deployment.coordinator.training.clip_gradients(None, clipping)
+        deployment.coordinator.optimizers.clip_gradients(None, clipping)
     return norm

@@ -456,7 +456,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if self.deployment is not None:
             self.deployment.check_placed()
             self.deployment.trained.follow()  # stages average what trains
-            self.deployment.coordinator.training.average_weights(action, num_averaged, decay)
+            self.deployment.coordinator.optimizers.average_weights(action, num_averaged, decay)
             if self.deployment.hosted is not None:
                 self.deployment.hosted.note_averages()
 

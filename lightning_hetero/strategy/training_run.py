@@ -325,7 +325,7 @@ class TrainingRun(Run):
     ) -> tuple[RemoteSteps, BatchStep]:
         """The optimizers' parts on the stages, and the training step that uses them."""
         plugin, names_of = self._module.trainer.precision_plugin, deployment.tensors.names_of
-        training = deployment.coordinator.training
+        training = deployment.coordinator.optimizers
         remote = remote_optimizers(optimizers, training, deployment.stepped_away)
         for each in remote:
             check_precision(plugin, each.optimizer)

@@ -357,7 +357,7 @@ class MicrobatchedStep(BatchStep):
 
         The ``backward`` of the returned loss only puts the gradients into ``.grad``.
         """
-        self._deployment.coordinator.training.check_published()
+        self._deployment.coordinator.optimizers.check_published()
         self._deployment.trained.follow()
         self._scaling.check_last()
         batch, *rest = args
@@ -549,7 +549,7 @@ class MicrobatchedStep(BatchStep):
         """
         coordinator, hosted = self._deployment.coordinator, self._deployment.hosted
         if hosted is not None and coordinator.stages.is_before_step:
-            coordinator.training.add_up()
+            coordinator.optimizers.add_up()
         elif hosted is not None and are_kept and not self.has_left:
             hosted.note_gradients()
 

@@ -145,7 +145,7 @@ class Observer:
         }
         if deployment is not None:
             trained = [name for p, name in deployment.tensors.names_of.items() if p.requires_grad]
-            found |= deployment.coordinator.training.fetch_gradients(trained)
+            found |= deployment.coordinator.optimizers.fetch_gradients(trained)
         return found
 
 

@@ -22,7 +22,7 @@ from .owner import Host
 MOST_COPIES = 2
 
 
-class StageLayers:
+class SessionLayers:
     """Builds layers, puts tensors into them and hands tensors out.
 
     Args:

@@ -10,11 +10,11 @@ from ..errors import LocalProtocolError
 from ..protocol import messages as m
 from ..protocol.values import Packer
 from ..transport.channel import Channel, Handler
-from .layers import MOST_COPIES, StageLayers
-from .optimizers import TrainedSide
+from .layers import MOST_COPIES, SessionLayers
+from .optimizers import SessionOptimizers
 
 
-class MovedSide:
+class SessionMoves:
     """Sends tensors to other workers, and takes theirs, with all that belongs to them.
 
     Args:
@@ -30,8 +30,8 @@ class MovedSide:
     def __init__(
         self,
         coordinator: Channel,
-        layers: StageLayers,
-        training: TrainedSide,
+        layers: SessionLayers,
+        training: SessionOptimizers,
         channel_to: Callable[[int], Channel],
     ) -> None:
         self.handlers: dict[type, Handler] = {
@@ -40,15 +40,15 @@ class MovedSide:
         }
         self._coordinator = coordinator
         self._layers = layers
-        self._training = training
+        self._optimizers = training
         self._channel_to = channel_to
 
     def _on_send_tensor(self, message: m.SendTensor, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.free(message.arrived)
-        self._training.leaving.drop(message.arrived)
+        self._optimizers.leaving.drop(message.arrived)
         channel = self._channel_to(message.member)
         packer, content = Packer(), self._layers.content(message.name)
-        fields = self._training.leaving.packed(packer, message.name, content)
+        fields = self._optimizers.leaving.packed(packer, message.name, content)
         try:
             moved = m.MovedTensor(message.member, **fields, request=message.request)
             channel.send(moved, *packer.tensors)
@@ -59,5 +59,5 @@ class MovedSide:
         channel.wait_until_sent(MOST_COPIES)
 
     def _on_moved_tensor(self, message: m.MovedTensor, tensors: tuple[Tensor, ...]) -> None:
-        self._training.take_moved(message, tensors)
+        self._optimizers.take_moved(message, tensors)
         self._coordinator.send(m.Done(request=message.request))

@@ -24,7 +24,7 @@ Place = tuple[int, int, Key]
 _TOLD_BYTES = 2**24
 
 
-class Neighbors:
+class SessionNeighbors:
     """The channels to the other workers of the run, and which of them a stage's results go over.
 
     A worker dials those that it sends activations or tensors to; they dial it the other way round.

@@ -25,7 +25,7 @@ from ..pipeline.optimizer import (
 from ..protocol import messages as m
 from ..protocol.values import Packer, Value, unpack
 from ..transport.channel import Channel, Handler
-from .layers import MOST_COPIES, StageLayers
+from .layers import MOST_COPIES, SessionLayers
 
 _Moved = m.MovedTensor | m.SnapshotTensor
 
@@ -81,7 +81,7 @@ class Belongings:
             self.averages.pop(name, None)
 
 
-class TrainedSide:
+class SessionOptimizers:
     """Steps, clips, freezes and averages the layers' weights when the coordinator asks for it.
 
     Args:
@@ -99,7 +99,7 @@ class TrainedSide:
     def __init__(
         self,
         coordinator: Channel,
-        layers: StageLayers,
+        layers: SessionLayers,
         take_timings: Callable[[int], m.Timings],
         dropped: Callable[[], Collection[Tensor]],
         is_owned: Callable[[str], bool],

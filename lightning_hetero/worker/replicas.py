@@ -31,7 +31,7 @@ from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensor_bytes import TensorSpec, in_frames
 from ..transport.channel import Channel, Handler
-from .layers import StageLayers
+from .layers import SessionLayers
 
 # How many exchanges a replica may be ahead of another one, which waits for its part of each.
 _MOST_AHEAD = 1
@@ -75,7 +75,7 @@ class _SharedStage:
 _Part = tuple[int, m.ReplicaContent, int]
 
 
-class ReplicaSide:
+class SessionReplicas:
     """Adds up gradients with the workers that hold the same stages, and follows their steps.
 
     Args:
@@ -92,7 +92,7 @@ class ReplicaSide:
 
     def __init__(
         self,
-        layers: StageLayers,
+        layers: SessionLayers,
         copies: Copies,
         pass_on: Callable[[Channel, Content, Copies], None],
         channel_to: Callable[[int], Channel],

@@ -4,7 +4,7 @@
 
     neighbors   the channels to the other workers
     layers      builds layers, takes their tensors, sends them
-    training    steps, clips, freezes and averages
+    optimizers  steps, clips, freezes and averages
     moves       passes tensors on to other workers as layers move, and takes theirs
     replicas    adds up gradients with the workers that hold the same stages
     snapshots   tells the state for a worker that takes this one's place, or takes it
@@ -64,16 +64,16 @@ from ..transport.address import Address
 from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action
 from ..transport.handshake import dial
 from ..transport.reconnection import Line
-from .layers import StageLayers
-from .moves import MovedSide
-from .neighbors import Neighbors
-from .optimizers import TrainedSide
+from .layers import SessionLayers
+from .moves import SessionMoves
+from .neighbors import SessionNeighbors
+from .optimizers import SessionOptimizers
 from .owner import Host, ServedRun
-from .replicas import ReplicaSide
-from .snapshots import SnapshotSide
-from .takeover import RoomSide
-from .telemetry import RecordedSide
-from .trials import MeasuredSide, answer_probe
+from .replicas import SessionReplicas
+from .snapshots import SessionSnapshots
+from .takeover import SessionTakeover
+from .telemetry import SessionTelemetry
+from .trials import SessionTrials, answer_probe
 
 logger = logging.getLogger(__name__)
 
@@ -142,30 +142,34 @@ class StageSession:
         self._reports_actions = False
         self._coordinator = coordinator
         coordinator.forward = self._let_neighbors_go
-        self._neighbors = Neighbors(coordinator, self._dial_neighbor)
+        self._neighbors = SessionNeighbors(coordinator, self._dial_neighbor)
         self._copies = device_for(host.device).copies()
         self._inbox: Inbox = SimpleQueue()
         self._runner = Runner([])
         self._narrowings: dict[int, Narrowing] = {}
         self._constants = KeptConstants()
-        self._layers = StageLayers(coordinator, host)
-        self._trials = MeasuredSide(coordinator, host, self._dial_neighbor)
-        self._telemetry = RecordedSide(coordinator, host.device, lambda: self._neighbors.numbers)
+        self._layers = SessionLayers(coordinator, host)
+        self._trials = SessionTrials(coordinator, host, self._dial_neighbor)
+        self._telemetry = SessionTelemetry(
+            coordinator, host.device, lambda: self._neighbors.numbers
+        )
         self._recorder = self._telemetry.recorder
         channel_to = self._neighbors.channel_to
-        self._replicas = ReplicaSide(
+        self._replicas = SessionReplicas(
             self._layers, self._copies, self._neighbors.pass_on, channel_to
         )
-        self._training = TrainedSide(
+        self._optimizers = SessionOptimizers(
             coordinator,
             self._layers,
             self._telemetry.take_timings,
             lambda: self._runner.dropped,
             self._replicas.is_owned,
         )
-        self._moves = MovedSide(coordinator, self._layers, self._training, channel_to)
-        self._snapshots = SnapshotSide(coordinator, self._layers, self._training, self._replicas)
-        self._takeover = RoomSide(coordinator, host, self._budget)
+        self._moves = SessionMoves(coordinator, self._layers, self._optimizers, channel_to)
+        self._snapshots = SessionSnapshots(
+            coordinator, self._layers, self._optimizers, self._replicas
+        )
+        self._takeover = SessionTakeover(coordinator, host, self._budget)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -173,7 +177,7 @@ class StageSession:
         return {
             **self._trials.handlers,
             **self._telemetry.handlers,
-            **self._training.handlers,
+            **self._optimizers.handlers,
             **self._layers.handlers,
             **self._moves.handlers,
             **self._replicas.handlers,
@@ -510,7 +514,7 @@ class StageSession:
         built = self._layers.build(message)
         self._neighbors.expect(message)
         self._replicas.expect(message)
-        self._training.train_anew(message.kept, self._replicas.is_stepped)
+        self._optimizers.train_anew(message.kept, self._replicas.is_stepped)
         self._connect(message.receivers)
         stages = zip(message.stages, built, strict=True)
         self._runner = Runner(
@@ -541,7 +545,7 @@ class StageSession:
 
     def _on_launch(self, message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.check_complete()
-        self._training.forget_leaving()
+        self._optimizers.forget_leaving()
         self._snapshots.begin()
         self._connect(self._neighbors.peers)
         self._coordinator.send(m.Done(request=message.request))
@@ -598,7 +602,7 @@ class StageSession:
         return channel
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
-        self._training.check_nothing_waits()
+        self._optimizers.check_nothing_waits()
         self._reports_actions = self._replicas.is_repeating
         self._copies.keep_for(message.in_flight)
         self._neighbors.begin_step(message.step)
@@ -610,12 +614,12 @@ class StageSession:
         self, message: m.ReduceGradients, _tensors: tuple[Tensor, ...]
     ) -> None:
         self._replicas.reduce(message.round)
-        if not self._training.has_optimizers:
+        if not self._optimizers.has_optimizers:
             # Where the coordinator steps all parameters, nothing else ends the step here.
             self._coordinator.send(self._telemetry.take_timings(self._runner.step))
 
     def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
-        self._training.apply_optimizer(message, tensors)
+        self._optimizers.apply_optimizer(message, tensors)
         self._replicas.follow_step(message.round)
 
     def _on_set_attributes(self, message: m.SetAttributes, _tensors: tuple[Tensor, ...]) -> None:

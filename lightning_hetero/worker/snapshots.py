@@ -20,9 +20,9 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
 from ..protocol.values import Packer
 from ..transport.channel import Channel, Handler
-from .layers import StageLayers
-from .optimizers import Belongings, TrainedSide, tensor_in
-from .replicas import ReplicaSide
+from .layers import SessionLayers
+from .optimizers import Belongings, SessionOptimizers, tensor_in
+from .replicas import SessionReplicas
 
 _PIECE_BYTES = 2**20
 
@@ -31,7 +31,7 @@ _PIECE_BYTES = 2**20
 _State = tuple[int, int, int]
 
 
-class SnapshotSide:
+class SessionSnapshots:
     """Tells the state of what may have changed, and takes the state of a lost worker.
 
     Args:
@@ -47,9 +47,9 @@ class SnapshotSide:
     def __init__(
         self,
         coordinator: Channel,
-        layers: StageLayers,
-        training: TrainedSide,
-        replicas: ReplicaSide,
+        layers: SessionLayers,
+        training: SessionOptimizers,
+        replicas: SessionReplicas,
     ) -> None:
         self.handlers: dict[type, Handler] = {
             m.TakeSnapshot: self._on_take_snapshot,
@@ -57,7 +57,7 @@ class SnapshotSide:
         }
         self._coordinator = coordinator
         self._layers = layers
-        self._training = training
+        self._optimizers = training
         self._replicas = replicas
         # As the layers were launched, and the tensors that a lost worker had changed.
         self._launched: dict[str, _State] = {}
@@ -99,7 +99,7 @@ class SnapshotSide:
         Raises:
             ModelError: If a tensor is asked for that is not here.
         """
-        belongings = self._training.present
+        belongings = self._optimizers.present
         if unknown := sorted({*also} - {name for name, _ in self._states()}):
             raise ModelError(f"This worker has no tensors {unknown[:5]}.")
         self.note_changes()
@@ -126,7 +126,7 @@ class SnapshotSide:
                 self._coordinator.send(m.SnapshotPart(number, is_last=not frames), piece)
 
     def _on_snapshot_tensor(self, message: m.SnapshotTensor, tensors: tuple[Tensor, ...]) -> None:
-        self._training.take_moved(message, tensors)
+        self._optimizers.take_moved(message, tensors)
         name = message.name
         if message.gradient is not None:
             _, _, placed = locate(self._layers.numbered, name)

@@ -29,7 +29,7 @@ def room_bytes(
     return max(0, min(untaken_bytes, allowed_bytes - peak_bytes - granted_bytes))
 
 
-class RoomSide:
+class SessionTakeover:
     """Answers a coordinator that looks for a place for a lost worker's layers.
 
     Args:

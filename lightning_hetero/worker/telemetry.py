@@ -17,7 +17,7 @@ from ..protocol import messages as m
 from ..transport.channel import Arrival, Channel, Handler, observe
 
 
-class RecordedSide:
+class SessionTelemetry:
     """Times a session's actions, and records spans while the coordinator wants them.
 
     Args:

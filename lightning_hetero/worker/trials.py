@@ -23,7 +23,7 @@ from .owner import Host
 logger = logging.getLogger(__name__)
 
 
-class MeasuredSide:
+class SessionTrials:
     """Answers a coordinator that measures. Everything happens in the session's thread.
 
     Args:

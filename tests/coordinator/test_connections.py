@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_hetero.coordinator.connections import Connections, pairs_of
 from lightning_hetero.coordinator.member import Member
-from lightning_hetero.coordinator.neighbors import Neighbors
+from lightning_hetero.coordinator.neighbors import RemoteNeighbors
 from lightning_hetero.coordinator.session import Listening
 from lightning_hetero.errors import WorkerLost, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
@@ -49,7 +49,7 @@ def connected(
         addresses = {str(each): each for each in (first, Address.parse(relay.address))}
         source = Listening(addresses, deadlines, Identity())
         connections = Connections([*addresses], source, deadlines, m.Equipment(), BufferPool)
-        Neighbors(connections)
+        RemoteNeighbors(connections)
         try:
             yield connections, relay
         finally:

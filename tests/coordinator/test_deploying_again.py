@@ -113,15 +113,15 @@ def test_stages_come_to_the_workers_in_any_order_and_number(coordinator: Coordin
 
 def test_stages_say_what_training_took_and_nothing_of_evaluations(coordinator: Coordinator) -> None:
     deploy(coordinator, [1])
-    coordinator.training.build(0, "SGD", {}, [Group([], {"lr": 0.1})])
+    coordinator.optimizers.build(0, "SGD", {}, [Group([], {"lr": 0.1})])
     for num_microbatches in (3, 1):
         train_one(coordinator, num_microbatches)
         step = coordinator.connections.step
-        coordinator.training.apply(0, [{"lr": 0.1}])
-        coordinator.training.note_applied()
+        coordinator.optimizers.apply(0, [{"lr": 0.1}])
+        coordinator.optimizers.note_applied()
         coordinator.stages.begin_step(2, accumulate=True)
         forward(coordinator, grad_enabled=False)
-        coordinator.training.gradient_norms()  # by now everything that was said before has come
+        coordinator.optimizers.gradient_norms()  # by now everything that was said before has come
         said = sorted(coordinator.stages.take_timings())
         assert [name for name, _ in said] == sorted(w.name for w in coordinator.connections.workers)
         assert {(told.step, told.num_microbatches) for _, told in said} == {

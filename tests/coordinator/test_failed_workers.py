@@ -11,7 +11,7 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.pipeline.rule import Action
-from lightning_hetero.worker.layers import StageLayers
+from lightning_hetero.worker.layers import SessionLayers
 from lightning_hetero.worker.session import StageSession
 
 from ..equality import weights_of
@@ -57,11 +57,11 @@ def test_a_worker_without_room_for_several_tensors_of_a_move(
     """Many small ones are under way at once: from the other worker, or from the coordinator."""
     failed: list[str] = []
 
-    def full(_layers: StageLayers, name: str, *_: Any) -> None:
+    def full(_layers: SessionLayers, name: str, *_: Any) -> None:
         failed.append(name)
         raise MemoryError(f"no room for {name}")
 
-    module = Moving(lambda: monkeypatch.setattr(StageLayers, taking, full))
+    module = Moving(lambda: monkeypatch.setattr(SessionLayers, taking, full))
     with pytest.raises(StageFailed, match="no room for") as caught:
         trained(Net(seed), module)
     assert f"no room for {failed[0]}" in str(caught.value)

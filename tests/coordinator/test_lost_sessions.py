@@ -24,7 +24,7 @@ from lightning_hetero.pipeline.rule import Action
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Encode, of_action
 from lightning_hetero.worker import neighbors
-from lightning_hetero.worker.layers import StageLayers
+from lightning_hetero.worker.layers import SessionLayers
 from lightning_hetero.worker.session import StageSession
 
 from ..pairwise import covering, keeping
@@ -198,15 +198,15 @@ def test_processes_that_are_lost_as_they_get_their_layers_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, net = undisturbed("a line", "plain"), Net(4)
-    load = StageLayers._on_load_tensor
+    load = SessionLayers._on_load_tensor
 
-    def dying(self: StageLayers, message: Any, tensors: Any) -> None:
+    def dying(self: SessionLayers, message: Any, tensors: Any) -> None:
         if net.counts["kill"]:
             net.kill(B)
         else:
             load(self, message, tensors)
 
-    monkeypatch.setattr(StageLayers, "_on_load_tensor", dying)
+    monkeypatch.setattr(SessionLayers, "_on_load_tensor", dying)
     faults = Faults(3600.0, has_spare=False, kills={expected.num_events // 2: B})
     with pytest.raises(WorkerLost, match="5 times in step ., 4 times while it got its layers"):
         run(net, "a line", "plain", tmp_path, faults)
@@ -284,7 +284,7 @@ def test_a_worker_that_is_lost_whenever_layers_are_sent_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Net(6)
-    monkeypatch.setattr(StageLayers, "_on_load_tensor", lambda *_: net.kill(B))
+    monkeypatch.setattr(SessionLayers, "_on_load_tensor", lambda *_: net.kill(B))
     with pytest.raises(WorkerLost, match=f"on {B} was lost before the first step"):
         run(net, "a line", "plain", tmp_path, Faults(has_spare=False))
     assert net.counts["kill"] == MOST_LOSSES_IN_A_STEP

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_hetero.coordinator import optimizers
 from lightning_hetero.coordinator.optimizers import (
-    OptimizerParts,
     RemoteOptimizer,
+    RemoteOptimizers,
     TrainedParameters,
 )
 from lightning_hetero.coordinator.progress import ProgressInLines
@@ -227,7 +227,7 @@ def parameters() -> dict[Tensor, str]:
 def test_only_what_changed_is_told() -> None:
     told, names_of = Told(), parameters()
     trained, frozen, _ = names_of
-    followed = TrainedParameters(cast(OptimizerParts, told), names_of, [])
+    followed = TrainedParameters(cast(RemoteOptimizers, told), names_of, [])
     followed.follow()
     assert told.changes == []
     trained.requires_grad_(False)
@@ -246,7 +246,7 @@ def test_rounded_weights_do_not_begin_to_train() -> None:
     told, names_of = Told(), parameters()
     trained, frozen, other = names_of
     rounded = [StagePlan(["two"], (2, 3), dtype="bfloat16")]
-    followed = TrainedParameters(cast(OptimizerParts, told), names_of, rounded)
+    followed = TrainedParameters(cast(RemoteOptimizers, told), names_of, rounded)
     other.requires_grad_(True)
     followed.follow()
     assert told.changes == [(["3.frozen"], True)]
@@ -261,13 +261,15 @@ def test_rounded_weights_do_not_begin_to_train() -> None:
             followed.follow()
     assert told.changes[1:] == [(["2.trained"], False), (["2.trained"], True)]
     told.changes.clear()
-    followed = TrainedParameters(cast(OptimizerParts, told), names_of, rounded)  # it trains already
+    followed = TrainedParameters(
+        cast(RemoteOptimizers, told), names_of, rounded
+    )  # it trains already
     frozen.requires_grad_(False)
     followed.follow()
     frozen.requires_grad_(True)
     followed.follow()
     frozen.requires_grad_(False)
-    followed = TrainedParameters(cast(OptimizerParts, told), names_of, [])  # no dtype in the plan
+    followed = TrainedParameters(cast(RemoteOptimizers, told), names_of, [])  # no dtype in the plan
     frozen.requires_grad_(True)
     followed.follow()
     assert told.changes == [(["2.frozen"], wanted) for wanted in (False, True, True)]

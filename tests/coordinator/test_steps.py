@@ -33,7 +33,7 @@ from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.channel import Arrival
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.worker.optimizers import TrainedSide
+from lightning_hetero.worker.optimizers import SessionOptimizers
 
 from ..models import tiny_llama
 from ..transport.pairs import worker_thread
@@ -149,7 +149,7 @@ def test_norms_and_optimizer_state_are_those_of_the_stages(
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
     options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     groups = [Group(list(parameters), options)]
-    coordinator.training.build(0, "SGD", optimizer.defaults, groups)
+    coordinator.optimizers.build(0, "SGD", optimizer.defaults, groups)
     hidden = torch.randn(2, 5, 16)
     coordinator.stages.begin_step(1, accumulate=False)
     coordinator.stages.send_forward(Key(0), hidden, surroundings())
@@ -158,16 +158,16 @@ def test_norms_and_optimizer_state_are_those_of_the_stages(
     coordinator.stages.receive()
     run_here(layers, hidden).backward(torch.ones(2, 5, 16))
     norms = {name: float(p.grad.norm()) for name, p in parameters.items() if p.grad is not None}
-    assert coordinator.training.gradient_norms(0) == pytest.approx(norms, rel=1e-6)
-    coordinator.training.clip_gradients(0, Clipping(factor=0.5))
-    coordinator.training.apply(0, [{**options, "lr": 0.2}])
+    assert coordinator.optimizers.gradient_norms(0) == pytest.approx(norms, rel=1e-6)
+    coordinator.optimizers.clip_gradients(0, Clipping(factor=0.5))
+    coordinator.optimizers.apply(0, [{**options, "lr": 0.2}])
     for parameter in parameters.values():
         assert parameter.grad is not None
         parameter.grad *= 0.5
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.step()
     found = coordinator.layers.fetch(list(parameters))
-    state = dict(coordinator.training.state(0))
+    state = dict(coordinator.optimizers.state(0))
     for name, parameter in parameters.items():
         torch.testing.assert_close(found[name], parameter.detach())
         momentum = optimizer.state[parameter]["momentum_buffer"]
@@ -205,7 +205,7 @@ def test_an_interrupted_zeroing_does_not_answer_the_next_request(
     names = [name for name, _ in named_tensors(layers)]
     interrupt_next_wait(coordinator, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        coordinator.training.zero_gradients(names, set_to_none=True)
+        coordinator.optimizers.zero_gradients(names, set_to_none=True)
     monkeypatch.undo()
     assert coordinator.layers.fetch(names).keys() == set(names)
 
@@ -295,7 +295,7 @@ def test_two_answers_of_one_worker_do_not_stand_for_that_of_another(
 ) -> None:
     coordinator.stages.begin_step(1, accumulate=False)
     first, connections = coordinator.connections.workers[0], coordinator.connections
-    answered = coordinator.training.ask_gradient_norms(None)
+    answered = coordinator.optimizers.ask_gradient_norms(None)
     number = next(a.message.request for a in open_requests(coordinator) if a.worker is first)
     arrivals = iter([said(first, m.Norms({}, request=number))] * 2)
     monkeypatch.setattr(connections, "_next_arrival", lambda _seconds: next(arrivals))
@@ -337,7 +337,7 @@ def test_what_an_interrupted_request_has_left_is_no_answer(coordinator: Coordina
     requests = coordinator.connections.requests
     asked = requests.send(first, m.FetchTensors([names[0]]))
     next(requests.parts([asked], m.TensorContent))
-    coordinator.training.zero_gradients(names, set_to_none=True)
+    coordinator.optimizers.zero_gradients(names, set_to_none=True)
     assert not open_requests(coordinator)
     assert coordinator.connections._inbox.empty()
 
@@ -369,17 +369,19 @@ def test_zeroing_waits_until_it_is_done(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """The gradients of the next backward come to a stage from its neighbor, not from here."""
-    gate, zeroed = threading.Event(), TrainedSide._on_zero_gradients
+    gate, zeroed = threading.Event(), SessionOptimizers._on_zero_gradients
 
-    def held_up(self: TrainedSide, message: m.ZeroGradients, tensors: tuple[Tensor, ...]) -> None:
+    def held_up(
+        self: SessionOptimizers, message: m.ZeroGradients, tensors: tuple[Tensor, ...]
+    ) -> None:
         assert gate.wait(20)
         zeroed(self, message, tensors)
 
-    monkeypatch.setattr(TrainedSide, "_on_zero_gradients", held_up)
+    monkeypatch.setattr(SessionOptimizers, "_on_zero_gradients", held_up)
     coordinator: Coordinator = request.getfixturevalue("coordinator")
     names = list(coordinator.layers.holdings.owner_of)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        waiting = threads.submit(coordinator.training.zero_gradients, names, True)
+        waiting = threads.submit(coordinator.optimizers.zero_gradients, names, True)
         with pytest.raises(concurrent.futures.TimeoutError):
             waiting.result(0.2)
         gate.set()

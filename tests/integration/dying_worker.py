@@ -14,25 +14,25 @@ from typing import Any
 
 # By the place of the death: the module, the class and the method that is called there.
 PLACES = {
-    "load": ("worker.layers", "StageLayers", "_on_load_tensor"),
+    "load": ("worker.layers", "SessionLayers", "_on_load_tensor"),
     "launch": ("worker.session", "StageSession", "_on_launch"),
     "begin": ("worker.session", "StageSession", "_on_begin_step"),
     "arguments": ("worker.session", "StageSession", "_on_arguments"),
     "forward": ("pipeline.stage", "Stage", "forward"),
     "backward": ("pipeline.stage", "Stage", "backward"),
-    "sending": ("worker.neighbors", "Neighbors", "pass_on"),
-    "norms": ("worker.optimizers", "TrainedSide", "_on_measure_norms"),
-    "clip": ("worker.optimizers", "TrainedSide", "_on_clip_gradients"),
+    "sending": ("worker.neighbors", "SessionNeighbors", "pass_on"),
+    "norms": ("worker.optimizers", "SessionOptimizers", "_on_measure_norms"),
+    "clip": ("worker.optimizers", "SessionOptimizers", "_on_clip_gradients"),
     "step": ("pipeline.optimizer", "StageOptimizer", "step"),
-    "timings": ("worker.telemetry", "RecordedSide", "take_timings"),
-    "weights": ("worker.layers", "StageLayers", "content"),
-    "optimizer's state": ("worker.optimizers", "TrainedSide", "_on_fetch_optimizer_state"),
-    "snapshot": ("worker.snapshots", "SnapshotSide", "_send"),
+    "timings": ("worker.telemetry", "SessionTelemetry", "take_timings"),
+    "weights": ("worker.layers", "SessionLayers", "content"),
+    "optimizer's state": ("worker.optimizers", "SessionOptimizers", "_on_fetch_optimizer_state"),
+    "snapshot": ("worker.snapshots", "SessionSnapshots", "_send"),
     "evaluation": ("pipeline.stage", "Stage", "forward"),
     "replay": ("worker.session", "StageSession", "_on_replay"),
-    "sums": ("worker.replicas", "ReplicaSide", "_send"),
-    "totals": ("worker.replicas", "ReplicaSide", "_take_totals"),
-    "weights of replicas": ("worker.replicas", "ReplicaSide", "_take_weights"),
+    "sums": ("worker.replicas", "SessionReplicas", "_send"),
+    "totals": ("worker.replicas", "SessionReplicas", "_take_totals"),
+    "weights of replicas": ("worker.replicas", "SessionReplicas", "_take_weights"),
 }
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_hetero import HeteroPipelineStrategy, Recovery
 from lightning_hetero.coordinator import optimizers
 from lightning_hetero.coordinator.deployment import Deployment
-from lightning_hetero.coordinator.optimizers import OptimizerParts
+from lightning_hetero.coordinator.optimizers import RemoteOptimizers
 from lightning_hetero.errors import HeteroError, ModelError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
 from lightning_hetero.protocol import messages as m
@@ -194,14 +194,14 @@ def between_the_stages(patch: Patch) -> None:
 
 def before_the_step_here(patch: Patch) -> None:
     """When all stages know it, and this process has not begun."""
-    apply = OptimizerParts.apply
+    apply = RemoteOptimizers.apply
 
-    def interrupted(self: OptimizerParts, *args: Any) -> None:
+    def interrupted(self: RemoteOptimizers, *args: Any) -> None:
         apply(self, *args)
         if self._connections.step == 2:
             raise KeyboardInterrupt
 
-    patch.setattr(OptimizerParts, "apply", interrupted)
+    patch.setattr(RemoteOptimizers, "apply", interrupted)
 
 
 def inside_the_step_here(patch: Patch) -> None:

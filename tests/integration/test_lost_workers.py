@@ -324,10 +324,10 @@ def test_a_worker_that_is_killed_in_a_move_comes_back_and_the_layers_move_again(
 
 # Code for a worker that gets no tensor of another one.
 NO_ROOM = """
-from lightning_hetero.worker.moves import MovedSide
+from lightning_hetero.worker.moves import SessionMoves
 def _fail(*_):
     raise MemoryError("no room for it")
-MovedSide._on_moved_tensor = _fail
+SessionMoves._on_moved_tensor = _fail
 """
 
 

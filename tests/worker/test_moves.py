@@ -20,9 +20,9 @@ from lightning_hetero.protocol.values import Packer
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.worker.layers import StageLayers
-from lightning_hetero.worker.moves import MovedSide
-from lightning_hetero.worker.optimizers import TrainedSide
+from lightning_hetero.worker.layers import SessionLayers
+from lightning_hetero.worker.moves import SessionMoves
+from lightning_hetero.worker.optimizers import SessionOptimizers
 from lightning_hetero.worker.owner import Host, Owner
 
 from ..models import tiny_llama
@@ -50,15 +50,15 @@ class OneWorker:
         self.coordinator, self.others = FakeChannel(), FakeChannel()
         host = Host(torch.device("cpu"), Deadlines(), Allowed(), Identity(), Owner())
         coordinator = cast(Channel, self.coordinator)
-        self.layers = StageLayers(coordinator, host)
-        self.training = TrainedSide(
+        self.layers = SessionLayers(coordinator, host)
+        self.training = SessionOptimizers(
             coordinator,
             self.layers,
             lambda step: m.Timings(step, 0, 0, 0),
             list,
             lambda _name: True,
         )
-        moves = MovedSide(
+        moves = SessionMoves(
             coordinator, self.layers, self.training, lambda _number: cast(Channel, self.others)
         )
         self.handlers = {

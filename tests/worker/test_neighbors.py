@@ -25,7 +25,7 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Content, Frame
 from lightning_hetero.protocol.values import Packer
 from lightning_hetero.transport.channel import Channel
-from lightning_hetero.worker.neighbors import Neighbors
+from lightning_hetero.worker.neighbors import SessionNeighbors
 
 from ..transport.pairs import End, channel_pair
 
@@ -65,7 +65,7 @@ def way(stage: int, upstream: int, downstream: int, step: int = 1) -> m.Argument
 
 def test_without_other_workers_there_is_the_coordinator() -> None:
     with channel_pair() as (_, coordinator):
-        neighbors = Neighbors(coordinator.channel, nobody)
+        neighbors = SessionNeighbors(coordinator.channel, nobody)
         neighbors.expect(deploy())
         assert neighbors.connect(neighbors.peers, lambda _channel: None) == {}
         neighbors.note_way(way(1, 0, 0))
@@ -83,7 +83,7 @@ def test_a_worker_that_has_dialled_twice_is_not_lost_with_one_of_its_channels() 
         channel_pair() as (second, _),
         channel_pair() as (other, _),
     ):
-        neighbors = Neighbors(coordinator.channel, nobody)
+        neighbors = SessionNeighbors(coordinator.channel, nobody)
         for end, number in ((first, 2), (second, 2), (other, 3)):
             neighbors.attach(end.channel, number)
         assert neighbors.has_another(second.channel)
@@ -103,7 +103,7 @@ def test_each_worker_downstream_is_dialled_once_and_stays() -> None:
             dialled.append((address, session, member))
             return {"2:1": two, "6:1": six}[address].channel
 
-        neighbors = Neighbors(coordinator.channel, dial)
+        neighbors = SessionNeighbors(coordinator.channel, dial)
         for message in (deploy(2), deploy(2, 6), deploy(6)):
             neighbors.expect(message)
             assert neighbors.connect(neighbors.peers, started.append) == {}
@@ -121,7 +121,9 @@ def test_a_worker_is_dialled_again_where_another_process_is_in_its_place() -> No
     """It was lost while this one sent nothing to it, so nobody has told this one."""
     with channel_pair() as (_, coordinator), channel_pair() as (two, _), channel_pair() as (new, _):
         channels = {"session 2": two.channel, "another": new.channel}
-        neighbors = Neighbors(coordinator.channel, lambda _where, name, _number: channels[name])
+        neighbors = SessionNeighbors(
+            coordinator.channel, lambda _where, name, _number: channels[name]
+        )
         for session in channels:
             neighbors.expect(m.Deploy(1, [], [m.PeerSpec(2, "2:1", session)], seed=0))
             assert neighbors.connect(neighbors.peers, lambda _channel: None) == {}
@@ -135,7 +137,7 @@ def test_a_worker_is_dialled_again_where_the_link_broke_while_no_plan_had_it() -
     """Both live, and the coordinator ends no run for a link over which nothing passes."""
     with channel_pair() as (_, coordinator), channel_pair() as (two, _), channel_pair() as (new, _):
         channels = iter([two.channel, new.channel])
-        neighbors = Neighbors(coordinator.channel, lambda *_: next(channels))
+        neighbors = SessionNeighbors(coordinator.channel, lambda *_: next(channels))
         for is_over in (False, True):
             if is_over:
                 two.channel.close()
@@ -148,7 +150,7 @@ def test_a_worker_is_dialled_again_where_the_link_broke_while_no_plan_had_it() -
 
 def test_what_stays_in_a_process_goes_over_no_channel() -> None:
     with channel_pair() as (_, coordinator):
-        neighbors = Neighbors(coordinator.channel, nobody)
+        neighbors = SessionNeighbors(coordinator.channel, nobody)
         neighbors.expect(deploy())
         neighbors.note_way(way(1, 0, 1))
         neighbors.note_way(way(2, 1, 0))
@@ -167,7 +169,7 @@ def test_a_worker_out_of_reach_is_dialled_once_and_the_coordinator_stands_for_it
             dialled.append(address)
             raise WorkerUnreachable("no route")
 
-        neighbors = Neighbors(coordinator.channel, dial)
+        neighbors = SessionNeighbors(coordinator.channel, dial)
         neighbors.expect(deploy(2))
         errors = neighbors.connect(neighbors.peers, lambda _channel: None)
         assert {number: str(error) for number, error in errors.items()} == {2: "no route"}
@@ -181,7 +183,7 @@ def test_a_worker_out_of_reach_is_dialled_once_and_the_coordinator_stands_for_it
 
 def test_gradients_go_back_where_activations_have_come_from() -> None:
     with channel_pair() as (_, coordinator), channel_pair() as (above, upstream):
-        neighbors = Neighbors(coordinator.channel, nobody)
+        neighbors = SessionNeighbors(coordinator.channel, nobody)
         neighbors.attach(upstream.channel, 2)
         neighbors.check_way(saying(ACTIVATION, 2), upstream.channel)
         neighbors.check_way(saying(ACTIVATION, 1), coordinator.channel)
@@ -194,7 +196,7 @@ def test_gradients_go_back_where_activations_have_come_from() -> None:
 
 def test_ways_of_earlier_steps_are_forgotten_and_those_of_later_ones_stay() -> None:
     with channel_pair() as (_, coordinator):
-        neighbors = Neighbors(coordinator.channel, nobody)
+        neighbors = SessionNeighbors(coordinator.channel, nobody)
         neighbors.check_way(saying(ACTIVATION, 1), coordinator.channel)
         neighbors.check_way(msgspec.structs.replace(ACTIVATION[0], step=2), coordinator.channel)
         neighbors.begin_step(2)
@@ -214,7 +216,7 @@ def test_what_comes_from_another_process_than_the_arguments_say_is_refused(
         senders = {coordinator: 0, two: 2, upstream: 2, stranger: 3}
         # Worker 4 cannot reach this one, so the coordinator passes on what it sends.
         for expected, (channel, sender) in product((0, 1, 2, 4), senders.items()):
-            neighbors = Neighbors(coordinator, lambda *_: two)
+            neighbors = SessionNeighbors(coordinator, lambda *_: two)
             neighbors.expect(deploy(2))
             neighbors.connect([2], lambda _channel: None)
             neighbors.attach(upstream, 2)
@@ -250,7 +252,7 @@ def test_the_late_word_of_a_worker_whose_place_another_one_has_is_dropped() -> N
         channel_pair() as (_, frozen),
         channel_pair() as (_, replacing),
     ):
-        neighbors = Neighbors(coordinator.channel, nobody)
+        neighbors = SessionNeighbors(coordinator.channel, nobody)
         neighbors.keep_sent(2**20)
         neighbors.attach(frozen.channel, 2)
         neighbors.attach(replacing.channel, 2)
@@ -263,14 +265,14 @@ def test_the_late_word_of_a_worker_whose_place_another_one_has_is_dropped() -> N
 
 def test_a_break_is_told_also_behind_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[m.Message] = []
-    monkeypatch.setattr(Neighbors, "_tell", lambda _, message: told.append(message))
+    monkeypatch.setattr(SessionNeighbors, "_tell", lambda _, message: told.append(message))
     with (
         channel_pair() as (_, coordinator),
         channel_pair() as (before, _),
         channel_pair() as (behind, _),
     ):
         dialled = iter([before.channel, behind.channel])
-        neighbors = Neighbors(coordinator.channel, lambda *_: next(dialled))
+        neighbors = SessionNeighbors(coordinator.channel, lambda *_: next(dialled))
         neighbors.expect(deploy(2))
         assert neighbors.connect([2], lambda _channel: None) == {}
         neighbors.replace(m.ReplaceNeighbor(2, "2:1", "session 3"), lambda _channel: None)
@@ -281,7 +283,7 @@ def test_a_break_is_told_also_behind_a_replacement(monkeypatch: pytest.MonkeyPat
 
 def test_a_neighbor_that_said_goodbye_is_told_nothing_more() -> None:
     with channel_pair() as (downstream, below):
-        neighbors = Neighbors(downstream.channel, nobody)
+        neighbors = SessionNeighbors(downstream.channel, nobody)
         below.channel.close(m.Goodbye())
         assert isinstance(arrived(downstream), m.Goodbye)
         neighbors.pass_on(downstream.channel, ACTIVATION, COPIES)
@@ -289,14 +291,14 @@ def test_a_neighbor_that_said_goodbye_is_told_nothing_more() -> None:
 
 def test_what_the_rules_forbid_is_an_error_while_the_neighbor_is_there() -> None:
     with channel_pair() as (downstream, _):
-        neighbors = Neighbors(downstream.channel, nobody)
+        neighbors = SessionNeighbors(downstream.channel, nobody)
         with pytest.raises(LocalProtocolError):
             neighbors.pass_on(downstream.channel, GRADIENT, COPIES)  # upstream is who listens below
 
 
 def test_an_upstream_neighbor_that_only_measured_is_let_go() -> None:
     with channel_pair() as (_, coordinator), channel_pair() as (above, upstream):
-        neighbors = Neighbors(coordinator.channel, nobody)
+        neighbors = SessionNeighbors(coordinator.channel, nobody)
         neighbors.attach(upstream.channel, 2)
         assert list(neighbors.traffic) == ["coordinator", "worker 2"]
         neighbors.let_go(upstream.channel)

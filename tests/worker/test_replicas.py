@@ -18,13 +18,13 @@ from lightning_hetero.pipeline.placement import deal
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Content
 from lightning_hetero.protocol.tensor_bytes import TensorSpec
-from lightning_hetero.worker.replicas import ReplicaSide
+from lightning_hetero.worker.replicas import SessionReplicas
 
 SHAPES = {"0.a": (3, 2), "0.b": (4,), "1.a": (2, 2), "1.frozen": (3,)}
 
 
 class Layers:
-    """The parameters of a worker, as `StageLayers` gives them."""
+    """The parameters of a worker, as `SessionLayers` gives them."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(0)
@@ -73,7 +73,7 @@ class Net:
         for number, side in self.sides.items():
             side.expect(self._deploy(number, optimizer))
 
-    def _side(self, number: int) -> ReplicaSide:
+    def _side(self, number: int) -> SessionReplicas:
         def channel_to(other: int) -> Any:
             return self.links.setdefault((number, other), Link(number, other))
 
@@ -82,7 +82,7 @@ class Net:
             channel.frames.append((message, [tensor.clone() for tensor in tensors]))
 
         layers: Any = self.layers[number]
-        return ReplicaSide(layers, PlainCopies(torch.device("cpu")), pass_on, channel_to)
+        return SessionReplicas(layers, PlainCopies(torch.device("cpu")), pass_on, channel_to)
 
     def _deploy(self, number: int, optimizer: str) -> m.Deploy:
         specs = [
@@ -309,7 +309,7 @@ def test_a_replica_that_runs_away_is_refused() -> None:
 def test_nothing_is_waited_for_without_replicas() -> None:
     alone: defaultdict[int, Any] = defaultdict(object)
     layers: Any = Layers(0)
-    side = ReplicaSide(layers, PlainCopies(torch.device("cpu")), print, alone.__getitem__)
+    side = SessionReplicas(layers, PlainCopies(torch.device("cpu")), print, alone.__getitem__)
     side.expect(m.Deploy(1, [m.StageSpec(1, "", [], recompute=False)], [], seed=0))
     side.reduce(1)
     side.follow_step(2)
