@@ -187,7 +187,7 @@ _VERDICTS = {frozenset(pair): rule for rule in RULES for pair in product(rule.fi
 
 _OTHER_LAYERS = Rule([], [], impossible="a run counts whole layers or halves of them")
 # The first plan of a run frees the workers that it does not need.
-_FREED = Rule(["idle worker"], ["move"], refused="which is none of the workers")
+_FREED = Rule(["idle worker"], ["move"], refused="was freed as the run began")
 
 
 def verdict(scenario: Scenario) -> Rule | None:
