@@ -216,14 +216,15 @@ def name_of(root: nn.Module, wanted: nn.Module) -> str:
 
 def _find_layer_list(root: nn.Module) -> str | None:
     """The first of the layer lists that train, or else of all. Those of language come before those
-    of images and sound, and shallow ones come first."""
+    of images and sound, lists of several layers before those of one, and shallow ones before deep
+    ones."""
 
-    def precedence(name: str) -> tuple[bool, bool, int]:
-        parameters = root.get_submodule(name).parameters()
-        is_frozen = not any(parameter.requires_grad for parameter in parameters)
+    def precedence(name: str) -> tuple[bool, bool, bool, int]:
+        layers: Any = root.get_submodule(name)
+        is_frozen = not any(parameter.requires_grad for parameter in layers.parameters())
         config = getattr(models_around(root, [f"{name}.0"])[-1], "config", None)
         is_tower = getattr(config, "base_config_key", "") in _TOWERS
-        return is_frozen, is_tower, name.count(".")
+        return is_frozen, is_tower, len(layers) == 1, name.count(".")
 
     return min(_layer_lists(root), key=precedence, default=None)
 
