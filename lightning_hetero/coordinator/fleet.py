@@ -119,7 +119,7 @@ class AnnouncedWorkers(ListedWorkers):
             TokenError: If the token cannot be used.
         """
         if not self._found:
-            identity = Identity(equipment_here(device), self.credentials())
+            identity = Identity(equipment_here(device), self._credentials())
             search = find_workers(find_token_file(self._token_file), identity, deadlines)
             search.check_not_empty()
             shown = ", ".join(str(worker) for worker in search.workers)
@@ -159,7 +159,7 @@ class LaunchedWorkers(ListedWorkers):
             return super().find(device, deadlines, named)
         launcher = self._launcher
         token = Token.new() if launcher.brings_token else None
-        credentials = self.credentials() if token is None else Credentials(token)
+        credentials = self._credentials() if token is None else Credentials(token)
         identity = Identity(equipment_here(device), credentials)
         where = Address.parse(launcher.listen)
         self._door = open_door(where, identity, deadlines, launcher.least, named, rank_zero_info)

@@ -122,7 +122,7 @@ class ListedWorkers:
             self._listening = listening, coordinator.connections.run
         return coordinator
 
-    def credentials(self) -> Credentials | None:
+    def _credentials(self) -> Credentials | None:
         """What proves that this process has the token; None without one.
 
         Raises:
@@ -161,4 +161,4 @@ class ListedWorkers:
     ) -> tuple[Mapping[str, Address], Credentials | None, Source | None]:
         """Where the workers are, what they are shown, and where they come from if they dial us."""
         addresses = self._found or {name: Address.parse(name) for name in self._names}
-        return addresses, self.credentials(), None
+        return addresses, self._credentials(), None

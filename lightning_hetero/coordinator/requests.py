@@ -120,6 +120,15 @@ class Requests:
         worker.channel.send(answer.message, *tensors)
         return answer
 
+    def describe(self, worker: Member) -> m.DeviceDescribed:
+        """The device of a worker that has no stage yet.
+
+        Raises:
+            ChannelError: If it is lost.
+            WorkerError: If it does not answer in time.
+        """
+        return self.send_alone(worker, m.DescribeDevice()).alone(m.DeviceDescribed)
+
     def open(self, worker: Member, message: m.Message, by: Member | None = None) -> Answer:
         """Number a request; the caller must send the message of the answer to the worker."""
         self._num_requests += 1

@@ -94,13 +94,12 @@ class HeldParts:
             for layer in layers.values()
             for path, module in layer.module.named_modules()
         ]
-        # Each module with its full name, and with its children and the names of its tensors.
-        self._modules = [
-            (n, each, {**each._modules}, {**each._parameters}.keys(), {**each._buffers}.keys())
-            for n, each in named
+        self._named, self._every = named, [module for _, module in named]
+        # Of each module, its children and the names of its tensors.
+        self._former = [
+            ({**each._modules}, {**each._parameters}.keys(), {**each._buffers}.keys())
+            for each in self._every
         ]
-        # The same once more, for a comparison in C at each forward.
-        self._former = [(*of_module,) for _, _, *of_module in self._modules]
         self._read_tables()
         self._methods = _methods_of({type(module) for _, module in named})
         # A hook on the layer itself is called where the model calls the layer: here.
@@ -111,9 +110,9 @@ class HeldParts:
 
     def _read_tables(self) -> None:
         """Read the dictionaries of the modules, which may have got others."""
-        self._every = [module for _, module, *_ in self._modules]
         self._tables = [*chain.from_iterable(map(_TABLES, self._every))]
         self._tensors = Held((vars(o)[table], leaf, t) for o, table, leaf, t in self._owned)
+        # For a comparison in C at each forward.
         self._present = [(m._modules, m._parameters.keys(), m._buffers.keys()) for m in self._every]
 
     def check(self) -> None:
@@ -134,7 +133,8 @@ class HeldParts:
                     "`load_state_dict()`, or keep the layer with the coordinator."
                 )
         are_same = self._present == self._former
-        for name, module, children, parameters, buffers in () if are_same else self._modules:
+        rows_of_modules = () if are_same else zip(self._named, self._former, strict=True)
+        for (name, module), (children, parameters, buffers) in rows_of_modules:
             if module._parameters.keys() != parameters or module._buffers.keys() != buffers:
                 of_parameters = module._parameters.keys() ^ parameters
                 [leaf, *_] = of_parameters or module._buffers.keys() ^ buffers

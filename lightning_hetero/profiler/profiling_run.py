@@ -223,8 +223,7 @@ class Newcomers:
             WorkerError: If it does not answer in time, or cannot run the layers.
         """
         name, kept = worker.name, _read(self.measured.path)
-        send = connections.requests.send_alone
-        described = send(worker, m.DescribeDevice()).alone(m.DeviceDescribed)
+        described = connections.requests.describe(worker)
         of_its_name = [
             device
             for known in (profile, kept)

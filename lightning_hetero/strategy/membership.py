@@ -316,8 +316,7 @@ class Membership:
         coordinator = self.run.deployment.coordinator
         free = SHARE_OF_MEMORY * other.equipment.memory_bytes
         if other not in coordinator.layers.deployed:
-            send = coordinator.connections.requests.send_alone
-            free = send(other, m.DescribeDevice()).alone(m.DeviceDescribed).free_bytes
+            free = coordinator.connections.requests.describe(other).free_bytes
         if needed <= free:
             return ""
         return f"they need about {in_bytes(needed)}, and it has {in_bytes(free)}"

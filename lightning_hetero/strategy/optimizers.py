@@ -519,7 +519,8 @@ def _gradients_of(parameters: Iterable[Tensor]) -> list[tuple[WeakIdRef, int] | 
 
 def _state_here(optimizer: Optimizer) -> States:
     """An optimizer's state as it is."""
-    held = [value for state in optimizer.state.values() for value in state.values()]
+    states = filter(None, optimizer.state.values())
+    held = [value for state in states for value in state.values()]
     return optimizer.state, [Stamp.of(value) for value in held if isinstance(value, Tensor)]
 
 
