@@ -3,6 +3,7 @@
     RunBegan ─▶ Deployed ─▶ Deployed again: layers moved, or replicas share in another way
                             Lost ─▶ Restored ─▶ Recovered
                             Entered, Departed: workers join and leave
+                            Noted: what each worker is has changed
                             Progressed: a transfer of tensors, such as a checkpoint
              ─▶ Failed, if an error ends the run ─▶ RunEnded
 
@@ -172,6 +173,28 @@ class Departed(Event, frozen=True):
     step: int
 
 
+class Noted(Event, frozen=True):
+    """The coordinator has noted something of one worker, or of all; its roster knows what follows.
+
+    Args:
+        what: What has happened, as one of `coordinator.roster.What`.
+        name: The name of the worker in the plan; empty for all.
+        text: A sentence, or the name by which a process is reached.
+        number: The number of this worker, or of the other one.
+        names: The workers that are named.
+        stages: By name, the stages that a worker serves from now on.
+        moment_seconds: When it was noted.
+    """
+
+    what: str
+    name: str = ""
+    text: str = ""
+    number: int = 0
+    names: list[str] = []
+    stages: dict[str, list[int]] = {}
+    moment_seconds: float = 0.0
+
+
 class Failed(Event, frozen=True):
     """An error ends the run, or comes as it ends."""
 
@@ -193,6 +216,7 @@ _Any = (
     | Recovered
     | Entered
     | Departed
+    | Noted
     | Failed
     | RunEnded
 )

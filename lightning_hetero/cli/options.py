@@ -366,6 +366,15 @@ def _add_report_options(report: argparse.ArgumentParser) -> None:
     _add_output_option(report, "the page", "report.html in RUN_DIR")
 
 
+def _add_replay_options(replay: argparse.ArgumentParser) -> None:
+    replay.add_argument(
+        "record",
+        type=Path,
+        metavar="FILE",
+        help="the record of the run, such as lightning_logs/version_0/events.jsonl",
+    )
+
+
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "worker": ("serve stages to one coordinator after another", _add_worker_options),
     "workers": ("list the workers that are announced on the local network", _add_workers_options),
@@ -382,6 +391,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "check": ("tell whether training is right on the devices of this machine", _add_check_options),
     "top": ("show live what workers do", _add_top_options),
     "report": ("write an HTML page about a run", _add_report_options),
+    "replay": ("show what each worker of a run was after each event", _add_replay_options),
 }
 """By command, in the order of the help text: its help, and what adds its options."""
 

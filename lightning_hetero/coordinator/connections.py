@@ -8,6 +8,7 @@ part that has registered for its kind in `asides`, else to the caller that waits
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from ..errors import (
     WorkerLost,
     WorkerUnreachable,
 )
+from ..events import Noted
 from ..pipeline.placement import Placement
 from ..pipeline.rule import Key
 from ..protocol import messages as m
@@ -43,6 +45,7 @@ from ..transport.compatibility import differences
 from ..transport.deadlines import Deadlines
 from .member import Member, Source, say_goodbye
 from .requests import Answer, Requests
+from .roster import Phase, Roster, What
 
 # Takes a message that nobody waits for.
 Aside = Callable[[Member, Any], None]
@@ -77,9 +80,9 @@ class Connections:
         receive_pool: Makes the memory into which a channel reads tensors.
 
     Attributes:
+        roster: What each worker is at present.
         members: The connected workers, by their numbers; an idle one that is lost is left out.
-        departed: What became of workers that are no members any more, by their names.
-        workers: Those that serve stages; before `assign`, all of them.
+        workers: Those that the run needs, as they serve stages; before `assign`, all of them.
         neighbors: The pairs of names of workers between which something passes; before `assign`,
             all pairs.
         ways: By micro-batch and visit of the present step, the worker of each stage on its way.
@@ -94,7 +97,6 @@ class Connections:
         num_exchanges: The exchanges of replicas that were asked for.
         take_sums: Takes the sums of gradients that a worker sends to this process.
         take_piece: Takes a piece of a worker's snapshot.
-        has_torn_step: Whether a worker has failed inside an optimizer step.
         link_loss: Which link between two workers is lost; None if all are there.
         is_ending: Tells whether SIGTERM has asked this process to end.
         replace: Puts another worker in the place of a lost one.
@@ -114,9 +116,11 @@ class Connections:
     ) -> None:
         self.equipment = equipment
         self.deadlines = deadlines
+        self.roster = Roster()
         self.members: list[Member] = []
-        self.departed: dict[str, str] = {}
         self.workers: list[Member] = []
+        # By name, all workers that were ever members, but for those that the first plan has freed.
+        self._known: dict[str, Member] = {}
         self.ways: dict[Key, dict[int, Member]] = {}
         self.step = 0
         self.first_microbatch = 0
@@ -130,7 +134,6 @@ class Connections:
         self.num_exchanges = 0
         self.take_sums: TakeSums = refuse_sums
         self.take_piece: TakePiece = _refuse_piece
-        self.has_torn_step = False
         self.link_loss: LinkLost | None = None
         self.is_ending: Callable[[], bool] = lambda: False
         self.replace: Replace = lambda _worker, _cause: ""
@@ -152,15 +155,22 @@ class Connections:
         except BaseException:
             self.close()
             raise
-        self.workers = list(self.members)
         self.neighbors = pairs_of(self.members)
+
+    def note(self, what: What, worker: Member | None = None, **facts: Any) -> None:
+        """Note what has happened to a worker, or to all of them; the facts are those of `Noted`."""
+        moment_seconds = time.perf_counter()
+        name = "" if worker is None else worker.name
+        self.roster.note(Noted(what.value, name, moment_seconds=moment_seconds, **facts))
+        state = self.roster.state
+        self.members = [self._known[row.name] for row in state.members]
+        self.workers = [self._known[row.name] for row in state.needed]
 
     def _add(self, number: int, name: str) -> Member:
         """Open a session with a worker, which becomes a member."""
         channel, theirs, address, session = self._open(name)
-        worker = Member(number, name, address, channel, theirs, session, own_name=name)
-        self.members.append(worker)
-        self.departed.pop(name, None)
+        worker = self._known[name] = Member(name, self.roster, address, channel, theirs, session)
+        self.note(What.JOINED, worker, number=number)
         self._by_channel[channel] = worker
         self._note_lingering(worker)
         if found := differences(self.equipment, theirs):
@@ -183,7 +193,7 @@ class Connections:
     @property
     def spares(self) -> list[str]:
         """The own names of workers that could be reached, and that are no members."""
-        taken = {member.own_name for member in self.members}
+        taken = {member.row.own_name for member in self.members}
         return [name for name in self._source.names() if name not in taken]
 
     def dial_again(self, worker: Member, own_name: str) -> None:
@@ -199,7 +209,7 @@ class Connections:
         with self._another_channel(worker):
             opened = self._open(own_name)
             worker.channel, worker.equipment, worker.address, worker.session = opened
-            worker.own_name, worker.is_beside = own_name, False
+            self.note(What.SERVED, worker, text=own_name)
 
     def dial_beside(self, worker: Member, other: Member, session: str) -> None:
         """Open the session for which a second process waits on the machine of another worker.
@@ -212,7 +222,7 @@ class Connections:
             channel.start(self._inbox, self._receive_pool())
             worker.channel, worker.equipment = channel, welcome.equipment
             worker.address, worker.session = other.address, session
-            worker.is_beside = True
+            self.note(What.SERVED_BESIDE, worker)
 
     @contextmanager
     def _another_channel(self, worker: Member) -> Iterator[None]:
@@ -223,8 +233,6 @@ class Connections:
         worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
         yield
         worker.channel.on_sent = on_sent
-        worker.is_paused = worker.is_leaving = False
-        worker.is_apart_from.clear()
         self._by_channel[worker.channel] = worker
 
     def admit(self, own_name: str) -> Member:
@@ -234,21 +242,23 @@ class Connections:
             WorkerUnreachable: If it does not answer or refuses.
         """
         # The number of a worker that has left may still stand in reports of others.
-        number = 1 + max((worker.number for worker in self._by_channel.values()), default=0)
-        return self._add(number, own_name)
+        rows = self.roster.state.rows.values()
+        return self._add(1 + max((row.number for row in rows), default=0), own_name)
 
-    def release(self, worker: Member) -> None:
-        """Say goodbye to a worker without layers."""
-        if worker in self.members:
-            self.members.remove(worker)
+    def release(self, worker: Member, why: str = "") -> None:
+        """Say goodbye to a worker without layers.
+
+        Args:
+            worker: The worker.
+            why: What has become of it, for those who ask for it later; empty if it may join again.
+        """
+        self.note(What.LEFT, worker, text=why)
         self.requests.forget(worker)
         worker.channel.close(m.Goodbye())
 
     def forget_reports_of(self, workers: Collection[Member]) -> None:
-        """Forget what others have reported of the lost workers in whose place these are."""
+        """Forget what others have yet to report of the lost workers in whose place these are."""
         numbers = {worker.number for worker in workers}
-        for worker in self.workers:
-            worker.is_apart_from -= numbers
         self._put_aside = deque(
             arrival
             for arrival in self._put_aside
@@ -299,7 +309,8 @@ class Connections:
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
         self._end = self.lost or WorkerLost("The coordinator has ended the session.")
-        members, self.members, self.workers = self.members, [], []
+        members = self.members
+        self.note(What.CLOSED)
         try:
             say_goodbye(members)
         except KeyboardInterrupt:
@@ -315,21 +326,25 @@ class Connections:
         """Let these workers serve stages, with numbers in this order, and free the others."""
         kept = [self.named(name) for name in names]
         say_goodbye(worker for worker in self.members if worker not in kept)
-        for number, worker in enumerate(kept, start=1):
-            worker.number = number
-        self.members, self.workers = kept, list(kept)
+        self.note(What.KEPT, names=[*names])
+        self._known = {worker.name: worker for worker in kept}
         self._by_channel = {worker.channel: worker for worker in kept}
         # Arrivals of the freed workers are dropped; nothing waits for them.
         for arrival in [self._inbox.get() for _ in range(self._inbox.qsize())]:
             if arrival.channel in self._by_channel:
                 self._inbox.put(arrival)
 
-    def assign(self, placement: Placement) -> None:
-        """Note the stages of each worker; workers without any are idle."""
-        for worker in self.members:
-            worker.stages = placement.stages_of(worker.name)
-        self.workers = [worker for worker in self.members if worker.stages]
-        self.neighbors = placement.neighbors
+    def assign(self, placement: Placement, giving: Collection[Member] = ()) -> None:
+        """Note the stages that each worker is about to serve; workers without any are idle.
+
+        Args:
+            placement: Who is to serve which stage.
+            giving: The workers that give layers away meanwhile.
+        """
+        stages = {each.name: [*placement.stages_of(each.name)] for each in self.members}
+        stages = {name: numbers for name, numbers in stages.items() if numbers}
+        self.note(What.PLACED, stages=stages, names=[worker.name for worker in giving])
+        self.neighbors = pairs_of(self.workers) if giving else placement.neighbors
 
     @property
     def worker_equipment(self) -> dict[str, m.Equipment]:
@@ -342,8 +357,14 @@ class Connections:
 
         A lost link between two workers ends steps only: both still answer requests.
         """
-        losses = (worker.loss for worker in self.workers)
-        return self._end or next((loss for loss in losses if loss is not None), None)
+        if self._end is not None:
+            return self._end
+        for worker in self.workers:
+            if worker.row.phase is Phase.GIVEN_UP:
+                error = WorkerLost(worker.row.why)
+                error.__cause__ = worker.cause
+                return error
+        return None
 
     def check_usable(self) -> None:
         """Refuse requests after a worker was lost, or after `close`.
@@ -351,8 +372,8 @@ class Connections:
         Raises:
             WorkerLost: With the cause.
         """
-        if self.lost is not None:
-            raise _copy_of(self.lost)
+        if (error := self.lost) is not None:
+            raise _copy_of(error)
 
     def check_linked(self) -> None:
         """Refuse steps after a worker or a link between two workers was lost.
@@ -365,13 +386,20 @@ class Connections:
         if self.link_loss is not None:
             raise _copy_of(self.link_loss)
 
-    def lose(self, worker: Member, cause: HeteroError, also: str = "") -> WorkerError:
+    def lose(
+        self,
+        worker: Member,
+        cause: HeteroError,
+        also: str = "",
+        is_needed: bool = False,
+    ) -> WorkerError:
         """Give a worker up; the caller must raise the error that is returned.
 
         Args:
             worker: The lost one.
             cause: What ended its conversation.
             also: Another sentence for the error.
+            is_needed: Whether the run cannot go on, also if the worker has no layers.
         """
         if isinstance(cause, ProtocolError):
             text = f"{worker} broke the rules {self.when}: {cause}"
@@ -380,13 +408,15 @@ class Connections:
             text = " ".join(filter(None, (lost, worker.last_known, also, worker.advice)))
         loss = WorkerLost(text)
         loss.__cause__ = cause
-        worker.loss = loss
-        if worker in self.members and worker not in self.workers:
-            self.members.remove(worker)
+        worker.cause = cause
+        is_idle = worker in self.members and worker not in self.workers
+        if is_idle and not is_needed:
+            self.note(What.LEFT, worker, text=f"was lost {self.when}")
             self.requests.forget(worker)
-            self._by_channel[worker.channel] = worker  # reports of others may name it still
-            self.departed[worker.name] = f"was lost {self.when}"
             rank_zero_warn(f"{text} It had no layers, so the run goes on without it.")
+        elif worker.row.phase is not Phase.GONE:
+            what = What.GIVEN_UP if worker.row.is_needed else What.MISSED
+            self.note(what, worker, text=text)
         # The strategy adds to the error that is raised how to go on.
         return _copy_of(loss)
 
@@ -573,7 +603,7 @@ class Connections:
             try:
                 return self._inbox.get(timeout=look_seconds)
             except Empty:
-                waits = any(worker.is_paused or worker.is_cut_off for worker in self.workers)
+                waits = any(each.row.is_paused or each.is_cut_off for each in self.workers)
                 waited_seconds += 0.0 if waits else look_seconds
                 ending_seconds += look_seconds if self._reason_to_leave else 0.0
             if ending_seconds >= self.deadlines.leave_seconds:
@@ -618,7 +648,8 @@ class Connections:
     def _stage_failed(self, worker: Member, failure: m.Failure) -> StageFailed:
         """The error to raise for a worker whose code raised."""
         worker.forget_constants()  # it may have failed before it kept the latest ones
-        self.has_torn_step |= failure.in_optimizer_step
+        if failure.in_optimizer_step:
+            self.note(What.TORN)
         also = self._other_versions(worker) if self.step == 0 else ""
         text = f"{worker} failed {self.when}: {failure.reason}{also}"
         return StageFailed.with_traceback_there(text, failure.traceback)
@@ -634,8 +665,8 @@ class Connections:
         )
 
     def numbered(self, number: int) -> Member | None:
-        """The worker of a number, also an idle one that is lost; None if there is none."""
-        return next((w for w in self._by_channel.values() if w.number == number), None)
+        """The worker of a number, also one that is gone; None if there is none."""
+        return next((each for each in self._known.values() if each.number == number), None)
 
     def take_end_of(self, lost: Member) -> None:
         """Hear how a worker's channel has ended. Other arrivals are heard later.
@@ -653,15 +684,15 @@ class Connections:
             aside.append(arrival)
 
     def _on_paused(self, worker: Member, _message: m.Paused) -> None:
-        worker.is_paused = True
+        self.note(What.PAUSED, worker)
         rank_zero_info(f"{worker} is paused by its owner; all stages wait until it goes on")
 
     def _on_resumed(self, worker: Member, _message: m.Resumed) -> None:
-        worker.is_paused = False
+        self.note(What.RESUMED, worker)
         rank_zero_info(f"{worker} goes on")
 
     def _on_leaving(self, worker: Member, _message: m.Leaving) -> None:
-        worker.is_leaving = True
+        self.note(What.LEAVING, worker)
         rank_zero_info(f"the owner of {worker.name} wants it to end")
 
     @property

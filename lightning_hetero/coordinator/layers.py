@@ -30,6 +30,7 @@ from .interrupts import Interrupts
 from .member import Member
 from .progress import Progress, PublishedProgress
 from .requests import Answer, Requests
+from .roster import What
 from .tensor_transfers import TensorLoad, send_all
 from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
@@ -78,8 +79,6 @@ class RemoteLayers:
         connections: As given.
         interrupts: Holds Ctrl-C back at the end of a move.
         holdings: The stages of the workers, and their tensors.
-        is_between_plans: Whether layers are about to move, or a move of theirs has failed: then
-            the stages run no step, and all tensors are where ``holdings`` has them.
         deployed: What each worker would be asked to build if it had nothing.
         spool: Keeps what a worker gets for one that takes its place, as far as it is wanted; None
             keeps nothing.
@@ -92,7 +91,6 @@ class RemoteLayers:
     def __init__(self, connections: Connections, observers: Observers) -> None:
         self.connections = connections
         self.interrupts = Interrupts()
-        self.is_between_plans = False
         self.holdings = Holdings()
         self._observers = observers
         self.deployed: dict[Member, m.Deploy] = {}
@@ -102,6 +100,12 @@ class RemoteLayers:
         self.on_failed_move: Callable[[BaseException], None] = lambda _error: None
         self._buffer_updates: list[m.BuffersUpdated] = []
         connections.asides[m.BuffersUpdated] = self._on_buffers_updated
+
+    @property
+    def is_between_plans(self) -> bool:
+        """Whether layers are about to move, or a move of theirs has failed: then the stages run no
+        step, and all tensors are where ``holdings`` has them."""
+        return self.connections.roster.state.before is not None
 
     def progress(self, what: str, num_bytes: int) -> Progress:
         """Publish the progress of a transfer; the text is the beginning of a sentence."""
@@ -154,6 +158,7 @@ class RemoteLayers:
             connections.requests.send(worker, m.Launch()) for worker in list(connections.members)
         ]
         connections.requests.finish([each for each in launched if each.worker.stages])
+        connections.note(What.LAUNCHED)
 
     def _load_of(self, worker: Member, built: Answer) -> TensorLoad:
         stages = self.holdings.stages_of(worker)

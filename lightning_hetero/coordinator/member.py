@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import WorkerError
+from ..errors import HeteroError
 from ..protocol import messages as m
 from ..protocol.values import SentConstants
 from ..transport.address import Address, advice
+from .roster import Roster, Row
 
 if TYPE_CHECKING:
     from ..pipeline.journal import Journal
@@ -22,57 +23,52 @@ class Member:
     """A worker of the run as the coordinator sees it, and the conversation with it.
 
     Attributes:
-        number: From 1 on; it stays when layers move.
         name: Its name in plans.
+        roster: Knows what it is at present.
         address: Where it listens.
+        channel: The conversation.
+        equipment: What it runs on.
         session: The name of the conversation, by which a neighbor shows that it means this worker.
-        stages: The numbers of the stages that it serves, or is about to; an idle one has none.
-        loss: Why the worker is lost; None while it is not.
-        cannot_reach: The workers to which its messages are forwarded, and whose messages are
-            forwarded to it.
+        cause: What ended its conversation when it was given up.
         journal: What was said to it since its latest snapshot; None if nothing is kept.
-        is_apart_from: The numbers of the workers to which its connection broke, and may come back.
-        is_paused: Whether its owner keeps the device for another use at present.
-        is_leaving: Whether its owner wants it to end.
-        own_name: The name by which it is reached; that of a spare in the place of a lost worker.
-        is_beside: Whether it is a second process on the machine of another worker, in the place of
-            the one that is reached by its own name.
     """
 
-    number: int
     name: str
+    roster: Roster
     address: Address
     channel: Channel
     equipment: m.Equipment
     session: str
-    stages: tuple[int, ...] = ()
-    loss: WorkerError | None = None
-    cannot_reach: set[Member] = field(default_factory=set)
+    cause: HeteroError | None = None
     constants: SentConstants = field(default_factory=SentConstants)
     # The thread that writes to the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
     journal: Journal | None = None
-    is_apart_from: set[int] = field(default_factory=set)
-    is_paused: bool = False
-    is_leaving: bool = False
-    own_name: str = ""
-    is_beside: bool = False
+
+    @property
+    def row(self) -> Row:
+        """What it is at present."""
+        return self.roster.state.rows[self.name]
+
+    @property
+    def number(self) -> int:
+        """See `Row`."""
+        return self.row.number
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """See `Row`."""
+        return self.row.stages
 
     def forget_constants(self) -> None:
         """Send every constant again: it is unknown which of them the worker has."""
         with self.constants_lock:
             self.constants.clear()
 
-    def begin_again(self) -> None:
-        """Forget a conversation in which no step has run: another one is open."""
-        self.loss = None
-        self.cannot_reach.clear()
-        self.forget_constants()
-
     @property
     def is_cut_off(self) -> bool:
         """Whether a connection of it is broken, and may come back."""
-        return self.channel.is_away or bool(self.is_apart_from)
+        return self.channel.is_away or bool(self.row.is_apart_from)
 
     @property
     def last_known(self) -> str:

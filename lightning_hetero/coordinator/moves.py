@@ -26,9 +26,9 @@ from ..model.tensors import stored_in_four_bits
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from .answer_checks import held_tensors
-from .connections import pairs_of
 from .layers import Names, RemoteLayers
 from .member import Member
+from .roster import What
 from .tensor_transfers import PassedOn, TensorLoad, send_all
 from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
@@ -129,7 +129,7 @@ class LayerMove:
                 have them then, and no step can run any more.
         """
         self._remote.before_move()
-        self._remote.is_between_plans = True
+        self._remote.connections.note(What.MOVING)
         try:
             yield from self._moves()
             # Behind this line, all tensors are where the new plan has them.
@@ -139,7 +139,7 @@ class LayerMove:
         except BaseException as error:
             self._remote.on_failed_move(error)
             raise
-        self._remote.is_between_plans = False
+        self._remote.connections.note(What.SETTLED)
 
     def _moves(self) -> Iterator[str]:
         """Have the new stages built and bring their tensors to them; yields the name of each."""
@@ -150,9 +150,7 @@ class LayerMove:
         remote.holdings = Holdings(
             before.stages, before.members, tensors, owner_of, before.placement
         )
-        connections.assign(self._after.placement)
-        connections.workers = involved  # also those that give all their layers away
-        connections.neighbors = pairs_of(involved)
+        connections.assign(self._after.placement, involved)
         requests = connections.requests
         built = [requests.send(worker, self._deploy_message(worker)) for worker in involved]
         for worker, _, _ in requests.parts(built, m.Built):
@@ -164,7 +162,8 @@ class LayerMove:
             yield name
         remote.interrupts.hold()
         requests.finish([requests.send(worker, m.Launch()) for worker in involved])
-        connections.assign(self._after.placement)
+        connections.note(What.LAUNCHED)
+        connections.neighbors = self._after.placement.neighbors
         remote.holdings = self._after
         for worker in self._after.workers:
             remote.deployed[worker] = self._after.deploy_message(worker, self._seed)

@@ -15,6 +15,7 @@ from ..protocol.frames import Frame
 from ..transport.address import advice
 from .connections import Connections
 from .member import Member
+from .roster import What
 
 # Frames that may wait to be forwarded to one worker: so many for each micro-batch in flight, and
 # some more for forwards without gradients. An honest worker stays far below.
@@ -44,13 +45,13 @@ class RemoteNeighbors:
         if other is None or other is worker:
             wrong = f"It misses worker {message.member}, which is none of its neighbors."
             raise self._connections.lose(worker, RemoteProtocolError(wrong))
-        if other in worker.cannot_reach:
+        if other.number in worker.row.cannot_reach:
             return  # the other one has told it
         if not other.channel.peer_answers(self._connections.leaving()):
             self._connections.take_end_of(other)  # no way leads to a process that has ended
             return
         for source, target in ((worker, other), (other, worker)):
-            source.cannot_reach.add(target)
+            self._connections.note(What.FORWARDED, source, number=target.number)
             source.channel.forward = partial(self._forward, source)
         rank_zero_warn(
             f"{worker} cannot reach {other}, and the coordinator reaches both. So the coordinator "
@@ -73,7 +74,9 @@ class RemoteNeighbors:
             return False
         way = self._connections.ways.get(message.key, {})
         target = way.get(message.stage)
-        if target not in source.cannot_reach or way.get(sending_stage) is not source:
+        if target is None or way.get(sending_stage) is not source:
+            return False
+        if target.number not in source.row.cannot_reach:
             return False
         most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self._connections.in_flight
         target.channel.pass_on(frame, most_queued)
@@ -81,13 +84,14 @@ class RemoteNeighbors:
 
     def _forward_moved(self, source: Member, frame: Frame, number: int) -> bool:
         """Forward a tensor that moves to the worker of a number; false if the two are no pair."""
-        target = next((w for w in source.cannot_reach if w.number == number), None)
+        is_pair = number in source.row.cannot_reach
+        target = self._connections.numbered(number) if is_pair else None
         if target is not None:
             target.channel.pass_on(frame, _MOST_FORWARDED)
         return target is not None
 
     def _on_lost(self, worker: Member, message: m.NeighborLost) -> None:
-        worker.is_apart_from.discard(message.member)
+        self._connections.note(What.BACK, worker, number=message.member)
         # Both ends of a lost link report it; one report is enough.
         if self._connections.link_loss is None and (error := self._loss_of_link(worker, message)):
             raise error
@@ -116,7 +120,7 @@ class RemoteNeighbors:
         return connections.link_loss
 
     def _on_away(self, worker: Member, message: m.NeighborAway) -> None:
-        worker.is_apart_from.add(message.member)
+        self._connections.note(What.AWAY, worker, number=message.member)
         other = self._numbered(worker, message.member)
         rank_zero_info(
             f"the connection between {worker} and {other} broke; the stages wait for it to come "
@@ -124,7 +128,7 @@ class RemoteNeighbors:
         )
 
     def _on_back(self, worker: Member, message: m.NeighborBack) -> None:
-        worker.is_apart_from.discard(message.member)
+        self._connections.note(What.BACK, worker, number=message.member)
         other = self._numbered(worker, message.member)
         rank_zero_info(f"the connection between {worker} and {other} is back")
 

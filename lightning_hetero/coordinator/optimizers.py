@@ -166,7 +166,7 @@ class RemoteOptimizers:
 
         They do not after an exception inside the optimizer's step.
         """
-        return not self._is_applying and not self._connections.has_torn_step
+        return not self._is_applying and not self._connections.roster.state.is_torn
 
     def state(
         self, optimizer: int, names: Iterable[str] | None = None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -44,6 +44,7 @@ from .layers import Names, RemoteLayers
 from .lost_workers import MOST_LOSSES_IN_A_STEP, Loss, why_not_again
 from .member import Member
 from .requests import Answer
+from .roster import NEXT, Phase, Row, What
 from .snapshots import Snapshots, check_snapshot
 from .takeover import Takeovers, needed_bytes
 from .worker_stages import Holdings, kind_of
@@ -69,14 +70,12 @@ class _Before:
         deployed: What each worker was asked to build.
         journals: What was said to each worker since the latest snapshot.
         store: Keeps the frames of these journals.
-        cannot_reach: The workers that each one did not reach.
     """
 
     holdings: Holdings
     deployed: dict[Member, m.Deploy]
     journals: Mapping[Member, Journal | None]
     store: FrameStore
-    cannot_reach: Mapping[Member, Set[Member]]
 
 
 class Replacements:
@@ -112,7 +111,8 @@ class Replacements:
         self._snapshots, self._files = snapshots, snapshots.files
         self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
-        self._open: dict[Member, Loss] = {}
+        # The latest loss of each worker that was lost.
+        self._loss: dict[Member, Loss] = {}
         # What was before the move that is under way.
         self._before: _Before | None = None
         # What has ended the run when that would have left layers between two plans.
@@ -164,19 +164,21 @@ class Replacements:
             f"{cause} The layers are sent again when all workers are there, within "
             f"{wait_seconds:g} s"
         )
-        lost = {worker: self._loss_of(worker, cause) for worker in workers}
+        self._loss = {worker: self._loss_of(worker, cause) for worker in workers}
+        connections.note(What.AGAIN)
         while True:
-            is_late = self._is_late(lost)
+            is_late = self._is_late()
             try:
-                self._dial(workers, is_late)
+                self._dial(self._lost, is_late)
                 self._check_enough()
                 break
             except (WorkerUnreachable, ChannelError) as error:
                 if is_late or connections.is_ending():
                     raise WorkerLost(f"{cause} It did not come back: {error}") from error
+            connections.note(What.FAILED)
             time.sleep(_BETWEEN_DIALS_SECONDS)
         for worker in workers:
-            worker.begin_again()
+            worker.forget_constants()
 
     # moves
 
@@ -185,15 +187,12 @@ class Replacements:
 
         A worker that still repeats what a lost one has done would do so in the middle of the move.
         """
-        while self._open:
+        while any(worker.row.phase is Phase.REPEATING for worker in self._connections.workers):
             self._connections.hear()
         self._snapshots.forget_coming()
         workers, layers = self._connections.workers, self._layers
         journals = {worker: worker.journal for worker in workers}
-        cannot_reach = {each: {*each.cannot_reach} for each in self._connections.members}
-        self._before = _Before(
-            layers.holdings, {**layers.deployed}, journals, self._store, cannot_reach
-        )
+        self._before = _Before(layers.holdings, {**layers.deployed}, journals, self._store)
         for worker in workers:
             worker.journal = worker.channel.keep = None
         self._sent_bytes.clear()
@@ -259,14 +258,12 @@ class Replacements:
         before, self._before = self._before, None
         if before is not None:
             return self._no_way_back(before) or self._undo(before, worker, cause)
-        lost: dict[Member, Loss] = {}
         try:
-            self._note_lost(worker, cause, lost)
+            self._note_lost(worker, cause)
             self._snapshots.forget_coming()
-            self._restore_all(lost)
+            self._restore_all()
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
-        self._open |= lost
         return None
 
     # back to what was before a move
@@ -300,25 +297,19 @@ class Replacements:
             MoveUndone: If all layers are where they were before.
         """
         connections = self._connections
-        lost: dict[Member, Loss] = {}
         are_restored = False
         try:
-            idle = self._go_back(before, worker, cause, lost)
-            self._restore_all(lost)
+            idle = self._go_back(before, worker, cause)
+            self._restore_all()
             are_restored = True
         except (HeteroError, OSError) as error:
             return f"It cannot be replaced: {error}"
         finally:
             if not are_restored:
-                # Others may lack what they had, so the run needs it even if it had no layers.
-                needed = worker or next(iter(before.journals))
-                if needed not in connections.workers:
-                    connections.workers.append(needed)
-                connections.lose(needed, cause)
+                connections.lose(worker or next(iter(before.journals)), cause, is_needed=True)
         for each in idle:
             self._begin_idle(each, 0.0 if each is worker else self._settings.wait_seconds)
-        self._open |= lost
-        self._layers.is_between_plans = False
+        connections.note(What.SETTLED)
         who = "a worker failed." if worker is None else f"{worker} was lost."
         raise MoveUndone(
             f"All layers are where they were before the move, in which {who} {cause}"
@@ -327,52 +318,56 @@ class Replacements:
     def _no_way_back(self, before: _Before) -> str:
         """Why the workers cannot get back what they had before a move, as a sentence; empty if they
         can."""
+        rows = self._connections.roster.state.before or {}
         for worker, journal in before.journals.items():
-            if obstacle := self._obstacle(journal, before.cannot_reach[worker]):
+            if obstacle := self._obstacle(journal, rows[worker.name]):
                 return f"It cannot be replaced: {obstacle}"
         return ""
 
-    def _go_back(
-        self, before: _Before, worker: Member | None, cause: HeteroError, lost: dict[Member, Loss]
-    ) -> list[Member]:
-        """Note that all workers are to get what they had before a move.
-
-        The dict gets all that had layers, the lost ones first. The other arguments are those of
-        `_undo`.
+    def _go_back(self, before: _Before, worker: Member | None, cause: HeteroError) -> list[Member]:
+        """Note that all workers are to get what they had before a move; see `_undo`.
 
         Returns:
             Those that had no layers, and were about to get some.
         """
         connections = self._connections
-        involved = {*connections.workers}
         self._snapshots.forget_coming()
         if self._store is not before.store:
             self._store.close()
         self._store = before.store
         self._layers.holdings, self._layers.deployed = before.holdings, before.deployed
         gone = [each for each in before.journals if each not in connections.members]
-        for each in gone:  # they had no layers any more
-            each.loss = None
-            del connections.departed[each.name]
-        connections.members = sorted((*connections.members, *gone), key=lambda each: each.number)
-        connections.assign(before.holdings.placement)
-        for each in involved | {*before.journals}:
+        idle = [each for each in connections.workers if each not in before.journals]
+        involved = [*before.journals, *idle]
+        # One that is cut off takes no other session before it has heard a Goodbye.
+        also_lost = [
+            each
+            for each in before.journals
+            if each is not worker and each not in gone and not self._are_there([each])
+        ]
+        connections.note(What.UNDONE, names=[each.name for each in involved])
+        connections.neighbors = before.holdings.placement.neighbors
+        for each in involved:
             each.journal = before.journals.get(each)
-            each.cannot_reach = {*before.cannot_reach.get(each, ())}
+            self._loss[each] = self._loss_of(each, cause)
         if worker is not None and worker in before.journals:
-            self._note_lost(worker, cause, lost)
-        for each in gone:
-            self._note_lost(each, ChannelError("It had given its layers away."), lost)
-        for each in connections.members:
-            # One that is cut off takes no other session before it has heard a Goodbye.
-            is_there = each in lost or each is worker or self._are_there([each])
-            if not is_there and each in before.journals:
-                self._note_lost(each, ChannelError("It was lost at the same time."), lost)
-        for each in before.journals:
-            lost.setdefault(each, self._loss_of(each, cause))
-        return [each for each in connections.members if each in involved - {*before.journals}]
+            self._note_lost(worker, cause)
+        for each in gone:  # they had no layers any more
+            self._note_lost(each, ChannelError("It had given its layers away."))
+        for each in also_lost:
+            self._note_lost(each, ChannelError("It was lost at the same time."))
+        return idle
 
-    def _restore_all(self, lost: dict[Member, Loss]) -> None:
+    @property
+    def _lost(self) -> list[Member]:
+        """The workers that are being replaced, and are not restored yet.
+
+        Those whose processes have ended come first: nobody waits in vain for the others.
+        """
+        found = [worker for worker in self._connections.workers if worker.row.phase in NEXT]
+        return sorted(found, key=lambda worker: self._loss[worker] not in self.losses)
+
+    def _restore_all(self) -> None:
         """Restore lost workers, as soon as processes are there for them.
 
         Raises:
@@ -380,10 +375,11 @@ class Replacements:
         """
         num_tries = 0
         while True:
-            is_late = self._is_late(lost)
+            is_late = self._is_late()
             num_tries += is_late
-            if self._is_restored(lost, is_late, num_tries >= _MOST_TRIES_ELSEWHERE):
+            if self._is_restored(is_late, num_tries >= _MOST_TRIES_ELSEWHERE):
                 return
+            self._connections.note(What.FAILED)
             time.sleep(_BETWEEN_DIALS_SECONDS)
 
     def _begin_idle(self, worker: Member, wait_seconds: float) -> None:
@@ -394,10 +390,11 @@ class Replacements:
         seed = next(deployed.seed for deployed in layers.deployed.values())
         while True:
             try:
-                connections.dial_again(worker, worker.own_name)
+                connections.dial_again(worker, worker.row.own_name)
                 layers.deployed[worker] = layers.holdings.deploy_message(worker, seed)
                 self._requests.send_alone(worker, layers.deployed[worker]).alone(m.Built)
                 self._requests.send_alone(worker, m.Launch()).alone(m.Done)
+                connections.note(What.EMPTIED, worker)
                 if connections.step:
                     worker.channel.send(m.Replay(connections.step, has_more=False))
                 return
@@ -407,22 +404,23 @@ class Replacements:
                 if is_late or not may_come_back:
                     connections.lose(worker, error)
                     return
+            connections.note(What.FAILED)
             time.sleep(_BETWEEN_DIALS_SECONDS)
 
-    def _is_late(self, lost: Mapping[Member, Loss]) -> bool:
-        """Whether the time is over in which the latest of these workers may come back."""
-        latest_seconds = max(loss.began_seconds for loss in lost.values())
+    def _is_late(self) -> bool:
+        """Whether the time is over in which the latest of the lost workers may come back."""
+        latest_seconds = max(self._loss[worker].began_seconds for worker in self._lost)
         return time.perf_counter() >= latest_seconds + self._settings.wait_seconds
 
-    def _note_lost(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> None:
+    def _note_lost(self, worker: Member, cause: HeteroError) -> None:
         """Note that a worker is to be replaced.
 
         Raises:
             WorkerError: If that is not possible.
         """
-        if (obstacle := self._obstacle(worker.journal, worker.cannot_reach)) is not None:
+        if (obstacle := self._obstacle(worker.journal, worker.row)) is not None:
             raise WorkerError(obstacle)
-        loss = self._begin_loss(worker, cause, lost)
+        loss = self._begin_loss(worker, cause)
         refusal = why_not_again(self.losses, worker, loss.step)
         if not refusal:
             rank_zero_info(
@@ -444,26 +442,26 @@ class Replacements:
         if reason := why_not_again(self.losses, worker, self._connections.step):
             raise WorkerError(reason)
 
-    def _begin_loss(self, worker: Member, cause: HeteroError, lost: dict[Member, Loss]) -> Loss:
-        now = time.perf_counter()
-        if (former := self._open.pop(worker, None)) is not None:
-            former.note_end(now, has_caught_up=False)
-        lost[worker] = self._loss_of(worker, cause)
-        self.losses.append(lost[worker])
-        return lost[worker]
+    def _begin_loss(self, worker: Member, cause: HeteroError) -> Loss:
+        if worker.row.phase is Phase.REPEATING:
+            self._loss[worker].note_end(time.perf_counter(), has_caught_up=False)
+        self._connections.note(What.LOST, worker, text=str(cause))
+        loss = self._loss[worker] = self._loss_of(worker, cause)
+        self.losses.append(loss)
+        return loss
 
     def _loss_of(self, worker: Member, cause: HeteroError) -> Loss:
         now = time.perf_counter()
         return Loss(worker, self._connections.step, str(cause), now, worker.where)
 
-    def _obstacle(self, journal: Journal | None, cannot_reach: Set[Member]) -> str | None:
-        """Why a worker with this journal cannot be replaced at present, as a sentence; None if it
-        can."""
+    def _obstacle(self, journal: Journal | None, row: Row) -> str | None:
+        """Why a worker with this journal and row cannot be replaced at present, as a sentence; None
+        if it can."""
         if self._layers.is_between_plans and journal is None:
             return "Layers were moving."
         if journal is None:
             return "Nothing was kept of what was said to it."
-        if self._connections.has_torn_step:
+        if self._connections.roster.state.is_torn:
             return "An optimizer's step has failed."
         if not self._files.are_there:
             return (
@@ -471,16 +469,16 @@ class Replacements:
                 "removed during the run. Let nothing clean it up, or name another one "
                 "(`recovery=Recovery(folder=...)`)."
             )
-        if cannot_reach:
-            names = " and ".join(other.name for other in cannot_reach)
+        if row.cannot_reach:
+            others = self._connections.roster.state.rows.values()
+            names = " and ".join(each.name for each in others if each.number in row.cannot_reach)
             return f"The coordinator forwards what passes between it and {names}, and keeps none."
         return journal.fault
 
-    def _is_restored(self, lost: dict[Member, Loss], is_late: bool, is_last_try: bool) -> bool:
+    def _is_restored(self, is_late: bool, is_last_try: bool) -> bool:
         """Try to restore all lost workers; others that are lost meanwhile join them.
 
         Args:
-            lost: The lost workers.
             is_late: Whether the time is over in which they may come back.
             is_last_try: Whether no other try follows.
 
@@ -489,30 +487,30 @@ class Replacements:
             ChannelError: If a new process was lost in the last try.
         """
         began_seconds, connections = time.perf_counter(), self._connections
-        has_dialed = False
+        lost, roster = self._lost, connections.roster
         try:
-            self._dial(lost, is_late)
-            self._check_enough()
-            has_dialed = True
-            num_bytes = self._restore(lost)
+            while (phase := roster.state.next) is not None:
+                self._carry_out(phase, is_late)
         except (WorkerUnreachable, ChannelError) as error:
-            num_lost = len(lost)
+            has_dialed = roster.state.next is not Phase.LOST
             if has_dialed:
                 self._note_failed(lost)
-            for other in self._connections.workers:
+            for other in connections.workers:
                 if other not in lost and not other.channel.peer_answers(connections.leaving()):
-                    self._note_lost(other, error, lost)
+                    self._note_lost(other, error)
             # One new process may not have reached another, which was lost in its turn.
             is_hopeless = is_last_try or (
                 is_late
                 and isinstance(error, WorkerUnreachable)
                 and (not has_dialed or self._are_there(lost))
             )
-            if connections.is_ending() or (is_hopeless and len(lost) == num_lost):
+            if connections.is_ending() or (is_hopeless and len(self._lost) == len(lost)):
                 raise
             return False
         now_seconds = time.perf_counter()
-        for worker, loss in lost.items():
+        num_bytes = sum(worker.channel.traffic.sent_bytes for worker in lost)
+        for worker in lost:
+            loss = self._loss[worker]
             loss.note_restored(began_seconds, now_seconds, self._snapshots.step, num_bytes)
             if loss not in self.losses:
                 continue  # it goes back to where it was before a move, in which another was lost
@@ -534,15 +532,31 @@ class Replacements:
             )
         return True
 
-    def _note_failed(self, lost: Mapping[Member, Loss]) -> None:
+    def _carry_out(self, phase: Phase, is_late: bool) -> None:
+        """Do for the lost workers in a phase what the roster has next for them.
+
+        Raises:
+            WorkerError: If a worker cannot be replaced, or nobody is there yet.
+            ChannelError: If a worker is lost meanwhile.
+        """
+        workers = [worker for worker in self._lost if worker.row.phase is phase]
+        if phase is Phase.LOST:
+            self._dial(workers, is_late)
+            self._check_enough()
+        elif phase is Phase.RESTORING:
+            self._bring_layers(workers)
+        else:
+            self._link(workers)
+
+    def _note_failed(self, lost: Collection[Member]) -> None:
         """Note the new processes that were lost while they got the layers of lost workers.
 
         Raises:
             WorkerError: If that was so too often.
         """
-        for worker, loss in lost.items():
+        for worker in lost:
             if not self._are_there([worker]):
-                loss.note_failed()
+                self._loss[worker].note_failed()
                 self._check_may_come_again(worker)
 
     def _are_there(self, workers: Collection[Member]) -> bool:
@@ -565,7 +579,7 @@ class Replacements:
                 self._dial_own_next(worker)
             except WorkerUnreachable as error:
                 # Nobody starts a second process again but this run.
-                if not (is_late or worker.is_beside):
+                if not (is_late or worker.row.is_beside):
                     raise
                 absent[worker] = error
         for worker, reason in absent.items():
@@ -588,7 +602,7 @@ class Replacements:
         for other, session in self._takeovers.opened(worker, lost, reasons):
             try:
                 self._connections.dial_beside(worker, other, session)
-                self._check_can_hold(worker)
+                self._check_can_hold(worker, worker.row.own_name)
             except WorkerError as error:
                 reasons.append(f"{other.address}: {error}")
                 continue
@@ -614,34 +628,44 @@ class Replacements:
         Raises:
             WorkerUnreachable: If there is none, or it cannot hold the layers.
         """
-        before = worker.equipment
-        self._connections.dial_again(worker, worker.own_name)
+        before, own_name = worker.equipment, worker.row.own_name
+        self._connections.dial_again(worker, own_name)
         try:
-            self._check_can_hold(worker)
+            self._check_can_hold(worker, own_name)
         except WorkerError as error:
             raise WorkerUnreachable(str(error)) from error
-        self._tell_if_other_kind(worker.own_name, worker, before)
+        self._tell_if_other_kind(own_name, worker, before)
 
     def _takes_over(self, spare: str, worker: Member) -> bool:
         """Whether a spare takes the place of a lost worker."""
-        before, own_name = worker.equipment, worker.own_name
+        before, own_name = worker.equipment, worker.row.own_name
         try:
             self._connections.dial_again(worker, spare)
-            self._check_can_hold(worker)
+            self._check_can_hold(worker, own_name)
         except WorkerError as error:
-            worker.own_name = own_name
             rank_zero_info(f"{spare} cannot take the place of {worker.name}: {error}")
             return False
         rank_zero_info(f"{spare} takes the place of {worker.name}, under its name in the plan")
         self._tell_if_other_kind(spare, worker, before)
         return True
 
-    def _check_can_hold(self, worker: Member) -> None:
+    def _check_can_hold(self, worker: Member, own_name: str) -> None:
         """Refuse a process that lacks what the lost worker's layers need.
+
+        Args:
+            worker: The lost worker, with that process in its place.
+            own_name: The own name of the process before, which is the worker's again then.
 
         Raises:
             WorkerError: With what it lacks.
         """
+        try:
+            self._check_kind_and_room(worker)
+        except WorkerError:
+            self._connections.note(What.REFUSED, worker, text=own_name)
+            raise
+
+    def _check_kind_and_room(self, worker: Member) -> None:
         holdings = self._layers.holdings
         for stage in holdings.stages_of(worker):
             stage.check_can_be_held(worker)
@@ -672,15 +696,12 @@ class Replacements:
         if reason := too_few(machines, self._settings.least_workers):
             raise WorkerError(reason)
 
-    def _restore(self, lost: Collection[Member]) -> int:
-        """Give new processes the state of lost workers, and all that was said to these since;
-        returns the bytes that were sent.
+    def _bring_layers(self, lost: Collection[Member]) -> None:
+        """Give new processes the layers of lost workers, and their state.
 
         Raises:
-            WorkerUnreachable: If two processes cannot reach each other.
             ChannelError: If one is lost.
         """
-        connections = self._connections
         for worker in lost:
             before = self._layers.deployed[worker]
             peers = self._layers.holdings.deploy_message(worker, before.seed).peers
@@ -693,12 +714,21 @@ class Replacements:
         for worker in lost:
             # It dials the workers behind it, and a new one has its layers by now.
             self._requests.send_alone(worker, m.Launch()).alone(m.Done)
+            self._connections.note(What.LOADED, worker)
+
+    def _link(self, lost: Collection[Member]) -> None:
+        """Let the neighbors of new processes know them, and say again what was said since.
+
+        Raises:
+            WorkerUnreachable: If two processes cannot reach each other.
+            ChannelError: If one is lost.
+        """
         self._relink(lost)
         for worker in lost:
             if worker.journal is not None:
                 self._repeat(worker, worker.journal)
-        connections.forget_reports_of(lost)
-        return sum(worker.channel.traffic.sent_bytes for worker in lost)
+        self._connections.forget_reports_of(lost)
+        self._connections.note(What.RESTORED)
 
     def _repeat(self, worker: Member, journal: Journal) -> None:
         """Tell a new process what the lost worker was told since the snapshot."""
@@ -756,8 +786,11 @@ class Replacements:
                     raise WorkerUnreachable(f"{other} cannot reach {worker}. {answer.reason}")
 
     def _on_caught_up(self, worker: Member, _message: m.CaughtUp) -> None:
-        loss = self._open.pop(worker, None)
-        if loss is not None and loss in self.losses:
+        if worker.row.phase is not Phase.REPEATING:
+            return  # it has begun without anything to repeat
+        self._connections.note(What.CAUGHT_UP, worker)
+        loss = self._loss[worker]
+        if loss in self.losses:
             now = time.perf_counter()
             loss.note_end(now, has_caught_up=True)
             seconds = now - loss.began_seconds

@@ -24,6 +24,7 @@ from ..errors import (
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from .member import Member
+from .roster import Phase
 
 Wanted = TypeVar("Wanted", bound=m.Message)
 
@@ -105,7 +106,7 @@ class Requests:
         self.connections.settle()
         answer = self.open(worker, message, by)
         self.connections.send(worker, answer.message, *tensors)
-        if answer.is_over and worker.loss is None:
+        if answer.is_over and worker.row.phase is not Phase.GIVEN_UP:
             # Another process has got it: only what the first one was asked is over.
             self._open[answer.message.request], answer.is_over, answer.error = answer, False, None
         return answer

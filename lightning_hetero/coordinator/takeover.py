@@ -104,7 +104,8 @@ class Takeovers:
         for other in self._connections.members:
             # A second process starts no other one. A connection that may come back is waited for,
             # as the run needs it anyway.
-            if other is worker or other.is_beside or other.channel.is_over or other.is_paused:
+            row = other.row
+            if other is worker or row.is_beside or other.channel.is_over or row.is_paused:
                 continue
             told = self._requests.send_alone(other, m.AskRoom()).alone(m.RoomTold)
             if told.reason:

@@ -8,7 +8,7 @@ import os
 from msgspec import json
 
 from ..errors import HeteroError, PictureError, PlanError
-from ..events import Deployed, Event, Progressed, write_beside_logs
+from ..events import Deployed, Event, Noted, Progressed, write_beside_logs
 from ..plan import Plan
 from .diagram import picture_for
 from .run_record import FACTS, PICTURE_NAME, PLAN_NAME, facts_of
@@ -30,7 +30,7 @@ class RunFiles:
 
     def on_event(self, event: Event) -> None:
         """Write what an event changes."""
-        if isinstance(event, Progressed):
+        if isinstance(event, (Progressed, Noted)):
             return
         if isinstance(event, Deployed):
             try:

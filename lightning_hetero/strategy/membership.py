@@ -126,14 +126,14 @@ class Membership:
     def _leaving(self) -> list[Member]:
         """The workers that are to leave before the next step."""
         members = self.run.deployment.coordinator.connections.members
-        return [each for each in members if each.is_leaving and each not in self._staying]
+        return [each for each in members if each.row.is_leaving and each not in self._staying]
 
     def _waiting(self) -> list[str]:
         """The workers that could get layers: members without any, and others that are free."""
         members = self.run.deployment.coordinator.connections.members
-        staying = [worker for worker in members if not worker.is_leaving]
+        staying = [worker for worker in members if not worker.row.is_leaving]
         idle = [worker.name for worker in staying if not worker.stages]
-        used = {name for worker in members for name in (worker.name, worker.own_name)}
+        used = {name for worker in members for name in (worker.name, worker.row.own_name)}
         return [*idle, *self.site.fleet.waiting(used, len(staying))]
 
     # joining
@@ -240,8 +240,7 @@ class Membership:
     def _say_goodbye(self, worker: Member) -> None:
         """Let a worker go that has no layers."""
         connections = self.run.deployment.coordinator.connections
-        connections.release(worker)
-        connections.departed[worker.name] = self._departure
+        connections.release(worker, self._departure)
         self._note_members()
         self._publish(Departed(worker.name, self._next_step))
 
@@ -327,8 +326,8 @@ class Membership:
         """Share the layers of lost workers, which other machines serve beside their own ones, over
         all that are left, if that shortens the step."""
         connections = self.run.deployment.coordinator.connections
-        homes = {each.address: each.name for each in connections.members if not each.is_beside}
-        beside = [each for each in connections.members if each.is_beside]
+        homes = {each.address: each.name for each in connections.members if not each.row.is_beside}
+        beside = [each for each in connections.members if each.row.is_beside]
         hosts = {each.name: homes[each.address] for each in beside if each.address in homes}
         if hosts == self._served_for:
             return

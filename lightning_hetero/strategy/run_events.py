@@ -43,6 +43,7 @@ def publish_begin(observers: Observers, trainer: pl.Trainer, deployment: Deploym
     equipment = {COORDINATOR: equipment_here(module.device), **connections.worker_equipment}
     folder = run_folder(trainer) if trainer.is_global_zero else None
     observers.publish(RunBegan(_title(module), now(), folder, equipment))
+    connections.roster.publish_to(observers.publish)
 
 
 def publish_deployed(

@@ -405,7 +405,8 @@ def check_move(
     connections = deployment.coordinator.connections
     names = [member.name for member in connections.members]
     freed = "was freed as the run began, since its first plan has no layer there"
-    departed = {**dict.fromkeys(connections.spares, freed), **connections.departed}
+    gone = {row.name: row.why for row in connections.roster.state.rows.values() if row.why}
+    departed = {**dict.fromkeys(connections.spares, freed), **gone}
     for name in plan.workers:
         if name in departed and name not in names:
             raise PlanError(

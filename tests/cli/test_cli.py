@@ -11,6 +11,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import yaml
@@ -20,6 +21,7 @@ from lightning_hetero import cli
 from lightning_hetero.cli.project import project_of
 from lightning_hetero.devices.description import named_device
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.events import Event, Noted, RunEnded
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Profile
@@ -634,6 +636,33 @@ def test_a_plan_is_drawn_with_and_without_measurements(
     assert "is there already" in str(run(monkeypatch, "diagram", "plan.yaml"))
     assert "end in .svg" in str(run(monkeypatch, "diagram", "plan.yaml", "-o", "a.jpg"))
     assert "cannot be written" in str(run(monkeypatch, "diagram", "plan.yaml", "-o", "no/a.svg"))
+
+
+def test_a_record_is_replayed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    events: list[Event] = [
+        Noted("joined", "a", number=1, moment_seconds=7.0),
+        Noted("placed", stages={"a": [1]}, moment_seconds=8.0),
+        Noted("launched", moment_seconds=9.0),
+        RunEnded("2026-11-29T12:00:00+00:00"),
+        Noted("lost", "a", "It was killed.", moment_seconds=10.5),
+    ]
+    path = tmp_path / "events.jsonl"
+    assert "is no record of a run" in str(run(monkeypatch, "replay", str(path)))
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, events[3:4])))
+    assert "has no event of a worker" in str(run(monkeypatch, "replay", str(path)))
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, events)))
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "replay", str(path)])
+    cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "     0.000 s  a: joined (number 1)"
+    assert lines[-3:] == [
+        "     3.500 s  a: lost (It was killed.)",
+        "              a: phase serving -> lost",
+        "              next: dial a process in its place",
+    ]
 
 
 def test_a_report_is_written_beside_the_logs(

@@ -31,7 +31,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from lightning_hetero.coordinator import attributes as coordinator_attributes
-from lightning_hetero.coordinator import connections, fleet, replacement, snapshots
+from lightning_hetero.coordinator import connections, fleet, replacement, roster, snapshots
 from lightning_hetero.coordinator import session as coordinator_session
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.discovery import find
@@ -461,6 +461,16 @@ class Net:
         self._seconds += 1.0
         return self._seconds
 
+    def _counted_cell(self, cell: Callable[..., Any]) -> Callable[..., Any]:
+        """The place in the roster's table, which is counted."""
+
+        def counted(row: Any, what: Any) -> Any:
+            phase, told = cell(row, what)
+            self.counts[f"cell: {phase.value}, {told.value}"] += 1
+            return phase, told
+
+        return counted
+
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Inside, coordinators and workers of this process talk over the net."""
@@ -477,6 +487,7 @@ class Net:
             patch.setattr(worker_snapshots, "threading", thread)
             patch.setattr(snapshots, "ThreadPoolExecutor", lambda *_: _AtOnce())
             patch.setattr(replacement, "time", clock)
+            patch.setattr(roster, "cell", self._counted_cell(roster.cell))
             patch.setattr(snapshots, "time", clock)
             # A look at the clock takes a second here.
             patch.setattr(replacement, "_MOST_HELD_SECONDS", math.inf)

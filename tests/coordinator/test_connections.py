@@ -9,11 +9,12 @@ from contextlib import contextmanager
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_hetero.coordinator.connections import Connections, pairs_of
+from lightning_hetero.coordinator.connections import Connections
 from lightning_hetero.coordinator.member import Member
 from lightning_hetero.coordinator.neighbors import RemoteNeighbors
 from lightning_hetero.coordinator.session import Listening
 from lightning_hetero.errors import WorkerLost, WorkerUnreachable
+from lightning_hetero.pipeline.placement import Placement
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.tensor_bytes import BufferPool
 from lightning_hetero.transport.address import Address
@@ -114,15 +115,14 @@ def test_a_worker_that_has_ended_is_lost_and_nothing_is_forwarded_to_it() -> Non
             connections.asides[m.NeighborUnreachable](
                 first, m.NeighborUnreachable(second.number, "No way leads there.")
             )
-        assert not first.cannot_reach
+        assert not first.row.cannot_reach
 
 
 @pytest.mark.parametrize("idle", [0, 1])
 def test_a_link_over_which_nothing_passes_may_break(idle: int) -> None:
     with connected() as (connections, _):
         first, second = connections.members
-        connections.workers.remove(connections.members[idle])
-        connections.neighbors = pairs_of(connections.workers)
+        connections.assign(Placement.line([(first, second)[1 - idle].name], [[0]]))
         report = m.NeighborLost(second.number, "Its process was killed.")
         connections.asides[m.NeighborLost](first, report)
         connections.check_linked()
@@ -132,11 +132,10 @@ def test_a_link_over_which_nothing_passes_may_break(idle: int) -> None:
 def test_a_report_may_be_of_a_worker_without_layers_that_does_not_come_back() -> None:
     with connected(deadlines=Deadlines(busy_seconds=0.1)) as (connections, relay):
         first, second = connections.workers
-        connections.workers.remove(second)
-        connections.neighbors = pairs_of(connections.workers)
+        connections.assign(Placement.line([first.name], [[0]]))
         relay.pull()
         with pytest.raises(WorkerUnreachable) as caught:
-            connections.dial_again(second, second.own_name)
+            connections.dial_again(second, second.name)
         connections.lose(second, caught.value)
         connections.asides[m.NeighborLost](first, m.NeighborLost(second.number, "It has ended."))
         assert connections.members == [first]

@@ -129,7 +129,9 @@ class Ending(RecoveryCallback):
 
     def on_worker_restored(self, trainer: Any, name: str, step: int, seconds: float) -> None:
         member = trainer.strategy.deployment.coordinator.connections.named(name)
-        how = TAKEOVER if member.is_beside else RESPAWN if member.own_name == name else SPARE
+        how = (
+            TAKEOVER if member.row.is_beside else RESPAWN if member.row.own_name == name else SPARE
+        )
         self.came.append((name, how))
         self._end()
 
