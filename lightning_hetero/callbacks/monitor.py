@@ -289,10 +289,9 @@ class StageMonitor(pl.Callback):
         return None if peaks is None else peaks * len(names)
 
 
-def _losses_of(deployment: Deployment) -> list[Loss] | None:
+def _losses_of(deployment: Deployment) -> Sequence[Loss] | None:
     """The workers that the run has lost; None without recovery."""
-    replacements = deployment.coordinator.replacements
-    return None if replacements is None else replacements.losses
+    return deployment.coordinator.replacements.losses
 
 
 def _recovered(losses: Sequence[Loss], asked: _Asked) -> dict[str, float]:

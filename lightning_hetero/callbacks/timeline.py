@@ -133,8 +133,8 @@ class PipelineTimeline(pl.Callback):
         opened, self._open = self._open, None
         telemetry, names = Telemetry.of(deployment.coordinator), process_names(deployment)
         recorded = _gather(telemetry, deployment.plan, names, *opened, self._num_batches)
-        if (replacements := deployment.coordinator.replacements) is not None:
-            recorded = recorded.with_absences(map(_absence, replacements.losses))
+        losses = deployment.coordinator.replacements.losses or ()
+        recorded = recorded.with_absences(map(_absence, losses))
         telemetry.stop_recording(_WHO)
         prediction = prediction_of(recorded, deployment.plan, profile_of(trainer))
         self._recorded.append((recorded, prediction))

@@ -46,12 +46,13 @@ from ..transport.deadlines import Deadlines
 from .member import Member, Source, say_goodbye
 from .requests import Answer, Requests
 from .roster import Phase, Roster, What
+from .run_part import RunPart
 
 # Takes a message that nobody waits for.
 Aside = Callable[[Member, Any], None]
 
-TakeSums = Callable[[Member, m.ReplicaTensors, Sequence[Tensor]], None]
-TakePiece = Callable[[Member, m.SnapshotPart, Tensor], None]
+# The same with the tensors of the message.
+TensorAside = Callable[[Member, Any, Sequence[Tensor]], None]
 
 
 class Unfinished(Protocol):
@@ -62,11 +63,6 @@ class Unfinished(Protocol):
 
     def drop(self) -> None:
         """Forget the step, after an error."""
-
-
-# Puts another worker in the place of a lost one. Returns why that is not possible; None if the run
-# can go on.
-Replace = Callable[[Member, HeteroError], str | None]
 
 
 class Connections:
@@ -95,11 +91,10 @@ class Connections:
         requests: The open requests.
         asides: Takes messages that nobody waits for, by their kind.
         num_exchanges: The exchanges of replicas that were asked for.
-        take_sums: Takes the sums of gradients that a worker sends to this process.
-        take_piece: Takes a piece of a worker's snapshot.
+        tensor_asides: The same for messages that come with tensors, which may break a rule.
         link_loss: Which link between two workers is lost; None if all are there.
         is_ending: Tells whether SIGTERM has asked this process to end.
-        replace: Puts another worker in the place of a lost one.
+        part: Puts another worker in the place of a lost one, if anything does.
         is_interrupted: Tells whether an exception, such as Ctrl-C, has ended the run.
 
     Raises:
@@ -132,11 +127,13 @@ class Connections:
             m.Leaving: self._on_leaving,
         }
         self.num_exchanges = 0
-        self.take_sums: TakeSums = refuse_sums
-        self.take_piece: TakePiece = _refuse_piece
+        self.tensor_asides: dict[type, TensorAside] = {
+            m.ReplicaTensors: refuse_unasked,
+            m.SnapshotPart: refuse_unasked,
+        }
         self.link_loss: LinkLost | None = None
         self.is_ending: Callable[[], bool] = lambda: False
-        self.replace: Replace = lambda _worker, _cause: ""
+        self.part = RunPart()
         self.is_interrupted: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
         # What has come while a certain answer was awaited; it comes before the inbox.
@@ -505,15 +502,12 @@ class Connections:
             take_aside(worker, message)
         if is_answer or take_aside is not None:
             return None
-        if isinstance(message, m.ReplicaTensors):
-            with self.blaming(worker):
-                self.take_sums(worker, message, content.tensors)
-            return None
-        if isinstance(message, m.SnapshotPart):
-            with self.blaming(worker):
-                self.take_piece(worker, message, _only(content.tensors))
-            return None
-        return worker, content
+        take_tensors = self.tensor_asides.get(type(message))
+        if take_tensors is None:
+            return worker, content
+        with self.blaming(worker):
+            take_tensors(worker, message, content.tensors)
+        return None
 
     def _is_answer(self, worker: Member, frame: Frame) -> bool:
         """Whether a frame answers a request, which gets it then; raises for a `Failure`, unless it
@@ -549,7 +543,7 @@ class Connections:
         if worker not in self.workers or isinstance(cause, ProtocolError | CheckpointError):
             return ""  # the next process would be lost by the same
         try:
-            return self.replace(worker, cause)
+            return self.part.replace(worker, cause)
         except MoveUndone:
             raise
         except BaseException:
@@ -706,23 +700,13 @@ def pairs_of(workers: Iterable[Member]) -> frozenset[frozenset[str]]:
     return frozenset(map(frozenset, combinations((worker.name for worker in workers), 2)))
 
 
-def refuse_sums(_worker: Member, message: m.ReplicaTensors, _tensors: Sequence[Tensor]) -> None:
-    raise RemoteProtocolError(f"It said {message}, and this process is no replica.")
-
-
-def _refuse_piece(_worker: Member, message: m.SnapshotPart, _piece: Tensor) -> None:
-    raise RemoteProtocolError(f"It said {message}, and nobody has asked for a snapshot.")
-
-
-def _only(tensors: Sequence[Tensor]) -> Tensor:
-    """The one tensor of a frame.
+def refuse_unasked(_worker: Member, message: m.Message, _tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors for which no part of this run waits.
 
     Raises:
-        RemoteProtocolError: If there are others.
+        RemoteProtocolError: Always.
     """
-    if len(tensors) != 1:
-        raise RemoteProtocolError(f"A piece of a snapshot came as {len(tensors)} tensors.")
-    return tensors[0]
+    raise RemoteProtocolError(f"It said {message}, and nobody has asked for it.")
 
 
 def _copy_of(error: WorkerError) -> WorkerError:

@@ -247,7 +247,7 @@ class Deployment:
                 return
             except WorkerLost as cause:
                 num_losses += 1
-                self.coordinator.connect_again(cause, num_losses)
+                self.coordinator.replacements.connect_again(cause, num_losses)
 
     def _move(self, stages: Sequence[RemoteStage], seed: int) -> None:
         """Let the workers pass on what changes hands."""

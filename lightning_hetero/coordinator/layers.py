@@ -57,17 +57,6 @@ def load_of(
 _SLOWEST_BYTES_PER_SECOND = 1e5
 
 
-# Passes the tensors of the worker with a number on, and keeps those whose names are wanted.
-Spool = Callable[
-    [int, Iterator[tuple[str, Tensor, State]], Callable[[str], bool]],
-    Iterator[tuple[str, Tensor, State]],
-]
-
-
-# Names of tensors, by the worker that holds them.
-Names = Mapping[Member, Collection[str]]
-
-
 class RemoteLayers:
     """Sends layers to the workers and fetches their tensors.
 
@@ -80,12 +69,6 @@ class RemoteLayers:
         interrupts: Holds Ctrl-C back at the end of a move.
         holdings: The stages of the workers, and their tensors.
         deployed: What each worker would be asked to build if it had nothing.
-        spool: Keeps what a worker gets for one that takes its place, as far as it is wanted; None
-            keeps nothing.
-        before_move: Called before layers move.
-        after_move: Called when layers have moved, with the tensors that each worker has kept, and
-            those that it has got and that are in no checkpoint.
-        on_failed_move: Called with the error of a move that has failed.
     """
 
     def __init__(self, connections: Connections, observers: Observers) -> None:
@@ -94,10 +77,6 @@ class RemoteLayers:
         self.holdings = Holdings()
         self._observers = observers
         self.deployed: dict[Member, m.Deploy] = {}
-        self.spool: Spool | None = None
-        self.before_move: Callable[[], None] = lambda: None
-        self.after_move: Callable[[Names, Names], None] = lambda _kept, _got: None
-        self.on_failed_move: Callable[[BaseException], None] = lambda _error: None
         self._buffer_updates: list[m.BuffersUpdated] = []
         connections.asides[m.BuffersUpdated] = self._on_buffers_updated
 
@@ -163,11 +142,11 @@ class RemoteLayers:
     def _load_of(self, worker: Member, built: Answer) -> TensorLoad:
         stages = self.holdings.stages_of(worker)
         load = load_of(worker, stages, self.connections.requests, built)
-        if self.spool is not None:
-            named = (pair for stage in stages for pair in named_tensors(stage.layers))
-            # The others are in a checkpoint, from which they can be read again.
-            here = {name for name, tensor in named if not tensor.is_meta}
-            load.contents = self.spool(worker.number, load.contents, here.__contains__)
+        named = (pair for stage in stages for pair in named_tensors(stage.layers))
+        # The others are in a checkpoint, from which they can be read again.
+        here = {name for name, tensor in named if not tensor.is_meta}
+        part = self.connections.part
+        load.contents = part.spooled(worker.number, load.contents, here.__contains__)
         return load
 
     def share(self, placement: Placement) -> None:

@@ -26,9 +26,10 @@ from ..model.tensors import stored_in_four_bits
 from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from .answer_checks import held_tensors
-from .layers import Names, RemoteLayers
+from .layers import RemoteLayers
 from .member import Member
 from .roster import What
+from .run_part import Names
 from .tensor_transfers import PassedOn, TensorLoad, send_all
 from .worker_stages import Holdings, RemoteStage, numbered_stages, owners_of
 
@@ -128,16 +129,16 @@ class LayerMove:
             WorkerError: If a worker fails. The tensors are where the holdings of the remote layers
                 have them then, and no step can run any more.
         """
-        self._remote.before_move()
+        self._remote.connections.part.before_move()
         self._remote.connections.note(What.MOVING)
         try:
             yield from self._moves()
             # Behind this line, all tensors are where the new plan has them.
-            self._remote.after_move(*self._kept_and_got())
+            self._remote.connections.part.after_move(*self._kept_and_got())
         except MoveUndone:
             raise
         except BaseException as error:
-            self._remote.on_failed_move(error)
+            self._remote.connections.part.on_failed_move(error)
             raise
         self._remote.connections.note(What.SETTLED)
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,11 +41,12 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..recovery import Recovery, too_few
 from .connections import Connections
-from .layers import Names, RemoteLayers
+from .layers import RemoteLayers
 from .lost_workers import MOST_LOSSES_IN_A_STEP, Loss, why_not_again
 from .member import Member
 from .requests import Answer
 from .roster import NEXT, Phase, Row, What
+from .run_part import Contents, Names, RunPart
 from .snapshots import Snapshots, check_snapshot
 from .takeover import Takeovers, needed_bytes
 from .worker_stages import Holdings, kind_of
@@ -78,12 +80,12 @@ class _Before:
     store: FrameStore
 
 
-class Replacements:
+class Replacements(RunPart):
     """Puts other workers in the place of lost ones.
 
     Args:
         settings: What the user wants.
-        snapshots: Takes their snapshots.
+        folder: Where files may lie; a folder for this run is made in it.
         connections: The workers.
         layers: The layers that they hold.
         stages: Runs the steps.
@@ -91,24 +93,32 @@ class Replacements:
 
     Attributes:
         losses: All of the run, in their order.
+
+    Raises:
+        SaveError: If the folder cannot be written.
     """
+
+    losses: list[Loss]
 
     def __init__(
         self,
         settings: Recovery,
-        snapshots: Snapshots,
+        folder: Path,
         connections: Connections,
         layers: RemoteLayers,
         stages: RemoteStages,
         observers: Observers,
     ) -> None:
-        self.losses: list[Loss] = []
+        self.losses = []
         self._settings = settings
         self._connections, self._requests = connections, connections.requests
         self._layers = layers
         self._stages = stages
         self._observers = observers
-        self._snapshots, self._files = snapshots, snapshots.files
+        self._snapshots = Snapshots(
+            settings, folder, connections, layers, stages, self._drop_before
+        )
+        self._files = self._snapshots.files
         self._takeovers = Takeovers(connections, self._need_of)
         self._store = FrameStore()
         # The latest loss of each worker that was lost.
@@ -121,15 +131,8 @@ class Replacements:
         self._kinds: dict[Member, tuple[str, ...]] = {}
         # What each worker keeps of its messages to others.
         self._sent_bytes: dict[Member, int] = {}
-        snapshots.before_drop = self._drop_before
-        connections.replace = self.replace
         connections.asides[m.CaughtUp] = self._on_caught_up
         connections.asides[m.SentKept] = self._on_sent_kept
-        layers.spool = self._files.spooled
-        layers.before_move = self._before_move
-        layers.after_move = self._after_move
-        layers.on_failed_move = self._on_failed_move
-        stages.before_step = self._before_step
 
     def close(self) -> None:
         """Remove all files. May be called twice."""
@@ -180,9 +183,15 @@ class Replacements:
         for worker in workers:
             worker.forget_constants()
 
+    def spooled(
+        self, worker: int, contents: Contents, is_wanted: Callable[[str], bool]
+    ) -> Contents:
+        """Keep what a worker gets for one that takes its place, as far as it is wanted."""
+        return self._files.spooled(worker, contents, is_wanted)
+
     # moves
 
-    def _before_move(self) -> None:
+    def before_move(self) -> None:
         """Put aside what was kept: it is of layers that are about to move.
 
         A worker that still repeats what a lost one has done would do so in the middle of the move.
@@ -197,7 +206,7 @@ class Replacements:
             worker.journal = worker.channel.keep = None
         self._sent_bytes.clear()
 
-    def _after_move(self, kept: Names, got: Names) -> None:
+    def after_move(self, kept: Names, got: Names) -> None:
         """Begin anew behind a move, and let the next step wait for a snapshot: nobody can be
         replaced before it is whole.
 
@@ -235,7 +244,7 @@ class Replacements:
     def _on_sent_kept(self, worker: Member, message: m.SentKept) -> None:
         self._sent_bytes[worker] = message.num_bytes
 
-    def _before_step(self, with_gradients: bool) -> None:
+    def before_step(self, with_gradients: bool) -> None:
         """Take a snapshot before a step, if it is time."""
         error, self._postponed = self._postponed, None
         if error is not None:
@@ -268,7 +277,7 @@ class Replacements:
 
     # back to what was before a move
 
-    def _on_failed_move(self, error: BaseException) -> None:
+    def on_failed_move(self, error: BaseException) -> None:
         """Let all be as before a move if a worker's code raised in it, for want of memory for
         example.
 

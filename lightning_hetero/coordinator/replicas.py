@@ -40,7 +40,7 @@ from ..plan import COORDINATOR
 from ..protocol import messages as m
 from ..protocol.tensor_bytes import fingerprint_of, in_frames, sums_of_bits
 from ..transport.channel import send_copied
-from .connections import refuse_sums
+from .connections import refuse_unasked
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
 from .steps import RemoteStages
@@ -76,11 +76,11 @@ class ReplicaExchange:
         self._whole: set[_Part] = set()
         # The latest exchange of which everything was used.
         self._latest = 0
-        remote.connections.take_sums = self._take_recorded
+        remote.connections.tensor_asides[m.ReplicaTensors] = self._take_recorded
 
     def detach(self) -> None:
         """Take nothing more."""
-        self._remote.connections.take_sums = refuse_sums
+        self._remote.connections.tensor_asides[m.ReplicaTensors] = refuse_unasked
 
     def send_sums(
         self, number: int, worker: Member, sums: Mapping[str, Tensor], is_last: bool = True

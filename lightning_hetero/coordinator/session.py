@@ -15,12 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from ..devices.device import check_has_backend, device_for
-from ..errors import WorkerLost
 from ..events import Observers
 from ..pipeline.recorder import Recorder
 from ..plan import Narrowing
@@ -35,6 +33,7 @@ from .layers import RemoteLayers
 from .member import Source
 from .neighbors import RemoteNeighbors
 from .optimizers import RemoteOptimizers
+from .run_part import RunPart
 from .steps import RemoteStages
 
 CPU = torch.device("cpu")
@@ -66,25 +65,6 @@ class Listening:
     def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
         """Dial a second process; see `Source`."""
         return dial(address, "coordinator", session_name, self.deadlines, self.identity)
-
-
-class Replacing(Protocol):
-    """Puts other workers in the place of lost ones: `coordinator.replacement.Replacements`.
-
-    Attributes:
-        losses: All of the run, in their order.
-    """
-
-    losses: list[Any]
-
-    def begin(self) -> None:
-        """Keep from now on what is said."""
-
-    def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
-        """Open a session anew with each worker, since one was lost while the layers were sent."""
-
-    def close(self) -> None:
-        """Remove all files. May be called twice."""
 
 
 class Coordinator:
@@ -122,7 +102,6 @@ class Coordinator:
         )
         self.neighbors = RemoteNeighbors(self.connections)
         self.recorder = Recorder(device)
-        self.replacements: Replacing | None = None
         self._has_served = False
         self.observers = observers or Observers()
         recorder = self.recorder
@@ -146,25 +125,19 @@ class Coordinator:
         self.stages.norms_due.clear()
         self.stages.narrowings = narrowings
 
-    def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
-        """Open a session anew with each worker, as `Replacements.connect_again` does.
+    @property
+    def replacements(self) -> RunPart:
+        """What puts other workers in the place of lost ones, if anything does."""
+        return self.connections.part
 
-        Raises:
-            WorkerLost: If the user wants no lost worker to be replaced, or nobody comes.
-        """
-        if self.replacements is None:
-            raise cause
-        self.replacements.connect_again(cause, num_losses)
-
-    def replace_lost_by(self, replacing: Replacing) -> None:
+    def replace_lost_by(self, part: RunPart) -> None:
         """Put other workers in the place of lost ones; call it before layers are sent."""
-        self.replacements = replacing
+        self.connections.part = part
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
         try:
             self.connections.close()
         finally:
-            if self.replacements is not None:
-                self.replacements.close()
+            self.replacements.close()
             self.stages.copies.close()

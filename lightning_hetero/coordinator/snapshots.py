@@ -21,7 +21,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +32,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from ..errors import CheckpointError, RemoteProtocolError, SaveError
-from ..model.stored import State
 from ..model.tensors import named_tensors
 from ..pipeline.journal import Journal
 from ..protocol import messages as m
@@ -42,10 +41,11 @@ from ..protocol.values import unpack
 from ..recovery import Recovery
 from ..transport.channel import LOOK_SECONDS
 from ..written_blocks import WrittenBlock, read_blocks, write_blocks
+from .run_part import Contents, Names
 
 if TYPE_CHECKING:
     from .connections import Connections
-    from .layers import Names, RemoteLayers
+    from .layers import RemoteLayers
     from .member import Member
     from .steps import RemoteStages
 
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 _CLAIM = "claim"
 # What the file says, so that no other program's folder is removed.
 _CLAIMED = b"This folder has the snapshots of a run of lightning-hetero.\n"
-
-Contents = Iterator[tuple[str, Tensor, State]]
 
 # A worker's part of a snapshot is at most so many times its tensors, and some more.
 _MOST_TIMES = 8
@@ -302,12 +300,12 @@ class Snapshots:
         connections: The workers.
         layers: The layers that they hold.
         stages: Runs the steps.
+        before_drop: Called before the files of the plan before a move are dropped.
 
     Attributes:
         files: The files of the run.
         step: The step behind which the latest whole snapshot is; 0 before the first one.
         has_moved: Whether layers have moved behind it.
-        before_drop: Called before the files of the plan before a move are dropped.
 
     Raises:
         SaveError: If the folder cannot be written.
@@ -320,11 +318,12 @@ class Snapshots:
         connections: Connections,
         layers: RemoteLayers,
         stages: RemoteStages,
+        before_drop: Callable[[], None],
     ) -> None:
         self.files = SnapshotFiles(folder / f"run-{secrets.token_hex(4)}")
         self.step = 0
         self.has_moved = False
-        self.before_drop: Callable[[], None] = lambda: None
+        self._before_drop = before_drop
         self._settings = settings
         self._connections = connections
         self._layers = layers
@@ -337,7 +336,7 @@ class Snapshots:
         # Whether the latest snapshot was not written.
         self._is_unwritten = False
         connections.asides[m.SnapshotBegun] = self._on_begun
-        connections.take_piece = self._take_piece
+        connections.tensor_asides[m.SnapshotPart] = self._take_piece
 
     def take_if_due(self, kept_bytes: int, with_gradients: bool) -> None:
         """Take a snapshot before a step, if it is time.
@@ -434,7 +433,7 @@ class Snapshots:
         if self._held_move is None:
             return
         (kept, got), self._held_move = self._held_move, None
-        self.before_drop()
+        self._before_drop()
         for worker in self._connections.workers:
             self.files.note_move(worker.number, kept.get(worker, ()), got.get(worker, ()))
 
@@ -445,12 +444,17 @@ class Snapshots:
         if is_coming and worker.journal is not None:
             worker.journal.note_begun()
 
-    def _take_piece(self, worker: Member, message: m.SnapshotPart, piece: Tensor) -> None:
+    def _take_piece(
+        self, worker: Member, message: m.SnapshotPart, tensors: Sequence[Tensor]
+    ) -> None:
         """Write a piece of a worker's part.
 
         Raises:
-            RemoteProtocolError: If the worker tells more than its layers can have.
+            RemoteProtocolError: If the worker tells more than its layers can have, or no piece.
         """
+        if len(tensors) != 1:
+            raise RemoteProtocolError(f"A piece of a snapshot came as {len(tensors)} tensors.")
+        (piece,) = tensors
         coming = self._coming
         if coming is None or coming.number != message.number or worker not in coming.missing:
             return  # that snapshot is not used any more

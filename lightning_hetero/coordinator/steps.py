@@ -124,7 +124,6 @@ class RemoteStages:
             have been sent.
         on_last_gradients: Called, before an optimizer's step, with the workers that get no more
             gradients of such a batch than those which are sent next.
-        before_step: Called before each step, with whether gradients from before it stay.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class RemoteStages:
         self.on_backward: Callable[[], None] = lambda: None
         self.on_last_backward: Callable[[], None] = lambda: None
         self.on_last_gradients: Callable[[Collection[Member]], None] = lambda _workers: None
-        self.before_step: Callable[[bool], None] = lambda _keeps_gradients: None
         self._connections = connections
         self._layers = layers
         self._recorder = recorder
@@ -177,7 +175,7 @@ class RemoteStages:
         connections.check_linked()
         self._check_nobody_waits()
         keeps_gradients = accumulate or is_trial
-        self.before_step(keeps_gradients)
+        connections.part.before_step(keeps_gradients)
         self.copies.keep_for(max_in_flight)
         connections.step += 1
         connections.first_microbatch = first_microbatch

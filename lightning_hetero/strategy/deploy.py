@@ -229,7 +229,7 @@ class Site:
         )
         if before is not None:  # a plan that is refused changes nothing
             coordinator.serve(plan.workers, plan.narrowings)
-        elif coordinator.replacements is not None:
+        else:
             coordinator.replacements.begin()
         self._announce_layers(layers)
         self._announce_plan(plan)

@@ -97,14 +97,12 @@ def replace_lost(
         SaveError: If the folder of snapshots cannot be written.
     """
     from ..coordinator.replacement import Replacements
-    from ..coordinator.snapshots import Snapshots
 
     if missing := too_few(plan.workers, settings.least_workers):
         raise PlanError(f"The run cannot begin. {missing}")
     folder = Path(settings.folder or Path(trainer.default_root_dir, "recovery"))
     parts = coordinator.connections, coordinator.layers, coordinator.stages
-    snapshots = Snapshots(settings, folder, *parts)
-    coordinator.replace_lost_by(Replacements(settings, snapshots, *parts, coordinator.observers))
+    coordinator.replace_lost_by(Replacements(settings, folder, *parts, coordinator.observers))
 
 
 def observers_of(trainer: pl.Trainer) -> Observers:

@@ -309,7 +309,7 @@ def test_what_workers_keep_brings_a_snapshot_earlier(
 ) -> None:
     """Two replicas exchange more than the coordinator says to them."""
     told: list[int] = []
-    on_sent_kept, before_step = Replacements._on_sent_kept, Replacements._before_step
+    on_sent_kept, before_step = Replacements._on_sent_kept, Replacements.before_step
 
     def noting(self: Replacements, worker: Any, message: m.SentKept) -> None:
         told.append(message.num_bytes)
@@ -325,7 +325,7 @@ def test_what_workers_keep_brings_a_snapshot_earlier(
     taken: list[int] = []
     monkeypatch.setattr(neighbors, "_TOLD_BYTES", 2**12)
     monkeypatch.setattr(Replacements, "_on_sent_kept", noting)
-    monkeypatch.setattr(Replacements, "_before_step", taking)
+    monkeypatch.setattr(Replacements, "before_step", taking)
     # More than the coordinator keeps in the whole run, and less than the workers do.
     faults = Faults(3600.0, log_gib=2**18 / 2**30)
     run(Net(0), "replicas", "plain", tmp_path, faults)
@@ -366,13 +366,13 @@ def test_what_is_kept_is_dropped_if_no_snapshot_can_be_written(
     failed.set_exception(OSError(errno.ENOSPC, "no space"))
     monkeypatch.setattr(SnapshotFiles, "add", lambda *_: failed)
     monkeypatch.setattr(neighbors, "_TOLD_BYTES", 2**10)
-    before_step, kept_bytes = Replacements._before_step, list[int]()
+    before_step, kept_bytes = Replacements.before_step, list[int]()
 
     def looking(self: Replacements, with_gradients: bool) -> None:
         before_step(self, with_gradients)
         kept_bytes.append(self.kept_bytes)
 
-    monkeypatch.setattr(Replacements, "_before_step", looking)
+    monkeypatch.setattr(Replacements, "before_step", looking)
     expected, faults = undisturbed("a line", "plain"), Faults(log_gib=2**12 / 2**30)
     with pytest.warns(UserWarning, match="was not written"):
         assert_same(run(Net(0), "a line", "plain", tmp_path, faults), expected)

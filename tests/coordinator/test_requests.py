@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.coordinator.requests import Answer, Requests
+from lightning_hetero.coordinator.roster import Phase
 from lightning_hetero.errors import RemoteProtocolError, StageFailed, WorkerLost
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
@@ -18,7 +19,7 @@ from lightning_hetero.protocol.frames import Frame
 class FakeWorker:
     """What the table looks at."""
 
-    loss = None
+    row = SimpleNamespace(phase=Phase.SERVING)
     channel = SimpleNamespace(send=lambda *_: None)
 
     def __str__(self) -> str:
