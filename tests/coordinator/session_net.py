@@ -87,6 +87,11 @@ def _built(
     return copy.deepcopy(found, shared)
 
 
+def cell_name(phase: roster.Phase, what: roster.What) -> str:
+    """By which a cell of the roster's table is counted."""
+    return f"{phase.value}: {what.value}"
+
+
 class NetChannel(Channel):
     """A channel whose frames wait in a queue until the net delivers them."""
 
@@ -466,7 +471,7 @@ class Net:
 
         def counted(row: Any, what: Any) -> Any:
             phase, told = cell(row, what)
-            self.counts[f"cell: {phase.value}, {told.value}"] += 1
+            self.counts[cell_name(phase, told)] += 1
             return phase, told
 
         return counted

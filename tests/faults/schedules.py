@@ -4,8 +4,8 @@ python -m tests.faults.schedules 10000                  so many, each of another
 python -m tests.faults.schedules 1000 --first 2000      those from number 2000 on
 python -m tests.faults.schedules 100 --only "a line"    cases whose name has this in it
 
-It prints how often each thing was drawn, and each schedule that failed. Ctrl-C ends it with what
-there is.
+It prints how often each thing was drawn and each cell of the roster's table was reached, and each
+schedule that failed. Ctrl-C ends it with what there is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_hetero.coordinator.roster import TABLE
+
 from ..coordinator.lost_schedules import CASES, MOVING_CASES, tried, undisturbed
+from ..coordinator.session_net import cell_name
 from .scene import be_quiet
 
 _LINE_SECONDS = 60.0
@@ -63,6 +66,8 @@ class Found:
             f"{self.num_schedules:,} schedules, {len(self.wrong)} of them wrong; "
             f"{each_seconds:.2f} s of CPU time each, beside the undisturbed run of each case"
         )
+        missed = {cell_name(*cell) for cell in TABLE} - self.counts.keys()
+        console.print(f"cells of the roster that no schedule reached: {sorted(missed)}")
         for line in self.wrong:
             console.print(line, style="red")
 
