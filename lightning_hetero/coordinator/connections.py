@@ -92,7 +92,6 @@ class Connections:
         asides: Takes messages that nobody waits for, by their kind.
         num_exchanges: The exchanges of replicas that were asked for.
         tensor_asides: The same for messages that come with tensors, which may break a rule.
-        link_loss: Which link between two workers is lost; None if all are there.
         is_ending: Tells whether SIGTERM has asked this process to end.
         part: Puts another worker in the place of a lost one, if anything does.
         is_interrupted: Tells whether an exception, such as Ctrl-C, has ended the run.
@@ -131,7 +130,6 @@ class Connections:
             m.ReplicaTensors: refuse_unasked,
             m.SnapshotPart: refuse_unasked,
         }
-        self.link_loss: LinkLost | None = None
         self.is_ending: Callable[[], bool] = lambda: False
         self.part = RunPart()
         self.is_interrupted: Callable[[], bool] = lambda: False
@@ -144,7 +142,7 @@ class Connections:
         # The step of which backwards are on their way while other code runs.
         self._unfinished: Unfinished | None = None
         # Why the run is over.
-        self._end: WorkerError | None = None
+        self._end = ""
         self._by_channel: dict[Channel, Member] = {}
         try:
             for number, name in enumerate(names, start=1):
@@ -305,7 +303,7 @@ class Connections:
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
-        self._end = self.lost or WorkerLost("The coordinator has ended the session.")
+        self._end = str(self.lost or "The coordinator has ended the session.")
         members = self.members
         self.note(What.CLOSED)
         try:
@@ -354,14 +352,9 @@ class Connections:
 
         A lost link between two workers ends steps only: both still answer requests.
         """
-        if self._end is not None:
-            return self._end
-        for worker in self.workers:
-            if worker.row.phase is Phase.GIVEN_UP:
-                error = WorkerLost(worker.row.why)
-                error.__cause__ = worker.cause
-                return error
-        return None
+        reasons = (each.row.why for each in self.workers if each.row.phase is Phase.GIVEN_UP)
+        why = self._end or next(reasons, "")
+        return WorkerLost(why) if why else None
 
     def check_usable(self) -> None:
         """Refuse requests after a worker was lost, or after `close`.
@@ -370,7 +363,7 @@ class Connections:
             WorkerLost: With the cause.
         """
         if (error := self.lost) is not None:
-            raise _copy_of(error)
+            raise error
 
     def check_linked(self) -> None:
         """Refuse steps after a worker or a link between two workers was lost.
@@ -380,8 +373,8 @@ class Connections:
             LinkLost: If a link was lost.
         """
         self.check_usable()
-        if self.link_loss is not None:
-            raise _copy_of(self.link_loss)
+        if why := self.roster.state.link_loss:
+            raise LinkLost(why)
 
     def lose(
         self,
@@ -403,9 +396,6 @@ class Connections:
         else:
             lost = f"{worker} was lost {self.when}. {cause}"
             text = " ".join(filter(None, (lost, worker.last_known, also, worker.advice)))
-        loss = WorkerLost(text)
-        loss.__cause__ = cause
-        worker.cause = cause
         is_idle = worker in self.members and worker not in self.workers
         if is_idle and not is_needed:
             self.note(What.LEFT, worker, text=f"was lost {self.when}")
@@ -415,7 +405,7 @@ class Connections:
             what = What.GIVEN_UP if worker.row.is_needed else What.MISSED
             self.note(what, worker, text=text)
         # The strategy adds to the error that is raised how to go on.
-        return _copy_of(loss)
+        return WorkerLost(text)
 
     @contextmanager
     def blaming(self, worker: Member) -> Iterator[None]:
@@ -427,7 +417,7 @@ class Connections:
         try:
             yield
         except RemoteProtocolError as error:
-            raise self.lose(worker, error) from error
+            raise self.lose(worker, error) from None
 
     def send(self, worker: Member, message: m.Message, *tensors: Tensor) -> None:
         """Queue a message for a worker.
@@ -610,11 +600,11 @@ class Connections:
         known = " ".join(worker.last_known for worker in self.workers)
         cut_off = " and ".join(str(worker) for worker in self.workers if worker.is_cut_off)
         state = f"while {cut_off} was cut off" if cut_off else "although all workers answer"
-        self._end = WorkerLost(
+        self._end = (
             f"{words} stage returned a result for {seconds:.0f} s {self.when}, {state}"
             f"{'' if cut_off else ' heartbeats'}. {known}".rstrip()
         )
-        return _copy_of(self._end)
+        return WorkerLost(self._end)
 
     @property
     def _reason_to_leave(self) -> str:
@@ -707,10 +697,3 @@ def refuse_unasked(_worker: Member, message: m.Message, _tensors: Sequence[Tenso
         RemoteProtocolError: Always.
     """
     raise RemoteProtocolError(f"It said {message}, and nobody has asked for it.")
-
-
-def _copy_of(error: WorkerError) -> WorkerError:
-    """An exception to raise in place of a kept one, whose traceback would grow at each raise."""
-    copy = type(error)(*error.args)
-    copy.__cause__ = error.__cause__
-    return copy

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import HeteroError
 from ..protocol import messages as m
 from ..protocol.values import SentConstants
 from ..transport.address import Address, advice
@@ -29,7 +28,6 @@ class Member:
         channel: The conversation.
         equipment: What it runs on.
         session: The name of the conversation, by which a neighbor shows that it means this worker.
-        cause: What ended its conversation when it was given up.
         journal: What was said to it since its latest snapshot; None if nothing is kept.
     """
 
@@ -39,7 +37,6 @@ class Member:
     channel: Channel
     equipment: m.Equipment
     session: str
-    cause: HeteroError | None = None
     constants: SentConstants = field(default_factory=SentConstants)
     # The thread that writes to the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)

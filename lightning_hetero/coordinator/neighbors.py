@@ -93,7 +93,8 @@ class RemoteNeighbors:
     def _on_lost(self, worker: Member, message: m.NeighborLost) -> None:
         self._connections.note(What.BACK, worker, number=message.member)
         # Both ends of a lost link report it; one report is enough.
-        if self._connections.link_loss is None and (error := self._loss_of_link(worker, message)):
+        is_first = not self._connections.roster.state.link_loss
+        if is_first and (error := self._loss_of_link(worker, message)):
             raise error
 
     def _loss_of_link(self, reporter: Member, report: m.NeighborLost) -> WorkerError | None:
@@ -112,12 +113,13 @@ class RemoteNeighbors:
             connections.take_end_of(lost)
             return None
         first, second = sorted((reporter, lost), key=lambda worker: worker.number)
-        connections.link_loss = LinkLost(
+        error = LinkLost(
             f"The link between {first} and {second} was lost {connections.when}, and both answer "
             f"the coordinator. {report.reason} On the machine of {first.name}, "
             f"{advice(second.address)}"
         )
-        return connections.link_loss
+        connections.note(What.LINK_LOST, text=str(error))
+        return error
 
     def _on_away(self, worker: Member, message: m.NeighborAway) -> None:
         self._connections.note(What.AWAY, worker, number=message.member)

@@ -95,6 +95,8 @@ class What(str, Enum):
     """The named ones get back what they had before the move."""
     SETTLED = "settled"
     """Layers are where a plan has them."""
+    LINK_LOST = "link lost"
+    """Two workers that both answer cannot reach each other any more; the text is a sentence."""
     TORN = "torn"
     """A worker has failed inside an optimizer's step."""
     CLOSED = "closed"
@@ -206,12 +208,14 @@ class State:
         before: The rows before the move that is under way; None if there is none.
         is_placed: Whether layers have been placed on workers; before, all of them are needed.
         is_torn: Whether a worker has failed inside an optimizer's step.
+        link_loss: Which link between two workers is lost, as a sentence; empty if all are there.
     """
 
     rows: Mapping[str, Row] = field(default_factory=dict)
     before: Mapping[str, Row] | None = None
     is_placed: bool = False
     is_torn: bool = False
+    link_loss: str = ""
 
     @property
     def members(self) -> list[Row]:
@@ -253,6 +257,8 @@ def after(state: State, event: Noted) -> State:
         return replace(state, before=None)
     if what is What.TORN:
         return replace(state, is_torn=True)
+    if what is What.LINK_LOST:
+        return replace(state, link_loss=event.text)
     if what is What.CLOSED:
         gone = [replace(row, phase=Phase.GONE) for row in state.members]
         return _with_rows(state, gone)

@@ -111,10 +111,12 @@ def test_a_worker_that_has_ended_is_lost_and_nothing_is_forwarded_to_it() -> Non
     with connected(deadlines=Deadlines()) as (connections, relay):
         first, second = connections.workers
         relay.pull()
-        with pytest.raises(WorkerLost, match=f"the worker on {second.name} was lost"):
+        with pytest.raises(WorkerLost, match=f"the worker on {second.name} was lost") as caught:
             connections.asides[m.NeighborUnreachable](
                 first, m.NeighborUnreachable(second.number, "No way leads there.")
             )
+        # The sentence has the error of the connection, so its traceback is not shown above.
+        assert caught.value.__cause__ is None
         assert not first.row.cannot_reach
 
 
