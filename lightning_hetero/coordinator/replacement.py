@@ -583,9 +583,12 @@ class Replacements(RunPart):
             ChannelError: If another worker is lost meanwhile.
         """
         absent: dict[Member, WorkerUnreachable] = {}
+        dial_again = self._connections.dial_again
         for worker in lost:
+            own_name = worker.row.own_name
             try:
-                self._dial_own_next(worker)
+                # One that has joined may be another machine now.
+                self._seat(worker, own_name, partial(dial_again, worker, own_name))
             except WorkerUnreachable as error:
                 # Nobody starts a second process again but this run.
                 if not (is_late or worker.row.is_beside):
@@ -606,20 +609,19 @@ class Replacements(RunPart):
             WorkerUnreachable: If no machine can start one, or has the memory.
             ChannelError: If another worker is lost meanwhile.
         """
-        before = worker.equipment
         reasons: list[str] = []
         for other, session in self._takeovers.opened(worker, lost, reasons):
+            place = str(other.address)
+            dial = partial(self._connections.dial_beside, worker, other, session)
             try:
-                self._connections.dial_beside(worker, other, session)
-                self._check_can_hold(worker, worker.row.own_name)
-            except WorkerError as error:
-                reasons.append(f"{other.address}: {error}")
+                self._seat(worker, place, dial)
+            except WorkerUnreachable as error:
+                reasons.append(f"{place}: {error}")
                 continue
             rank_zero_info(
-                f"{other.address} takes the place of {worker.name} beside its own layers, under "
-                "its name in the plan"
+                f"{place} takes the place of {worker.name} beside its own layers, under its name "
+                "in the plan"
             )
-            self._tell_if_other_kind(str(other.address), worker, before)
             return
         raise WorkerUnreachable(
             " ".join(["No other machine of the run can take its layers beside its own.", *reasons])
@@ -631,50 +633,46 @@ class Replacements(RunPart):
         parameters = chain.from_iterable(stage.spec(0).parameters for stage in stages)
         return needed_bytes(parameters, self._files.num_bytes(worker.number))
 
-    def _dial_own_next(self, worker: Member) -> None:
-        """Dial the next process of a lost worker. One that has joined may be another machine now.
-
-        Raises:
-            WorkerUnreachable: If there is none, or it cannot hold the layers.
-        """
-        before, own_name = worker.equipment, worker.row.own_name
-        self._connections.dial_again(worker, own_name)
-        try:
-            self._check_can_hold(worker, own_name)
-        except WorkerError as error:
-            raise WorkerUnreachable(str(error)) from error
-        self._tell_if_other_kind(own_name, worker, before)
-
     def _takes_over(self, spare: str, worker: Member) -> bool:
         """Whether a spare takes the place of a lost worker."""
-        before, own_name = worker.equipment, worker.row.own_name
         try:
-            self._connections.dial_again(worker, spare)
-            self._check_can_hold(worker, own_name)
-        except WorkerError as error:
+            self._seat(worker, spare, partial(self._connections.dial_again, worker, spare))
+        except WorkerUnreachable as error:
             rank_zero_info(f"{spare} cannot take the place of {worker.name}: {error}")
             return False
         rank_zero_info(f"{spare} takes the place of {worker.name}, under its name in the plan")
-        self._tell_if_other_kind(spare, worker, before)
         return True
 
-    def _check_can_hold(self, worker: Member, own_name: str) -> None:
-        """Refuse a process that lacks what the lost worker's layers need.
+    def _seat(self, worker: Member, place: str, dial: Callable[[], None]) -> None:
+        """Dial a process in the place of a lost worker.
 
         Args:
-            worker: The lost worker, with that process in its place.
-            own_name: The own name of the process before, which is the worker's again then.
+            worker: The lost one.
+            place: Where the process is, in words; the own name of a worker.
+            dial: Opens the session with it.
+
+        Raises:
+            WorkerUnreachable: If nobody answers, or the process cannot hold the layers.
+        """
+        before, own_name = worker.equipment, worker.row.own_name
+        dial()
+        try:
+            self._check_can_hold(worker)
+        except WorkerError as error:
+            self._connections.note(What.REFUSED, worker, text=own_name)
+            raise WorkerUnreachable(str(error)) from error
+        if kind_of(before) != kind_of(worker.equipment):
+            rank_zero_info(
+                f"{place} is another device than {worker.name} was, or has another torch: the "
+                "last bits of what it computes may differ"
+            )
+
+    def _check_can_hold(self, worker: Member) -> None:
+        """Refuse a process that lacks what the lost worker's layers need.
 
         Raises:
             WorkerError: With what it lacks.
         """
-        try:
-            self._check_kind_and_room(worker)
-        except WorkerError:
-            self._connections.note(What.REFUSED, worker, text=own_name)
-            raise
-
-    def _check_kind_and_room(self, worker: Member) -> None:
         holdings = self._layers.holdings
         for stage in holdings.stages_of(worker):
             stage.check_can_be_held(worker)
@@ -686,13 +684,6 @@ class Replacements(RunPart):
                 f"It is another device than {worker.name} was, or has another torch, so the "
                 "weights of the replicas would drift apart; let only owners step "
                 "(`optimizer: split`)."
-            )
-
-    def _tell_if_other_kind(self, own_name: str, worker: Member, before: m.Equipment) -> None:
-        if kind_of(before) != kind_of(worker.equipment):
-            rank_zero_info(
-                f"{own_name} is another device than {worker.name} was, or has another torch: the "
-                "last bits of what it computes may differ"
             )
 
     def _check_enough(self) -> None:

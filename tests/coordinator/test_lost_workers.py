@@ -114,4 +114,4 @@ def test_another_kind_of_device_takes_a_replica_only_if_owners_step() -> None:
         )
         refused = pytest.raises(WorkerError, match="It is another device than a was")
         with refused if is_refused else nullcontext():
-            Replacements._check_kind_and_room(replacements, worker)
+            Replacements._check_can_hold(replacements, worker)

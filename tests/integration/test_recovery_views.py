@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_hetero import (
     StagePlan,
 )
 from lightning_hetero.cli.top import WorkerSighting, seen_again
+from lightning_hetero.coordinator.roster import replay
 from lightning_hetero.discovery.find import ask_status
 from lightning_hetero.events import read_events
 from lightning_hetero.report.html import report
@@ -126,6 +128,14 @@ def test_the_report_tells_who_why_and_how_long(seen: Seen) -> None:
     assert any("Once a worker was lost and replaced" in sentence for sentence in findings(record))
     assert "Lost workers" in report(record)
     assert facts_of(read_events(seen.folder / "events.jsonl")) == facts
+
+
+def test_the_record_can_be_replayed(seen: Seen) -> None:
+    events = read_events(seen.folder / "events.jsonl")
+    phases = [state.rows[seen.lost].phase for _, state in replay(events) if len(state.rows) == 2]
+    assert " ".join(phase.value for phase, _ in groupby(phases)) == (
+        "idle loading serving lost restoring linking repeating serving gone"
+    )
 
 
 def test_top_shows_what_a_worker_has_repeated(seen: Seen) -> None:

@@ -15,7 +15,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.events import Progressed, read_events
+from lightning_hetero.events import Noted, Progressed, read_events
 from lightning_hetero.report.run_record import read_run
 from lightning_hetero.strategy.run_events import run_folder
 
@@ -148,7 +148,10 @@ def test_the_record_alone_gives_the_page_again(workers: list[str], tmp_path: Pat
     assert all(each.is_over for each in transfers)
     whole = [each.what for each in transfers if each.done_bytes == each.of_bytes > 0]
     assert {"Moving layers", "Bringing the layers back"} <= {*whole}
-    kinds = [type(event).__name__ for event in events if event not in transfers]
+    noted = [event.what for event in events if isinstance(event, Noted)]
+    begun, moved_then = ["joined", "joined", "kept", "placed", "launched"], ["moving", "placed"]
+    assert noted[:9] == [*begun, *moved_then, "launched", "settled"]
+    kinds = [type(event).__name__ for event in events if not isinstance(event, (Noted, Progressed))]
     assert kinds == ["RunBegan", "Deployed", "Deployed", "RunEnded"]
 
 
