@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from .._lightning import (
     BaseFinetuning,
-    GradientAccumulationScheduler,
     MisconfigurationException,
     MixedPrecision,
     ModelPruning,
@@ -32,7 +31,7 @@ from ..model.compiled_layers import compiles_only
 from ..model.layers import DecoderLayer, chances_of_leaving_out
 from ..pipeline.microbatch import BatchOptions, LossWeighting
 from ..pipeline.turns import casts_here
-from ..plan import Plan
+from ..plan import NAMED_PLANS, Plan
 from ..recovery import Recovery
 from ..worker_sources import ClusterFile, Launcher
 
@@ -63,8 +62,6 @@ def _is_count(value: Any, least: int) -> bool:
 def _are_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
 
-
-NAMED_PLANS = ("auto", "even", "replicated")
 
 # By argument: whether a value is valid, and the valid values.
 _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -314,18 +311,6 @@ def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
             f"A fused {type(optimizer).__name__} takes the loss scale of precision '16-mixed' off "
             "by itself, without the stages; build it with `fused=False`."
         )
-
-
-def most_accumulated(trainer: pl.Trainer) -> int:
-    """The most batches that a run will accumulate for an optimizer step."""
-    found = [trainer.accumulate_grad_batches]
-    callbacks: Sequence[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    end = trainer.max_epochs
-    for callback in callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
-            planned = callback.scheduling.items()
-            found += [n for epoch, n in planned if end is None or end < 0 or epoch < end]
-    return max(found)
 
 
 def dropout_seed() -> int:

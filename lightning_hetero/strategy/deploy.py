@@ -31,7 +31,7 @@ from .arguments import (
     dropout_seed,
     scaler_of,
 )
-from .training_run import PlanFollower, TrainingRun
+from .training_run import PlanFollower, TrainingRun, moves_layers
 
 if TYPE_CHECKING:
     from ..coordinator.listed_workers import ListedWorkers
@@ -266,6 +266,10 @@ class Site:
     def cuts_step(self) -> bool:
         """Whether ``training_step`` runs once per micro-batch."""
         return self.options.cuts_step(self.module)
+
+    def moves_layers(self) -> bool:
+        """Whether the user wants layers to move, and they can; warns if they cannot."""
+        return self.may_move and moves_layers(self.module)
 
     def _differs_from_plain(self, plan: Plan) -> bool:
         """Whether a plan without workers differs from plain Lightning: it cuts batches that may be

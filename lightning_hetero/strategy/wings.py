@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from ..recovery import Recovery, too_few
 from ..worker_sources import ClusterFile
 from .arguments import StepOptions
 from .deploy import PlanSource
+from .fixed_plan import FixedPlan
 from .run_events import CallbackObserver
 from .training_run import Guard
 
@@ -30,13 +32,21 @@ if TYPE_CHECKING:
     from ..coordinator.session import Coordinator
 
 
+def _has(wing: str) -> bool:
+    """Whether a wing that every run takes in is installed."""
+    return find_spec(f"{__package__.partition('.')[0]}.{wing}") is not None
+
+
 def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSource:
     """Where the plans of a strategy come from, by its arguments.
 
     Raises:
-        PlanError: If the plan's file is there already and cannot be read.
+        PlanError: If the plan's file is there already and cannot be read, or the plan is to be made
+            and the wing for it is not installed.
     """
-    from .planning import PlanChoice
+    if not _has("replan"):
+        return FixedPlan(plan, micro_batches)
+    from ..replan.planning import PlanChoice
 
     return PlanChoice(plan, micro_batches)
 
