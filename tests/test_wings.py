@@ -21,6 +21,7 @@ WINGS = {
     "half_layers": ["model.half_layers"],
     "launch": ["coordinator.fleet", "launch"],
     "lazy_weights": ["model.lazy_weights", "model.checkpoint_reader"],
+    "moves": ["coordinator.moves", "replan", "worker.moves"],
     "planner": ["planner", "replan"],
     "profiler": ["profiler", "worker.trials"],
     "recovery": [
@@ -32,7 +33,7 @@ WINGS = {
         "worker.takeover",
     ],
     "replan": ["replan"],
-    "replicas_on_workers": ["worker.replicas"],
+    "replicas": ["coordinator.replicas", "worker.replicas"],
     "report": ["report"],
     "telemetry": ["coordinator.telemetry", "telemetry", "worker.telemetry"],
     "verify": ["verify"],

@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from .._lightning import TrainerFn, pl
 from ..coordinator.connections import Connections
 from ..coordinator.deployment import Deployment, imports_for
+from ..coordinator.parts import DeploymentParts
 from ..errors import PlanError
 from ..events import Observers
 from ..model.layers import DecoderLayer, other_layer_lists
@@ -103,6 +104,7 @@ class Site:
         deadlines: How long anything may take.
         recover: Lets a run get over lost workers, before layers are sent; None if it does not.
         observers: Read the events of the run.
+        parts: Makes what a deployment has besides its steps.
     """
 
     module: pl.LightningModule
@@ -113,6 +115,7 @@ class Site:
     deadlines: Deadlines
     recover: Callable[[Coordinator, Plan], None] | None = None
     observers: Observers = field(default_factory=Observers)
+    parts: DeploymentParts = field(default_factory=DeploymentParts)
 
     def deploy(self, layers: Sequence[DecoderLayer], source: PlanSource) -> Deployment | None:
         """Choose a plan and send the layers; None if no layer goes to a worker.
@@ -226,6 +229,7 @@ class Site:
             converts_weights,
             self.options.batches,
             before,
+            self.parts,
         )
         if before is not None:  # a plan that is refused changes nothing
             coordinator.serve(plan.workers, plan.narrowings)

@@ -6,18 +6,25 @@ Each function imports its wing when it is called, so a room that nobody chooses 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+from typing_extensions import override
+
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
+from ..coordinator.parts import DeploymentParts, NoTwins
 from ..coordinator.progress import Bars
 from ..errors import PlanError
 from ..events import Observers, RecordFile, RunObserver
+from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer
+from ..pipeline.microbatch import CheckFirstBatch
+from ..pipeline.placement import Placement
 from ..plan import Plan
 from ..recovery import Recovery, too_few
 from ..worker_sources import ClusterFile
@@ -28,8 +35,12 @@ from .run_events import CallbackObserver
 from .training_run import Guard
 
 if TYPE_CHECKING:
+    from ..coordinator.layers import RemoteLayers
     from ..coordinator.listed_workers import ListedWorkers
+    from ..coordinator.replicas import HostedReplicas
     from ..coordinator.session import Coordinator
+    from ..coordinator.steps import RemoteStages
+    from ..coordinator.worker_stages import RemoteStage
 
 
 def _has(wing: str) -> bool:
@@ -77,6 +88,54 @@ def _lookout(*run: Any) -> Any:
     from ..discovery.find import Lookout
 
     return Lookout(*run)
+
+
+class InstalledParts(DeploymentParts):
+    """Makes the parts of a deployment, as far as they are installed."""
+
+    @override
+    def twins(
+        self,
+        layers: Mapping[int, nn.Module],
+        kept: Collection[int],
+        remote: RemoteLayers,
+        stages: RemoteStages,
+        seed: int,
+        mode: CheckFirstBatch,
+        told: Callable[[], Mapping[Tensor, bool]],
+    ) -> NoTwins:
+        if not _has("coordinator.twins"):
+            return super().twins(layers, kept, remote, stages, seed, mode, told)
+        from ..coordinator.twins import Twins
+
+        return Twins(layers, kept, remote, stages, seed, mode, told)
+
+    @override
+    def move(
+        self,
+        remote: RemoteLayers,
+        stages: Sequence[RemoteStage],
+        placement: Placement,
+        seed: int,
+        is_on_disk: Callable[[str], bool],
+    ) -> None:
+        from ..coordinator.moves import move
+
+        move(remote, stages, placement, seed, is_on_disk)
+
+    @override
+    def hosted(
+        self,
+        coordinator: Coordinator,
+        placement: Placement,
+        layers: Mapping[int, nn.Module],
+        hollow: HollowLayers,
+    ) -> HostedReplicas:
+        from ..coordinator.replicas import HostedReplicas
+
+        remote, stages, recorder = coordinator.layers, coordinator.stages, coordinator.recorder
+        number_of = coordinator.optimizers.open_exchange
+        return HostedReplicas(placement, layers, remote, stages, recorder, hollow, number_of)
 
 
 def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:

@@ -266,7 +266,13 @@ class Rehearsal:
             # Under autocast, weights keep their dtype.
             converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
             deployment = Deployment(
-                self.module, self.layers, plan, coordinator, _SEED, converts_weights
+                self.module,
+                self.layers,
+                plan,
+                coordinator,
+                _SEED,
+                converts_weights,
+                parts=self.site.parts,
             )
             try:
                 return observer.step(deployment)
