@@ -21,6 +21,7 @@ have a rule of the planner and what carries it out (`planner/membership.py`,
     telemetry/     what happened: recorded steps and their predictions
     report/        what is shown: charts, diagrams, the page on a run
     doctor/        why a worker cannot be used
+    guard/         whether a step is still right: checks of the user's code
     verify/        which worker computes wrongly
     cli/           the command lightning-hetero, one file a command
 
@@ -39,7 +40,7 @@ have a rule of the planner and what carries it out (`planner/membership.py`,
     pytorch_lightning.py   the door for projects that import `pytorch_lightning`
     _lightning.py          Lightning, by the name that the project imports
 
-Imports point one way: cli -> verify -> strategy -> callbacks, replan -> profiler -> report,
+Imports point one way: cli -> verify -> strategy -> callbacks, guard, replan -> profiler -> report,
 coordinator -> telemetry, doctor, launch -> worker, discovery -> planner, transport -> pipeline ->
 devices -> protocol, model -> plan, _lightning -> errors.
 """

@@ -18,6 +18,7 @@ WINGS = {
     "discovery": ["discovery"],
     "doctor": ["doctor"],
     "four_bit": ["model.four_bit"],
+    "guard": ["coordinator.twins", "guard"],
     "half_layers": ["model.half_layers"],
     "launch": ["coordinator.fleet", "launch"],
     "lazy_weights": ["model.lazy_weights", "model.checkpoint_reader"],

@@ -15,6 +15,7 @@ from .._lightning import TrainerFn, pl
 from ..coordinator.connections import Connections
 from ..coordinator.deployment import Deployment, imports_for
 from ..coordinator.parts import DeploymentParts
+from ..coordinator.precision import autocast_dtype, scaler_of
 from ..errors import PlanError
 from ..events import Observers
 from ..model.layers import DecoderLayer, other_layer_lists
@@ -25,12 +26,10 @@ from ..transport.deadlines import Deadlines
 from ..units import in_micro_batches, in_share
 from .arguments import (
     StepOptions,
-    autocast_dtype,
     check_all_layers_run,
     check_callbacks,
     check_not_compiled,
     dropout_seed,
-    scaler_of,
 )
 from .training_run import PlanFollower, TrainingRun, moves_layers
 

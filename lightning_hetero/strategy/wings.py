@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -33,6 +34,7 @@ from .deploy import PlanSource
 from .fixed_plan import FixedPlan
 from .run_events import CallbackObserver
 from .training_run import Guard
+from .unguarded import Unguarded
 
 if TYPE_CHECKING:
     from ..coordinator.layers import RemoteLayers
@@ -151,7 +153,14 @@ def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
     """What looks for silent mistakes in a training."""
-    from .step_guard import RunGuard
+    if not _has("guard"):
+        if options.batches.check != "off":
+            rank_zero_warn(
+                "Nothing checks this run for wrong numbers, since `lightning_hetero.guard` is not "
+                "installed; install the whole package, or set `check_first_batch='off'`."
+            )
+        return Unguarded()
+    from ..guard.step_guard import RunGuard
 
     return RunGuard(module, options)
 

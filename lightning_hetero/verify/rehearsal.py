@@ -25,6 +25,7 @@ from ..coordinator.dry_run import (
     to_device,
     with_optimizers,
 )
+from ..coordinator.precision import autocast_dtype
 from ..errors import BatchError, PlanError
 from ..model.layer_call import ResultForm, take_hidden
 from ..model.layers import DecoderLayer, describe_layer
@@ -42,7 +43,6 @@ from ..pipeline.tolerance import (
 )
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..protocol.tensor_bytes import DTYPES
-from ..strategy.arguments import autocast_dtype
 from ..strategy.deploy import Site
 
 # The state of the random numbers at the start of each step.
