@@ -1,9 +1,10 @@
 """Train one model on devices that were never meant to work together.
 
 Each folder answers one question. The two ends of one conversation have the same file names, and so
-have a rule of the planner and what carries it out (`planner/replan.py`, `strategy/replan.py`).
+have a rule of the planner and what carries it out (`planner/membership.py`,
+`replan/membership.py`).
 
-    strategy/      what Lightning calls: the strategy, its hooks, plan, checkpoints, replanning
+    strategy/      what Lightning calls: the strategy, its hooks, plan, checkpoints
     callbacks/     what a user adds: monitor, timeline, weight average, profiler
     pipeline/      how a step runs: driver, turns, hand-over, rule, stages; no socket, no Trainer
     model/         what is cut: decoder layers, hollow layers, recipes, checkpoints
@@ -15,10 +16,12 @@ have a rule of the planner and what carries it out (`planner/replan.py`, `strate
     launch/        who starts workers
     discovery/     where workers are
     planner/       who gets what: pure functions from a profile to a plan
+    replan/        which plan a run has: measured at its start, changed between steps
     profiler/      how fast it is: measurements of a model on its devices
     telemetry/     what happened: recorded steps and their predictions
     report/        what is shown: charts, diagrams, the page on a run
     doctor/        why a worker cannot be used
+    guard/         whether a step is still right: checks of the user's code
     verify/        which worker computes wrongly
     cli/           the command lightning-hetero, one file a command
 
@@ -37,9 +40,9 @@ have a rule of the planner and what carries it out (`planner/replan.py`, `strate
     pytorch_lightning.py   the door for projects that import `pytorch_lightning`
     _lightning.py          Lightning, by the name that the project imports
 
-Imports point one way: cli -> verify -> strategy -> callbacks -> profiler -> report, coordinator ->
-telemetry, doctor, launch -> worker, discovery -> planner, transport -> pipeline -> devices ->
-protocol, model -> plan, _lightning -> errors.
+Imports point one way: cli -> verify -> strategy -> callbacks, guard, replan -> profiler -> report,
+coordinator -> telemetry, doctor, launch -> worker, discovery -> planner, transport -> pipeline ->
+devices -> protocol, model -> plan, _lightning -> errors.
 """
 
 from __future__ import annotations

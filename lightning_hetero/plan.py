@@ -17,6 +17,9 @@ from .yaml_file import check_kind, convert, read_yaml
 
 COORDINATOR = "coordinator"
 
+NAMED_PLANS = ("auto", "even", "replicated")
+"""Plans that are made for the user."""
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 ReplicaOptimizer = Literal["each", "split"]
@@ -348,6 +351,54 @@ class Plan:
                 f"The coordinator is a replica of the stages {hosted} of {len(remote)} that "
                 "workers hold, and it can be one of the first or of the last of them only."
             )
+
+
+class GivenPlan:
+    """A plan as a user gives it.
+
+    Args:
+        plan: A Plan, or the path of its file.
+        micro_batches: Pieces of a batch; None takes the plan's number.
+
+    Raises:
+        PlanError: If the file is there already and cannot be read.
+    """
+
+    def __init__(self, plan: str | Path | Plan, micro_batches: int | None = None) -> None:
+        self._plan = plan
+        self._micro_batches = micro_batches
+        if not isinstance(plan, Plan) and Path(plan).exists():
+            Plan.from_yaml(plan)  # its mistakes are told before a worker is waited for
+
+    def read(self) -> Plan:
+        """The plan.
+
+        Raises:
+            PlanError: If its file cannot be read.
+        """
+        plan = self._plan if isinstance(self._plan, Plan) else Plan.from_yaml(self._plan)
+        return with_micro_batches(plan, self._micro_batches)
+
+    def fitting(self, num_layers: int, workers: Sequence[str]) -> Plan:
+        """The plan, for a model of so many layers and these workers.
+
+        Raises:
+            PlanError: If it does not fit, or its file cannot be read.
+        """
+        plan = self.read()
+        try:
+            plan.check(num_layers, workers)
+        except PlanError as error:
+            if isinstance(self._plan, Plan):
+                raise
+            path = str(self._plan)
+            raise PlanError(f"The plan of the file {path!r} does not fit. {error}") from error
+        return plan
+
+
+def with_micro_batches(plan: Plan, count: int | None) -> Plan:
+    """The plan with another number of micro-batches; None keeps its own."""
+    return plan if count is None else replace(plan, micro_batches=count)
 
 
 def _narrower(before: StagePlan | None, after: StagePlan | None, field: str) -> WireDtype | None:

@@ -40,10 +40,10 @@ from lightning_hetero.coordinator.handover import HandOvers, WholeBatches
 from lightning_hetero.coordinator.layers import RemoteLayers
 from lightning_hetero.coordinator.optimizers import RemoteOptimizer, RemoteOptimizers
 from lightning_hetero.coordinator.steps import RemoteStages
+from lightning_hetero.guard.audit import Audit
+from lightning_hetero.guard.first_batch import FirstBatchCheck
+from lightning_hetero.guard.twin_check import TwinCheck
 from lightning_hetero.model.placeholders import tensors_in
-from lightning_hetero.strategy.audit import Audit
-from lightning_hetero.strategy.first_batch import FirstBatchCheck
-from lightning_hetero.strategy.twin_check import TwinCheck
 
 # Where each check runs, by the mode.
 CHECKS: dict[str, tuple[type, str]] = {

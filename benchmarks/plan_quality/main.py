@@ -265,7 +265,7 @@ def replanned(
     strategy = HeteroPipelineStrategy(addresses, "even", micro_batches=pieces, replan=True)
     module = Decoder(work.config)
     notices = Notices(module)
-    logger = logging.getLogger("lightning_hetero.strategy.replan")
+    logger = logging.getLogger("lightning_hetero.replan.watch")
     logger.addHandler(notices)
     try:
         slowing = SlowsDown(workers[-1], share, how, at_step)

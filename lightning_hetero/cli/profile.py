@@ -10,8 +10,8 @@ from ..errors import ProfileError
 from ..model.layers import DecoderLayer
 from ..planner.profile import Profile
 from ..profiler.measure import ProfilingOptions
+from ..replan.planning import chosen_profiling, measure
 from ..strategy.deploy import Site
-from ..strategy.planning import chosen_profiling, measure
 from ..strategy.strategy import HeteroPipelineStrategy
 from .options import check_folder, new_file, writing
 from .project import project_of

@@ -16,8 +16,8 @@ from ..pipeline.tolerance import Comparison, RehearsalVerdict
 from ..plan import Plan
 from ..planner.solver import even_plan
 from ..planner.verdict import show
+from ..replan.planning import PlanChoice
 from ..strategy.deploy import PlanSource, Site
-from ..strategy.planning import PlanChoice
 from ..strategy.strategy import HeteroPipelineStrategy
 from ..verify.rehearsal import Rehearsal
 from .project import project_of

@@ -47,13 +47,12 @@ from .attributes import PlainAttributes, changed_since_recipe
 from .handover import HandOvers
 from .layers import TensorsAway
 from .local_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
-from .moves import move
 from .optimizers import TrainedParameters
-from .replicas import HostedReplicas
-from .twins import Twins
+from .parts import DeploymentParts
 from .worker_stages import RemoteStage, remote_stages
 
 if TYPE_CHECKING:
+    from .replicas import HostedReplicas
     from .session import Coordinator
 
 _MOST_NAMES = 12
@@ -85,6 +84,7 @@ class Deployment:
         batches: The user's options for batches.
         before: The deployment whose place this one takes. After an error it is in its place again,
             and if layers have begun to move, it runs no step any more.
+        parts: Makes what it has besides its steps.
 
     Attributes:
         tensors: The tensors of the layers on workers.
@@ -111,6 +111,7 @@ class Deployment:
         converts_weights: bool = True,
         batches: BatchOptions = NOTHING_SAID,
         before: Deployment | None = None,
+        parts: DeploymentParts | None = None,
     ) -> None:
         self.plan = plan
         self.coordinator = coordinator
@@ -121,6 +122,7 @@ class Deployment:
         self._root = root
         self._saving = threading.Lock()
         self._converts_weights = converts_weights
+        self._parts = parts or DeploymentParts()
         home = {} if before is None else before._bring_leaving(plan)
         if before is None:
             stages = [layers_of_stage(root, layers, stage) for stage in plan.remote_stages]
@@ -155,7 +157,7 @@ class Deployment:
         hosted = self._hosted_layers(away)
         self._look_at_tensors(hosted, before)
         recorder, remote_layers = coordinator.recorder, coordinator.layers
-        twins = Twins(
+        twins = self._parts.twins(
             self._away,
             hosted,
             remote_layers,
@@ -186,7 +188,8 @@ class Deployment:
             before.hosted.detach()
         self.hosted: HostedReplicas | None = None
         if hosted:
-            self.hosted = self._replicas_of(hosted)
+            placement = Placement.of(plan)
+            self.hosted = self._parts.hosted(coordinator, placement, hosted, self._hollow)
         self.coordinator.optimizers.hosted = self.hosted
         self._hooks = self._hollow_out()
         stamp = coordinator.stages.stamp_of_earlier
@@ -205,13 +208,6 @@ class Deployment:
                 "of layers only, and `layers` names several. Take the coordinator from the stage."
             )
         return {number: layer.module for number, layer in away.items() if number in hosted}
-
-    def _replicas_of(self, hosted: Mapping[int, nn.Module]) -> HostedReplicas:
-        """What runs the layers of which this process is a replica."""
-        coordinator, placement = self.coordinator, Placement.of(self.plan)
-        remote, stages = coordinator.layers, coordinator.stages
-        recorder, number_of = coordinator.recorder, coordinator.optimizers.open_exchange
-        return HostedReplicas(placement, hosted, remote, stages, recorder, self._hollow, number_of)
 
     def _look_at_tensors(self, hosted: Collection[int], before: Deployment | None) -> None:
         """Find out which tensors are on workers, here and there, or trained."""
@@ -258,7 +254,7 @@ class Deployment:
             tensor = tensors.get(name)
             return tensor is not None and self.tensors.is_unchanged(tensor)
 
-        move(remote, stages, Placement.of(self.plan), seed, is_on_disk)
+        self._parts.move(remote, stages, Placement.of(self.plan), seed, is_on_disk)
 
     def share(self, plan: Plan) -> None:
         """Let replicas take other shares from the next step on. The plan differs in nothing else.

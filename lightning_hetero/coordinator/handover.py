@@ -56,8 +56,8 @@ from ..pipeline.turns import current_turn
 from ..plan import Plan
 from ..protocol.tensor_bytes import DTYPES
 from .lone_microbatch import LoneMicrobatch
+from .parts import NoTwins
 from .steps import RemoteStages
-from .twins import Twins
 
 # No other visit of a step has so large a number.
 _FIRST_TWIN = 8 * FIRST_TRIAL
@@ -412,7 +412,7 @@ class HandOvers:
         plan: Plan,
         options: BatchOptions,
         follow: Callable[[bool], None],
-        twins: Twins,
+        twins: NoTwins,
     ) -> None:
         self.twins = twins
         self._stages = stages

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..devices.device import forked_generators
 from ..errors import ModelError, WorkerError
@@ -47,6 +48,7 @@ from ..protocol.tensor_bytes import DTYPES
 from .layers import RemoteLayers
 from .lone_microbatch import received
 from .member import Member
+from .parts import NoTwins
 from .steps import RemoteStages
 
 # All layers answer as long as their weights, and what they get, are fewer bytes together. Beyond
@@ -95,7 +97,7 @@ class _HandOver(NamedTuple):
         return self._replace(key=key, keeps_modes=False)
 
 
-class Twins:
+class Twins(NoTwins):
     """Compares layers on workers with those of this process.
 
     Args:
@@ -137,13 +139,8 @@ class Twins:
         self._num_bytes = 0
         self._problems: list[str] = []
 
+    @override
     def ask_again(self, number: int) -> None:
-        """Let a layer answer once more in the next step: something may have changed meanwhile, and
-        its workers were not told. A difference is a warning then.
-
-        Args:
-            number: The layer.
-        """
         stages = self._remote.holdings.stages
         self._is_later = True
         holding = {
@@ -153,17 +150,10 @@ class Twins:
         self._asked -= holding
         self._passed -= holding
 
+    @override
     def wanted(
         self, num_microbatches: int, stays: Collection[int] = (), request: Request | None = None
     ) -> list[int]:
-        """The micro-batches that reach all workers whose layers were not compared. Each worker is
-        asked for once.
-
-        Args:
-            num_microbatches: How many the step has.
-            stays: Those of which this process runs the layers.
-            request: The hand-over; None for those of a training step.
-        """
         if self._mode == "off":
             return []
         found = []
@@ -186,16 +176,8 @@ class Twins:
             if called is None or not called.isdisjoint(holdings.stages[number].layers)
         }
 
+    @override
     def compare(self, key: Key, request: Request, is_whole: bool) -> None:
-        """Let the layers of a hand-over answer that were not compared; `settle` says what differs.
-
-        You must begin a step before. Nothing is left behind.
-
-        Args:
-            key: The micro-batch, and a visit that no other hand-over of the step has.
-            request: The hand-over.
-            is_whole: Whether it is a piece of a whole batch, whose layers only workers run.
-        """
         if self._mode == "off" or request.surroundings.has_cache:
             return
         places = self._places(key.microbatch, is_whole, request)
@@ -387,15 +369,8 @@ class Twins:
             "the coordinator."
         )
 
+    @override
     def settle(self, is_first: bool = True) -> None:
-        """Say what differs.
-
-        Args:
-            is_first: Whether no batch has been trained before.
-
-        Raises:
-            ModelError: If something does, the mode is ``"stop"``, and it is the first batch.
-        """
         problems, self._problems = self._problems, []
         if not problems:
             return

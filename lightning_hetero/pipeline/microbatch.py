@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from ..devices.copies import Copies
-from ..errors import BatchError
+from ..errors import BatchError, ModelError
 from ..window import Window
 
 # Hugging Face and `torch.nn.functional.cross_entropy` leave such labels out of a mean.
@@ -26,6 +26,16 @@ CheckFirstBatch = Literal["stop", "warn", "off"]
 # A larger difference between a batch and its pieces stops the run.
 STOPPING_DIFFERENCE = 0.01
 GO_ON = "To go on all the same, set `check_first_batch='warn'`."
+
+
+def inner_backward() -> ModelError:
+    """Refuses gradients that a ``training_step`` takes through layers on workers."""
+    return ModelError(
+        "`training_step` takes gradients through layers on workers by itself, as an adversarial "
+        "step or a gradient penalty does. Under automatic optimization these layers run the "
+        "backward of its loss alone. Use manual optimization with `self.manual_backward(...)`, or "
+        "keep such layers with the coordinator."
+    )
 
 
 @dataclass(frozen=True)

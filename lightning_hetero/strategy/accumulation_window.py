@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -25,11 +25,13 @@ from torch import nn
 
 from .._lightning import pl
 from ..coordinator.connections import Connections
-from ..coordinator.replicas import HostedReplicas
 from ..model.placeholders import training_flags
 from ..pipeline.awaited import AwaitedGradients, asking_for_gradients, may_be_awaited
 from ..pipeline.driver import Driver
 from ..pipeline.turns import current_turn
+
+if TYPE_CHECKING:
+    from ..coordinator.replicas import HostedReplicas
 
 _NOTHING = object()
 

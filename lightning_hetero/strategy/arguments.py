@@ -17,9 +17,7 @@ from torch.optim import Optimizer
 
 from .._lightning import (
     BaseFinetuning,
-    GradientAccumulationScheduler,
     MisconfigurationException,
-    MixedPrecision,
     ModelPruning,
     Precision,
     StochasticWeightAveraging,
@@ -27,12 +25,12 @@ from .._lightning import (
     _optimizer_handles_unscaling,
     pl,
 )
+from ..coordinator.precision import scaler_of
 from ..errors import ModelError, did_you_mean
 from ..model.compiled_layers import compiles_only
 from ..model.layers import DecoderLayer, chances_of_leaving_out
 from ..pipeline.microbatch import BatchOptions, LossWeighting
-from ..pipeline.turns import casts_here
-from ..plan import Plan
+from ..plan import NAMED_PLANS, Plan
 from ..recovery import Recovery
 from ..worker_sources import ClusterFile, Launcher
 
@@ -63,8 +61,6 @@ def _is_count(value: Any, least: int) -> bool:
 def _are_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
 
-
-NAMED_PLANS = ("auto", "even", "replicated")
 
 # By argument: whether a value is valid, and the valid values.
 _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -316,39 +312,6 @@ def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
         )
 
 
-def most_accumulated(trainer: pl.Trainer) -> int:
-    """The most batches that a run will accumulate for an optimizer step."""
-    found = [trainer.accumulate_grad_batches]
-    callbacks: Sequence[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    end = trainer.max_epochs
-    for callback in callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
-            planned = callback.scheduling.items()
-            found += [n for epoch, n in planned if end is None or end < 0 or epoch < end]
-    return max(found)
-
-
 def dropout_seed() -> int:
     """The seed of dropout masks: the one of `seed_everything`, or else torch's own."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63
-
-
-def autocast_dtype(plugin: Precision) -> torch.dtype | None:
-    """The dtype of autocast under mixed precision; None under any other precision."""
-    if not isinstance(plugin, MixedPrecision):
-        return None
-    return torch.bfloat16 if "bf16" in plugin.precision else torch.float16
-
-
-def computing_dtypes(module: pl.LightningModule) -> list[torch.dtype]:
-    """The dtypes in which a step of a module may compute, with autocast that is entered outside."""
-    found = [parameter.dtype for parameter in module.parameters()]
-    found += [dtype for _, dtype in casts_here()]
-    autocast = autocast_dtype(module.trainer.precision_plugin)
-    return found if autocast is None else [*found, autocast]
-
-
-def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
-    """The scaler of the loss under precision '16-mixed'; None under any other."""
-    scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
-    return scaler

@@ -14,6 +14,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from .._lightning import TrainerFn, pl
 from ..coordinator.connections import Connections
 from ..coordinator.deployment import Deployment, imports_for
+from ..coordinator.parts import DeploymentParts
+from ..coordinator.precision import autocast_dtype, scaler_of
 from ..errors import PlanError
 from ..events import Observers
 from ..model.layers import DecoderLayer, other_layer_lists
@@ -24,14 +26,12 @@ from ..transport.deadlines import Deadlines
 from ..units import in_micro_batches, in_share
 from .arguments import (
     StepOptions,
-    autocast_dtype,
     check_all_layers_run,
     check_callbacks,
     check_not_compiled,
     dropout_seed,
-    scaler_of,
 )
-from .training_run import PlanFollower, TrainingRun
+from .training_run import PlanFollower, TrainingRun, moves_layers
 
 if TYPE_CHECKING:
     from ..coordinator.listed_workers import ListedWorkers
@@ -103,6 +103,7 @@ class Site:
         deadlines: How long anything may take.
         recover: Lets a run get over lost workers, before layers are sent; None if it does not.
         observers: Read the events of the run.
+        parts: Makes what a deployment has besides its steps.
     """
 
     module: pl.LightningModule
@@ -113,6 +114,7 @@ class Site:
     deadlines: Deadlines
     recover: Callable[[Coordinator, Plan], None] | None = None
     observers: Observers = field(default_factory=Observers)
+    parts: DeploymentParts = field(default_factory=DeploymentParts)
 
     def deploy(self, layers: Sequence[DecoderLayer], source: PlanSource) -> Deployment | None:
         """Choose a plan and send the layers; None if no layer goes to a worker.
@@ -226,6 +228,7 @@ class Site:
             converts_weights,
             self.options.batches,
             before,
+            self.parts,
         )
         if before is not None:  # a plan that is refused changes nothing
             coordinator.serve(plan.workers, plan.narrowings)
@@ -266,6 +269,10 @@ class Site:
     def cuts_step(self) -> bool:
         """Whether ``training_step`` runs once per micro-batch."""
         return self.options.cuts_step(self.module)
+
+    def moves_layers(self) -> bool:
+        """Whether the user wants layers to move, and they can; warns if they cannot."""
+        return self.may_move and moves_layers(self.module)
 
     def _differs_from_plain(self, plan: Plan) -> bool:
         """Whether a plan without workers differs from plain Lightning: it cuts batches that may be

@@ -32,6 +32,7 @@ from typing_extensions import override
 from .._lightning import LightningOptimizer, Precision
 from ..coordinator.deployment import Deployment
 from ..coordinator.optimizers import RemoteOptimizer, changed_parameters, optimized_parameters
+from ..coordinator.precision import scaler_of
 from ..errors import ModelError
 from ..model.override import stand_in
 from ..model.placeholders import GradientsAway
@@ -45,7 +46,6 @@ from ..pipeline.optimizer import (
     total_norm,
 )
 from ..pipeline.recorder import APPLY, Recorder
-from .arguments import scaler_of
 
 # An optimizer's state, and the tensors in it by parameter.
 States = tuple[Mapping[Tensor, Any], list[Stamp]]

@@ -101,8 +101,8 @@ class PlanFollower(Protocol):
     @property
     def bottleneck(self) -> str: ...
 
-    def note_batch(self, *args: Any) -> None:
-        """Look at the arguments of a ``training_step`` before it runs."""
+    def note_batch(self, count: Callable[[], int | None]) -> None:
+        """Look at a batch before its step; ``count`` returns its samples, None if not known."""
 
     def note_step(self) -> None:
         """Note that an optimizer has stepped."""
@@ -200,7 +200,7 @@ class TrainingRun(Run):
         self.deployment.check_placed()
         self.is_inside_window = True
         self._guard.begin_batch(self.deployment, self._remote_steps.optimizers)
-        self.plans.note_batch(*args)
+        self.plans.note_batch(partial(self._reader.count, args[0], args[1:]))
         if self._step.accumulates:
             self._remote_steps.follow_dropped()
         result = self._step.run(step, args)

@@ -26,12 +26,20 @@ from typing_extensions import override
 
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
+from ..coordinator.precision import scaler_of
 from ..devices.copies import Copies, HostCopy
 from ..errors import BatchError, ModelError
 from ..model.override import stand_in
 from ..model.placeholders import tensors_in, training_flags
 from ..pipeline.driver import BatchWork, Driver, Limits, MicrobatchStep, StepGradients
-from ..pipeline.microbatch import CutBatch, CutWindow, LossWeights, SampleFinder, Samples
+from ..pipeline.microbatch import (
+    CutBatch,
+    CutWindow,
+    LossWeights,
+    SampleFinder,
+    Samples,
+    inner_backward,
+)
 from ..pipeline.recorder import Recorder
 from ..pipeline.results import (
     BatchMetrics,
@@ -45,7 +53,7 @@ from ..pipeline.rule import loss_waits, starts_first_with
 from ..pipeline.turns import TurnThreads
 from ..window import Window, Windows
 from .accumulation_window import AccumulationWindow
-from .arguments import StepOptions, scaler_of
+from .arguments import StepOptions
 from .loaders import sizes_of
 
 
@@ -240,16 +248,6 @@ class WholeBatchStep(BatchStep):
 
 def _refuse_backward() -> None:
     raise inner_backward()
-
-
-def inner_backward() -> ModelError:
-    """Refuses gradients that a ``training_step`` takes through layers on workers."""
-    return ModelError(
-        "`training_step` takes gradients through layers on workers by itself, as an adversarial "
-        "step or a gradient penalty does. Under automatic optimization these layers run the "
-        "backward of its loss alone. Use manual optimization with `self.manual_backward(...)`, or "
-        "keep such layers with the coordinator."
-    )
 
 
 class StepGuard(Protocol):

@@ -6,37 +6,60 @@ Each function imports its wing when it is called, so a room that nobody chooses 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
+from ..coordinator.parts import DeploymentParts, NoTwins
 from ..coordinator.progress import Bars
 from ..errors import PlanError
 from ..events import Observers, RecordFile, RunObserver
+from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer
+from ..pipeline.microbatch import CheckFirstBatch
+from ..pipeline.placement import Placement
 from ..plan import Plan
 from ..recovery import Recovery, too_few
 from ..worker_sources import ClusterFile
 from .arguments import StepOptions
 from .deploy import PlanSource
+from .fixed_plan import FixedPlan
 from .run_events import CallbackObserver
 from .training_run import Guard
+from .unguarded import Unguarded
 
 if TYPE_CHECKING:
+    from ..coordinator.layers import RemoteLayers
     from ..coordinator.listed_workers import ListedWorkers
+    from ..coordinator.replicas import HostedReplicas
     from ..coordinator.session import Coordinator
+    from ..coordinator.steps import RemoteStages
+    from ..coordinator.worker_stages import RemoteStage
+
+
+def _has(wing: str) -> bool:
+    """Whether a wing that every run takes in is installed."""
+    return find_spec(f"{__package__.partition('.')[0]}.{wing}") is not None
 
 
 def plan_source(plan: str | Path | Plan, micro_batches: int | None) -> PlanSource:
     """Where the plans of a strategy come from, by its arguments.
 
     Raises:
-        PlanError: If the plan's file is there already and cannot be read.
+        PlanError: If the plan's file is there already and cannot be read, or the plan is to be made
+            and the wing for it is not installed.
     """
-    from .planning import PlanChoice
+    if not _has("replan"):
+        return FixedPlan(plan, micro_batches)
+    from ..replan.planning import PlanChoice
 
     return PlanChoice(plan, micro_batches)
 
@@ -69,6 +92,54 @@ def _lookout(*run: Any) -> Any:
     return Lookout(*run)
 
 
+class InstalledParts(DeploymentParts):
+    """Makes the parts of a deployment, as far as they are installed."""
+
+    @override
+    def twins(
+        self,
+        layers: Mapping[int, nn.Module],
+        kept: Collection[int],
+        remote: RemoteLayers,
+        stages: RemoteStages,
+        seed: int,
+        mode: CheckFirstBatch,
+        told: Callable[[], Mapping[Tensor, bool]],
+    ) -> NoTwins:
+        if not _has("coordinator.twins"):
+            return super().twins(layers, kept, remote, stages, seed, mode, told)
+        from ..coordinator.twins import Twins
+
+        return Twins(layers, kept, remote, stages, seed, mode, told)
+
+    @override
+    def move(
+        self,
+        remote: RemoteLayers,
+        stages: Sequence[RemoteStage],
+        placement: Placement,
+        seed: int,
+        is_on_disk: Callable[[str], bool],
+    ) -> None:
+        from ..coordinator.moves import move
+
+        move(remote, stages, placement, seed, is_on_disk)
+
+    @override
+    def hosted(
+        self,
+        coordinator: Coordinator,
+        placement: Placement,
+        layers: Mapping[int, nn.Module],
+        hollow: HollowLayers,
+    ) -> HostedReplicas:
+        from ..coordinator.replicas import HostedReplicas
+
+        remote, stages, recorder = coordinator.layers, coordinator.stages, coordinator.recorder
+        number_of = coordinator.optimizers.open_exchange
+        return HostedReplicas(placement, layers, remote, stages, recorder, hollow, number_of)
+
+
 def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
     """Cut each layer in two.
 
@@ -82,7 +153,14 @@ def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
     """What looks for silent mistakes in a training."""
-    from .step_guard import RunGuard
+    if not _has("guard"):
+        if options.batches.check != "off":
+            rank_zero_warn(
+                "Nothing checks this run for wrong numbers, since `lightning_hetero.guard` is not "
+                "installed; install the whole package, or set `check_first_batch='off'`."
+            )
+        return Unguarded()
+    from ..guard.step_guard import RunGuard
 
     return RunGuard(module, options)
 

@@ -25,6 +25,7 @@ from ..coordinator.dry_run import (
     to_device,
     with_optimizers,
 )
+from ..coordinator.precision import autocast_dtype
 from ..errors import BatchError, PlanError
 from ..model.layer_call import ResultForm, take_hidden
 from ..model.layers import DecoderLayer, describe_layer
@@ -42,7 +43,6 @@ from ..pipeline.tolerance import (
 )
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..protocol.tensor_bytes import DTYPES
-from ..strategy.arguments import autocast_dtype
 from ..strategy.deploy import Site
 
 # The state of the random numbers at the start of each step.
@@ -266,7 +266,13 @@ class Rehearsal:
             # Under autocast, weights keep their dtype.
             converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
             deployment = Deployment(
-                self.module, self.layers, plan, coordinator, _SEED, converts_weights
+                self.module,
+                self.layers,
+                plan,
+                coordinator,
+                _SEED,
+                converts_weights,
+                parts=self.site.parts,
             )
             try:
                 return observer.step(deployment)

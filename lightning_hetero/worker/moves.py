@@ -12,9 +12,10 @@ from ..protocol.values import Packer
 from ..transport.channel import Channel, Handler
 from .layers import MOST_COPIES, SessionLayers
 from .optimizers import SessionOptimizers
+from .parts import SessionPart
 
 
-class SessionMoves:
+class SessionMoves(SessionPart):
     """Sends tensors to other workers, and takes theirs, with all that belongs to them.
 
     Args:
@@ -22,9 +23,6 @@ class SessionMoves:
         layers: The layers of the session.
         training: Has what belongs to their tensors.
         channel_to: The channel for tensors to the worker of a number.
-
-    Attributes:
-        handlers: What carries out each kind of message.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..devices.copies import Copies
 from ..errors import RemoteProtocolError
@@ -32,6 +33,7 @@ from ..protocol.frames import Content
 from ..protocol.tensor_bytes import TensorSpec, in_frames
 from ..transport.channel import Channel, Handler
 from .layers import SessionLayers
+from .parts import SoleHolder
 
 # How many exchanges a replica may be ahead of another one, which waits for its part of each.
 _MOST_AHEAD = 1
@@ -75,7 +77,7 @@ class _SharedStage:
 _Part = tuple[int, m.ReplicaContent, int]
 
 
-class SessionReplicas:
+class SessionReplicas(SoleHolder):
     """Adds up gradients with the workers that hold the same stages, and follows their steps.
 
     Args:
@@ -83,11 +85,6 @@ class SessionReplicas:
         copies: Copies tensors from the device.
         pass_on: Sends a message with its tensors over a channel.
         channel_to: The channel to the worker of a number.
-
-    Attributes:
-        handlers: What carries out each kind of message.
-        is_repeating: Whether this worker repeats what a lost one has done, so that parts of many
-            exchanges come at once.
     """
 
     def __init__(
@@ -104,7 +101,6 @@ class SessionReplicas:
         self._copies = copies
         self._pass_on = pass_on
         self._channel_to = channel_to
-        self.is_repeating = False
         # Whether a worker in the place of a lost one may send again what has come.
         self._expects_repeats = False
         self._number = 0
@@ -120,8 +116,8 @@ class SessionReplicas:
         # What has been sent of the next sums.
         self._early: dict[str, Stamp] = {}
 
+    @override
     def expect(self, message: m.Deploy) -> None:
-        """Note which stages other workers hold too, and who owns their parameters."""
         self._number = message.member
         self._shared, self._owner_of = [], {}
         for stage in message.stages:
@@ -134,43 +130,44 @@ class SessionReplicas:
         self._is_reduced = False
 
     @property
+    @override
     def is_waiting(self) -> bool:
-        """Whether an exchange is on its way; requests wait for its end."""
         return self._waits_for is not None
 
     @property
+    @override
     def is_adding_up(self) -> bool:
-        """Whether an exchange is on its way that changes gradients, and nothing else."""
         return self._waits_for in ("sums", "totals")
 
+    @override
     def expect_repeats(self) -> None:
-        """Drop from now on what a replica sends that has come before."""
         self._expects_repeats = True
 
+    @override
     def is_total(self, name: str) -> bool:
-        """Whether a gradient here is the sum of all replicas, and another one owns it."""
         return self._is_reduced and not self.is_owned(name)
 
+    @override
     def note_totals(self) -> None:
-        """The gradients here that other workers own are totals."""
         self._is_reduced = True
 
+    @override
     def is_owned(self, name: str) -> bool:
-        """Whether this worker answers for a parameter."""
         return self._owner_of.get(name, self._number) == self._number
 
+    @override
     def is_stepped(self, name: str) -> bool:
-        """Whether this worker steps a parameter."""
         owner = self._owner_of.get(name, self._number)
         is_split = any(each.is_split for each in self._shared if name in each.owner_of)
         return owner == self._number or (owner != COORDINATOR_STAGE and not is_split)
 
+    @override
     def end(self, number: int) -> None:
-        """Forget the exchanges up to one of this number."""
         self._round, self._waits_for = max(self._round, number), None
         self._early.clear()
         self._forget_parts()
 
+    @override
     def note_backward(self) -> None:
         """New gradients are about to come: a total here must not be added to another time."""
         if self._is_reduced:
@@ -178,6 +175,7 @@ class SessionReplicas:
             for _, parameter in self._parameters(lambda _, owner: owner != self._number):
                 parameter.grad = None
 
+    @override
     @contextmanager
     def sending_early(self, number: int) -> Iterator[None]:
         """Inside, the last backward before an exchange runs; sums leave layer by layer."""
@@ -195,13 +193,13 @@ class SessionReplicas:
             self._send(owner, number, "sums", own, is_last=False)
         self._early |= {name: Stamp.of(tensor) for name, tensor in batch.items()}
 
+    @override
     def follow_step(self, number: int) -> None:
-        """Send the weights that this worker has stepped to the others, and wait for theirs."""
         if any(shared.receivers("weights") for shared in self._shared):
             self._begin(number, "weights")
 
+    @override
     def reduce(self, number: int) -> None:
-        """Add up gradients with the other replicas, which is the exchange of that number."""
         if not self._shared or number <= self._round:
             return  # an aborted step has dropped the gradients
         self.note_backward()

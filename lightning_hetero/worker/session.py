@@ -5,11 +5,15 @@
     neighbors   the channels to the other workers
     layers      builds layers, takes their tensors, sends them
     optimizers  steps, clips, freezes and averages
-    moves       passes tensors on to other workers as layers move, and takes theirs
+    timing      times the actions
+
+and others that `wings` makes:
+
     replicas    adds up gradients with the workers that hold the same stages
+    moves       passes tensors on to other workers as layers move, and takes theirs
     snapshots   tells the state for a worker that takes this one's place, or takes it
     takeover    makes room for a second session beside this one
-    telemetry   times and records the actions
+    telemetry   records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
 Each part has a table `handlers`: the function that carries out each kind of its messages.
@@ -28,6 +32,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -63,17 +68,16 @@ from ..protocol.values import KeptConstants
 from ..transport.address import Address
 from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action
 from ..transport.handshake import dial
-from ..transport.reconnection import Line
 from .layers import SessionLayers
-from .moves import SessionMoves
 from .neighbors import SessionNeighbors
 from .optimizers import SessionOptimizers
 from .owner import Host, ServedRun
-from .replicas import SessionReplicas
-from .snapshots import SessionSnapshots
-from .takeover import SessionTakeover
-from .telemetry import SessionTelemetry
-from .trials import SessionTrials, answer_probe
+from .parts import NO_PART, SessionSite
+from .timing import SessionTiming
+from .wings import holder_of, session_parts
+
+if TYPE_CHECKING:
+    from ..transport.reconnection import Line
 
 logger = logging.getLogger(__name__)
 
@@ -149,40 +153,38 @@ class StageSession:
         self._narrowings: dict[int, Narrowing] = {}
         self._constants = KeptConstants()
         self._layers = SessionLayers(coordinator, host)
-        self._trials = SessionTrials(coordinator, host, self._dial_neighbor)
-        self._telemetry = SessionTelemetry(
-            coordinator, host.device, lambda: self._neighbors.numbers
-        )
-        self._recorder = self._telemetry.recorder
-        channel_to = self._neighbors.channel_to
-        self._replicas = SessionReplicas(
-            self._layers, self._copies, self._neighbors.pass_on, channel_to
-        )
+        self._timing = SessionTiming(host.device, self._neighbors)
+        self._recorder = self._timing.recorder
+        self._replicas = holder_of(self._layers, self._copies, self._neighbors)
         self._optimizers = SessionOptimizers(
             coordinator,
             self._layers,
-            self._telemetry.take_timings,
+            self._timing.take_timings,
             lambda: self._runner.dropped,
             self._replicas.is_owned,
         )
-        self._moves = SessionMoves(coordinator, self._layers, self._optimizers, channel_to)
-        self._snapshots = SessionSnapshots(
-            coordinator, self._layers, self._optimizers, self._replicas
+        site = SessionSite(
+            coordinator,
+            host,
+            self._budget,
+            self._recorder,
+            self._layers,
+            self._optimizers,
+            self._replicas,
+            self._neighbors,
+            self._dial_neighbor,
         )
-        self._takeover = SessionTakeover(coordinator, host, self._budget)
+        self._parts = session_parts(site)
         self._handlers = self._handler_of_each()
+        self._answers = {kind: answer for p in self._parts for kind, answer in p.answers.items()}
 
     def _handler_of_each(self) -> dict[type, Handler]:
         """What carries out each kind of message."""
         return {
-            **self._trials.handlers,
-            **self._telemetry.handlers,
+            **{kind: handler for p in self._parts for kind, handler in p.handlers.items()},
             **self._optimizers.handlers,
             **self._layers.handlers,
-            **self._moves.handlers,
             **self._replicas.handlers,
-            **self._snapshots.handlers,
-            **self._takeover.handlers,
             m.KeepSent: self._on_keep_sent,
             m.ForgetSent: self._on_forget_sent,
             m.ReplaceNeighbor: self._on_replace_neighbor,
@@ -276,7 +278,7 @@ class StageSession:
             training_seconds=self._recorder.training_seconds,
             busy_seconds=self._recorder.busy_seconds,
             links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in traffic],
-            is_measuring=self._trials.is_measuring,
+            is_measuring=any(part.is_measuring for part in self._parts),
             repetition=None if self._repetition is None else self._repetition.status,
         )
 
@@ -310,7 +312,8 @@ class StageSession:
         finally:
             with contextlib.ExitStack() as last_steps:  # each one, whatever another one raises
                 last_steps.callback(self._copies.close)
-                last_steps.callback(self._trials.forget)
+                for part in self._parts:
+                    last_steps.callback(part.close)
                 last_steps.callback(self._layers.retire)
                 last_steps.callback(self._neighbors.close, last_word)
 
@@ -336,8 +339,12 @@ class StageSession:
             self._carry_out_due()
         elif isinstance(message, m.Failure):
             self._on_end(arrival.channel, message.reason)
-        elif isinstance(message, m.Probe):
-            self._carry_out(partial(answer_probe, arrival.channel), arrival, content)
+        elif type(message) in self._answers:
+            answer = partial(self._answers[type(message)], arrival.channel)
+            self._carry_out(answer, arrival, content)
+        elif not isinstance(message, m.Goodbye):
+            kind = type(message).__name__
+            self._report(ModelError(NO_PART.format(kind)), message)
         elif arrival.channel is self._coordinator:
             raise SessionOver("goodbye")
         else:
@@ -425,7 +432,7 @@ class StageSession:
                 self._neighbors.check_way(message, arrival.channel)
             if isinstance(message, m.ReplicaTensors):
                 self._neighbors.check_source(message.source, arrival.channel)
-            with self._telemetry.taking(arrival, message):
+            with self._timing.taking(arrival, message):
                 handler(message, frame.tensors)
         except SessionOver:
             raise
@@ -441,7 +448,7 @@ class StageSession:
                 self._replicas.note_backward()
             with self._sending_early(action):
                 if self._runner.is_training(action):
-                    content = self._telemetry.run_training(self._runner, action)
+                    content = self._timing.run_training(self._runner, action)
                 else:
                     content = self._runner.run(action)
             self._tell_of_buffers()
@@ -505,12 +512,12 @@ class StageSession:
         self._coordinator.send(message)
 
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
-        self._trials.forget()
+        for part in self._parts:
+            part.before_deploy()
         parameters = [each for stage in message.stages for each in stage.parameters]
         self._host.owner.check_stage(parameters)
         if self._budget is not None:
             self._budget.reserve(parameters)
-        self._snapshots.note_changes()
         built = self._layers.build(message)
         self._neighbors.expect(message)
         self._replicas.expect(message)
@@ -546,7 +553,8 @@ class StageSession:
     def _on_launch(self, message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.check_complete()
         self._optimizers.forget_leaving()
-        self._snapshots.begin()
+        for part in self._parts:
+            part.on_launch()
         self._connect(self._neighbors.peers)
         self._coordinator.send(m.Done(request=message.request))
 
@@ -616,7 +624,7 @@ class StageSession:
         self._replicas.reduce(message.round)
         if not self._optimizers.has_optimizers:
             # Where the coordinator steps all parameters, nothing else ends the step here.
-            self._coordinator.send(self._telemetry.take_timings(self._runner.step))
+            self._coordinator.send(self._timing.take_timings(self._runner.step))
 
     def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
         self._optimizers.apply_optimizer(message, tensors)
@@ -654,7 +662,7 @@ class StageSession:
     def _on_abort_step(self, message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
         self._replicas.end(message.round)
-        self._telemetry.take_timings(0)
+        self._timing.take_timings(0)
 
     def _tell_of_buffers(self) -> None:
         for stage in self._runner.stages:

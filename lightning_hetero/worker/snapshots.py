@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..errors import LocalProtocolError, ModelError
 from ..model.state import address_of, version_of
@@ -22,7 +23,7 @@ from ..protocol.values import Packer
 from ..transport.channel import Channel, Handler
 from .layers import SessionLayers
 from .optimizers import Belongings, SessionOptimizers, tensor_in
-from .replicas import SessionReplicas
+from .parts import SessionPart, SoleHolder
 
 _PIECE_BYTES = 2**20
 
@@ -31,7 +32,7 @@ _PIECE_BYTES = 2**20
 _State = tuple[int, int, int]
 
 
-class SessionSnapshots:
+class SessionSnapshots(SessionPart):
     """Tells the state of what may have changed, and takes the state of a lost worker.
 
     Args:
@@ -39,9 +40,6 @@ class SessionSnapshots:
         layers: The layers of the session.
         training: Has what belongs to their tensors.
         replicas: Knows which gradients are sums of all replicas.
-
-    Attributes:
-        handlers: What carries out each kind of message.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class SessionSnapshots:
         coordinator: Channel,
         layers: SessionLayers,
         training: SessionOptimizers,
-        replicas: SessionReplicas,
+        replicas: SoleHolder,
     ) -> None:
         self.handlers: dict[type, Handler] = {
             m.TakeSnapshot: self._on_take_snapshot,
@@ -64,14 +62,18 @@ class SessionSnapshots:
         self._changed: set[str] = set()
         self._sending: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """The coordinator has the present content of all tensors."""
+    @override
+    def before_deploy(self) -> None:
+        self._note_changes()
+
+    @override
+    def on_launch(self) -> None:
         self._launched = dict(self._states())
         trained = (name for name, p in self._layers.parameters().items() if p.requires_grad)
         self._changed.update(trained)
 
-    def note_changes(self) -> None:
-        """Note which tensors may have changed; call it also before the layers are built anew."""
+    def _note_changes(self) -> None:
+        """Note which tensors may have changed."""
         for name, state in self._states():
             _, _, tensor = locate(self._layers.numbered, name)
             # Some optimizers change parameters behind torch's back.
@@ -102,7 +104,7 @@ class SessionSnapshots:
         belongings = self._optimizers.present
         if unknown := sorted({*also} - {name for name, _ in self._states()}):
             raise ModelError(f"This worker has no tensors {unknown[:5]}.")
-        self.note_changes()
+        self._note_changes()
         for name, _ in self._states():
             if name in self._changed or name in also:
                 _, _, tensor = locate(self._layers.numbered, name)

@@ -10,6 +10,7 @@ from ..errors import HeteroError
 from ..protocol import messages as m
 from ..transport.channel import Channel, Handler
 from .owner import Budget, Host
+from .parts import SessionPart
 from .second_processes import Second
 
 
@@ -29,16 +30,13 @@ def room_bytes(
     return max(0, min(untaken_bytes, allowed_bytes - peak_bytes - granted_bytes))
 
 
-class SessionTakeover:
+class SessionTakeover(SessionPart):
     """Answers a coordinator that looks for a place for a lost worker's layers.
 
     Args:
         coordinator: The channel to the coordinator.
         host: The worker that serves the session.
         budget: Counts what the session takes; None if the owner sets no limit.
-
-    Attributes:
-        handlers: What carries out each kind of message.
     """
 
     def __init__(self, coordinator: Channel, host: Host, budget: Budget | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import structs
 from torch import Tensor
+from typing_extensions import override
 
 from ..devices.description import describe_device
 from ..devices.device import device_for
@@ -19,11 +20,12 @@ from ..protocol import messages as m
 from ..transport.channel import Channel, Handler, Inbox, exchange_over
 from ..transport.link_probe import measure_link, payload
 from .owner import Host
+from .parts import Answer, SessionPart
 
 logger = logging.getLogger(__name__)
 
 
-class SessionTrials:
+class SessionTrials(SessionPart):
     """Answers a coordinator that measures. Everything happens in the session's thread.
 
     Args:
@@ -31,13 +33,7 @@ class SessionTrials:
         host: The worker; the tensors that it keeps count as free memory.
         dial_neighbor: Opens a channel, not started yet, to the worker at an address that serves the
             session of that name; this worker has the number that is given.
-
-    Attributes:
-        handlers: What carries out each kind of message.
-        is_measuring: Whether a measurement has begun that nothing has ended yet.
     """
-
-    is_measuring = False
 
     def __init__(
         self, coordinator: Channel, host: Host, dial_neighbor: Callable[[str, str, int], Channel]
@@ -53,8 +49,14 @@ class SessionTrials:
             m.MeasureOptimizer: partial(self._answer, self._measure_optimizer),
             m.MeasureLink: partial(self._answer, self._measure_link),
         }
+        self.answers: dict[type, Answer] = {m.Probe: _answer_probe}
 
-    def forget(self) -> None:
+    @override
+    def before_deploy(self) -> None:
+        self.close()
+
+    @override
+    def close(self) -> None:
         """Free the memory of the measured layers."""
         self._bench, self.is_measuring = None, False
         device_for(self._host.device).free_cache()
@@ -110,6 +112,6 @@ class SessionTrials:
         return self._bench
 
 
-def answer_probe(channel: Channel, probe: m.Probe, _tensors: tuple[Tensor, ...]) -> None:
+def _answer_probe(channel: Channel, probe: m.Probe, _tensors: tuple[Tensor, ...]) -> None:
     """Send back as many bytes as a probe asks for."""
     channel.send(m.ProbeAnswer(request=probe.request), *payload(probe.answer_bytes))

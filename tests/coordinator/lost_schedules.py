@@ -37,7 +37,7 @@ from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.errors import HeteroError, MoveUndone
 from lightning_hetero.planner.membership import in_place, left_by_bytes
 from lightning_hetero.planner.replan import PlanChange
-from lightning_hetero.strategy.membership import Membership
+from lightning_hetero.replan.membership import Membership
 
 from ..models import TinyModule, fit, loader
 from .session_net import Net

@@ -24,7 +24,7 @@ PLACES = {
     "norms": ("worker.optimizers", "SessionOptimizers", "_on_measure_norms"),
     "clip": ("worker.optimizers", "SessionOptimizers", "_on_clip_gradients"),
     "step": ("pipeline.optimizer", "StageOptimizer", "step"),
-    "timings": ("worker.telemetry", "SessionTelemetry", "take_timings"),
+    "timings": ("worker.timing", "SessionTiming", "take_timings"),
     "weights": ("worker.layers", "SessionLayers", "content"),
     "optimizer's state": ("worker.optimizers", "SessionOptimizers", "_on_fetch_optimizer_state"),
     "snapshot": ("worker.snapshots", "SessionSnapshots", "_send"),

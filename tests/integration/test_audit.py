@@ -19,7 +19,7 @@ from torch.nn import functional
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StagePlan, windows
 from lightning_hetero.coordinator.twins import Twins
 from lightning_hetero.errors import HeteroError, ModelError
-from lightning_hetero.strategy.audit import Audit, audited_layers
+from lightning_hetero.guard.audit import Audit, audited_layers
 
 from .. import changing_layers as changing
 from ..conftest import worker_process

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import BatchError, ModelError
-from lightning_hetero.strategy.interleaving import LossesAlone
+from lightning_hetero.guard.interleaving import LossesAlone
 
 from ..conftest import worker_process
 from ..models import scaled_precision

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, Recovery, StageMonitor, StagePlan
-from lightning_hetero.strategy.first_batch import FirstBatchCheck
+from lightning_hetero.guard.first_batch import FirstBatchCheck
 
 from ..conftest import worker_process
 from ..equality import differing

@@ -194,7 +194,7 @@ def test_the_second_start_measures_nothing(
 
 
 @repeats(
-    "strategy/test_replan.py::test_a_measurement_that_the_first_steps_contradict_is_marked_once",
+    "replan/test_watch.py::test_a_measurement_that_the_first_steps_contradict_is_marked_once",
     "profiler/test_cache.py::test_a_second_measurement_that_agrees_confirms_the_first",
 )
 def test_a_measurement_that_real_steps_contradict_is_made_anew_at_the_next_start(

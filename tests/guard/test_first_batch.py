@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.strategy.first_batch import Losses, _counts_in, tensors_of
+from lightning_hetero.guard.first_batch import Losses, _counts_in, tensors_of
 
 ROUNDING = 1e-5
 HALVES = [0.5, 0.5]

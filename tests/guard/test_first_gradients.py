@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_hetero.coordinator.handover import TriedHandOver
 from lightning_hetero.errors import ModelError
+from lightning_hetero.guard.first_gradients import RunGradients, WatchesBackwards
 from lightning_hetero.pipeline.boundary import Collected
-from lightning_hetero.strategy.first_gradients import RunGradients, WatchesBackwards
 
 HIDDEN = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
 Loss = Callable[[Tensor], Tensor]

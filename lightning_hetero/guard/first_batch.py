@@ -29,6 +29,7 @@ from typing_extensions import override
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
 from ..coordinator.dry_run import no_trace
+from ..coordinator.precision import computing_dtypes, scaler_of
 from ..devices.device import device_for, is_out_of_memory
 from ..devices.main_memory import free_main_memory
 from ..errors import BatchError, HeteroError, ModelError
@@ -45,7 +46,6 @@ from ..pipeline.microbatch import (
 from ..pipeline.parameter_hooks import ParameterHooks
 from ..pipeline.results import BatchMetrics, StepLog, loss_of, merge_results
 from ..pipeline.tolerance import coarsest, rounding_of_hidden, rounding_of_loss
-from .arguments import computing_dtypes, scaler_of
 from .check_schedule import RunChecks
 from .first_gradients import RunGradients, WatchesBackwards
 from .first_logs import Logged, differing, differing_results, form_of, metrics_of

@@ -10,13 +10,13 @@ import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from .._lightning import MisconfigurationException, pl
+from .._lightning import GradientAccumulationScheduler, MisconfigurationException, pl
 from ..coordinator.deployment import Deployment
 from ..errors import ModelError, MoveUndone
 from ..model.tensors import named_tensors
@@ -81,6 +81,18 @@ def steps_left(trainer: pl.Trainer) -> float:
         return max(0.0, trainer.estimated_stepping_batches - trainer.global_step)
     except MisconfigurationException:  # the Trainer accumulates more batches in later epochs
         return math.inf
+
+
+def most_accumulated(trainer: pl.Trainer) -> int:
+    """The most batches that a run will accumulate for an optimizer step."""
+    found = [trainer.accumulate_grad_batches]
+    callbacks: Sequence[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    end = trainer.max_epochs
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            planned = callback.scheduling.items()
+            found += [n for epoch, n in planned if end is None or end < 0 or epoch < end]
+    return max(found)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_hetero.strategy.interleaving import LossesAlone
+from lightning_hetero.guard.interleaving import LossesAlone
 
 ROUNDING = 1e-6
 

@@ -20,7 +20,7 @@ from lightning_hetero.planner.drift import StageSeconds
 from lightning_hetero.planner.profile import Measured, Profile
 from lightning_hetero.planner.replan import MoveCosts
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.strategy.replan import (
+from lightning_hetero.replan.watch import (
     Horizon,
     Watch,
     own_seconds,

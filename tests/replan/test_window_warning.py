@@ -8,14 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch.utils.data import DataLoader
 
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.strategy.arguments import most_accumulated
-from lightning_hetero.strategy.window_warning import SmallBatch, WindowWarning
+from lightning_hetero.replan.watch import most_accumulated
+from lightning_hetero.replan.window_warning import SmallBatch, WindowWarning
 
 from ..planner.profiles import device, profile
 
@@ -46,23 +44,17 @@ def said(
     times: int = 1,
 ) -> list[str]:
     """The warnings about batches of so many samples."""
-    samples: Any = torch.zeros(64, 3)
     of: Any = SimpleNamespace(
         accumulate_grad_batches=accumulated,
         callbacks=[],
         max_epochs=1,
-        training=True,
-        train_dataloader=DataLoader(samples, num_samples),
-        lightning_module=None,
+        train_dataloader=None,
     )
-    options: Any = SimpleNamespace(
-        batches=SimpleNamespace(dim=None), cuts_step=lambda _module: cuts_step
-    )
-    warning = WindowWarning(of, plan, options, known)
+    warning = WindowWarning(of, plan, cuts_step, known)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for number in range(times):
-            warning.note_batch(torch.zeros(num_samples, 3), number)
+        for _ in range(times):
+            warning.note_batch(lambda: num_samples)
     return [str(each.message) for each in caught]
 
 

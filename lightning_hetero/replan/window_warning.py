@@ -9,7 +9,7 @@ nothing does.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from msgspec import structs
@@ -20,8 +20,7 @@ from ..plan import Plan
 from ..planner.feasibility import candidate_of
 from ..planner.profile import Profile
 from ..units import in_micro_batches, in_samples
-from .arguments import StepOptions, most_accumulated
-from .training_step import BatchReader
+from .watch import most_accumulated
 
 LEAST_LOSS = 1.02
 """Times as long as necessary that a step takes before it is worth a warning."""
@@ -104,40 +103,34 @@ class WindowWarning:
     Args:
         trainer: Gives the batches.
         plan: The plan at the start of the training.
-        options: How batches are cut.
+        cuts_step: Whether ``training_step`` runs on each micro-batch.
         profile: What was measured; None if nothing was.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, plan: Plan, options: StepOptions, profile: Profile | None
+        self, trainer: pl.Trainer, plan: Plan, cuts_step: bool, profile: Profile | None
     ) -> None:
         self._trainer = trainer
         self._plan = plan
-        self._options = options
+        self._cuts_step = cuts_step
         self._profile = profile
         self._is_over = False
 
-    def note_batch(self, batch: Any, *rest: Any) -> None:
+    def note_batch(self, count: Callable[[], int | None]) -> None:
         """Look at a batch before its step, if it is the first one.
 
         Args:
-            batch: The first argument of ``training_step``.
-            rest: The other arguments.
+            count: Returns how many samples it has; None if they cannot be found.
         """
         if self._is_over:
             return
         self._is_over = True
-        module = self._trainer.lightning_module
-        reader = BatchReader(self._trainer, self._options.batches.dim)
         several = isinstance(self._trainer.train_dataloader, list)
-        count = None if several else reader.count(batch, rest)
-        if count is None or not 0 < count < self._plan.micro_batches:
+        found = None if several else count()
+        if found is None or not 0 < found < self._plan.micro_batches:
             return
-        cuts_step = self._options.cuts_step(module)
-        _say(
-            SmallBatch(self._plan, count, most_accumulated(self._trainer), cuts_step),
-            self._profile,
-        )
+        num_batches = most_accumulated(self._trainer)
+        _say(SmallBatch(self._plan, found, num_batches, self._cuts_step), self._profile)
 
 
 def _say(small: SmallBatch, profile: Profile | None) -> None:

@@ -23,11 +23,11 @@ from .._lightning import pl
 from ..coordinator.deployment import Deployment
 from ..coordinator.dry_run import no_trace
 from ..coordinator.lone_microbatch import LoneMicrobatch
+from ..coordinator.precision import computing_dtypes
 from ..errors import BatchError
 from ..pipeline.microbatch import GO_ON, CheckFirstBatch, CutBatch, CutWindow
 from ..pipeline.results import loss_of
 from ..pipeline.tolerance import coarsest, rounding_of_loss
-from .arguments import computing_dtypes
 from .check_schedule import RunChecks
 
 # Losses below this have no relative error of their own.

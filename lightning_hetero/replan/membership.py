@@ -11,11 +11,11 @@ Which plan follows is decided by `planner.membership`. Layers move as for `repla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -39,22 +39,22 @@ from ..planner.replan import LEAST_GAIN, PlanChange
 from ..protocol import messages as m
 from ..recovery import Recovery, too_few
 from ..units import in_bytes
-from .arguments import most_accumulated
-from .deploy import Move, Site
-from .replan import (
+from .watch import (
     SHARE_OF_MEMORY,
     Horizon,
     Watch,
     layer_bytes,
+    most_accumulated,
     room_bytes,
     staying_if_undone,
     steps_left,
 )
-from .training_run import TrainingRun, moves_layers
 from .window_warning import WindowWarning
 
 if TYPE_CHECKING:
     from ..profiler.profiling_run import Newcomers
+    from ..strategy.deploy import Move, Site
+    from ..strategy.training_run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -408,12 +408,12 @@ class Replanner:
     ) -> None:
         self._run = run
         self._move = move
-        module, trainer, plan = site.module, site.module.trainer, run.deployment.plan
+        trainer, plan = site.module.trainer, run.deployment.plan
         accumulated = most_accumulated(trainer) if site.cuts_step else 1
-        moves = site.may_move and moves_layers(module)
         horizon = Horizon(accumulated, partial(steps_left, trainer))
+        moves = site.moves_layers()
         self._watch = Watch(run.deployment, terms.measured, run.recorder, moves, horizon)
-        self._warning = WindowWarning(trainer, plan, site.options, self.profile)
+        self._warning = WindowWarning(trainer, plan, site.cuts_step, self.profile)
         self._membership = Membership(site, terms, self, move)
 
     @property
@@ -451,9 +451,9 @@ class Replanner:
             self._watch.profile = before
             raise
 
-    def note_batch(self, *args: Any) -> None:
+    def note_batch(self, count: Callable[[], int | None]) -> None:
         """Warn of a first batch that is too small for the pipeline."""
-        self._warning.note_batch(*args)
+        self._warning.note_batch(count)
 
     def note_step(self) -> None:
         """Note this process's own times after an optimizer step."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_hetero.strategy.first_logs import Logged, differing, differing_results, form_of
+from lightning_hetero.guard.first_logs import Logged, differing, differing_results, form_of
 
 
 def logged(value: float, batch_size: int | None = None) -> Logged:

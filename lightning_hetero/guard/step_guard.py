@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -14,7 +14,6 @@ from ..coordinator.deployment import Deployment
 from ..coordinator.optimizers import RemoteOptimizer
 from ..pipeline.microbatch import CutBatch, CutWindow
 from ..pipeline.results import StepLog
-from .arguments import StepOptions
 from .audit import Audit, DeploymentAudit
 from .batch_kinds import BatchKindReader, BatchKinds
 from .check_schedule import KeptBatch, RunChecks
@@ -22,6 +21,9 @@ from .first_batch import FirstBatchCheck, tensors_of
 from .interleaving import InterleavingCheck
 from .step_changes import OwnAttributes, StepChanges, warn_of_backwards, warn_of_changes
 from .twin_check import TwinCheck
+
+if TYPE_CHECKING:
+    from ..strategy.arguments import StepOptions
 
 
 class RunGuard:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from lightning_hetero.strategy.check_schedule import CheckSchedule, RunChecks, ordinal
+from lightning_hetero.guard.check_schedule import CheckSchedule, RunChecks, ordinal
 
 
 def checked(

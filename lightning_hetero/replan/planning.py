@@ -27,20 +27,20 @@ from ..coordinator.connections import Connections
 from ..coordinator.dry_run import NoSample
 from ..errors import PlanError
 from ..model.layers import DecoderLayer
-from ..plan import Plan
+from ..plan import NAMED_PLANS, GivenPlan, Plan, with_micro_batches
 from ..planner.feasibility import as_measured, check_plan, with_shares
 from ..planner.profile import Measured, Profile
 from ..planner.solver import Solution, Wishes, even_plan, replicated_plan, solve, solve_replicated
 from ..planner.verdict import judge, render, show
 from ..recovery import Recovery
-from .arguments import NAMED_PLANS, most_accumulated
-from .deploy import Move, Site
 from .membership import Replanner, Terms
+from .watch import most_accumulated
 
 if TYPE_CHECKING:
     from ..profiler.measure import ProfilingOptions
     from ..profiler.profiling_run import Newcomers, ProfilingRun
-    from .training_run import TrainingRun
+    from ..strategy.deploy import Move, Site
+    from ..strategy.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ class PlanChoice:
         self._newcomers: Newcomers | None = None
         self._micro_batches = micro_batches
         self._solved: dict[tuple[int, tuple[str, ...]], Plan] = {}
-        if not isinstance(plan, Plan) and plan not in NAMED_PLANS and Path(plan).exists():
-            Plan.from_yaml(plan)  # its mistakes are told before a worker is waited for
+        self._given = None if plan in NAMED_PLANS else GivenPlan(plan, micro_batches)
 
     @property
     def profile(self) -> Profile | None:
@@ -128,21 +127,13 @@ class PlanChoice:
         Raises:
             PlanError: If the plan does not fit.
         """
-        plan, path = self.plan, None
-        if plan == "auto":
+        if self._given is not None:
+            return self._given.fitting(num_layers, workers)
+        if self.plan == "auto":
             return None
-        if plan in ("even", "replicated"):
-            make = even_plan if plan == "even" else replicated_plan
-            plan = make(num_layers, workers)
-        elif not isinstance(plan, Plan):
-            plan, path = Plan.from_yaml(plan), plan
-        plan = self._with_micro_batches(plan)
-        try:
-            plan.check(num_layers, workers)
-        except PlanError as error:
-            if path is None:
-                raise
-            raise PlanError(f"The plan of the file {str(path)!r} does not fit. {error}") from error
+        make = even_plan if self.plan == "even" else replicated_plan
+        plan = with_micro_batches(make(num_layers, workers), self._micro_batches)
+        plan.check(num_layers, workers)
         return plan
 
     def named_workers(self) -> Sequence[str]:
@@ -151,9 +142,7 @@ class PlanChoice:
         Raises:
             PlanError: If the plan's file cannot be read.
         """
-        if isinstance(self.plan, Plan):
-            return self.plan.workers
-        return () if self.plan in NAMED_PLANS else Plan.from_yaml(self.plan).workers
+        return () if self._given is None else self._given.read().workers
 
     def unmeasured(self, trainer: pl.Trainer, num_layers: int, workers: Sequence[str]) -> Plan:
         """The plan of a run that does not measure; under ``"auto"``, that of the last training.
@@ -170,7 +159,7 @@ class PlanChoice:
     def even(self, num_layers: int, workers: Sequence[str], reason: str) -> Plan:
         """The same number of layers for everyone, because nothing can be measured."""
         rank_zero_info(f"plan='auto' is 'even' here, since nothing can be measured. {reason}")
-        return self._with_micro_batches(even_plan(num_layers, workers))
+        return with_micro_batches(even_plan(num_layers, workers), self._micro_batches)
 
     def solve(self, profile: Profile, workers: Sequence[str], replicas: bool) -> Plan:
         """The fastest plan by a profile; under ``"replicated"`` the fastest of such plans.
@@ -189,11 +178,6 @@ class PlanChoice:
         _print_verdict(solution)
         self._solved[len(profile.model.layers), tuple(workers)] = solution.plan
         return solution.plan
-
-    def _with_micro_batches(self, plan: Plan) -> Plan:
-        if self._micro_batches is None:
-            return plan
-        return dataclasses.replace(plan, micro_batches=self._micro_batches)
 
 
 def in_window(measured: Measured, trainer: pl.Trainer, cuts_step: bool) -> Measured:

@@ -16,7 +16,7 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.profile import Measured
 from lightning_hetero.planner.solver import solve
-from lightning_hetero.strategy.planning import PlanChoice, _print_verdict, in_window
+from lightning_hetero.replan.planning import PlanChoice, _print_verdict, in_window
 
 from ..planner.profiles import device, profile
 

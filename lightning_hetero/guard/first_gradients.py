@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ..coordinator.handover import TriedHandOver
-from ..pipeline.microbatch import STOPPING_DIFFERENCE
+from ..pipeline.microbatch import STOPPING_DIFFERENCE, inner_backward
 from ..pipeline.trial_backward import (
     TriedBackward,
     difference_of_backwards,
@@ -33,7 +33,6 @@ from ..pipeline.trial_backward import (
     made_up,
     other_gradients,
 )
-from .training_step import inner_backward
 
 # The numbers within a gradient cancel each other more than those of hidden states do: a difference
 # below this multiple of their rounding error, and below this least one, is rounding.

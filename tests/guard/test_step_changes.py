@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.strategy.step_changes import OwnAttributes, StepChanges
+from lightning_hetero.guard.step_changes import OwnAttributes, StepChanges
 
 
 class Keeping(pl.LightningModule):

@@ -1,0 +1,52 @@
+"""The wings that a worker's session takes in: `session` makes its parts here, and imports none."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ..devices.copies import Copies
+from .layers import SessionLayers
+from .neighbors import SessionNeighbors
+from .parts import SessionPart, SessionSite, SoleHolder
+
+
+def session_parts(site: SessionSite) -> list[SessionPart]:
+    """The parts of a session, as far as they are installed."""
+    found: list[SessionPart] = []
+    if _has("trials"):
+        from .trials import SessionTrials
+
+        found.append(SessionTrials(site.coordinator, site.host, site.dial_neighbor))
+    if _has("telemetry"):
+        from .telemetry import SessionTelemetry
+
+        found.append(SessionTelemetry(site.coordinator, site.recorder, site.neighbors))
+    if _has("moves"):
+        from .moves import SessionMoves
+
+        channel_to = site.neighbors.channel_to
+        found.append(SessionMoves(site.coordinator, site.layers, site.optimizers, channel_to))
+    if _has("snapshots"):
+        from .snapshots import SessionSnapshots
+
+        parts = site.layers, site.optimizers, site.replicas
+        found.append(SessionSnapshots(site.coordinator, *parts))
+    if _has("takeover"):
+        from .takeover import SessionTakeover
+
+        found.append(SessionTakeover(site.coordinator, site.host, site.budget))
+    return found
+
+
+def holder_of(layers: SessionLayers, copies: Copies, neighbors: SessionNeighbors) -> SoleHolder:
+    """What a session asks about the other holders of its stages."""
+    if not _has("replicas"):
+        return SoleHolder()
+    from .replicas import SessionReplicas
+
+    return SessionReplicas(layers, copies, neighbors.pass_on, neighbors.channel_to)
+
+
+def _has(wing: str) -> bool:
+    """Whether a module of this room is installed."""
+    return find_spec(f"{__package__}.{wing}") is not None
