@@ -43,7 +43,7 @@ from lightning_hetero.coordinator.steps import RemoteStages
 from lightning_hetero.model.placeholders import tensors_in
 from lightning_hetero.strategy.audit import Audit
 from lightning_hetero.strategy.first_batch import FirstBatchCheck
-from lightning_hetero.strategy.twin_check import TwinCheck
+from lightning_hetero.strategy.step_guard import TwinCheck
 
 # Where each check runs, by the mode.
 CHECKS: dict[str, tuple[type, str]] = {

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..errors import ModelError
-from ..model.attributes import Change, differences, write_change
-from ..model.hollow_checks import HeldLayers, is_followed
+from ..model.attributes import Change, differences, is_followed, write_change
+from ..model.hollow import HollowLayers
 from ..model.layer_code import outer_values_of
 from ..model.layers import DecoderLayer, describe_layer
 from ..model.recipe import Recipe, build_layers, joined
@@ -29,7 +29,7 @@ class PlainAttributes:
         connections: The workers.
         remote: Has deployed the layers.
         stamp: What a worker's stages do before the forwards that are sent next.
-        held: Notes what changes.
+        hollow: The layers here; they note what changes.
         changed: Attributes that already differ from those that the workers have built.
     """
 
@@ -39,16 +39,16 @@ class PlainAttributes:
         connections: Connections,
         remote: RemoteLayers,
         stamp: Callable[[Member], Mapping[str, int]],
-        held: HeldLayers,
+        hollow: HollowLayers,
         changed: Sequence[Change],
     ) -> None:
         self._layers = layers
         self._connections = connections
         self._remote = remote
         self._stamp = stamp
-        self._held = held
+        self._held = hollow.held
         self._outside = outer_values_of(layer.module for layer in layers.values())
-        held.unsent += changed
+        self._held.unsent += changed
         # The step and the first micro-batch of the batch of the latest hand-over.
         self._latest = -1, 0
 
@@ -69,19 +69,20 @@ class PlainAttributes:
                 "sent before the next step, pass it as an argument, or keep the layers with the "
                 "coordinator."
             )
-        step = self._connections.step
-        present = step, self._connections.first_microbatch
+        present = self._connections.step, self._connections.first_microbatch
         is_first, self._latest = present != self._latest, present
         self._held.end_forward()
-        unsent = self._held.unsent
-        if not unsent:
-            return
+        if self._held.unsent:
+            self._send(self._held.unsent, is_first)
+            self._held.unsent = []
+
+    def _send(self, unsent: Sequence[Change], is_first: bool) -> None:
         if not is_first:
             change = unsent[0]
             raise ModelError(
-                f"The attribute {self._held.name_of(change)} was changed in the "
-                f"middle of step {step}: other micro-batches, or other calls of the model, went to "
-                f"the worker of {describe_layer(change.layer_index)} before it. Change it in "
+                f"The attribute {self._held.name_of(change)} was changed in the middle of step "
+                f"{self._connections.step}: other micro-batches, or other calls of the model, went "
+                f"to the worker of {describe_layer(change.layer_index)} before it. Change it in "
                 "`on_train_batch_start` or earlier, or keep the layer with the coordinator."
             )
         self._connections.check_usable()
@@ -94,7 +95,6 @@ class PlainAttributes:
                     said = partial(m.SetAttributes, change.layer_index, change.path, text, gone)
                     for worker in holdings.holders(number):
                         self._connections.send(worker, said(**self._stamp(worker)))
-        self._held.unsent = []
 
 
 def changed_since_recipe(

@@ -191,7 +191,7 @@ class Deployment:
         self._hooks = self._hollow_out()
         stamp = coordinator.stages.stamp_of_earlier
         self._attributes = PlainAttributes(
-            away, connections, remote_layers, stamp, self._hollow.held, differing
+            away, connections, remote_layers, stamp, self._hollow, differing
         )
 
     def _hosted_layers(self, away: Mapping[int, DecoderLayer]) -> dict[int, nn.Module]:
@@ -244,7 +244,7 @@ class Deployment:
                     for name in self.coordinator.layers.deploy(stages, placement, seed):
                         progress.advance(sizes[name])
                         moments[name] = time.perf_counter()
-                names = [[name for name, _ in named_tensors(stage.layers)] for stage in stages]
+                names = [stage.names for stage in stages]
                 self.bytes_per_second = slowest_rate(names, sizes, moments)
                 return
             except WorkerLost as cause:

@@ -50,6 +50,8 @@ from .state import MISSING, Held, Same, Stamp, version_of
 
 # Under manual optimization the strategy overrides a layer's `zero_grad`; no forward calls it.
 _NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}
+# Adapters and tensors in 4 bits have switches of their own, which `AdapterSwitches` watches.
+_NOT_FOLLOWED = frozenset({"bitsandbytes", "peft"})
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """The types whose values cannot change inside."""
 
@@ -400,6 +402,11 @@ class ModuleState:
         if all(each.kind == "attributes" for each in found):
             self.note()
         return found
+
+
+def is_followed(module: nn.Module) -> bool:
+    """Whether workers follow changes of a module's attributes."""
+    return type(module).__module__.partition(".")[0] not in _NOT_FOLLOWED
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:

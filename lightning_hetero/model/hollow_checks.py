@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
-from .attributes import Change, ModuleState
+from .attributes import Change, ModuleState, is_followed
 from .captured_outputs import has_hooks
 from .layers import DecoderLayer, describe_layer
 from .partial_layers import in_tree
@@ -32,8 +32,6 @@ _OBSERVERS = ("lightning.", "pytorch_lightning.")
 # Their modes observe, or make tensors on a device.
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_hetero"})
 
-# Adapters and tensors in 4 bits have switches of their own, which `AdapterSwitches` watches.
-_NOT_FOLLOWED = frozenset({"bitsandbytes", "peft"})
 
 # What torch calls for every module of this process.
 _HOOKS_OF_ALL_MODULES = (
@@ -188,11 +186,6 @@ class HeldLayers:
                     raise hook_away(f"{layer.name}.{path}".rstrip("."))
 
 
-def is_followed(module: nn.Module) -> bool:
-    """Whether workers follow changes of a module's attributes."""
-    return type(module).__module__.partition(".")[0] not in _NOT_FOLLOWED
-
-
 def _methods_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[type, str, Any]]:
     """The functions in these classes and their bases, but for torch's own."""
     bases = {base for kind in kinds for base in kind.__mro__}
@@ -225,7 +218,14 @@ def check_hooks_of_all_modules(is_excused: Callable[[Callable[..., Any]], bool])
 def warn_of_modes() -> None:
     """Warn of modes of the user's own around a call of a layer: they see each operation of this
     thread, and may change it or only count it."""
-    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    if modes or hooks is not None:
+        _warn_of(modes, hooks)
+
+
+def _warn_of(modes: Iterable[Any], hooks: Sequence[Callable[..., Any]] | None) -> None:
+    for mode in modes:
         kind = type(mode)
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             rank_zero_warn(
@@ -233,7 +233,6 @@ def warn_of_modes() -> None:
                 "sees and changes nothing of what the worker computes. If it changes numbers, "
                 "leave it before the layers, or let the coordinator alone have them."
             )
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and _package_of(hooks[0]) not in _LIBRARIES:
         rank_zero_warn(
             "A layer that lives on a worker was called inside of `saved_tensors_hooks`, which see "

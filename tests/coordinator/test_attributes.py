@@ -15,6 +15,7 @@ from lightning_hetero.coordinator.layers import RemoteLayers
 from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.attributes import Change
+from lightning_hetero.model.hollow import HollowLayers
 from lightning_hetero.model.hollow_checks import HeldLayers
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
@@ -44,7 +45,7 @@ def attributes_of(
         cast(Connections, connections),
         cast(RemoteLayers, remote),
         lambda _: {},
-        held or held_of(layer),
+        cast(HollowLayers, SimpleNamespace(held=held or held_of(layer))),
         [],
     )
 
