@@ -42,7 +42,7 @@ from lightning_hetero.coordinator.optimizers import RemoteOptimizer, RemoteOptim
 from lightning_hetero.coordinator.steps import RemoteStages
 from lightning_hetero.guard.audit import Audit
 from lightning_hetero.guard.first_batch import FirstBatchCheck
-from lightning_hetero.guard.twin_check import TwinCheck
+from lightning_hetero.guard.step_guard import TwinCheck
 from lightning_hetero.model.placeholders import tensors_in
 
 # Where each check runs, by the mode.

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..errors import ModelError
-from ..model.attributes import AttributeState, Change, differences, write_change
+from ..model.attributes import Change, differences, is_followed, write_change
+from ..model.hollow import HollowLayers
 from ..model.layer_code import outer_values_of
 from ..model.layers import DecoderLayer, describe_layer
 from ..model.recipe import Recipe, build_layers, joined
@@ -18,9 +19,6 @@ from .connections import Connections
 from .layers import RemoteLayers
 from .member import Member
 from .worker_stages import RemoteStage
-
-# Adapters and tensors in 4 bits have switches of their own, which `AdapterSwitches` watches.
-_NOT_FOLLOWED = frozenset({"bitsandbytes", "peft"})
 
 
 class PlainAttributes:
@@ -31,6 +29,7 @@ class PlainAttributes:
         connections: The workers.
         remote: Has deployed the layers.
         stamp: What a worker's stages do before the forwards that are sent next.
+        hollow: The layers here; they note what changes.
         changed: Attributes that already differ from those that the workers have built.
     """
 
@@ -40,58 +39,18 @@ class PlainAttributes:
         connections: Connections,
         remote: RemoteLayers,
         stamp: Callable[[Member], Mapping[str, int]],
+        hollow: HollowLayers,
         changed: Sequence[Change],
     ) -> None:
-        modules = {number: layer.module for number, layer in layers.items()}
         self._layers = layers
         self._connections = connections
         self._remote = remote
         self._stamp = stamp
-        self._state = AttributeState(modules, _is_followed)
-        self._outside = outer_values_of(modules.values())
-        self._unsent = list(changed)
+        self._held = hollow.held
+        self._outside = outer_values_of(layer.module for layer in layers.values())
+        self._held.unsent += changed
         # The step and the first micro-batch of the batch of the latest hand-over.
         self._latest = -1, 0
-        # The layers that the present forward has called.
-        self._called: set[int] = set()
-
-    def note_changes(self) -> None:
-        """Note what has changed; call it before the layers are ordinary for a while."""
-        self._unsent += self._state.take_changes()
-
-    def begin_again(self) -> None:
-        """The layers are hollow again: the overrides on them are others, and no change."""
-        self._state.note()
-
-    def note_call(self, number: int) -> None:
-        """Note that a forward calls a layer, which a worker computes later, as it is now.
-
-        Raises:
-            ModelError: If a layer that was called before it has changed meanwhile.
-        """
-        if number <= max(self._called, default=number - 1):
-            self._called = set()
-        if not self._state.is_same(number):
-            self._take_changes()
-        self._called.add(number)
-
-    def _take_changes(self) -> None:
-        """Note the changes as unsent: they stay so after an error, which a check may catch."""
-        changes = self._state.take_changes()
-        self._unsent += changes
-        late = next((each for each in changes if each.layer_index in self._called), None)
-        if late is not None:
-            raise ModelError(
-                f"The attribute {self._where(late)} was changed after the model had called "
-                f"{describe_layer(late.layer_index)}, whose worker computes the call later. Change "
-                "it in `on_train_batch_start` or earlier, pass it as an argument, or keep the "
-                "layer with the coordinator."
-            )
-
-    def _where(self, change: Change) -> str:
-        """The full name of the first attribute of a change."""
-        layer = self._layers[change.layer_index].name
-        return ".".join(part for part in (layer, change.path, change.names[0]) if part)
 
     def follow(self) -> None:
         """Send the changes. You must call this at every hand-over of the present step.
@@ -110,32 +69,32 @@ class PlainAttributes:
                 "sent before the next step, pass it as an argument, or keep the layers with the "
                 "coordinator."
             )
-        step = self._connections.step
-        present = step, self._connections.first_microbatch
+        present = self._connections.step, self._connections.first_microbatch
         is_first, self._latest = present != self._latest, present
-        self._take_changes()
-        self._called = set()
-        if not self._unsent:
-            return
+        self._held.end_forward()
+        if self._held.unsent:
+            self._send(self._held.unsent, is_first)
+            self._held.unsent = []
+
+    def _send(self, unsent: Sequence[Change], is_first: bool) -> None:
         if not is_first:
-            change = self._unsent[0]
+            change = unsent[0]
             raise ModelError(
-                f"The attribute {self._where(change)} was changed in the "
-                f"middle of step {step}: other micro-batches, or other calls of the model, went to "
-                f"the worker of {describe_layer(change.layer_index)} before it. Change it in "
+                f"The attribute {self._held.name_of(change)} was changed in the middle of step "
+                f"{self._connections.step}: other micro-batches, or other calls of the model, went "
+                f"to the worker of {describe_layer(change.layer_index)} before it. Change it in "
                 "`on_train_batch_start` or earlier, or keep the layer with the coordinator."
             )
         self._connections.check_usable()
         holdings = self._remote.holdings
         for number, stage in holdings.stages.items():
-            for change in self._unsent:
+            for change in unsent:
                 if change.layer_index in stage.layers:
                     layer = self._layers[change.layer_index]
                     text, gone = write_change(change, layer.name)
                     said = partial(m.SetAttributes, change.layer_index, change.path, text, gone)
                     for worker in holdings.holders(number):
                         self._connections.send(worker, said(**self._stamp(worker)))
-        self._unsent = []
 
 
 def changed_since_recipe(
@@ -157,7 +116,7 @@ def changed_since_recipe(
     are_here = {n: layer for stage in stages for n, layer in stage.layers.items() if n in made}
     for number, layer in are_here.items():
         _check_same_classes(layers[number].name, layer, made[number])
-    found = differences(are_here, made, _is_followed)
+    found = differences(are_here, made, is_followed)
     for change in found:
         write_change(change, layers[change.layer_index].name)
     return found
@@ -190,7 +149,3 @@ def _check_same_classes(name: str, layer: nn.Module, made: nn.Module) -> None:
 
 def _named(kind: type | None) -> str:
     return "nothing" if kind is None else kind.__name__
-
-
-def _is_followed(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] not in _NOT_FOLLOWED

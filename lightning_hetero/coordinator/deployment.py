@@ -193,7 +193,9 @@ class Deployment:
         self.coordinator.optimizers.hosted = self.hosted
         self._hooks = self._hollow_out()
         stamp = coordinator.stages.stamp_of_earlier
-        self._attributes = PlainAttributes(away, connections, coordinator.layers, stamp, differing)
+        self._attributes = PlainAttributes(
+            away, connections, remote_layers, stamp, self._hollow, differing
+        )
 
     def _hosted_layers(self, away: Mapping[int, DecoderLayer]) -> dict[int, nn.Module]:
         """The layers of which this process is to be a replica, of those on workers.
@@ -238,7 +240,7 @@ class Deployment:
                     for name in self.coordinator.layers.deploy(stages, placement, seed):
                         progress.advance(sizes[name])
                         moments[name] = time.perf_counter()
-                names = [[name for name, _ in named_tensors(stage.layers)] for stage in stages]
+                names = [stage.names for stage in stages]
                 self.bytes_per_second = slowest_rate(names, sizes, moments)
                 return
             except WorkerLost as cause:
@@ -313,7 +315,7 @@ class Deployment:
     @contextmanager
     def _giving_way(self) -> Iterator[None]:
         """Inside, the layers are ordinary, and empty; after an error they are hollow again."""
-        self._attributes.note_changes()
+        self._hollow.held.end_forward()
         self._release_local_layers()
         self._hollow.release()
         self._hooks.close()
@@ -321,7 +323,6 @@ class Deployment:
             yield
         except BaseException as error:
             self._hooks = self._hollow_out()
-            self._attributes.begin_again()
             if self.coordinator.layers.holdings.placement != Placement.of(self.plan):
                 # The workers have moved, and this process has not followed.
                 self.tensors.lose(error, "continue from the last checkpoint")
@@ -585,9 +586,7 @@ class Deployment:
         return returned.hidden, returned.collected
 
     def _pass_by(self, number: int) -> None:
-        """Note the call of a hollow layer, and seed the code behind it as behind one that stays
-        here."""
-        self._attributes.note_call(number)
+        """Seed the code behind a hollow layer as behind one that stays here."""
         if is_seeded(self._away[number]):
             self.draws.pass_by(number)
 

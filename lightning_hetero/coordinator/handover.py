@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -28,6 +29,7 @@ from ..model.layer_call import LayerCall, result_on_meta
 from ..pipeline.boundary import Activation, Collected, join_activations
 from ..pipeline.handover import (
     Exchange,
+    LoneMicrobatch,
     Request,
     Rows,
     SampleDimension,
@@ -55,9 +57,10 @@ from ..pipeline.trial_backward import (
 from ..pipeline.turns import current_turn
 from ..plan import Plan
 from ..protocol.tensor_bytes import DTYPES
-from .lone_microbatch import LoneMicrobatch
 from .parts import NoTwins
-from .steps import RemoteStages
+
+if TYPE_CHECKING:
+    from .steps import RemoteStages
 
 # No other visit of a step has so large a number.
 _FIRST_TWIN = 8 * FIRST_TRIAL
@@ -504,6 +507,10 @@ class HandOvers:
             self._follow(request.surroundings.grad_enabled)
             returned: Activation = turn.hand_over(request)
             return returned
+        return self._exchange_here(request)
+
+    def _exchange_here(self, request: Request) -> Activation:
+        """Exchange outside of a micro-batch's turn: for a check, or for a batch in one piece."""
         if self._is_cutting:
             raise ModelError(
                 "Layers on workers were called outside of a micro-batch's `training_step` while it "

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,9 @@ from ..transport.channel import send_copied
 from .connections import refuse_unasked
 from .layers import STEPS_BETWEEN_COMPARISONS, RemoteLayers
 from .member import Member
-from .steps import RemoteStages
+
+if TYPE_CHECKING:
+    from .steps import RemoteStages
 
 # What is exchanged, the number of the exchange, and the worker that sends it.
 _Part = tuple[m.ReplicaContent, int, Member]

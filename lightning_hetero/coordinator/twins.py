@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -30,7 +30,7 @@ from ..model.layers import describe_layer
 from ..model.outer_state import OuterContent, OuterState
 from ..model.override import own_forward
 from ..model.tensors import filled, named_tensors, stored_bytes, stored_in_four_bits
-from ..pipeline.handover import Request
+from ..pipeline.handover import Request, received
 from ..pipeline.microbatch import GO_ON, CheckFirstBatch
 from ..pipeline.random_numbers import FIRST_TRIAL, PythonStreams, seed_action, seed_elsewhere
 from ..pipeline.rule import Key
@@ -46,10 +46,11 @@ from ..pipeline.twin import (
 )
 from ..protocol.tensor_bytes import DTYPES
 from .layers import RemoteLayers
-from .lone_microbatch import received
 from .member import Member
 from .parts import NoTwins
-from .steps import RemoteStages
+
+if TYPE_CHECKING:
+    from .steps import RemoteStages
 
 # All layers answer as long as their weights, and what they get, are fewer bytes together. Beyond
 # that one of each kind on each process does.

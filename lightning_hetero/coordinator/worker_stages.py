@@ -68,6 +68,11 @@ class RemoteStage:
     is_split: bool = False
     constants: Collection[str] = ()
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of its tensors."""
+        return [name for name, _ in named_tensors(self.layers)]
+
     @property
     def tensor_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor on the worker."""
@@ -305,8 +310,7 @@ class Holdings:
 
     def of_stage(self, number: int) -> dict[str, HeldTensor]:
         """The tensors of one stage."""
-        names = (name for name, _ in named_tensors(self.stages[number].layers))
-        return {name: self.tensors[name] for name in names}
+        return {name: self.tensors[name] for name in self.stages[number].names}
 
     def of(self, worker: Member) -> dict[str, HeldTensor]:
         """The tensors that one worker holds."""
@@ -337,13 +341,13 @@ class Holdings:
         return {
             name: tuple(self.holders(number))
             for number, stage in self.stages.items()
-            for name, _ in named_tensors(stage.layers)
+            for name in stage.names
         }
 
     @cached_property
     def _split(self) -> set[str]:
         split = [stage for stage in self.stages.values() if stage.is_split]
-        return {name for stage in split for name, _ in named_tensors(stage.layers)}
+        return {name for stage in split for name in stage.names}
 
     @cached_property
     def _hosted(self) -> set[str]:

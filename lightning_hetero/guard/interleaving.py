@@ -22,9 +22,9 @@ from torch import Tensor
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
 from ..coordinator.dry_run import no_trace
-from ..coordinator.lone_microbatch import LoneMicrobatch
 from ..coordinator.precision import computing_dtypes
 from ..errors import BatchError
+from ..pipeline.handover import LoneMicrobatch
 from ..pipeline.microbatch import GO_ON, CheckFirstBatch, CutBatch, CutWindow
 from ..pipeline.results import loss_of
 from ..pipeline.tolerance import coarsest, rounding_of_loss
@@ -100,6 +100,9 @@ class InterleavingCheck:
         module: Attached to its Trainer.
         deployment: Where its layers are.
         mode: What happens at a difference.
+
+    Attributes:
+        alone: The losses that the step is to be compared with; None if it is not to be.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class InterleavingCheck:
         self._module = module
         self._deployment = deployment
         self._mode = mode
-        self._alone: LossesAlone | None = None
+        self.alone: LossesAlone | None = None
 
     def run_alone(
         self,
@@ -129,7 +132,7 @@ class InterleavingCheck:
             step: The number of the step for dropout masks.
             begin_again: Begins a trial step, after something in it has failed.
         """
-        self._alone = None
+        self.alone = None
         reason = self._why_not()
         if reason is not None or checks.was_said("interleaving"):
             if reason and checks.is_new("interleaving", reason):
@@ -142,7 +145,7 @@ class InterleavingCheck:
         most = 1 + (self._deployment.plan.max_started or self._deployment.plan.max_in_flight)
         microbatches = batch.microbatches[:most]
         try:
-            self._alone = self._losses(microbatches, rest, step, checks.needs_gradients)
+            self.alone = self._losses(microbatches, rest, step, checks.needs_gradients)
         except Exception as error:
             # The step itself fails in the same way, unless this check needs more than it.
             self._deployment.abort()
@@ -203,7 +206,7 @@ class InterleavingCheck:
             BatchError: If a loss differs by more than a little, the mode is ``"stop"``, and it is
                 the first check.
         """
-        alone, self._alone = self._alone, None
+        alone, self.alone = self.alone, None
         if alone is None:
             return
         found = [_number(loss_of(result)) for result in results]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +12,19 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
+from ..coordinator.dry_run import no_trace
 from ..coordinator.optimizers import RemoteOptimizer
+from ..errors import WorkerError
 from ..pipeline.microbatch import CutBatch, CutWindow
 from ..pipeline.results import StepLog
 from .audit import Audit, DeploymentAudit
-from .batch_kinds import BatchKindReader, BatchKinds
-from .check_schedule import KeptBatch, RunChecks
+from .check_schedule import BatchKindReader, BatchKinds, KeptBatch, RunChecks
 from .first_batch import FirstBatchCheck, tensors_of
-from .interleaving import InterleavingCheck
+from .interleaving import InterleavingCheck, MicrobatchesAlone
 from .step_changes import OwnAttributes, StepChanges, warn_of_backwards, warn_of_changes
-from .twin_check import TwinCheck
+
+# The interleaving check counts its own runs in the same step.
+_RUN_NUMBER = 4
 
 if TYPE_CHECKING:
     from ..strategy.arguments import StepOptions
@@ -102,26 +106,27 @@ class CheckedSteps:
         # One that accumulates cannot be checked itself.
         may_keep = accumulates and len(cut.to_check.microbatches) > 1
         self._kept = (cut.to_check, rest) if may_keep else None
-        batch, schedule, kept = cut.to_check, checks.schedule, checks.kept
+        schedule, kept = checks.schedule, checks.kept
         is_free = not accumulates or schedule.number == 0
         if is_free:
             checks.kept = None
         may_check = is_free and (kept is not None or len(cut.microbatches) > 1)
         is_due = schedule.begin_batch(may_check, kept is not None) and not checks.are_over
-        stages, plan = self._deployment.coordinator.stages, self._deployment.plan
-        begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
-        begin_again = partial(begin, is_trial=True)
         twins = TwinCheck(self._module, self._deployment)
         wanted = twins.wanted(len(cut.microbatches)) if is_free else []
         if not is_due and not wanted:
             return False
+        stages, plan = self._deployment.coordinator.stages, self._deployment.plan
+        begin = partial(stages.begin_step, plan.max_in_flight, accumulates)
+        begin_again = partial(begin, is_trial=True)
         is_first = schedule.number == 1 or (is_due and checks.is_first)
         begin(is_trial=not is_first)
         twins.run(wanted, cut, rest, step, begin_again, is_first=is_first)
         if not is_due:
             stages.dropout_step = step - (not is_first)
             return is_first
-        checked, its_rest = batch, rest
+        batch = checked = cut.to_check
+        its_rest = rest
         if kept is not None:
             schedule.check_instead(kept.number, kept.found)
             checked, its_rest = kept.batch
@@ -179,7 +184,8 @@ class CheckedSteps:
         checks = self._checks
         if checks is None:
             return
-        self._interleaving.compare(checks, results)
+        if self._interleaving.alone is not None:
+            self._interleaving.compare(checks, results)
         if self._changes is not None:
             new = [name for name in self._changes.repeated if checks.is_new("changed", name)]
             warn_of_changes(new)
@@ -198,6 +204,71 @@ class CheckedSteps:
         has_new = checks.schedule.end_batch(found)
         if has_new and kept is not None and checks.kept is None:
             checks.kept = KeptBatch(checks.schedule.number, found, kept)
+
+
+@dataclass(frozen=True)
+class TwinCheck:
+    """Compares layers on workers with those here before the first step of a run, and before that of
+    workers that have taken the place of others: it runs micro-batches, and `Twins` compares.
+
+    Args:
+        module: Attached to its Trainer.
+        deployment: Where its layers are.
+    """
+
+    module: pl.LightningModule
+    deployment: Deployment
+
+    def wanted(self, num_microbatches: int) -> list[int]:
+        """The micro-batches that reach the workers which are still to be compared."""
+        hosted, every = self.deployment.hosted, range(num_microbatches)
+        stays = [index for index in every if hosted is not None and hosted.stays(index)]
+        return self.deployment.hand_overs.twins.wanted(num_microbatches, stays)
+
+    def run(
+        self,
+        wanted: Sequence[int],
+        batch: CutBatch | CutWindow,
+        rest: Sequence[Any],
+        step: int,
+        begin_again: Callable[[], None],
+        *,
+        is_first: bool,
+    ) -> None:
+        """Run micro-batches in a step that has begun; everything is as before then.
+
+        Args:
+            wanted: Their numbers.
+            batch: The batch as it is cut, or the window.
+            rest: The other arguments of ``training_step``.
+            step: The number of the step for dropout masks.
+            begin_again: Begins a trial step, after something in it has failed.
+            is_first: Whether no batch has been trained before.
+
+        Raises:
+            ModelError: If a layer computes something else on its worker; see `Twins.settle`.
+            WorkerError: If a worker fails.
+        """
+        if not wanted:
+            return
+        alone = MicrobatchesAlone(self.module, self.deployment, rest, step, True, _RUN_NUMBER)
+        away = self.deployment.modules_away
+        try:
+            with no_trace(self.module, away, is_timed=False) as runs:
+                for index in wanted:
+                    with runs.one():
+                        alone.run(index, batch.microbatches[index])
+        except WorkerError:
+            raise  # a layer that changes itself in its first forward alone is refused only now
+        except Exception as error:
+            # The step itself fails in the same way, unless a trial needs more than it.
+            self.deployment.abort()
+            begin_again()
+            rank_zero_info(
+                "whether layers on workers compute what they compute here was not checked. "
+                f"{type(error).__name__}: {error}"
+            )
+        self.deployment.hand_overs.twins.settle(is_first)
 
 
 @contextmanager

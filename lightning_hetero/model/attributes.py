@@ -1,7 +1,7 @@
 """The plain attributes of modules: find what changed, send it to a worker, or restore it.
 
-    AttributeState, differences    which attributes of layers have other values than before
-    write_change, set_attributes   those attributes as text, and how a worker sets them
+    ModuleState, differences       what has changed in the modules of layers
+    write_change, set_attributes   changed attributes as text, and how a worker sets them
     unchanged, Attributes          the attributes of modules before their code ran, to be restored
 
 The coordinator watches what the user changes; a worker watches what a layer's own forward changes.
@@ -19,9 +19,9 @@ from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import partial
 from itertools import islice
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -50,6 +50,8 @@ from .state import MISSING, Held, Same, Stamp, version_of
 
 # Under manual optimization the strategy overrides a layer's `zero_grad`; no forward calls it.
 _NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}
+# Adapters and tensors in 4 bits have switches of their own, which `AdapterSwitches` watches.
+_NOT_FOLLOWED = frozenset({"bitsandbytes", "peft"})
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """The types whose values cannot change inside."""
 
@@ -67,6 +69,7 @@ _NOT_OF_LAYERS = frozenset(
     }
 )
 
+_IS_META = attrgetter("is_meta")
 _Reader = Callable[[Any], tuple[Any, ...]]
 
 
@@ -171,52 +174,26 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Change:
-    """Attributes of a module in a layer that have changed."""
-
-    layer_index: int
-    path: str
-    module: nn.Module
-    names: tuple[str, ...]
-
-
-class _Watched:
-    """A module and its attributes at one time.
+    """What has changed in a module of a layer.
 
     Args:
         layer_index: The number of the layer.
         path: The module's path in the layer.
         module: The module.
-        memory: What attributes hold, by the ids of their values; takes those of this module.
-
-    Attributes:
-        content: Snapshots of the values by name, for the exact comparison.
-        layer_index: The number of the layer.
-        module: The module.
-        inside: The values that can change inside.
-        places: Where each value is.
+        names: The names of what has changed.
+        kind: Attributes, the class among them; tensors that were added or removed, or replaced; or
+            children.
     """
 
-    def __init__(
-        self, layer_index: int, path: str, module: nn.Module, memory: dict[int, Snapshot]
-    ) -> None:
-        own = own_attributes(module)
-        for value in own.values():
-            if id(value) not in memory:
-                memory[id(value)] = Snapshot(value)
-        self.content = {name: memory[id(value)].content for name, value in own.items()}
-        self.layer_index, self._path, self.module = layer_index, path, module
-        inside = (memory[id(value)] for value in own.values())
-        self.inside = [each for each in inside if each.held]
-        self.places = [(vars(module), name, value) for name, value in own.items()]
+    layer_index: int
+    path: str
+    module: nn.Module
+    names: tuple[str, ...]
+    kind: Literal["attributes", "names", "tensors", "children"] = "attributes"
 
-    def changes_since(self, before: _Watched) -> Change:
-        """The attributes whose content was different at an earlier time."""
-        names = tuple(
-            name
-            for name in {**before.content, **self.content}
-            if before.content.get(name, MISSING) != self.content.get(name, MISSING)
-        )
-        return Change(self.layer_index, self._path, self.module, names)
+    def name(self, layer: str = "") -> str:
+        """The full name of the first of them, in a layer of this name."""
+        return ".".join(part for part in (layer, self.path, self.names[0]) if part)
 
 
 class Snapshot:
@@ -287,100 +264,149 @@ def _are_same(items: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return len(items) == len(others) and all(map(is_, items, others))
 
 
-class _OfLayer:
-    """The classes of a layer's modules, and the objects that their attributes are, at one time.
-    Modules of torch can be given another class too.
-    """
-
-    def __init__(self, number: int, layer: nn.Module, watched: Sequence[_Watched]) -> None:
-        self._number = number
-        self._paths, self._modules = zip(*layer.named_modules(), strict=True)
-        self._kinds = [*map(type, self._modules)]
-        self._attributes = [vars(each.module) for each in watched]
-        self._num_attributes = [*map(len, self._attributes)]
-        self._held = Held(place for each in watched for place in each.places)
-        # An object that many modules share, such as a config, once.
-        self.inside = {id(each): each for one in watched for each in one.inside}.values()
-
-    def is_same(self) -> bool:
-        """Whether all are the same objects; their content may have changed."""
-        return (
-            [*map(len, self._attributes)] == self._num_attributes
-            and all(map(is_, map(type, self._modules), self._kinds))
-            and self._held.is_same()
-        )
-
-    def changes(self) -> Iterator[Change]:
-        """The modules that have another class than they had."""
-        for path, module, kind in zip(self._paths, self._modules, self._kinds, strict=True):
-            if type(module) is not kind:
-                yield Change(self._number, path, module, ("__class__",))
+_TABLES = ("_modules", "_parameters", "_buffers")
 
 
-class AttributeState:
-    """Watches the plain attributes of layers, and the classes of all modules in them.
+class _Seen:
+    """A layer at one time.
 
     Args:
-        layers: The layers by their numbers.
-        is_watched: Whether the attributes of a module inside a layer are watched.
+        modules: The modules in it by their paths.
+        is_followed: Whether the attributes of a module count.
+        are_held: Whether its tensors count; None if no parts of modules do.
+        memory: What attributes hold, by the ids of their values; takes those of this layer.
+
+    Attributes:
+        content: What is compared exactly, by path, kind and name.
+        inside: The values that can change inside, each once.
     """
 
     def __init__(
-        self, layers: Mapping[int, nn.Module], is_watched: Callable[[nn.Module], bool]
+        self,
+        modules: Mapping[str, nn.Module],
+        is_followed: Callable[[nn.Module], bool],
+        are_held: bool | None,
+        memory: dict[int, Snapshot],
     ) -> None:
-        self._layers = layers
-        self._modules = [
-            (number, path, module)
-            for number, layer in layers.items()
-            for path, module in layer.named_modules()
-            if is_watched(module)
-        ]
+        self.content: dict[tuple[str, Any, str], Any] = {}
+        self.inside: dict[int, Snapshot] = {}
+        self._modules = [*modules.values()]
+        self._kinds = [*map(type, self._modules)]
+        # Dictionaries to which nothing may be added, and where each object is in them.
+        self._whole: list[dict[str, Any]] = []
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        self._tensors: list[Tensor] = []
+        for path, module in modules.items():
+            self.content[path, "attributes", "__class__"] = type(module)
+            if is_followed(module):
+                self._whole.append(vars(module))
+                for name, value in own_attributes(module).items():
+                    found = memory.get(id(value)) or memory.setdefault(id(value), Snapshot(value))
+                    self.content[path, "attributes", name] = found.content
+                    places.append((vars(module), name, value))
+                    if found.held:
+                        self.inside[id(value)] = found
+            for table in _TABLES if are_held is not None else ():
+                parts = vars(module)[table]
+                self._whole.append(parts)
+                places += [
+                    (vars(module), table, parts),
+                    *((parts, *each) for each in parts.items()),
+                ]
+                for name, part in parts.items():
+                    if table == "_modules":
+                        self.content[path, "children", name] = Same(part)
+                        continue
+                    self.content[path, "names", name] = None
+                    if are_held and part is not None:
+                        self.content[path, "tensors", name] = Same(part), part.is_meta
+                        self._tensors.append(part)
+        self._sizes = [*map(len, self._whole)]
+        self._held = Held(places)
+
+    def is_same(self) -> bool:
+        """Whether all are the same objects; their content may have changed."""
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise `is_meta` is slow
+            return (
+                [*map(len, self._whole)] == self._sizes
+                and all(map(is_, map(type, self._modules), self._kinds))
+                and self._held.is_same()
+                and all(map(_IS_META, self._tensors))
+            )
+
+
+class ModuleState:
+    """The modules of layers at one time: their classes, attributes and parts.
+
+    One look at a layer serves all who ask for what has changed in it, to refuse it or to send it.
+
+    Args:
+        layers: The layers by their numbers.
+        is_followed: Whether the attributes of a module inside a layer count.
+        emptied: The numbers of the layers whose tensors must stay, on ``meta``; of the others only
+            the names of tensors count, and children. None if parts do not count.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        is_followed: Callable[[nn.Module], bool],
+        emptied: Collection[int] | None = None,
+    ) -> None:
+        self._modules = {number: dict(layer.named_modules()) for number, layer in layers.items()}
+        self._is_followed = is_followed
+        self._emptied = emptied
         self.note()
 
     def note(self) -> None:
-        """Note the present values; `take_changes` compares later ones with them."""
-        memory: dict[int, Snapshot] = {}
-        self._watched = [_Watched(*each, memory) for each in self._modules]
-        by_layer = {
-            number: [each for each in self._watched if each.layer_index == number]
-            for number in self._layers
-        }
-        self._of_layers = {
-            number: _OfLayer(number, layer, by_layer[number])
-            for number, layer in self._layers.items()
-        }
-        self._inside = [each for each in memory.values() if each.held]
+        """Note what is there; `changes` compares with it."""
+        self._seen = self._look()
+        inside = {key: part for seen in self._seen.values() for key, part in seen.inside.items()}
+        self._parts: list[_Seen | Snapshot] = [*self._seen.values(), *inside.values()]
 
-    def is_same(self, layer_index: int) -> bool:
-        """Whether a layer's attributes are as they were at the last look."""
-        found = self._of_layers.get(layer_index)
-        return found is None or _have_not_changed(found, *found.inside)
+    def _look(self) -> dict[int, _Seen]:
+        memory: dict[int, Snapshot] = {}
+        emptied = self._emptied
+        return {
+            n: _Seen(each, self._is_followed, None if emptied is None else n in emptied, memory)
+            for n, each in self._modules.items()
+        }
+
+    def is_same(self, layer_index: int | None = None) -> bool:
+        """Whether a layer, or each of them, is as it was."""
+        parts = self._parts
+        if layer_index is not None:
+            seen = self._seen[layer_index]
+            parts = [seen, *seen.inside.values()]
+        return all([each.is_same() for each in parts])  # noqa: C419 - a list is faster
 
     def changes(self) -> list[Change]:
-        """The changes since `note`, or since the last ones that were taken."""
-        if self._are_all_same():
-            return []
-        memory: dict[int, Snapshot] = {}
-        present = (_Watched(*each, memory) for each in self._modules)
-        pairs = zip(present, self._watched, strict=True)
-        found = (now.changes_since(before) for now, before in pairs)
-        of_classes = (change for each in self._of_layers.values() for change in each.changes())
-        return [*of_classes, *(change for change in found if change.names)]
+        """The changes since `note`."""
+        names: dict[tuple[int, str, Any], list[str]] = {}
+        for number, present in {} if self.is_same() else self._look().items():
+            now, before = present.content, self._seen[number].content
+            for key in {**before, **now}:
+                if now.get(key, MISSING) != before.get(key, MISSING):
+                    path, kind, name = key
+                    names.setdefault((number, path, kind), []).append(name)
+        return [
+            Change(number, path, self._modules[number][path], tuple(found), kind)
+            for (number, path, kind), found in names.items()
+        ]
 
     def take_changes(self) -> list[Change]:
-        """The changes, which are no changes from now on."""
-        if self._are_all_same():
+        """The changes. From now on those of attributes are none."""
+        if self.is_same():
             return []
         found = self.changes()
-        self.note()
+        if all(each.kind == "attributes" for each in found):
+            self.note()
         return found
 
-    def _are_all_same(self) -> bool:
-        return _have_not_changed(*self._of_layers.values(), *self._inside)
 
-
-def _have_not_changed(*parts: _OfLayer | Snapshot) -> bool:
-    return all([each.is_same() for each in parts])  # noqa: C419 - a list is faster
+def is_followed(module: nn.Module) -> bool:
+    """Whether workers follow changes of a module's attributes."""
+    return type(module).__module__.partition(".")[0] not in _NOT_FOLLOWED
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -622,7 +648,7 @@ class Attributes:
         """Note the items of a container, or the attributes in an object's ``__dict__``."""
         content: Any = dict(container) if isinstance(container, dict) else list(container)
         if not isinstance(container, tuple):
-            self._undo.append(partial(_refill, container, content))
+            self._undo.append(partial(refill, container, content))
         if len(content) <= _MOST_ENTRIES:
             for item in content.values() if isinstance(content, dict) else content:
                 self._note(item, depth)
@@ -644,7 +670,8 @@ def _reassign(owner: type, content: Mapping[str, Any]) -> None:
             setattr(owner, name, value)
 
 
-def _refill(container: Any, content: Any) -> None:
+def refill(container: Any, content: Any) -> None:
+    """Give a list, a dictionary or a set its former content, if it has another one."""
     if _are_same(_items_of_container(container), _items_of_container(content)):
         return
     container.clear()

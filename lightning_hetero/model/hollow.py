@@ -55,7 +55,7 @@ from .argument_changes import copied
 from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .carried_tensors import Carried, is_carried, returned
 from .hollow_checks import (
-    HeldParts,
+    HeldLayers,
     check_hooks_of_all_modules,
     check_shared_states,
     hook_away,
@@ -130,6 +130,7 @@ class HollowLayers:
 
     Attributes:
         caches: The key-value caches of forwards through these layers.
+        held: What workers have of these layers.
         state_dicts: Fills and stores the state dicts of these layers.
     """
 
@@ -158,7 +159,7 @@ class HollowLayers:
         self._on_leave: Callable[[], None] = lambda: None
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._emptied, remote)
-        self._held = HeldParts({}, ())
+        self.held = HeldLayers(layers, self._emptied)
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._records = Records()
         self._undo = ExitStack()
@@ -178,7 +179,6 @@ class HollowLayers:
             look_past_meta()
         empty_tensors(self._emptied)
         mark_as_away(tensor for _, tensor in named_tensors(self._emptied))
-        self._held = HeldParts(self._layers, self._emptied)
         self._parameters = {n: [*layer.parameters()] for n, layer in self._emptied.items()}
         for number, layer in self._modules.items():
             is_heard = (lambda: self._is_here) if number in self._kept else None
@@ -191,6 +191,7 @@ class HollowLayers:
             self._undo.callback(let_move, layer)
         self.state_dicts.attach()
         self._undo.callback(self.state_dicts.detach)
+        self.held.begin()
 
     @contextmanager
     def running_here(
@@ -305,13 +306,14 @@ class HollowLayers:
         given = tensors_in((args, kwargs))
         if any(map(is_back, given)):
             return self.call(number, *come_back((args, kwargs)))
+        self.held.note_call(number)
         is_first = number in self._span.firsts
         comes_from_layer = _never if is_first else partial(records.is_behind, number - 1)
         hidden, args, kwargs, place = take_hidden(number, args, kwargs, comes_from_layer)
         if is_first:
             self.check_finished()
             refuse_away(f"Layer {number}", hidden)
-            self._held.check()
+            self.held.check_code()
             records.begin(hidden)
         else:
             self._check_continues(number, hidden)

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.modules.module as torch_modules
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
+from .attributes import Change, ModuleState, is_followed
 from .captured_outputs import has_hooks
-from .layers import DecoderLayer
+from .layers import DecoderLayer, describe_layer
 from .partial_layers import in_tree
 from .state import Held
-from .tensors import locate, named_tensors
 
 # Hooks of Lightning, such as those of its profiler and its summary, observe and change nothing.
 _OBSERVERS = ("lightning.", "pytorch_lightning.")
@@ -34,8 +32,6 @@ _OBSERVERS = ("lightning.", "pytorch_lightning.")
 # Their modes observe, or make tensors on a device.
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_hetero"})
 
-_IS_META = attrgetter("is_meta")
-_TABLES = attrgetter("_modules", "_parameters", "_buffers")
 
 # What torch calls for every module of this process.
 _HOOKS_OF_ALL_MODULES = (
@@ -71,102 +67,123 @@ def check_shared_states(layers: Mapping[int, DecoderLayer]) -> None:
         )
 
 
-class HeldParts:
-    """The tensors, modules and classes of layers that workers have.
+class HeldLayers:
+    """The layers that workers have built as they were. Workers follow changes of attributes, and
+    could not follow others.
 
     Args:
         layers: The layers by their numbers.
         emptied: The numbers of those whose tensors are on ``meta``; this process holds the others
             too.
+
+    Attributes:
+        unsent: The changes of attributes that workers have not been sent.
     """
 
     def __init__(self, layers: Mapping[int, DecoderLayer], emptied: Collection[int]) -> None:
-        modules = {number: layer.module for number, layer in layers.items() if number in emptied}
-        self._names, self._owned = list[str](), list[tuple[nn.Module, str, str, Tensor]]()
-        for name, tensor in named_tensors(modules):
-            owner, leaf, _ = locate(modules, name)
-            number, _, inner = name.partition(".")
-            table = "_parameters" if leaf in owner._parameters else "_buffers"
-            self._names.append(f"{layers[int(number)].name}.{inner}")
-            self._owned.append((owner, table, leaf, tensor))
-        named = [
-            (f"{layer.name}.{path}".rstrip("."), module)
-            for layer in layers.values()
-            for path, module in layer.module.named_modules()
-        ]
-        self._named, self._every = named, [module for _, module in named]
-        # Of each module, its children and the names of its tensors.
-        self._former = [
-            ({**each._modules}, {**each._parameters}.keys(), {**each._buffers}.keys())
-            for each in self._every
-        ]
-        self._read_tables()
-        self._methods = _methods_of({type(module) for _, module in named})
-        # A hook on the layer itself is called where the model calls the layer: here.
-        called_here = {part for layer in layers.values() for part in in_tree(layer.module)}
-        self._silent = [(n, module) for n, module in named if module not in called_here]
+        self._layers = layers
+        self._emptied = emptied
+        self.unsent: list[Change] = []
+        # The layers that the present forward has called.
+        self._called: set[int] = set()
+
+    def begin(self) -> None:
+        """Note the layers as they are: they are hollow from now on."""
+        modules = {number: layer.module for number, layer in self._layers.items()}
+        self._state = ModuleState(modules, is_followed, self._emptied)
+        kinds = {type(inner) for module in modules.values() for inner in module.modules()}
+        self._methods = Held(_methods_of(kinds), getattr)
         # The number of hooks of this process so far.
         self._num_hooks = RemovableHandle.next_id
 
-    def _read_tables(self) -> None:
-        """Read the dictionaries of the modules, which may have got others."""
-        self._tables = [*chain.from_iterable(map(_TABLES, self._every))]
-        self._tensors = Held((vars(o)[table], leaf, t) for o, table, leaf, t in self._owned)
-        # For a comparison in C at each forward.
-        self._present = [(m._modules, m._parameters.keys(), m._buffers.keys()) for m in self._every]
+    def note_call(self, number: int) -> None:
+        """Note that a forward calls a layer, which a worker computes later, as it is now.
 
-    def check(self) -> None:
-        """Refuse what was put into the layers: the worker would not get it.
+        Raises:
+            ModelError: If a layer has changed as no worker can follow, or a layer that was called
+                before it has changed meanwhile.
+        """
+        if number <= max(self._called, default=number - 1):
+            self._called = set()
+        if not self._state.is_same(number):
+            self._take_changes()
+        self._called.add(number)
+
+    def end_forward(self) -> None:
+        """Note that the forward has called all layers that workers compute next.
+
+        Raises:
+            ModelError: As for `note_call`.
+        """
+        self._take_changes()
+        self._called = set()
+
+    def _take_changes(self) -> None:
+        """Note changes of attributes as unsent: they stay so after an error, which a check may
+        catch."""
+        changes = self._state.take_changes()
+        for change in changes:
+            if change.kind != "attributes":
+                raise self._cannot_follow(change)
+        self.unsent += changes
+        late = next((each for each in changes if each.layer_index in self._called), None)
+        if late is not None:
+            raise ModelError(
+                f"The attribute {self.name_of(late)} was changed after the model had called "
+                f"{describe_layer(late.layer_index)}, whose worker computes the call later. Change "
+                "it in `on_train_batch_start` or earlier, pass it as an argument, or keep the "
+                "layer with the coordinator."
+            )
+
+    def name_of(self, change: Change) -> str:
+        """The full name of what has changed."""
+        return change.name(self._layers[change.layer_index].name)
+
+    def _cannot_follow(self, change: Change) -> ModelError:
+        name = self.name_of(change)
+        if change.kind == "tensors":
+            return ModelError(
+                f"{name} was replaced by another tensor, but its layer lives on a worker, "
+                "which computes with the old one. Set its content with "
+                "`load_state_dict()`, or keep the layer with the coordinator."
+            )
+        if change.kind == "names":
+            return ModelError(
+                f"{name} was added to its layer or removed during the run, and workers "
+                "have the layer as it was. Register parameters and buffers before `fit`, or "
+                "let the coordinator alone have the layer."
+            )
+        return ModelError(
+            f"{name} was added, removed or replaced by another module, but its "
+            "layer lives on a worker, which computes with the modules that it had before. "
+            "Do it before `fit`, or let the coordinator alone have the layer."
+        )
+
+    def check_code(self) -> None:
+        """Refuse a replaced method of a class, and a hook that would not fire on a worker.
 
         Raises:
             ModelError: With its name and the remedy.
         """
-        if not all(map(is_, chain.from_iterable(map(_TABLES, self._every)), self._tables)):
-            self._read_tables()
-        with torch._C.DisableTorchFunctionSubclass():  # otherwise `is_meta` is slow
-            if not (self._tensors.is_same() and all(map(_IS_META, self._tensors.values))):
-                rows = zip(self._names, self._tensors.places, strict=True)
-                name = next(n for n, (d, k, t) in rows if not t.is_meta or d.get(k) is not t)
-                raise ModelError(
-                    f"{name} was replaced by another tensor, but its layer lives on a worker, "
-                    "which computes with the old one. Set its content with "
-                    "`load_state_dict()`, or keep the layer with the coordinator."
-                )
-        are_same = self._present == self._former
-        rows_of_modules = () if are_same else zip(self._named, self._former, strict=True)
-        for (name, module), (children, parameters, buffers) in rows_of_modules:
-            if module._parameters.keys() != parameters or module._buffers.keys() != buffers:
-                of_parameters = module._parameters.keys() ^ parameters
-                [leaf, *_] = of_parameters or module._buffers.keys() ^ buffers
-                raise ModelError(
-                    f"{name}.{leaf} was added to its layer or removed during the run, and workers "
-                    "have the layer as it was. Register parameters and buffers before `fit`, or "
-                    "let the coordinator alone have the layer."
-                )
-            if module._modules != children:
-                names = [*children, *module._modules]
-                child = next(n for n in names if children.get(n) is not module._modules.get(n))
-                raise ModelError(
-                    f"{name}.{child} was added, removed or replaced by another module, but its "
-                    "layer lives on a worker, which computes with the modules that it had before. "
-                    "Do it before `fit`, or let the coordinator alone have the layer."
-                )
-        for kind, name, method in self._methods:
-            if kind.__dict__.get(name) is not method:
-                raise ModelError(
-                    f"{kind.__module__}.{kind.__qualname__}.{name} was replaced during the run, "
-                    "but workers have layers with this class, and compute with the former one. "
-                    "Replace it before `fit`, or let the coordinator alone have these layers."
-                )
+        for number, _ in self._methods.changed():
+            kind, name, _ = self._methods.places[number]
+            raise ModelError(
+                f"{kind.__module__}.{kind.__qualname__}.{name} was replaced during the run, "
+                "but workers have layers with this class, and compute with the former one. "
+                "Replace it before `fit`, or let the coordinator alone have these layers."
+            )
         if RemovableHandle.next_id != self._num_hooks:
             self._check_hooks()
             self._num_hooks = RemovableHandle.next_id
 
     def _check_hooks(self) -> None:
         check_hooks_of_all_modules(observes)
-        for name, module in self._silent:
-            if has_hooks(module, besides=observes):
-                raise hook_away(name)
+        # A hook on the layer itself is called where the model calls the layer: here.
+        called_here = {part for layer in self._layers.values() for part in in_tree(layer.module)}
+        for layer in self._layers.values():
+            for path, module in layer.module.named_modules():
+                if module not in called_here and has_hooks(module, besides=observes):
+                    raise hook_away(f"{layer.name}.{path}".rstrip("."))
 
 
 def _methods_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[type, str, Any]]:
@@ -201,7 +218,14 @@ def check_hooks_of_all_modules(is_excused: Callable[[Callable[..., Any]], bool])
 def warn_of_modes() -> None:
     """Warn of modes of the user's own around a call of a layer: they see each operation of this
     thread, and may change it or only count it."""
-    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    if modes or hooks is not None:
+        _warn_of(modes, hooks)
+
+
+def _warn_of(modes: Iterable[Any], hooks: Sequence[Callable[..., Any]] | None) -> None:
+    for mode in modes:
         kind = type(mode)
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             rank_zero_warn(
@@ -209,7 +233,6 @@ def warn_of_modes() -> None:
                 "sees and changes nothing of what the worker computes. If it changes numbers, "
                 "leave it before the layers, or let the coordinator alone have them."
             )
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and _package_of(hooks[0]) not in _LIBRARIES:
         rank_zero_warn(
             "A layer that lives on a worker was called inside of `saved_tensors_hooks`, which see "

@@ -15,11 +15,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
+from .attributes import refill
 from .layer_code import is_installed
 from .placeholders import is_away
 from .state import Same, Stamp
@@ -141,22 +143,8 @@ class OuterContent:
 
 def _content_of(value: Any) -> Callable[[], None] | None:
     """What puts back the content of a value that can change in place; None if there is none."""
-    if isinstance(value, (list, deque)):
-        items = [*value]
-
-        def fill() -> None:
-            value.clear()
-            value.extend(items)
-
-        return fill
-    if isinstance(value, (dict, set)):
-        former: Any = value.copy()
-
-        def renew() -> None:
-            value.clear()
-            value.update(former)
-
-        return renew
+    if isinstance(value, (list, deque, dict, set)):
+        return partial(refill, value, value.copy())
     if isinstance(value, FunctionType):
         return _content_of_function(value)
     if is_dataclass(value) or isinstance(value, (SimpleNamespace, threading.local)):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .attributes import AttributeState
+from .attributes import ModuleState
 from .layers import DecoderLayer, identity_of, name_of
 from .partial_layers import in_tree
 from .state import Stamp
@@ -87,7 +87,7 @@ class SharedParts:
                 for original in own.originals:
                     self._originals.setdefault((id(original.owner), original.leaf), original)
                     modules[id(original.owner)] = original.owner
-        self._attributes = AttributeState(dict(enumerate(modules.values())), lambda _: True)
+        self._attributes = ModuleState(dict(enumerate(modules.values())), lambda _: True)
         self._check_order(before)
 
     def _check_order(self, before: Sequence[nn.Parameter]) -> None:

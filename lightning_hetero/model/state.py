@@ -4,7 +4,7 @@ put back a change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
@@ -94,33 +94,37 @@ class Stamp:
 
 
 class Held:
-    """What dictionaries hold under names: the objects, whose content may change.
+    """What dictionaries or classes hold under names: the objects, whose content may change.
 
     Args:
-        places: Dictionaries, names in them, and what is there.
+        places: Holders, names in them, and what is there.
+        read: Gives what a holder has under a name, or a third argument.
 
     Attributes:
         places: As given.
-        values: What is there.
     """
 
-    def __init__(self, places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+    def __init__(
+        self, places: Iterable[tuple[Any, str, Any]], read: Callable[..., Any] = dict.get
+    ) -> None:
         self.places = [*places]
+        self._read = read
         columns = [*zip(*self.places, strict=True)] or [(), (), ()]
-        self._holders, self._names, self.values = columns
+        self._holders, self._names, self._values = columns
 
     def is_same(self) -> bool:
         """Whether each place holds the very same object."""
         # In C, and so in half of the time: this runs for each layer of each micro-batch.
-        present = map(dict.get, self._holders, self._names, repeat(MISSING))
-        return all(map(is_, present, self.values))
+        present = map(self._read, self._holders, self._names, repeat(MISSING))
+        return all(map(is_, present, self._values))
 
     def changed(self) -> Iterator[tuple[int, Any]]:
         """The numbers of places with another object, and the object; None where nothing is left."""
         if not self.is_same():
             for number, (holder, name, value) in enumerate(self.places):
-                if holder.get(name, MISSING) is not value:
-                    yield number, holder.get(name)
+                found = self._read(holder, name, MISSING)
+                if found is not value:
+                    yield number, None if found is MISSING else found
 
 
 def version_of(tensor: Tensor) -> int:

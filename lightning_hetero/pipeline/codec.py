@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from msgspec.structs import asdict
 from torch import Tensor
 
 from ..errors import RemoteProtocolError
 from ..model.carried_tensors import Arithmetic, Carried, is_arithmetic, is_carried
 from ..model.layer_call import CacheUse, LayerCall
-from ..model.placeholders import mapped
 from ..model.tensors import may_have_gradient
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, dtype_name
-from ..protocol.values import CarriedNode, KeptConstants, Packer, unpack
+from ..protocol.values import KeptConstants, Packer, unpack
 from .boundary import Activation, BatchNumbers, Collected, Gradients, Surroundings
 from .rule import Key
 
@@ -111,30 +110,7 @@ def encode_arguments(
     Raises:
         LocalProtocolError: If an argument cannot be sent.
     """
-    calls = [
-        m.LayerArguments(
-            call.layer_index,
-            call.training,
-            packer.pack(
-                _to_nodes(call.args) if call.carried else call.args,
-                f"An argument of layer {call.layer_index}: args",
-            ),
-            packer.pack(
-                _to_nodes(call.kwargs) if call.carried else call.kwargs,
-                f"An argument of layer {call.layer_index}: kwargs",
-            ),
-            call.tuple_length,
-            None if call.cache is None else _encode_cache(call.cache, packer),
-            list(call.other_mode),
-            call.place,
-            call.hidden_at,
-            list(call.others),
-            [_encode_arithmetic(step, packer) for step in call.arithmetic],
-            call.handed_on,
-        )
-        for call in surroundings.calls
-        if call.layer_index in layers
-    ]
+    own = [call for call in surroundings.calls if call.layer_index in layers]
     autocast, batch = surroundings.autocast_dtype, surroundings.batch
     message = m.Arguments(
         step,
@@ -142,7 +118,7 @@ def encode_arguments(
         grad_enabled=surroundings.grad_enabled,
         autocast_dtype=None if autocast is None else dtype_name(autocast),
         collect=list(surroundings.collect),
-        calls=calls,
+        calls=[_encode_call(call, packer) for call in own],
         kept=packer.kept,
         is_trial=surroundings.is_trial,
         keeps_modes=surroundings.keeps_modes,
@@ -172,23 +148,7 @@ def decode_arguments(
                 f"Tensor {index} is to be kept, but the frame carries {len(tensors)} tensors."
             )
         constants.keep(slot, tensors[index])
-    calls = [
-        LayerCall(
-            call.layer_index,
-            call.training,
-            unpack(call.args, tensors, constants, Carried),
-            unpack(call.kwargs, tensors, constants, Carried),
-            call.tuple_length,
-            None if call.cache is None else _decode_cache(call.cache, tensors, constants),
-            tuple(call.other_mode),
-            call.place,
-            call.hidden_at,
-            tuple(call.others),
-            tuple(_decode_arithmetic(step, tensors, constants) for step in call.arithmetic),
-            call.handed_on,
-        )
-        for call in message.calls
-    ]
+    calls = [_decode_call(call, tensors, constants) for call in message.calls]
     if len(set(message.collect)) < len(message.collect) or any(
         kind.startswith("_") or is_carried(kind) for kind in message.collect
     ):
@@ -231,13 +191,34 @@ def _dtypes_of(message: m.Arguments) -> tuple[torch.dtype | None, torch.dtype]:
     return None if autocast is None else DTYPES[autocast], default_dtype
 
 
-def _to_nodes(tree: Any) -> Any:
-    return mapped(tree, Carried, lambda name: CarriedNode(str(name)))
+def _encode_call(call: LayerCall, packer: Packer) -> m.LayerArguments:
+    where = f"An argument of layer {call.layer_index}"
+    said = {name: getattr(call, name) for name in m.LayerArguments.__struct_fields__}
+    said["args"] = packer.pack(call.args, f"{where}: args", Carried)
+    said["kwargs"] = packer.pack(call.kwargs, f"{where}: kwargs", Carried)
+    if call.cache is not None:
+        rows = packer.pack(call.cache.rows, "The samples wanted of a key-value cache")
+        said["cache"] = m.CacheArgument(**{**vars(call.cache), "rows": rows})
+    said["arithmetic"] = [_encode_arithmetic(step, packer) for step in call.arithmetic]
+    return m.LayerArguments(**said)
+
+
+def _decode_call(
+    call: m.LayerArguments, tensors: tuple[Tensor, ...], constants: KeptConstants
+) -> LayerCall:
+    found = asdict(call)
+    found["args"] = unpack(call.args, tensors, constants, Carried)
+    found["kwargs"] = unpack(call.kwargs, tensors, constants, Carried)
+    if call.cache is not None:
+        found["cache"] = _decode_cache(call.cache, tensors, constants)
+    steps = (_decode_arithmetic(step, tensors, constants) for step in call.arithmetic)
+    others = {name: tuple(found[name]) for name in ("other_mode", "others")}
+    return LayerCall(**{**found, **others, "arithmetic": tuple(steps)})
 
 
 def _encode_arithmetic(step: Arithmetic, packer: Packer) -> m.ArithmeticBehind:
-    operands = packer.pack(_to_nodes(step.operands), f"An operand of {step.function!r}")
-    return m.ArithmeticBehind(step.name, step.function, operands, step.is_in_place)
+    operands = packer.pack(step.operands, f"An operand of {step.function!r}", Carried)
+    return m.ArithmeticBehind(**{**step._asdict(), "operands": operands})
 
 
 def _decode_arithmetic(
@@ -246,12 +227,7 @@ def _decode_arithmetic(
     operands = unpack(step.operands, tensors, constants, Carried)
     if not isinstance(operands, tuple) or not is_arithmetic(step.function, operands):
         raise RemoteProtocolError(f"Nobody computes {step.function!r} of {operands!r:.60}.")
-    return Arithmetic(step.name, step.function, operands, step.is_in_place)
-
-
-def _encode_cache(use: CacheUse, packer: Packer) -> m.CacheArgument:
-    rows = packer.pack(use.rows, "The samples wanted of a key-value cache")
-    return m.CacheArgument(use.number, use.place, use.length, use.window, rows)
+    return Arithmetic(**{**asdict(step), "operands": operands})
 
 
 def _decode_cache(
@@ -260,7 +236,7 @@ def _decode_cache(
     rows = unpack(argument.rows, tensors, constants)
     if not isinstance(rows, Tensor | None):
         raise RemoteProtocolError(f"The samples wanted of a key-value cache are {rows!r:.60}.")
-    return CacheUse(argument.number, argument.place, argument.length, argument.window, rows)
+    return CacheUse(**{**asdict(argument), "rows": rows})
 
 
 def encode_activation(

@@ -30,6 +30,7 @@ from .boundary import (
     join_activations,
 )
 from .microbatch import spans
+from .random_numbers import FIRST_TRIAL, MicrobatchDraws
 from .rule import Key
 
 Content = TypeVar("Content", Activation, Gradients)
@@ -619,3 +620,50 @@ def _check_clear(name: str, tensor: Tensor, hidden: Tensor) -> None:
             f"row per sample or one per position, because the batch has {size} samples of length "
             f"{length}. Use another batch size."
         )
+
+
+@dataclass
+class LoneMicrobatch:
+    """A micro-batch that runs alone: it computes what it computes in its step, in the modes of its
+    calls and with the random numbers of its place. It leaves nothing behind on the stages, and has
+    no backward.
+
+    Args:
+        index: Its number in the step.
+        draws: The random numbers of its code in this process.
+        run: How often the micro-batches of the step have run alone, this time included.
+        stays: Whether this process runs its layers in the step; here workers do.
+    """
+
+    index: int
+    draws: MicrobatchDraws
+    run: int = 1
+    stays: bool = False
+    _num_visits: int = 0
+
+    def exchange(self, stages: Stages, request: Request) -> Activation:
+        """Send hidden states through the stages; returns the activation that comes back."""
+        # The stages draw by the visit in the step, and no other visit has this number.
+        key = Key(self.index, (1 + self.run) * FIRST_TRIAL + self._num_visits)
+        self._num_visits += 1
+        around = replace(request.surroundings, is_trial=True, keeps_modes=True, grad_enabled=False)
+        stages.send_forward(key, request.hidden.detach(), around, is_whole=self.stays)
+        found = received(stages, key)
+        found.land()
+        self.draws.note_hand_over(around.calls[-1].layer_index)
+        self.draws.go_on()
+        device = request.hidden.device
+
+        def bring(tensor: Tensor) -> Tensor:
+            return tensor.to(device)
+
+        return found.map(bring)
+
+
+def received(stages: Stages, key: Key) -> Activation:
+    """Wait for what comes back of a trial, and drop what another trial has left."""
+    while True:
+        # A trial that has failed may have left others under way.
+        returned = stages.receive()
+        if returned.key == key and isinstance(returned.content, Activation):
+            return returned.content

@@ -23,7 +23,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from ..devices.numerics import compute_with, making
 from ..errors import ModelError, RemoteProtocolError
 from ..model.argument_changes import GivenArguments, check_entered
-from ..model.attributes import AttributeState
+from ..model.attributes import ModuleState
 from ..model.captured_outputs import collect_embedded, collecting
 from ..model.carried_tensors import returned
 from ..model.kv_cache import cache_index
@@ -253,7 +253,7 @@ class LayerState:
         self._layers = layers
         self._is_shared = is_shared
         self._constants = frozenset(constants)
-        self._attributes = AttributeState(layers, _may_keep_state)
+        self._attributes = ModuleState(layers, _may_keep_state)
         modules = [
             (f"{number}.{path}".rstrip("."), module)
             for number, layer in layers.items()
@@ -318,16 +318,16 @@ class LayerState:
         return taken
 
     def _check_attributes(self) -> None:
-        changes = self._attributes.take_changes()
-        if not changes:
+        change = next(iter(self._attributes.take_changes()), None)
+        if change is None:
             return
-        change, layer = changes[0], self._layers[changes[0].layer_index]
-        name = ".".join(part for part in (change.path, change.names[0]) if part)
+        layer = self._layers[change.layer_index]
         raise ModelError(
             f"The forward of {describe_layer(change.layer_index)} ({type(layer).__name__}) changed "
-            f"its attribute {name!r} on a worker. Neither the model nor another worker would see "
-            "the change, and each micro-batch would find what the one before has left. Keep the "
-            "state in a buffer, pass it as an argument, or keep the layer with the coordinator."
+            f"its attribute {change.name()!r} on a worker. Neither the model nor another worker "
+            "would see the change, and each micro-batch would find what the one before has left. "
+            "Keep the state in a buffer, pass it as an argument, or keep the layer with the "
+            "coordinator."
         )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor | None]]:

@@ -28,6 +28,7 @@ from .tensor_bytes import DTYPES, TensorSpec, dtype_name, tensor_bytes
 NUM_SLOTS = 32
 MOST_BYTES = 4 * 2**20
 Slot = Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS - 1)]
+_AS_THEY_ARE = frozenset({type(None), bool, float, str})
 # Digests of tensors that were sent once and may come again.
 _NUM_CANDIDATES = 256
 
@@ -322,39 +323,47 @@ class Packer:
         self._digests = digests or Digests()
         self._nodes: dict[int, TensorNode | ConstantNode] = {}
 
-    def pack(self, tree: Any, where: str = "value") -> Value:
+    def pack(self, tree: Any, where: str = "value", carried: type[str] | None = None) -> Value:
         """Turn a tree into a value.
+
+        Args:
+            tree: The tree.
+            where: What it is, for an error.
+            carried: The class of names that stand for tensors which come with the hidden states.
 
         Raises:
             LocalProtocolError: If something in it cannot be sent; the text says what and where.
         """
-        if tree is None or isinstance(tree, (bool, CarriedNode)):
-            return tree
+        if type(tree) in _AS_THEY_ARE:
+            return tree  # type: ignore[no-any-return]
         if isinstance(tree, Tensor):
-            if dtype_name(tree.dtype) not in DTYPES:
-                raise LocalProtocolError(
-                    f"{where} is a tensor of dtype {dtype_name(tree.dtype)}, which cannot be sent "
-                    f"to a worker; convert it to one of {', '.join(DTYPES)} before the layer, or "
-                    "keep the layer with the coordinator."
-                )
-            return self._pack_tensor(tree)
+            return self._pack_tensor(tree, where)
+        if isinstance(tree, (tuple, list)):
+            make = TupleNode if isinstance(tree, tuple) else ListNode
+            items = enumerate(tree)
+            return make([self.pack(item, f"{where}[{i}]", carried) for i, item in items])
+        if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+            pairs = tree.items()
+            return DictNode({k: self.pack(item, f"{where}[{k!r}]", carried) for k, item in pairs})
+        if carried is not None and isinstance(tree, carried):
+            return CarriedNode(str(tree))
         # Subclasses, such as numpy's float or an enum's members, are sent as their plain type.
         for plain in (int, float, str):
             if isinstance(tree, plain) and _fits(tree):
                 return plain(tree)
-        if isinstance(tree, tuple):
-            return TupleNode([self.pack(item, f"{where}[{i}]") for i, item in enumerate(tree)])
-        if isinstance(tree, list):
-            return ListNode([self.pack(item, f"{where}[{i}]") for i, item in enumerate(tree)])
-        if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
-            return DictNode({k: self.pack(item, f"{where}[{k!r}]") for k, item in tree.items()})
         raise LocalProtocolError(
             f"{where} is a {type(tree).__name__}, which cannot be sent to a worker; only numbers "
             "of 64 bits, texts, tensors, and tuples, lists and dicts of them can."
         )
 
-    def _pack_tensor(self, tensor: Tensor) -> TensorNode | ConstantNode:
+    def _pack_tensor(self, tensor: Tensor, where: str) -> TensorNode | ConstantNode:
         if id(tensor) not in self._nodes:
+            if dtype_name(tensor.dtype) not in DTYPES:
+                raise LocalProtocolError(
+                    f"{where} is a tensor of dtype {dtype_name(tensor.dtype)}, which cannot be "
+                    f"sent to a worker; convert it to one of {', '.join(DTYPES)} before the layer, "
+                    "or keep the layer with the coordinator."
+                )
             self._nodes[id(tensor)] = self._node_of(tensor)
         return self._nodes[id(tensor)]
 

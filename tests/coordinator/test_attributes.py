@@ -15,6 +15,8 @@ from lightning_hetero.coordinator.layers import RemoteLayers
 from lightning_hetero.coordinator.worker_stages import RemoteStage
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.attributes import Change
+from lightning_hetero.model.hollow import HollowLayers
+from lightning_hetero.model.hollow_checks import HeldLayers
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.protocol import messages as m
@@ -23,7 +25,15 @@ from ..families import CONFIGS, tiny_model
 from ..qlora import in_four_bits
 
 
-def attributes_of(layer: DecoderLayer, connections: Any = None) -> PlainAttributes:
+def held_of(layer: DecoderLayer) -> HeldLayers:
+    held = HeldLayers({0: layer}, ())
+    held.begin()
+    return held
+
+
+def attributes_of(
+    layer: DecoderLayer, connections: Any = None, held: HeldLayers | None = None
+) -> PlainAttributes:
     stage = SimpleNamespace(layers={0: layer.module})
     connections = connections or SimpleNamespace(
         step=1, first_microbatch=0, check_usable=lambda: None
@@ -31,7 +41,12 @@ def attributes_of(layer: DecoderLayer, connections: Any = None) -> PlainAttribut
     holdings = SimpleNamespace(stages={object(): stage}, holders=lambda _stage: ["worker"])
     remote = SimpleNamespace(holdings=holdings)
     return PlainAttributes(
-        {0: layer}, cast(Connections, connections), cast(RemoteLayers, remote), lambda _: {}, []
+        {0: layer},
+        cast(Connections, connections),
+        cast(RemoteLayers, remote),
+        lambda _: {},
+        cast(HollowLayers, SimpleNamespace(held=held or held_of(layer))),
+        [],
     )
 
 
@@ -59,9 +74,10 @@ def test_a_late_change_that_was_refused_is_sent_before_the_next_step() -> None:
     """A check of a later batch goes on after the error."""
     layer = DecoderLayer("layers.0", nn.Linear(2, 2))
     sent, connections = sending()
-    attributes = attributes_of(layer, connections)
+    held = held_of(layer)
+    attributes = attributes_of(layer, connections, held)
     attributes.follow()
-    attributes.note_call(0)
+    held.note_call(0)
     layer.module.in_features = 3
     with pytest.raises(ModelError, match=r"layers\.0\.in_features was changed after the model had"):
         attributes.follow()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.devices.copies import PlainCopies
-from lightning_hetero.guard.batch_kinds import BatchKindReader
+from lightning_hetero.guard.check_schedule import BatchKindReader
 
 ONES = torch.ones(2, 3, dtype=torch.long)
 

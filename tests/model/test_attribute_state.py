@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.attributes import (
-    AttributeState,
     Change,
+    ModuleState,
     Snapshot,
     differences,
     frozen,
@@ -106,8 +106,8 @@ class OtherLayer(Layer):
     pass
 
 
-def watched(layer: nn.Module) -> AttributeState:
-    return AttributeState({3: layer}, lambda _: True)
+def watched(layer: nn.Module) -> ModuleState:
+    return ModuleState({3: layer}, lambda _: True)
 
 
 def change(layer: Layer, code: str) -> None:
@@ -247,7 +247,7 @@ def test_an_attribute_that_takes_the_place_of_another_is_found() -> None:
 
 def test_modules_that_are_not_watched_may_change() -> None:
     layer = Layer()
-    state = AttributeState({3: layer}, lambda module: module is not layer)
+    state = ModuleState({3: layer}, lambda module: module is not layer)
     layer.number = 7
     assert state.take_changes() == []
 
@@ -255,7 +255,7 @@ def test_modules_that_are_not_watched_may_change() -> None:
 def test_what_modules_share_counts_for_each() -> None:
     first, second = Layer(), Layer()
     second.settings = first.settings
-    state = AttributeState({0: first, 1: second}, lambda _: True)
+    state = ModuleState({0: first, 1: second}, lambda _: True)
     first.settings.factor = 2.0
     assert [(c.layer_index, c.names) for c in state.take_changes()] == [
         (0, ("settings",)),
@@ -304,7 +304,7 @@ def test_a_list_in_itself_has_an_end() -> None:
 def test_layers_of_transformers_change_nothing_in_their_forwards(family: str) -> None:
     model = tiny_model(family)
     layers = {i: layer.module for i, layer in enumerate(find_decoder_layers(model))}
-    state = AttributeState(layers, lambda _: True)
+    state = ModuleState(layers, lambda _: True)
     tokens = torch.arange(10).reshape(2, 5) % VOCABULARY
     for training in (True, False):
         model.train(training)

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model import attribute_values as a
 from lightning_hetero.model.allowed_imports import Allowed, ImportPath
-from lightning_hetero.model.attributes import AttributeState
+from lightning_hetero.model.attributes import ModuleState
 from lightning_hetero.model.custom_layers import BlocksRecipe, build_blocks, describe_blocks
 from lightning_hetero.model.layer_code import check_code, code_of
 from lightning_hetero.model.layers import DecoderLayer
@@ -112,7 +112,7 @@ def test_the_code_of_objects_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_change_inside_an_object_of_an_object_is_noticed() -> None:
     block = ProcessedBlock(processor=Counting())
-    state = AttributeState({0: block}, lambda _module: True)
+    state = ModuleState({0: block}, lambda _module: True)
     assert state.take_changes() == []
     block(torch.ones(1, WIDTH))
     (change,) = state.take_changes()
