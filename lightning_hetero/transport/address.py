@@ -30,7 +30,7 @@ class Address:
         """Read ``host:port``, ``1.2.3.4:port`` or ``[::1]:port``.
 
         Raises:
-            PlanError: If the text is no address.
+            PlanError: If the text is not an address.
         """
         found = _HOST_AND_PORT.fullmatch(text)
         if found is None or int(found["port"]) > MOST_PORT:
@@ -42,7 +42,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the address."""
         if self.host == "localhost":
             return True
         try:
@@ -56,7 +56,7 @@ class Address:
 
 
 def checked_name(text: str) -> str:
-    """The name of a worker that joins, if it can be one.
+    """The text, if it is allowed as the name of a joining worker.
 
     Raises:
         PlanError: If it is empty, too long, has other characters than letters, digits and
