@@ -107,7 +107,7 @@ class RefusalLog:
                 logger.warning("connection from %s:%d refused: %s", host, port, reason)
 
     def tell_left_out(self, at_once: bool = False) -> None:
-        """Log the number of lines left out in the minutes so far, ``at_once`` the present one too."""
+        """Log the number of omitted lines of past minutes, ``at_once`` of the present one too."""
         with self._lock:
             now = self._now()
             while self._refused:
