@@ -1,7 +1,7 @@
 """The grammar of the command line: every command with its options, and the checks of single values.
 
-Nothing here imports torch, so that help, errors and completion come at once. What a command does is
-in the module of its name.
+This module does not import torch, so help, errors and completion come at once. The work of a
+command is in the module of its name.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown arguments here, so that the error names the command that has got them."""
+        """Refuse unknown arguments here, so that the error names their command."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
         return options, unknown
 
     def _meant(self, unknown: Sequence[str]) -> str:
-        """A question for what misspelt options probably are; empty if nobody knows."""
+        """A question with the likely spelling of misspelt options; empty without a guess."""
         known = [
             option
             for action in self._actions
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {' and '.join(near)}" if near else ""
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where the options are listed, and exit with status 2."""
+        """Print the fault and the command for the list of options, and exit with status 2."""
         self.exit(2, f"{self.prog}: {message.rstrip('.')}; see `{self.prog} --help`.\n")
 
 
@@ -153,12 +153,12 @@ def _add_owner_options(worker: argparse.ArgumentParser) -> None:
 
 
 def _add_local_options(worker: argparse.ArgumentParser) -> None:
-    """The options with which the strategy starts its own local workers, which use no token."""
-    # An open socket to listen on, the end together with the parent process, and the user's script,
-    # which must come last because its own arguments follow.
+    """The strategy's options for its own local workers; they do not use a token file."""
+    # An open socket to listen on, the end together with the parent process, and the user's script.
+    # The script must come last, because its own arguments follow.
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
-    # How the process of a session starts, and what it inherits if it is not forked. On macOS the
+    # How the process of a session starts, and its inheritance if it is not forked. On macOS the
     # frameworks of the system do not survive a fork.
     how = "fork" if sys.platform.startswith("linux") else "spawn"
     worker.add_argument(
@@ -415,7 +415,7 @@ def _add_addresses(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def _add_token_option(command: argparse.ArgumentParser, text: str) -> None:
-    """Add ``--token-file``; the text says what the token is for."""
+    """Add ``--token-file``; the text names the use of the token."""
     command.add_argument(
         "--token-file",
         type=Path,
@@ -426,7 +426,7 @@ def _add_token_option(command: argparse.ArgumentParser, text: str) -> None:
 
 
 def _add_output_option(command: argparse.ArgumentParser, text: str, default: str) -> None:
-    """Add ``-o`` and ``--output`` for a file that may exist; the text says what is in the file."""
+    """Add ``-o`` and ``--output`` for a new or existing file; the text describes its content."""
     command.add_argument(
         "-o",
         "--output",
@@ -437,7 +437,7 @@ def _add_output_option(command: argparse.ArgumentParser, text: str, default: str
 
 
 def _checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """The parser of a value, whose error argparse shows as it is."""
+    """The parser of a value; argparse shows its error unchanged."""
 
     def checked(text: str) -> Value:
         try:
@@ -478,7 +478,7 @@ def _module_name(text: str) -> str:
 
 
 def new_file(name: str) -> Path:
-    """The path of a file in the current folder that does not exist yet.
+    """The path of a new file in the current folder.
 
     Raises:
         PlanError: If the file exists.
@@ -490,11 +490,11 @@ def new_file(name: str) -> Path:
 
 
 def check_folder(what: str, path: Path | None) -> None:
-    """Refuse a file without a folder, before the work whose result it takes.
+    """Refuse a file without a folder, before the long work for its content.
 
     Args:
         what: The content of the file, such as ``"report"``.
-        path: The file; None if there is none.
+        path: The file, if any.
 
     Raises:
         HeteroError: If the folder is not there.
@@ -505,7 +505,7 @@ def check_folder(what: str, path: Path | None) -> None:
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """Write a file in this block; the error of a file that cannot be written names it.
+    """Write a file in this block; a write error names the file.
 
     Raises:
         HeteroError: If the block raises an error of the operating system.

@@ -1,4 +1,4 @@
-"""`lightning-hetero token`: make the secret that all machines of a run share."""
+"""`lightning-hetero token`: make the common secret of all machines of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning-hetero verify`: compare the workers' results with those of one device."""
+"""`lightning-hetero verify`: compare the workers' results with one device's."""
 
 from __future__ import annotations
 
