@@ -90,7 +90,7 @@ class Report:
 
     @property
     def is_usable(self) -> bool:
-        """Whether all checks passed, or were skipped."""
+        """Whether all checks ended without a failure."""
         return self.failing is None
 
     @property
