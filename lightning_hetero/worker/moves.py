@@ -1,4 +1,4 @@
-"""The worker's side of a move: layers' tensors go from the worker that has them to the next one."""
+"""The worker's side of a move: layers' tensors go from their present worker to the next one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .optimizers import SessionOptimizers
 
 
 class SessionMoves:
-    """Sends tensors to other workers, and takes theirs, with all that belongs to them.
+    """Sends tensors to other workers and takes theirs, with their states and averages.
 
     Args:
         coordinator: The channel to the coordinator.
         layers: The layers of the session.
-        training: Has what belongs to their tensors.
+        training: Has the states and averages of their tensors.
         channel_to: The channel for tensors to the worker of a number.
 
     Attributes:
-        handlers: What carries out each kind of message.
+        handlers: The handler of each kind of message.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SessionMoves:
         except LocalProtocolError:
             if not channel.has_ended:
                 raise
-            return  # the coordinator is told that the neighbor is lost, and why
+            return  # the coordinator gets a report of the lost neighbor, with the reason
         channel.wait_until_sent(MOST_COPIES)
 
     def _on_moved_tensor(self, message: m.MovedTensor, tensors: tuple[Tensor, ...]) -> None:

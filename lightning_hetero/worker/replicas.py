@@ -1,14 +1,14 @@
-"""The worker's side of replicas: processes that hold the same stage add up their gradients.
+"""The worker's side of replicas: processes with the same stage add up their gradients.
 
 Every parameter of the stage has one owner among them. The others send it their sums; it adds all of
-them in the plan's order of the processes, and sends back what the stage's optimizer wants:
+them in the plan's order of the processes, and sends back the input of the stage's optimizer:
 
     each     a ─ sums ─▶ owner ─ totals ─▶ a       every replica steps by itself
     split    a ─ sums ─▶ owner ─ weights ─▶ a      the owner steps; then its weights follow
 
-The sums do not depend on who comes first. Those of a layer leave as soon as the last backward has
-left it, while the layers before it still compute. Where the coordinator is one of the replicas, it
-owns all parameters, or with ``split`` a part; it stores the weights that it has stepped as any
+The sums do not depend on the order of arrival. The sums of a layer leave as soon as the last
+backward has left it, while the layers before it still compute. If the coordinator is one of the
+replicas, it owns all parameters, or with ``split`` a part; it stores its stepped weights like any
 others.
 """
 
@@ -33,13 +33,13 @@ from ..protocol.tensor_bytes import TensorSpec, in_frames
 from ..transport.channel import Channel, Handler
 from .layers import SessionLayers
 
-# How many exchanges a replica may be ahead of another one, which waits for its part of each.
+# How many exchanges a replica may be ahead of another one: the other waits for its part of each.
 _MOST_AHEAD = 1
 
 
 @dataclass(frozen=True)
 class _SharedStage:
-    """A stage that other processes hold too.
+    """A stage with several holders.
 
     Args:
         holders: The numbers of its processes, in the plan's order.
@@ -57,26 +57,26 @@ class _SharedStage:
         return COORDINATOR_STAGE in self.holders
 
     def receivers(self, content: m.ReplicaContent) -> Sequence[int]:
-        """The numbers of the processes that get such a thing from others."""
+        """The numbers of the processes that get this content from others."""
         if self.is_hosted and not self.is_split:
             return [COORDINATOR_STAGE] if content == "sums" else []
         has_part = content == "sums" or self.is_split == (content == "weights")
         return self.holders if has_part else []
 
     def senders(self, content: m.ReplicaContent) -> Sequence[int]:
-        """The numbers of the processes from which each of these workers gets such a thing."""
+        """The numbers of the senders of this content to each of these workers."""
         if self.is_hosted and not self.is_split:
             return []
         found = self.receivers(content)
         return found if content == "sums" else [n for n in found if n != COORDINATOR_STAGE]
 
 
-# An exchange, what is exchanged, and the worker that sends it.
+# An exchange, its content, and the sending worker.
 _Part = tuple[int, m.ReplicaContent, int]
 
 
 class SessionReplicas:
-    """Adds up gradients with the workers that hold the same stages, and follows their steps.
+    """Adds up gradients with the other holders of its stages, and follows their steps.
 
     Args:
         layers: The layers of the session.
@@ -85,9 +85,9 @@ class SessionReplicas:
         channel_to: The channel to the worker of a number.
 
     Attributes:
-        handlers: What carries out each kind of message.
-        is_repeating: Whether this worker repeats what a lost one has done, so that parts of many
-            exchanges come at once.
+        handlers: The handler of each kind of message.
+        is_repeating: Whether this worker repeats a lost worker's work. Then parts of many exchanges
+            come at once.
     """
 
     def __init__(
@@ -105,23 +105,23 @@ class SessionReplicas:
         self._pass_on = pass_on
         self._channel_to = channel_to
         self.is_repeating = False
-        # Whether a worker in the place of a lost one may send again what has come.
+        # Whether the successor of a lost worker may repeat received parts.
         self._expects_repeats = False
         self._number = 0
         self._shared: list[_SharedStage] = []
         self._owner_of: dict[str, int] = {}
-        # The exchange that runs or was the last to run, and what it waits for.
+        # The present or last exchange, and the content it waits for.
         self._round = 0
         self._waits_for: m.ReplicaContent | None = None
-        # Whether gradients here that other workers own are totals, or gone.
+        # Whether gradients owned by other workers are totals here, or gone.
         self._is_reduced = False
         self._parts: dict[_Part, dict[str, Tensor]] = {}
         self._whole: set[_Part] = set()
-        # What has been sent of the next sums.
+        # The sent part of the next sums.
         self._early: dict[str, Stamp] = {}
 
     def expect(self, message: m.Deploy) -> None:
-        """Note which stages other workers hold too, and who owns their parameters."""
+        """Note the shared stages, and the owners of their parameters."""
         self._number = message.member
         self._shared, self._owner_of = [], {}
         for stage in message.stages:
@@ -140,23 +140,23 @@ class SessionReplicas:
 
     @property
     def is_adding_up(self) -> bool:
-        """Whether an exchange is on its way that changes gradients, and nothing else."""
+        """Whether an exchange of gradients only is on its way."""
         return self._waits_for in ("sums", "totals")
 
     def expect_repeats(self) -> None:
-        """Drop from now on what a replica sends that has come before."""
+        """From now on, drop repeated parts of a replica."""
         self._expects_repeats = True
 
     def is_total(self, name: str) -> bool:
-        """Whether a gradient here is the sum of all replicas, and another one owns it."""
+        """Whether a gradient here is the sum of all replicas, and another replica owns it."""
         return self._is_reduced and not self.is_owned(name)
 
     def note_totals(self) -> None:
-        """The gradients here that other workers own are totals."""
+        """Note that gradients owned by other workers are totals here."""
         self._is_reduced = True
 
     def is_owned(self, name: str) -> bool:
-        """Whether this worker answers for a parameter."""
+        """Whether this worker owns a parameter."""
         return self._owner_of.get(name, self._number) == self._number
 
     def is_stepped(self, name: str) -> bool:
@@ -196,12 +196,12 @@ class SessionReplicas:
         self._early |= {name: Stamp.of(tensor) for name, tensor in batch.items()}
 
     def follow_step(self, number: int) -> None:
-        """Send the weights that this worker has stepped to the others, and wait for theirs."""
+        """Send this worker's stepped weights to the others, and wait for theirs."""
         if any(shared.receivers("weights") for shared in self._shared):
             self._begin(number, "weights")
 
     def reduce(self, number: int) -> None:
-        """Add up gradients with the other replicas, which is the exchange of that number."""
+        """Add up gradients with the other replicas: the exchange of this number."""
         if not self._shared or number <= self._round:
             return  # an aborted step has dropped the gradients
         self.note_backward()
@@ -236,7 +236,7 @@ class SessionReplicas:
         self._go_on()
 
     def _check_part(self, message: m.ReplicaTensors, name: str) -> None:
-        """Refuse what a worker sends of a parameter that it does not share or that another owns.
+        """Refuse a worker's part for a parameter outside its stages or with another owner.
 
         Raises:
             RemoteProtocolError: With the parameter's name.
@@ -262,7 +262,7 @@ class SessionReplicas:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Use what has come when all of it is there."""
+        """Use the received parts when all of them are there."""
         while self._waits_for is not None and self._has_come(self._waits_for):
             if self._waits_for == "sums":
                 self._add_up()
@@ -281,7 +281,7 @@ class SessionReplicas:
         return all((self._round, content, other) in self._whole for other in others)
 
     def _add_up(self) -> None:
-        """Add the sums of all holders of each parameter that this worker owns, in their order."""
+        """Add the sums of all holders for each parameter of this owner, in their order."""
         for shared in self._shared:
             for name, parameter in self._owned_in(shared):
                 total: Tensor | None = None
@@ -318,7 +318,7 @@ class SessionReplicas:
             for batch, is_last in in_frames(self._tensors_for(other, content)):
                 self._send(other, self._round, content, batch, is_last)
         self._early.clear()
-        # What has been queued may change in place when the next request is carried out.
+        # The next request may change the queued tensors in place.
         for channel in channels:
             channel.wait_until_sent(0)
 
@@ -334,8 +334,9 @@ class SessionReplicas:
         self._pass_on(self._channel_to(other), (message, [*batch.values()]), self._copies)
 
     def _tensors_for(self, other: int, content: m.ReplicaContent) -> Iterator[tuple[str, Tensor]]:
-        """What another worker gets from here: gradients of what it owns, or content of what this
-        worker owns."""
+        """The tensors for another worker: the gradients of its own parameters, or the content of
+        this worker's.
+        """
         owner = other if content == "sums" else self._number
 
         def is_wanted(shared: _SharedStage, owned_by: int) -> bool:
@@ -344,7 +345,7 @@ class SessionReplicas:
         for name, parameter in self._parameters(is_wanted):
             gradient = parameter.grad
             if content == "weights":
-                # A parameter that was frozen within an accumulation window is stepped all the same.
+                # A parameter frozen within an accumulation window is stepped all the same.
                 if parameter.requires_grad or gradient is not None:
                     yield name, parameter.detach()
             elif gradient is not None:
@@ -371,6 +372,6 @@ class SessionReplicas:
                     yield name, parameter
 
     def _forget_parts(self) -> None:
-        """Drop what has come for exchanges that are over."""
+        """Drop the received parts of past exchanges."""
         self._parts = {part: each for part, each in self._parts.items() if part[0] >= self._round}
         self._whole = {part for part in self._whole if part[0] >= self._round}

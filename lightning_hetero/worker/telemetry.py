@@ -45,7 +45,7 @@ class SessionTelemetry:
         }
 
     def taking(self, arrival: Arrival, message: m.Message) -> AbstractContextManager[None]:
-        """Inside, the session carries out a message that has arrived."""
+        """Inside, the session carries out an arrived message."""
         kind = message.recorded_as
         if kind is None or not self.recorder.is_on:
             return self.recorder.nothing
@@ -78,7 +78,7 @@ class SessionTelemetry:
         return content
 
     def take_timings(self, step: int) -> m.Timings:
-        """The time that training has taken since the last call."""
+        """The time of training since the last call."""
         num_microbatches, self._num_microbatches = self._num_microbatches, 0
         laps = self.recorder.take_laps()
         return m.Timings(step, laps.seconds["forward"], laps.seconds["backward"], num_microbatches)

@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 class SessionTrials:
-    """Answers a coordinator that measures. Everything happens in the session's thread.
+    """Answers a coordinator's measurements. Everything happens in the session's thread.
 
     Args:
         coordinator: The channel to the coordinator.
-        host: The worker; the tensors that it keeps count as free memory.
-        dial_neighbor: Opens a channel, not started yet, to the worker at an address that serves the
-            session of that name; this worker has the number that is given.
+        host: The worker; its kept tensors count as free memory.
+        dial_neighbor: Opens a channel, not started yet, to the worker at an address. Its arguments
+            are the address, the name of the session there, and this worker's number.
 
     Attributes:
-        handlers: What carries out each kind of message.
-        is_measuring: Whether a measurement has begun that nothing has ended yet.
+        handlers: The handler of each kind of message.
+        is_measuring: Whether a measurement has begun and not ended yet.
     """
 
     is_measuring = False
@@ -67,7 +67,7 @@ class SessionTrials:
     def _answer(
         self, measure: Callable[[Any, Any], m.Message], message: Any, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Send the measurement, or the reason why there is none."""
+        """Send the measurement, or the reason for its absence."""
         self.is_measuring = True
         found = attempt(partial(measure, message, tensors), self._host.device)
         if isinstance(found, m.NotMeasured):
@@ -111,5 +111,5 @@ class SessionTrials:
 
 
 def answer_probe(channel: Channel, probe: m.Probe, _tensors: tuple[Tensor, ...]) -> None:
-    """Send back as many bytes as a probe asks for."""
+    """Send back the number of bytes wanted by a probe."""
     channel.send(m.ProbeAnswer(request=probe.request), *payload(probe.answer_bytes))
