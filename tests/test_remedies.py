@@ -572,12 +572,12 @@ def in_open_folder(folder: Path, mode: int) -> Path:
 
 FILES = [
     follows(
-        "make one with `lightning-hetero token`, or copy the one of the other machines to this",
+        "make one with `lightning-hetero token`, or copy the file of the other machines to this",
         lambda folder: read_token_file(folder / "token"),
         lambda folder: read_token_file(token(folder)),
     ),
     follows(
-        "make one with `lightning-hetero token`, or copy the one of the other machines again",
+        "make one with `lightning-hetero token`, or copy the file of the other machines again",
         lambda folder: read_token_file(damaged(folder)),
         lambda folder: read_token_file(token(folder)),
     ),

@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> None:
     with writing("schema", options.output):
         options.output.write_text(text, encoding="utf-8")
     print(
-        f"The schema is in {options.output}. Editors that know the YAML language server use it for "
-        f"a file that begins with `# yaml-language-server: $schema={options.output}`."
+        f"The schema is in {options.output}. Editors with the YAML language server use it for a "
+        f"file with the first line `# yaml-language-server: $schema={options.output}`."
     )
 
 

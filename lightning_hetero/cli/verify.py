@@ -83,7 +83,7 @@ def _error(error: float | None, tolerance: float) -> Text:
 
 def _lines(verdict: RehearsalVerdict) -> list[str]:
     worst = [
-        f"{stage.who}: the gradient that is furthest off is {stage.parameters.name}"
+        f"{stage.who}: the least exact gradient is {stage.parameters.name}"
         for stage in verdict.stages
         if stage.parameters.error > stage.tolerance
     ]

@@ -46,9 +46,8 @@ logger = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     if options.name is not None and options.join is None:
         raise HeteroError(
-            f"The option `--name {options.name}` needs `--join HOST:PORT`: plans call a worker "
-            "that waits for its coordinator by its host:port. Leave `--name` out, or let the "
-            "worker join."
+            f"The option `--name {options.name}` needs `--join HOST:PORT`: plans call a waiting "
+            "worker by its host:port. Leave `--name` out, or let the worker join."
         )
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
@@ -97,8 +96,9 @@ def _warn_of_absent(allowed: tuple[str, ...]) -> None:
         sys.path.append(os.getcwd())
     for name in Allowed(allowed).absent():
         logger.warning(
-            "--allow names the package %r, which is not installed here, nor in the current folder "
-            "%s; layers of it will be refused: install it, or start the worker in its folder",
+            "--allow names the package %r, but it is not installed here and not in the current "
+            "folder %s; its layers will be refused: install it, or start the worker in its "
+            "folder",
             name,
             os.getcwd(),
         )
@@ -132,7 +132,7 @@ def _warn_of_loopback(wanted: Address | None, where: Address) -> None:
     """Warn if a machine's own name means loopback on the machine itself, as on Debian."""
     if wanted is not None and where.is_loopback and not wanted.is_loopback:
         logger.warning(
-            "%s stands for %s on this machine (/etc/hosts), so no other machine reaches this "
+            "%s stands for %s on this machine (/etc/hosts), so other machines cannot reach this "
             "worker; start it with `--listen 0.0.0.0:%d`",
             wanted.host,
             where.host,

@@ -40,8 +40,8 @@ LOOK_SECONDS = 5.0
 _MOST_LOOKOUT_SECONDS = 2.0
 
 NAME_THEM = (
-    "Multicast does not pass through a VPN, WireGuard or a router; name the workers behind one "
-    "by their addresses, such as 10.88.0.2:9999."
+    "Multicast does not pass through a VPN, WireGuard or a router; name the workers on its "
+    "other side by their addresses, such as 10.88.0.2:9999."
 )
 
 
@@ -83,9 +83,9 @@ class SearchResult:
             return
         others = f", but {self.num_others} of another token" if self.num_others else ""
         raise DiscoveryError(
-            f"No worker of this token that can be used was found within {self.seconds:g} s"
-            f"{others}. {' '.join((*self.left_out, ''))}Start workers with `lightning-hetero "
-            "worker --listen 0.0.0.0:9999` and the same token file, in a Python that has the extra "
+            f"The search found no usable worker of this token within {self.seconds:g} s{others}. "
+            f"{' '.join((*self.left_out, ''))}Start workers with `lightning-hetero worker "
+            "--listen 0.0.0.0:9999` and the same token file, in a Python that has the extra "
             f"`discovery`, and open UDP port 5353 in the firewalls. {NAME_THEM}"
         )
 
@@ -99,9 +99,9 @@ def find_workers(token_file: Path | None, identity: Identity, deadlines: Deadlin
     """
     if token_file is None:
         raise DiscoveryError(
-            "A search finds workers by the token that they share with this process, and this "
-            "process has no token; make one with `lightning-hetero token`, and copy it to all "
-            "machines as that command says."
+            "A search finds workers by their common token with this process, and this process "
+            "has no token; make one with `lightning-hetero token`, and copy it to all machines "
+            "as that command says."
         )
     own = own_interfaces()
     seconds = deadlines.discovery_seconds
@@ -177,7 +177,7 @@ def ask_status(
         return WorkerStatus(welcome.equipment, content.message)
     said = content.message if isinstance(content, Frame) else content
     raise WorkerUnreachable(
-        f"The worker at {address} did not tell its status: {said or 'no answer arrived'}."
+        f"The worker at {address} did not report its status: {said or 'no answer arrived'}."
     )
 
 

@@ -318,8 +318,8 @@ def _announcement_of(where: Address, token_file: Path | None) -> Announcement:
     hosts = hosts_to_announce(where.host, own_interfaces())
     if not hosts:
         raise DiscoveryError(
-            f"This machine has no address at which others could reach {where}; connect it to a "
-            "network, or name the worker's address to the strategy."
+            f"Other machines cannot reach {where}, because this machine has no address in a "
+            "network; connect it to a network, or name the worker's address to the strategy."
         )
     return Recogniser(read_token_file(token_file)).announcement(hosts, where.port)
 

@@ -170,7 +170,7 @@ class Greeting:
 
 def no_token(reason: str, remedy: str = "") -> Iterator[Finding]:
     """This end does not have a usable token, so it must not send to another machine."""
-    yield Finding("TLS", "skipped", "it needs a token that this end can use")
+    yield Finding("TLS", "skipped", "it needs a usable token at this end")
     yield Finding("token", "failed", reason, remedy)
 
 
@@ -188,7 +188,7 @@ def broken_off(error: Exception, is_secured: bool) -> Iterator[Finding]:
     if not is_secured:
         yield from _trust(is_secured)
     check: Check = "TLS" if is_secured else "worker"
-    text = f"what listens there did not answer as a worker: {error}".rstrip(".")
+    text = f"the listener there did not answer as a worker: {error}".rstrip(".")
     yield Finding(check, "failed", text, "check that it is a worker, and read its log")
 
 
@@ -233,7 +233,7 @@ def _trust(is_secured: bool) -> Iterator[Finding]:
 def _clock(greeting: Greeting) -> Finding:
     said = greeting.answer.utc_seconds if isinstance(greeting.answer, m.Welcome) else 0.0
     if not said:
-        return Finding("clock", "skipped", "the worker does not tell its time")
+        return Finding("clock", "skipped", "the worker does not report its time")
     offset_seconds = said - (greeting.sent_at_seconds + greeting.heard_at_seconds) / 2
     figures = {"offset_seconds": offset_seconds}
     if abs(offset_seconds) <= _TOLERABLE_SECONDS:
@@ -321,12 +321,12 @@ def against_plan(wanted: WantedPlan, worker: str, measured: Sequence[Link]) -> F
     if any(seat.part is not None for seat in candidate.seats_of(worker)):
         figures["exchange_seconds"] = candidate.exchange_seconds
         exchange = in_seconds(candidate.exchange_seconds)
-        text += f"; behind the last backward replicas exchange gradients for {exchange}"
+        text += f"; after the last backward, replicas exchange gradients for {exchange}"
     if share <= 1:
         return Finding("plan", "passed", text, "", figures)
     remedy = (
-        "use a faster link, or give the stage `activation_dtype` and `gradient_dtype` in the plan, "
-        "which send fewer bytes"
+        "use a faster link, or give the stage `activation_dtype` and `gradient_dtype` in the "
+        "plan, to send fewer bytes"
     )
     return Finding("plan", "failed", text, remedy, figures)
 

@@ -338,7 +338,7 @@ def _why_closed(address: Address, errors: Mapping[_Target, OSError]) -> tuple[st
         listen, why = str(address), ""
         if not address.is_loopback:
             listen = f"0.0.0.0:{address.port}"
-            why = "; a worker that listens on 127.0.0.1 cannot be reached from other machines"
+            why = "; other machines cannot reach a worker on 127.0.0.1"
         return (
             f"the machine answers, but nothing listens at port {address.port}",
             f"start `lightning-hetero worker --listen {listen}` there{why}",

@@ -302,7 +302,7 @@ class Door:
         if guest is None:
             raise WorkerUnreachable(
                 f"No worker named {name} waits at {self.address}, as it has left again; look at "
-                "what it printed, and start it again."
+                "its output, and start it again."
             )
         return *self._open(guest, session_name, lambda: name in self.names()), guest.address
 
@@ -321,7 +321,7 @@ class Door:
         if guest is None:
             raise WorkerUnreachable(
                 f"The second process of the worker at {address} has not dialled {self.address} "
-                f"within {seconds:g} s; what that worker printed says why."
+                f"within {seconds:g} s; the worker's output shows the reason."
             )
         return self._open(guest, session_name, lambda: False)
 
@@ -419,8 +419,8 @@ class Door:
     def _checked(self, message: m.Message) -> m.Hello:
         if isinstance(message, m.Hello) and message.role in WORKER_ROLES:
             raise RemoteProtocolError(
-                f"{self.address} is no worker's address: a coordinator waits here for workers that "
-                "join it; name the address of a worker, or start workers with `lightning-hetero "
+                f"{self.address} is not a worker's address: a coordinator waits here for joining "
+                "workers; name the address of a worker, or start workers with `lightning-hetero "
                 f"worker --join {reachable(self.address)}`."
             )
         return check_hello(message, self._identity, "the coordinator", ("joiner",))
@@ -487,7 +487,7 @@ class Door:
             )
         if len(waiting) >= _MOST_GUESTS:
             raise JoinError(
-                f"{_MOST_GUESTS} workers wait here already, which is the most; start fewer."
+                f"{_MOST_GUESTS} workers wait here already, and this is the limit; start fewer."
             )
 
     def _refuse(self, connection: Connection, who: str, reason: str) -> None:
@@ -519,7 +519,7 @@ class Door:
         """The note for a waiting worker."""
         wishes = self._wishes
         if name in wishes.members:
-            return "the run has a worker of this name, so it waits until that one is lost"
+            return "the run has a worker of this name, so it waits until that worker is lost"
         if wishes.members:
             return f"the run has begun with {_listed(wishes.members)}, so it waits as a spare"
         missing = wishes.missing(list(self._guests))
@@ -532,7 +532,7 @@ class Door:
         if self._wishes.members:
             return (
                 f"{guest} has joined; the run goes on with {_listed(self._wishes.members)}, and "
-                "the new one waits as a spare"
+                "the new worker waits as a spare"
             )
         missing = self._wishes.missing(list(self._guests))
         count = len(self._guests)
@@ -552,8 +552,8 @@ class Door:
             f"{missing}.",
             *refused,
             *faults,
-            f"{remedy} fewer workers with `least`, or wait longer with `wait_seconds`. A worker "
-            "whose coordinator was killed at another address waits for it, for that run's "
+            f"{remedy} fewer workers with `least`, or wait longer with `wait_seconds`. If a "
+            "coordinator was killed at another address, its workers wait for it, for its run's "
             "`linger_seconds`.",
         ]
         return " ".join(words)

@@ -79,13 +79,14 @@ class LocalWorker:
             elif time.monotonic() - since > idle_seconds:
                 raise WorkerError(
                     f"The local worker {self.name} (process {self.process.pid}) hangs while it "
-                    f"starts: it has computed nothing for {idle_seconds:.0f} s. Look at what it "
-                    "waits for, such as a network drive with the libraries, and start again."
+                    f"starts: it has used no CPU time for {idle_seconds:.0f} s. Look for the "
+                    "cause of its wait, such as a network drive with the libraries, and start "
+                    "again."
                 )
         if not is_ready:
             raise WorkerError(
                 f"The local worker {self.name} (process {self.process.pid}) ended while it "
-                "started; what it printed says why."
+                "started; its output shows the reason."
             )
 
     def _hears(self) -> bool | None:

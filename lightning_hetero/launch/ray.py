@@ -84,7 +84,7 @@ class RayWorkers:
             )
         if self.address in _OWN_CLUSTER:
             raise PlanError(
-                f"The argument `address` of RayWorkers is {self.address!r}, with which Ray would "
+                f"The argument `address` of RayWorkers is {self.address!r}: with it, Ray would "
                 'start a cluster on this machine alone; write "auto" or the address of a cluster.'
             )
         self.least = self.least or len(self.bundles)
@@ -215,8 +215,8 @@ class _Placed:
         bundles = [bundle for table in waiting for bundle in table["bundles"].values()]
         return [
             f"Ray has not placed the bundles {bundles}: the cluster has "
-            f"{self.ray.cluster_resources()}, of which {self.ray.available_resources()} are free. "
-            "Add nodes with what is missing, or ask for less with `bundles`."
+            f"{self.ray.cluster_resources()}, and {self.ray.available_resources()} are free. Add "
+            "nodes with the missing resources, or ask for less with `bundles`."
         ]
 
     def end(self) -> None:

@@ -108,7 +108,7 @@ class SlurmWorkers:
                 )
             elif is_late:
                 found.append(
-                    f"srun still runs; `squeue` tells what it waits for.{said} Raise "
+                    f"srun still runs; `squeue` shows the reason for its wait.{said} Raise "
                     "`wait_seconds` if the queue is long."
                 )
         return found

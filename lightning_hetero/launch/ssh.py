@@ -173,7 +173,7 @@ class SshWorkers:
     def _why(self, command: Command) -> str:
         """A sentence on an ended ssh."""
         if command.status == _SSH_FAILED:
-            remedy = f"Try `{command.name} true`, which must work without a question."
+            remedy = f"Try `{command.name} true`: it must work without a question."
         elif command.status in _NOT_FOUND:
             remedy = f"Name the path of {self.command!r} on the machine with `command=`."
         else:
@@ -203,7 +203,9 @@ def names_of(hosts: Sequence[str]) -> list[str]:
     for host in hosts:
         name = re.sub(r"[^A-Za-z0-9._-]", "-", host.rpartition("@")[2])[:60]
         if not name.strip("-."):
-            raise WorkerError(f"{host!r} gives no name for a worker; name the machine otherwise.")
+            raise WorkerError(
+                f"{host!r} does not give a name for a worker; name the machine otherwise."
+            )
         count[name] += 1
         names.append(name if count[name] == 1 else f"{name}-{count[name]}")
     return names

@@ -80,8 +80,8 @@ def mark_wrong(measured: Measured, found: Misjudged) -> str:
     if left:
         said.append(
             f"{' and '.join(left)} will not be measured again by itself: its file has other "
-            "figures by now, or a second measurement agreed with the first, so that training "
-            f"itself disturbs the device, or another program does. {MEASURE_AGAIN}"
+            "figures by now, or a second measurement agreed with the first; then training "
+            f"itself, or another program, disturbs the device. {MEASURE_AGAIN}"
         )
     return " ".join(said)
 
@@ -130,7 +130,7 @@ def read_known(path: Path | None, identity: ModelIdentity) -> Profile | None:
         rank_zero_info(f"The profile is measured again. {error}")
         return None
     if profile.model.fingerprint != identity.fingerprint:
-        rank_zero_info(f"{path} is the profile of another model, so this one is measured again.")
+        rank_zero_info(f"{path} is the profile of another model, so this model is measured again.")
         return None
     settings = identity.settings
     differing = [
@@ -154,7 +154,7 @@ def write_known(path: Path | None, profile: Profile) -> None:
             "The profile is not kept, as this user has no home folder: set XDG_CACHE_HOME or HOME."
         )
     elif _write(path, profile):
-        rank_zero_info(f"what was measured is kept in {path}; {TO_MEASURE_AGAIN}")
+        rank_zero_info(f"the measurements are kept in {path}; {TO_MEASURE_AGAIN}")
 
 
 def still_true(profile: Profile, described: Mapping[str, DeviceDescribed]) -> Profile:

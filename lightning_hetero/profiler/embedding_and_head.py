@@ -334,8 +334,8 @@ class EndsRunner:
         if passed.around is None or missed:
             raise ModelError(
                 f"The `training_step` of {type(self.module).__name__} does not run "
-                f"{describe_layers(missed)}, so they cannot be measured; use a plan of your own in "
-                "which they stay with the coordinator."
+                f"{describe_layers(missed)}, so they cannot be measured; use a plan of your own "
+                "with these layers on the coordinator."
             )
         wants_gradient = passed.entered[0].requires_grad
         return Example(passing.inputs, wants_gradient, passed.around, passing.calls)

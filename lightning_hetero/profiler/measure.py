@@ -173,7 +173,7 @@ def prepare_workers(connections: Connections, names: Sequence[str], content: Con
     requests, named = connections.requests, connections.named
     answers = [requests.send(named(name), message, *tensors) for name in names]
     for worker, answer, _ in requests.parts(answers, m.NotMeasured):
-        raise failure(f"{worker.name} cannot build the layers that it is to measure", answer)
+        raise failure(f"{worker.name} cannot build the layers for its measurement", answer)
 
 
 def measure_links(
@@ -230,9 +230,7 @@ def _link_between(
         return answer
     if not isinstance(answer, m.NotMeasured) or answer.is_unreachable:
         return None
-    raise failure(
-        f"{first} could not measure its link to {second}, which may become its neighbor", answer
-    )
+    raise failure(f"{first} could not measure its link to {second}, a possible neighbor", answer)
 
 
 # Shares of the time budget; each part's share starts when the part begins.
@@ -268,8 +266,8 @@ class ProfilingOptions:
     def __post_init__(self) -> None:
         if not self.budget_seconds > 0:
             raise MisconfigurationException(
-                f"The time budget is {self.budget_seconds} s; give the seconds that measuring may "
-                "take, such as 60."
+                f"The time budget is {self.budget_seconds} s; give the seconds for measuring, "
+                "such as 60."
             )
         sizes = self.micro_batch_sizes
         if sizes is not None and (not sizes or min(sizes) < 1):

@@ -117,7 +117,7 @@ class NewcomerTrials:
         send = connections.requests.send_alone
         answer = send(worker, message, *tensors).alone(m.Message)
         if isinstance(answer, m.NotMeasured):
-            raise failure(f"{worker.name} cannot build the layers that it is to measure", answer)
+            raise failure(f"{worker.name} cannot build the layers for its measurement", answer)
         subject = self.subject
         jobs = layer_jobs(subject.kinds, sorted(subject.examples), [subject.dtype])
         end_seconds = time.monotonic() + _LAYER_SECONDS

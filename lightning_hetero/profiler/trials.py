@@ -247,9 +247,9 @@ def correction(name: str, first: Sequence[Timing], again: Sequence[Timing]) -> s
     before, after, most = max(shortened, key=lambda pair: pair[0] / pair[1])
     others = len(shortened) - 1
     return (
-        f"{name} took {1000 * before:.3g} ms for {_job_text(most)}, which was doubtful, and "
-        f"{1000 * after:.3g} ms when it was measured again; the shorter time is kept"
-        + (f", as are those of {others} more of its {len(first)} timings" if others else "")
+        f"{name} took {1000 * before:.3g} ms for {_job_text(most)}, a doubtful time, and "
+        f"{1000 * after:.3g} ms in a second measurement; the shorter time is kept"
+        + (f", and so are the times of {others} more of its {len(first)} timings" if others else "")
     )
 
 

@@ -447,8 +447,8 @@ OFF = 0.15
 """A finding names a step that differs from its prediction by this share."""
 
 _FASTER_LINKS = (
-    "A faster link, or activation_dtype and gradient_dtype in the plan (bfloat16 halves what is "
-    "sent, int8 quarters it) would help."
+    "A faster link, or activation_dtype and gradient_dtype in the plan (bfloat16 halves the "
+    "sent bytes, int8 quarters them) would help."
 )
 
 
@@ -492,7 +492,7 @@ def _of_losses(record: RunRecord) -> Iterator[str]:
     shown = ", ".join(names[:_MOST_NAMES]) + (" and others" if len(names) > _MOST_NAMES else "")
     times = "Once a worker was" if len(losses) == 1 else f"{len(losses)} times a worker was"
     yield (
-        f"{times} lost and replaced ({shown}); no step was lost by that. Until the process in its "
+        f"{times} lost and replaced ({shown}); all steps were kept. Until the process in its "
         f"place had caught up, it took {in_duration(sum(seconds))} in all."
         if len(seconds) == len(losses)
         else f"{times} lost ({shown}), and {len(losses) - len(seconds)} of these times no process "

@@ -63,7 +63,7 @@ LOOK_SECONDS = 1.0
 # its receive window is closed and it only gets window probes.
 _SHARE_OF_SILENCE = 0.7
 
-_FROZEN_HERE = ": its process is frozen, since it has computed next to nothing on this machine"
+_FROZEN_HERE = ": its process is frozen, since it has used almost no CPU time on this machine"
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ class Channel:
     def _without_threads(self, cause: RuntimeError) -> ChannelError:
         """Report to the peer why this end cannot talk, and end the channel."""
         reason = (
-            f"This process can start no thread for the connection with {self.peer} ({cause}): "
-            "raise the number of processes and threads that the system allows it (`ulimit -u`, or "
-            "`pids.max` of its control group), or its memory."
+            f"This process cannot start a thread for the connection with {self.peer} ({cause}): "
+            "raise its allowed number of processes and threads (`ulimit -u`, or `pids.max` of "
+            "its control group), or its memory."
         )
         with contextlib.suppress(OSError, HeteroError):
             last_word = encode_frame(Frame(m.Failure(reason)))
@@ -462,8 +462,9 @@ class Channel:
         slow_seconds = self._num_slow_waits * heartbeat_seconds
         if slow_seconds - heartbeat_seconds < self._deadlines.silence_seconds <= slow_seconds:
             logger.warning(
-                "%s has said nothing for %.3g s, and its process on this machine computes, so it "
-                "is waited for; run less on this machine, or start workers with fewer `--threads`",
+                "%s has said nothing for %.3g s, but its process on this machine computes, so "
+                "the wait goes on; run less on this machine, or start workers with fewer "
+                "`--threads`",
                 self.peer,
                 slow_seconds,
             )

@@ -64,7 +64,7 @@ def obstacles(one: Party, other: Party) -> list[str]:
     majors = {version.partition(".")[0] for version in (ours, theirs)} - {_UNKNOWN}
     if len(majors) > 1:
         found.append(
-            f"{one.name} has {_MODEL_CODE} {ours} and {other.name} has {theirs}, which build "
+            f"{one.name} has {_MODEL_CODE} {ours} and {other.name} has {theirs}: they build "
             "layers differently; install the same major version on both."
         )
     return [sentence[0].upper() + sentence[1:] for sentence in found]

@@ -245,7 +245,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
     except OSError as error:
         if error.errno not in _NO_FILES:
             raise
-        logger.warning("a connection waits, since none can be opened: %s", error)
+        logger.warning("a connection waits, since this process cannot open it: %s", error)
         time.sleep(_NO_FILES_SECONDS)  # the connection would wake the caller again at once
         raise BlockingIOError(error.errno, str(error)) from error
     return connected, peer[:2]

@@ -214,7 +214,7 @@ class _OpeningCall:
         """
         if self.credentials is None and not self.address.is_loopback:
             raise WorkerUnreachable(
-                f"The worker at {self.address} is on another machine, which takes a token: make "
+                f"The worker at {self.address} is on another machine, so it takes a token: make "
                 "one with `lightning-hetero token`, and copy it to all machines as that command "
                 "says."
             )
@@ -230,8 +230,8 @@ class _OpeningCall:
                 if error.away == hello.ended or not has_ended(error.away):
                     raise
                 logger.info(
-                    "the worker at %s has waited for the coordinator of another run, which was "
-                    "killed on this machine; it takes this run instead",
+                    "the worker at %s has waited for the killed coordinator of another run on "
+                    "this machine; it takes this run instead",
                     self.address,
                 )
                 end = time.monotonic() + self.deadlines.connect_seconds
@@ -383,7 +383,7 @@ def join(
     """
     if identity.credentials is None and not address.is_loopback:
         raise JoinError(
-            f"The coordinator at {address} is on another machine, which takes a token: copy the "
+            f"The coordinator at {address} is on another machine, so it takes a token: copy the "
             "coordinator's token file to this machine, as `lightning-hetero token` says there."
         )
     try:
@@ -495,7 +495,7 @@ def _explained(far: _Far) -> Iterator[None]:
     except (OSError, ChannelError, RemoteProtocolError) as error:
         address = far.name.rpartition(" ")[2]
         raise WorkerUnreachable(
-            f"What listens at {address} did not answer as {far.kind}: {error}"
+            f"The listener at {address} did not answer as {far.kind}: {error}"
         ) from error
 
 

@@ -180,6 +180,6 @@ class Ledger:
 
     def _wrong(self, count: int) -> RemoteProtocolError:
         return RemoteProtocolError(
-            f"It says that {count} frames have come, and {self._num_sent} were sent, of which it "
-            f"has acknowledged {self._num_acknowledged}."
+            f"It says that {count} frames have come, and {self._num_sent} were sent; it has "
+            f"acknowledged {self._num_acknowledged} of them before."
         )

@@ -457,8 +457,8 @@ _CLOCKS_THERE = (
     "The peer says that our certificate is not valid by its clock: the clocks of the two machines "
     "are days apart; set them."
 )
-_OLD_TLS = "The peer does not speak TLS 1.3, and this end speaks nothing older; is it a worker?"
-_NO_CERTIFICATE_HERE = "The peer wants a certificate and got none."
+_OLD_TLS = "The peer does not speak TLS 1.3, and this end speaks it only; is it a worker?"
+_NO_CERTIFICATE_HERE = "The peer wants a certificate and did not get one."
 
 # By OpenSSL's names of errors; an "alert" is what the peer reports about us.
 _SENTENCES = {

@@ -157,7 +157,7 @@ def read_token_file(path: Path) -> Token:
     except FileNotFoundError:
         raise TokenError(
             f"There is no token file {str(path)!r}; make one with `lightning-hetero token`, or "
-            "copy the one of the other machines to this path."
+            "copy the file of the other machines to this path."
         ) from None
     except OSError as error:
         raise TokenError(
@@ -169,7 +169,7 @@ def read_token_file(path: Path) -> Token:
     except ValueError as error:
         raise TokenError(
             f"The token file {str(path)!r} cannot be used: {error}; make one with "
-            "`lightning-hetero token`, or copy the one of the other machines again."
+            "`lightning-hetero token`, or copy the file of the other machines again."
         ) from None
 
 

@@ -335,7 +335,7 @@ def waiting(bench: TrainingBench) -> Iterator[CheckFinding]:
         with device.counting_waits() as count:
             if count is None:
                 yield CheckFinding(
-                    "calls that wait for the device", "torch does not tell them here"
+                    "calls that wait for the device", "torch does not report them here"
                 )
                 return
             waits = _WaitsOfSteps(count)

@@ -131,8 +131,8 @@ class Observer:
             loss = loss_of(_step_of(self.module)(self.batch))
         if loss is None:
             raise BatchError(
-                "The training_step returned None for the first batch, which asks to skip it, so "
-                "nothing can be compared."
+                "The training_step returned None to skip the first batch, so there is nothing "
+                "to compare."
             )
         return loss
 

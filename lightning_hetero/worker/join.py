@@ -134,7 +134,7 @@ class Joiner:
                 with self._asking(worker, joined.run):
                     worker.serve_joined(joined.connection, message, str(self.address))
         except (OSError, HeteroError) as error:
-            logger.warning("the coordinator at %s took no worker: %s", self.address, error)
+            logger.warning("the coordinator at %s did not take the worker: %s", self.address, error)
         finally:
             worker.note_no_spare()
             joined.connection.close()
@@ -170,7 +170,7 @@ class Joiner:
             try:
                 other = run_at(self.address, run, worker.deadlines, worker.identity)
             except (OSError, HeteroError) as error:
-                logger.debug("asking at %s which run is there: %s", self.address, error)
+                logger.debug("asking at %s for the present run: %s", self.address, error)
                 continue
             if other != run:
                 worker.give_up_coordinator(f"Another run takes workers in at {self.address}.")

@@ -89,7 +89,7 @@ class SessionLayers:
             ModelError: If the tensor is not missing, or has another shape.
         """
         if name not in self._missing:
-            raise ModelError(f"Another worker has sent the tensor {name!r}, which is not missing.")
+            raise ModelError(f"Another worker has sent the tensor {name!r}, but it is not missing.")
         device = self._host.device
         state = {part: tensor.to(device) for part, tensor in content.state.items()}
         self._put(name, Content(content.tensor.to(device), state))

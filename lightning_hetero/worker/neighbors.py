@@ -322,7 +322,7 @@ class SessionNeighbors:
         if number == 0:
             return self._coordinator
         if number not in self._downstream:
-            raise ModelError(f"This worker was not told to connect to worker {number}.")
+            raise ModelError(f"This worker was not asked to connect to worker {number}.")
         return self._downstream[number]
 
     def pass_on(self, channel: Channel, content: Content, copies: Copies) -> None:

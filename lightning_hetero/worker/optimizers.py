@@ -192,8 +192,8 @@ class SessionOptimizers:
         waiting.update(self._awaiting.averages)
         if waiting:
             raise ModelError(
-                f"The optimizer's state or average of {sorted(waiting)[:5]} has come here, and no "
-                "optimizer or average that goes on with it."
+                f"The optimizer's state or average of {sorted(waiting)[:5]} has come here, but "
+                "the optimizer or average to use it has not."
             )
 
     def _on_build_optimizer(self, message: m.BuildOptimizer, tensors: tuple[Tensor, ...]) -> None:

@@ -226,8 +226,8 @@ class SessionReplicas:
             parameter = parameters[name]
             if TensorSpec.of(tensor) != TensorSpec.of(parameter):
                 raise RemoteProtocolError(
-                    f"Worker {message.source} sent {TensorSpec.of(tensor)} as {message.content} of "
-                    f"{name!r}, which is {TensorSpec.of(parameter)} here."
+                    f"Worker {message.source} sent {TensorSpec.of(tensor)} as {message.content} "
+                    f"of {name!r}, but it is {TensorSpec.of(parameter)} here."
                 )
             # The parts of many exchanges wait in main memory.
             found[name] = tensor if self.is_repeating else tensor.to(parameter.device)
@@ -250,8 +250,8 @@ class SessionReplicas:
             or (message.content == "weights" and not shared.is_split)
         ):
             raise RemoteProtocolError(
-                f"Worker {message.source} sent {message.content} of {name!r}, which is not its "
-                "part of what replicas exchange."
+                f"Worker {message.source} sent {message.content} of {name!r}, but this is not "
+                "its part of the replicas' exchange."
             )
 
     def _begin(self, number: int, content: m.ReplicaContent) -> None:

@@ -26,7 +26,7 @@ from ..protocol.fields import FEW, Bytes, StageRange
 MOST_BESIDE = 8
 """So many second processes a worker starts at most."""
 
-_NOBODY = "This worker has no process that could start another one; use another worker."
+_NOBODY = "This worker cannot start another process; use another worker."
 _NOT_BEGUN = "The process of the session ended before it could serve."
 # So long a process leaves connections to the others; the others look for new ones all the time.
 _LEAVING_SECONDS = 0.1
@@ -110,7 +110,9 @@ class Beside:
         with self._changing:
             num_beside = len(self._seconds)
         if num_beside >= MOST_BESIDE:
-            return f"This worker serves {num_beside} second sessions already, which is the most."
+            return (
+                f"This worker serves {num_beside} second sessions already, and this is the limit."
+            )
         return ""
 
     @property

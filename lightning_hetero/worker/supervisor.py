@@ -281,8 +281,7 @@ class Supervisor:
         for member in [*self._members]:
             if member.end_seconds is None and member.hangs(passed_seconds):
                 logger.warning(
-                    "a session's process has said nothing for %.0f s and computed nothing; killing "
-                    "it",
+                    "a session's process has been silent for %.0f s, without CPU time; killing it",
                     _SILENT_SECONDS,
                 )
                 os.kill(member.pid, signal.SIGKILL)
@@ -359,11 +358,11 @@ class Supervisor:
         was_ended = member.end_seconds is not None  # by this process
         if not member.is_ready and not self._is_draining and not was_ended:
             raise WorkerError(
-                f"The process of a session ended {how} before it could serve; what it printed says "
-                "why."
+                f"The process of a session ended {how} before it could serve; its output shows "
+                "the reason."
             )
         if not was_ended:
-            logger.warning("the process that serves sessions ended %s; another one serves", how)
+            logger.warning("the serving process ended %s; another process takes its place", how)
             self._follow_first()
 
     def _follow_first(self) -> None:

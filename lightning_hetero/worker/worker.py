@@ -83,8 +83,8 @@ class _ServedElsewhere(_ProcessReplaced):
 
 def _unknown_session() -> WorkerError:
     return WorkerError(
-        "this worker does not serve the session that was asked for; its process has ended "
-        "meanwhile, or the address leads to another worker than the one that was meant."
+        "this worker does not serve the session asked for; the session's process has ended "
+        "meanwhile, or the address leads to another worker."
     )
 
 
@@ -335,7 +335,7 @@ class Worker:
             if self.beside.is_elsewhere(hello.session):
                 self.beside.leave_next()
                 raise _ServedElsewhere(
-                    "another process of this worker serves that session; dial again."
+                    "another process of this worker serves this session; dial again."
                 )
             if hello.role == "watcher":
                 if hello.session:
@@ -474,15 +474,15 @@ class Worker:
         if not self._session_changed.wait_for(lambda: self._session is None, busy_seconds):
             raise self._busy(hello.session)
         if self._is_replaced:
-            raise _ProcessReplaced("the process that answered ends with its session.")
+            raise _ProcessReplaced("the answering process ends with its session.")
 
     def _busy(self, wanted: str) -> WorkerError:
         seconds = 0.0 if self._session is None else self._session.waits_seconds
         if seconds > 0:
             return _Waiting(
-                "this worker is busy: the connection to its coordinator broke, and it waits up to "
-                f"{seconds:g} s for it to come back; try again later, use another worker, or "
-                "restart this one if that run is over.",
+                "this worker is busy: the connection to its coordinator broke, and it waits up "
+                f"to {seconds:g} s for it to come back; try again later, use another worker, or "
+                "restart this worker if the other run is over.",
                 self._process,
             )
         if self._session is not None and are_of_one_run(wanted, self._session.name):
@@ -492,8 +492,8 @@ class Worker:
             )
         whose = "" if self._session is None else f" ({self._session.record.whose})"
         return WorkerError(
-            f"this worker is busy with another coordinator{whose}; wait for its run to end, or use "
-            "another worker. `lightning-hetero top` shows what it does."
+            f"this worker is busy with another coordinator{whose}; wait for its run to end, or "
+            "use another worker. `lightning-hetero top` shows its work."
         )
 
     def _session_named(self, name: str) -> StageSession:

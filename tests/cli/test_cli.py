@@ -50,7 +50,7 @@ def test_without_a_command_the_help_is_shown(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["lightning-hetero"])
     cli.main()
-    assert "list the workers" in capsys.readouterr().out
+    assert "list the announced workers" in capsys.readouterr().out
 
 
 def test_the_version_is_shown(
