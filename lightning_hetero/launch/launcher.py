@@ -121,7 +121,7 @@ def check_wishes(launcher: Launcher, num_started: float = math.inf) -> None:
     ):
         raise PlanError(
             f"The argument `most` of {name} is {launcher.most!r}; it must be a whole number from "
-            f"`least`, {launcher.least} here, or None for all workers."
+            f"`least` ({launcher.least}), or None for all workers."
         )
     if not 0 < launcher.wait_seconds < math.inf:
         raise PlanError(

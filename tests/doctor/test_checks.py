@@ -202,7 +202,7 @@ def test_of_two_ways_to_one_worker_the_faster_one_is_named() -> None:
     [
         (1000.1, "passed", "+0.000 s there"),
         (1090.1, "warned", "+90 s there"),
-        (0.0, "skipped", "does not tell"),
+        (0.0, "skipped", "does not report"),
     ],
 )
 def test_the_clock_is_held_against_the_middle_of_the_round_trip(
