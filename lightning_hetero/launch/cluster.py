@@ -190,8 +190,8 @@ def _check(cluster: Cluster) -> None:
     for machine in cluster.machines:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", machine.name):
             raise ClusterError(
-                f"{machine.name!r} is no name for a machine; take letters, digits, dots, hyphens "
-                "and underscores."
+                f"{machine.name!r} is not a name for a machine; take letters, digits, dots, "
+                "hyphens and underscores."
             )
         if names.count(machine.name) > 1:
             raise ClusterError(

@@ -135,7 +135,7 @@ def tasks_of(component: str) -> int:
         words = shlex.split(component)
     except ValueError as error:
         raise PlanError(
-            f"{component!r} is no list of options: {error}; close each quote."
+            f"{component!r} is not a list of options: {error}; close each quote."
         ) from error
     return _count_in(words) or 1
 

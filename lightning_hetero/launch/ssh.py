@@ -80,7 +80,7 @@ class SshWorkers:
         for host in self.hosts:
             if not host or host.startswith("-") or re.search(r"\s", host):
                 raise PlanError(
-                    f"{host!r} is no machine for ssh; write it as in `ssh machine`, such as "
+                    f"{host!r} is not a machine for ssh; write it as in `ssh machine`, such as "
                     "me@gpu1."
                 )
         self.least = self.least or len(self.hosts)

@@ -369,7 +369,7 @@ def check_format(name: str) -> None:
     """
     if PurePath(name).suffix.lower() not in FORMATS:
         raise PictureError(
-            f"{name!r} names no format of a picture; it must end in {', '.join(FORMATS)}."
+            f"{name!r} does not name a format of pictures; it must end in {', '.join(FORMATS)}."
         )
 
 

@@ -98,8 +98,8 @@ def align(samples: Iterable[ClockSample]) -> ClockMap:
         groups[-1].append(knot)
     if not groups:
         raise ChannelError(
-            "A worker has answered no ping, so its times cannot be compared with the others' "
-            "times; check whether its connection is alive."
+            "A worker has not answered any ping, so its times cannot be compared with the "
+            "others' times; check whether its connection is alive."
         )
     return ClockMap([min(group, key=lambda knot: knot.error_seconds) for group in groups])
 

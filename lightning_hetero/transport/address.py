@@ -36,7 +36,7 @@ class Address:
         if found is None or int(found["port"]) > MOST_PORT:
             hint = "" if found is None else f"; the highest port is {MOST_PORT}"
             raise PlanError(
-                f"{text!r} is no address; write host:port, such as strix.local:9999{hint}."
+                f"{text!r} is not an address; write host:port, such as strix.local:9999{hint}."
             )
         return cls(found["ipv6"] or found["name"], int(found["port"]))
 
@@ -64,8 +64,8 @@ def checked_name(text: str) -> str:
     """
     if not _NAME.fullmatch(text) or text == COORDINATOR:
         raise PlanError(
-            f"{text!r:.80} is no name for a worker; take up to 64 letters, digits, dots, colons, "
-            f"hyphens and underscores, and not {COORDINATOR!r}."
+            f"{text!r:.80} is not a name for a worker; take up to 64 letters, digits, dots, "
+            f"colons, hyphens and underscores, and not {COORDINATOR!r}."
         )
     return text
 

@@ -54,7 +54,7 @@ class Token:
         """
         words = text.split()
         if len(words) != 1 or not words[0].startswith(_MARK):
-            raise ValueError("the text there is no token")
+            raise ValueError("the text there is not a token")
         try:
             content = base64.b64decode(words[0].removeprefix(_MARK), b"-_", validate=True)
         except ValueError:
@@ -187,8 +187,8 @@ def _check_own(file: IO[Any]) -> None:
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode):
         raise TokenError(
-            f"The token file {str(file.name)!r} is no plain file but a pipe or a device; name a "
-            "file that `lightning-hetero token` wrote."
+            f"The token file {str(file.name)!r} is not a plain file, but a pipe or a device; "
+            "name a file that `lightning-hetero token` wrote."
         )
     if found.st_uid not in (os.geteuid(), 0):
         raise TokenError(

@@ -138,7 +138,7 @@ class Beside:
         obstacle, name = self.obstacle, second.session
         # The name travels in words; a space ends a word.
         if not (name.isascii() and name.isalnum()):
-            obstacle = f"{name!r:.80} is no name of a session: letters and digits are."
+            obstacle = f"{name!r:.80} is not a name of a session: take letters and digits."
         if obstacle or self.ask is None:
             on_answer(obstacle)
             return

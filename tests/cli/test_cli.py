@@ -73,12 +73,12 @@ def test_the_version_is_shown(
         ),
         (
             ["worker", "--listen", "0.0.0.0:70000"],
-            "worker: argument --listen: '0.0.0.0:70000' is no address; write host:port, such as "
-            "strix.local:9999; the highest port is 65535",
+            "worker: argument --listen: '0.0.0.0:70000' is not an address; write host:port, such "
+            "as strix.local:9999; the highest port is 65535",
         ),
         (
             ["top", "10.0.0.1"],
-            "top: argument HOST:PORT: '10.0.0.1' is no address; write host:port, such as "
+            "top: argument HOST:PORT: '10.0.0.1' is not an address; write host:port, such as "
             "strix.local:9999",
         ),
         (["plan"], "plan: the following arguments are required: PROFILE"),

@@ -286,9 +286,9 @@ def test_a_version_that_does_not_fit_is_told_to_both_ends(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("name", ["", "coordinator", "a b", "x" * 65, "a\nb"])
 def test_a_name_that_cannot_stand_in_a_plan_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match="is no name for a worker"):
+    with pytest.raises(PlanError, match="is not a name for a worker"):
         checked_name(name)
-    with door() as opened, pytest.raises(JoinError, match="is no name for a worker"):
+    with door() as opened, pytest.raises(JoinError, match="is not a name for a worker"):
         knock(opened, name)
 
 
@@ -358,7 +358,7 @@ def test_a_port_that_is_in_use_is_an_error_with_the_remedy_for_a_coordinator() -
         ({"least": 0}, "`least` of Joining is 0"),
         ({"least": 3, "most": 2}, "`most` of Joining is 2; .* `least` .3."),
         ({"wait_seconds": 0}, "`wait_seconds` of Joining is 0"),
-        ({"listen": "7070"}, "'7070' is no address"),
+        ({"listen": "7070"}, "'7070' is not an address"),
     ],
 )
 def test_wrong_arguments_are_named(wrong: dict[str, object], named: str) -> None:

@@ -57,7 +57,7 @@ def test_why_no_second_process_can_be_started_is_told() -> None:
     asked.beside.note_end("died")
     alone = Beside()
     alone.open(Second("b", 1), asked.answers.append)
-    expected = ["'a name' is no name", "The worker ends.", "ended before it could serve"]
+    expected = ["'a name' is not a name", "The worker ends.", "ended before it could serve"]
     expected.append("This worker cannot start another process")
     for found, part in zip(asked.answers, expected, strict=True):
         assert part in found
