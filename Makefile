@@ -33,12 +33,13 @@ test-all: $(INSTALLED) ## Run both tiers of the tests
 sweep: $(INSTALLED) ## Run the rest of large tables of tests: each cell, each family
 	$(PYTEST) -m sweep $(ARGS)
 
-lint: $(INSTALLED) ## Check style, format, imports and types
+lint: $(INSTALLED) ## Check style, format, imports, types and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/lint-imports --config tests/core_contract.toml
 	$(BIN)/mypy
+	$(BIN)/python -m tests.prose
 
 format: $(INSTALLED) ## Format the code and repair what ruff can repair
 	$(BIN)/ruff check --fix .

@@ -4,8 +4,8 @@
 
 Lightning is published under two names with the same code, and the classes of one name are not the
 classes of the other. The first import of this module chooses a name for the whole process: the
-name that the project has imported, and `lightning.pytorch` if it has imported both or neither.
-`import lightning_hetero.pytorch_lightning` chooses the other name beforehand.
+project's imported name, and `lightning.pytorch` if it has imported both or neither. `import
+lightning_hetero.pytorch_lightning` chooses the other name beforehand.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ else:
     from pytorch_lightning.utilities.data import extract_batch_size
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
-# The remedy where the other name is needed.
+# The remedy for projects with the other name.
 FOR_OTHER_PROJECTS = (
     f"a project on {SECOND_NAME} imports the strategy and the callbacks from "
     f"{__package__}.{SECOND_NAME}, before it imports anything from {__package__}"
@@ -115,7 +115,7 @@ FOR_OTHER_PROJECTS = (
 
 
 def require(name: str) -> None:
-    """Refuse a name of Lightning that this process has not taken.
+    """Refuse the name of Lightning not chosen by this process.
 
     Raises:
         HeteroError: With the remedy.

@@ -1,11 +1,11 @@
-"""Files that replace an earlier file at once, whole or not at all.
+"""Files to replace an earlier file at once, whole or not at all.
 
     a file without a name ── written, flushed ──▶ .unfinished-4711-1f0c93ab.tmp ── renamed ──▶ path
 
-A file without a name vanishes with its process. Where the system has no such files, the file has
-its unfinished name from the beginning. A process that is killed may then leave it; the next save
-into the folder removes it. The lock of an unfinished file tells whether its process lives: in
-containers every run may have the same process id.
+A file without a name vanishes with its process. If the system lacks such files, the file has its
+unfinished name from the beginning. A killed process may then leave it; the next save into the
+folder removes it. The lock of an unfinished file shows whether its process lives: in containers
+every run may have the same process id.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import IO
 # Linux shows the open files of a process here, also those without a name.
 _OPEN_FILES = Path("/proc/self/fd")
 
-# Network file systems that write folders at once refuse to flush them.
+# Some network file systems write folders at once, and refuse to flush them.
 _NOTHING_TO_FLUSH = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """Open a file that replaces ``path`` when the block ends without an exception.
+    """Open a file to replace ``path`` when the block ends without an exception.
 
-    Unfinished files that killed processes have left in the folder are removed.
+    Unfinished files of killed processes in the folder are removed.
 
     Args:
-        path: The path to replace, in a folder that exists.
+        path: The path to replace, in an existing folder.
         mode: The permissions of the file; the process's umask applies.
 
     Raises:
@@ -50,8 +50,8 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
             # Else a crash of the machine could leave the new name without the content.
             os.fsync(file.fileno())
             if nameless is not None:
-                # A link cannot replace a file, and a renaming can. Without a descriptor of a
-                # folder Python would link to the entry in /proc instead of the file behind it.
+                # A link cannot replace a file, and a renaming can. Without a descriptor of a folder
+                # Python would link to the entry in /proc instead of its file.
                 os.link(_OPEN_FILES / str(nameless), unfinished, src_dir_fd=nameless)
             unfinished.replace(path)
     except BaseException:
@@ -62,7 +62,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
 
 
 def _open_nameless(folder: Path, mode: int) -> int | None:
-    """Open a file without a name; None if the system cannot do that, or cannot name it later."""
+    """Open a file without a name, if the system can open it and name it later."""
     if not hasattr(os, "O_TMPFILE") or not _OPEN_FILES.is_dir():
         return None
     try:
@@ -74,7 +74,7 @@ def _open_nameless(folder: Path, mode: int) -> int | None:
 
 
 def _open_named(unfinished: Path, mode: int) -> int:
-    """Open a new file that no other process sweeps."""
+    """Open a new file; its lock keeps other processes from sweeping it."""
     while True:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         _lock(descriptor)
@@ -84,14 +84,14 @@ def _open_named(unfinished: Path, mode: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Show other processes that this one lives; the lock goes with the process."""
-    # Without locks on this file system nobody sweeps there, as `_sweep` needs the lock.
+    """Show other processes that this one lives; the lock ends with the process."""
+    # If this file system lacks locks, files are not swept there, because `_sweep` needs the lock.
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the unfinished files of processes that are gone, as far as this one may."""
+    """Remove the unfinished files of ended processes, as far as this one may."""
     for left in folder.glob(".unfinished-*.tmp"):
         with suppress(OSError), left.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,7 +103,7 @@ def _flush_folder(folder: Path) -> None:
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:
-        return  # a folder may take new files and still show nobody what it holds
+        return  # a folder may take new files and still hide its content
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -1,29 +1,29 @@
-"""Every exception of this package, and a question that several of their texts end with.
+"""Every exception of this package, and the closing question of several of their texts.
 
 HeteroError
-├─ PlanError                 a plan that does not fit the model or the workers
-├─ ProfileError              measurements that cannot be read, or that contradict themselves
-├─ RecoveryError             settings of recovery that are out of their bounds
-├─ ModelError                a model that cannot be cut as asked
-│  └─ CheckpointError        weights on disk that are missing, damaged or of another model
-├─ BatchError                a batch or a result that cannot be split or merged
+├─ PlanError                 a plan does not fit the model or the workers
+├─ ProfileError              measurements cannot be read, or contradict themselves
+├─ RecoveryError             settings of recovery are out of their bounds
+├─ ModelError                a model cannot be cut as asked
+│  └─ CheckpointError        weights on disk are missing, damaged or of another model
+├─ BatchError                a batch cannot be split, or results cannot be merged
 ├─ ProtocolError
-│  ├─ LocalProtocolError     we were about to send a message that the rules forbid
-│  └─ RemoteProtocolError    the peer sent a message that the rules forbid
-├─ TokenError                a token file that is missing, weak or open to others
+│  ├─ LocalProtocolError     we were about to send a message against the rules
+│  └─ RemoteProtocolError    the peer sent a message against the rules
+├─ TokenError                a token file is missing, weak or open to others
 ├─ ChannelError              a connection ended or could not be used
-│  └─ TrustError             the two ends have no token in common, or one has none
-├─ DiscoveryError            workers that cannot be announced or found
-├─ ClusterError              a cluster file that cannot be used
-├─ SaveError                 a checkpoint that could not be written
-├─ PictureError              a picture or a report that cannot be made here
+│  └─ TrustError             the two ends have different tokens, or one lacks a token
+├─ DiscoveryError            workers cannot be announced or found
+├─ ClusterError              a cluster file cannot be used
+├─ SaveError                 a checkpoint could not be written
+├─ PictureError              a picture or a report cannot be made here
 ├─ WorkerTraceback           the traceback of a worker's error; only the cause of another one
 └─ WorkerError
    ├─ WorkerUnreachable      a worker did not answer, or refused the conversation
    ├─ JoinError              a worker cannot join a run, or too few workers have joined it
    ├─ WorkerLost             a worker of the run is gone
    │  └─ WeightsLost         weights or optimizer state were lost with workers
-   ├─ MoveUndone             a worker was lost or failed while layers moved, which are back
+   ├─ MoveUndone             a worker was lost or failed during a move; the layers are back
    ├─ LinkLost               two workers are alive and cannot reach each other
    └─ StageFailed            a worker's own code raised; its cause is a WorkerTraceback
 """
@@ -33,47 +33,47 @@ from typing import Literal
 
 
 class HeteroError(Exception):
-    """Base of all exceptions that this package raises on purpose."""
+    """Base of all exceptions raised by this package on purpose."""
 
 
 class PlanError(HeteroError, ValueError):
-    """A plan that does not fit the model or the workers."""
+    """A plan does not fit the model or the workers."""
 
 
 class ProfileError(HeteroError, ValueError):
-    """Measurements that cannot be read, or that contradict themselves."""
+    """Measurements cannot be read, or contradict themselves."""
 
 
 class RecoveryError(HeteroError, ValueError):
-    """Settings of recovery that are out of their bounds."""
+    """Settings of recovery are out of their bounds."""
 
 
 class ModelError(HeteroError):
-    """A model that cannot be cut into stages as asked."""
+    """A model cannot be cut into stages as asked."""
 
 
 class CheckpointError(ModelError):
-    """Weights on disk that are missing, damaged or of another model."""
+    """Weights on disk are missing, damaged or of another model."""
 
 
 class BatchError(HeteroError):
-    """A batch that cannot be split, or results of micro-batches that cannot be merged."""
+    """A batch cannot be split, or results of micro-batches cannot be merged."""
 
 
 class ProtocolError(HeteroError):
-    """A message that the rules of the conversation forbid."""
+    """A message against the rules of the conversation."""
 
 
 class LocalProtocolError(ProtocolError):
-    """We were about to send a message that the rules forbid."""
+    """We were about to send a message against the rules."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent a message that the rules forbid."""
+    """The peer sent a message against the rules."""
 
 
 class TokenError(HeteroError):
-    """A token file that is missing, weak, or open to others."""
+    """A token file is missing, weak, or open to others."""
 
 
 class ChannelError(HeteroError):
@@ -81,7 +81,7 @@ class ChannelError(HeteroError):
 
 
 class TrustError(ChannelError):
-    """The two ends of a connection have no token in common, or one of them has none.
+    """The two ends of a connection have different tokens, or one of them lacks a token.
 
     ``about`` names the cause: TLS itself, the tokens, or the clocks.
     """
@@ -92,19 +92,19 @@ class TrustError(ChannelError):
 
 
 class DiscoveryError(HeteroError):
-    """Workers that cannot be announced or found on this network."""
+    """Workers cannot be announced or found on this network."""
 
 
 class ClusterError(HeteroError, ValueError):
-    """A cluster file that cannot be used."""
+    """A cluster file cannot be used."""
 
 
 class SaveError(HeteroError, OSError):
-    """A checkpoint that could not be written; an older file in its place is untouched."""
+    """A checkpoint could not be written; an older file in its place is untouched."""
 
 
 class PictureError(HeteroError):
-    """A picture or a report that cannot be made here."""
+    """A picture or a report cannot be made here."""
 
 
 class WorkerError(HeteroError):
@@ -120,13 +120,13 @@ class JoinError(WorkerError):
 
 
 class WorkerLost(WorkerError):
-    """A worker that took part in the run is gone."""
+    """A worker of the run is gone."""
 
 
 class WeightsLost(WorkerLost):
     """The coordinator could not fetch all weights and optimizer state from the workers.
 
-    With ``are_weights_whole`` only optimizer state is lost.
+    With ``are_weights_whole``, only optimizer state is lost.
     """
 
     def __init__(self, text: str, are_weights_whole: bool = False) -> None:
@@ -135,8 +135,9 @@ class WeightsLost(WorkerLost):
 
 
 class MoveUndone(WorkerError):
-    """A worker was lost or failed while layers moved. They are where they were before, and steps go
-    on."""
+    """A worker was lost or failed while layers moved. The layers are back in their old places, and
+    steps go on.
+    """
 
 
 class LinkLost(WorkerError):
@@ -148,23 +149,25 @@ class StageFailed(WorkerError):
 
     @classmethod
     def with_traceback_there(cls, text: str, traceback: str) -> "StageFailed":
-        """The error, before which Python prints what the worker's Python would have printed."""
+        """The error; Python prints the worker's traceback before it."""
         found = cls(text)
         found.__cause__ = WorkerTraceback(traceback)
         return found
 
 
 class WorkerTraceback(HeteroError):
-    """The traceback of a worker's error, as text. It is the cause of another error, so that the
-    sentence of that one comes last."""
+    """The traceback of a worker's error, as text. It is the cause of another error, so the other
+    error's sentence comes last.
+    """
 
     def __str__(self) -> str:
         return f"\n{super().__str__()}"
 
 
 def traceback_there(error: BaseException) -> str:
-    """The traceback of a worker's code that has led to an error, for a command that ends with the
-    error's sentence; empty if no such code raised."""
+    """The worker's traceback of an error, for a command to print before the error's sentence; empty
+    if the error is not a worker's.
+    """
     link: BaseException | None = error
     while link is not None and not isinstance(link, WorkerTraceback):
         link = link.__cause__
@@ -172,7 +175,8 @@ def traceback_there(error: BaseException) -> str:
 
 
 def did_you_mean(text: str, *known: str) -> str:
-    """A question for what a misspelt text probably is, with a space before it; empty if nobody
-    knows."""
+    """A question with the likely spelling of a misspelt text, with a space before it; empty without
+    a guess.
+    """
     near = get_close_matches(text, known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

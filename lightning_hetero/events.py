@@ -32,7 +32,7 @@ Kind = TypeVar("Kind")
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """Something that happened in a run. Moments are on the clock of recorded spans."""
+    """A fact of a run. Moments are on the clock of recorded spans."""
 
 
 class RunBegan(Event, frozen=True):
@@ -41,8 +41,8 @@ class RunBegan(Event, frozen=True):
     Args:
         model: The name of the model.
         began_at: The time, in ISO format with the time zone.
-        folder: The folder of the run's logs; None if it keeps none.
-        equipment: What each process runs on, by its name in the plan.
+        folder: The folder of the run's logs, if it keeps logs.
+        equipment: Each process's hardware and software, by its name in the plan.
     """
 
     model: str
@@ -52,14 +52,14 @@ class RunBegan(Event, frozen=True):
 
 
 class PlacedProcess(msgspec.Struct, frozen=True):
-    """A process of a run and what it holds.
+    """A process of a run with its weights.
 
     Args:
         name: The name in the plan.
         number: 0 is the coordinator. A worker keeps its number when layers move.
-        equipment: What it runs on.
-        weights_bytes: The bytes of the weights that it holds.
-        marks: By each of its ranges of layers, ``4-bit`` and ``frozen`` where that is so.
+        equipment: Its hardware and software.
+        weights_bytes: The bytes of its weights.
+        marks: For each of its ranges of layers, the true ones of ``4-bit`` and ``frozen``.
     """
 
     name: str
@@ -76,8 +76,8 @@ class Deployed(Event, frozen=True):
         model: The name of the model.
         plan: The plan.
         processes: The coordinator and all workers, also those without layers.
-        frozen_ends: Which of the parts ``embedding`` and ``head`` do not train.
-        profile: What is measured of the devices; None if nothing is.
+        frozen_ends: The frozen ones of the parts ``embedding`` and ``head``.
+        profile: The measurements of the devices, if there are any.
     """
 
     model: str
@@ -91,8 +91,8 @@ class Progressed(Event, frozen=True):
     """A long transfer of tensors has come further.
 
     Args:
-        what: What is done, as the beginning of a sentence.
-        done_bytes: What has been sent or fetched so far.
+        what: The transfer, as the beginning of a sentence.
+        done_bytes: The bytes sent or fetched so far.
         of_bytes: The whole transfer.
         is_over: Whether it ends here, complete or not.
     """
@@ -109,8 +109,8 @@ class Lost(Event, frozen=True):
     Args:
         name: The name in the plan.
         step: The step in which it was lost, as the log counts steps.
-        reason: What ended its conversation.
-        place: The name and, where it is another one, the address.
+        reason: The cause of the loss.
+        place: The name, and the address if it differs.
         moment_seconds: When the loss was noted.
         is_awaited: Whether the run waits for another process in its place.
     """
@@ -124,15 +124,15 @@ class Lost(Event, frozen=True):
 
 
 class Restored(Event, frozen=True):
-    """Another process has the layers of a lost worker, and begins to repeat what that had done.
+    """Another process has the layers of a lost worker, and begins to repeat its work.
 
     Args:
         name: The name in the plan.
         served_by: The place of the process, as in `Lost`.
-        equipment: What the process runs on.
+        equipment: The hardware and software of the process.
         served_seconds: When it served.
         moment_seconds: When it had the layers and their latest snapshot.
-        repeated: What it repeats, in words.
+        repeated: The repeated work, in words.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Restored(Event, frozen=True):
 
 
 class Recovered(Event, frozen=True):
-    """The process in the place of a lost worker has repeated all that the lost one had done.
+    """The process in the place of a lost worker has repeated all of its work.
 
     Args:
         name: The name in the plan.
@@ -160,14 +160,14 @@ class Recovered(Event, frozen=True):
 
 
 class Entered(Event, frozen=True):
-    """A worker has got layers between two steps; ``step`` is the first in which it takes part."""
+    """A worker has got layers between two steps; ``step`` is its first step."""
 
     name: str
     step: int
 
 
 class Departed(Event, frozen=True):
-    """A worker has given its layers away; ``step`` is the first in which it takes no part."""
+    """A worker has given its layers away; ``step`` is the first step without it."""
 
     name: str
     step: int
@@ -226,7 +226,7 @@ class RunObserver(Protocol):
     """Reads the events of a run as they come."""
 
     def on_event(self, event: Event) -> None:
-        """Read an event. It comes in the thread that trains; what this raises ends the run."""
+        """Read an event, in the training thread. An exception ends the run."""
 
 
 class Observers:
@@ -241,20 +241,20 @@ class Observers:
             each.on_event(event)
 
     def add(self, observer: RunObserver) -> None:
-        """Let one more observer read what comes from now on."""
+        """Let one more observer read all later events."""
         self._observers.append(observer)
 
     def of_kind(self, kind: type[Kind]) -> Kind | None:
-        """The observer of a class; None if no observer is of it."""
+        """The observer of a class, if there is one."""
         return next((each for each in self._observers if isinstance(each, kind)), None)
 
 
 class RecordFile:
-    """Observer that keeps the events of a run with logs in a file beside them: of the progress of a
-    transfer, its end.
+    """Observer: keeps the events of a run in a file beside its logs, if it has logs. Of a
+    transfer's progress, it keeps only the end.
 
     Args:
-        make_report: From the folder of a run's logs, makes what reads these events too.
+        make_report: From the folder of a run's logs, makes another reader of these events.
     """
 
     def __init__(self, make_report: Callable[[str], RunObserver]) -> None:
@@ -264,7 +264,7 @@ class RecordFile:
         self._lines = b""
 
     def on_event(self, event: Event) -> None:
-        """Add a line; a full disk or a lost folder is no reason to end a run."""
+        """Add a line; a full disk or a lost folder must not end a run."""
         if isinstance(event, RunBegan):
             self._folder, self._lines = event.folder, b""
             self._report = None if event.folder is None else self._make_report(event.folder)
@@ -285,7 +285,7 @@ def write_beside_logs(folder: str, name: str, content: bytes) -> None:
 
     Raises:
         OSError: If it cannot be written.
-        ValueError: If nothing is known of such a file system.
+        ValueError: If the file system is unknown.
     """
     files, inner = url_to_fs(folder)
     files.makedirs(inner, exist_ok=True)
@@ -297,6 +297,6 @@ def read_events(path: Path) -> list[Event]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If a line is no event.
+        ValueError: If a line is not an event.
     """
     return [msgspec.json.decode(line, type=_Any) for line in path.read_bytes().splitlines()]

@@ -1,4 +1,4 @@
-"""Libraries that only some users need: each belongs to an extra of this package."""
+"""Libraries for some users only: each belongs to an extra of this package."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def import_extra(
 
     Args:
         module: The library's name in an import.
-        extra: The extra of this package that installs it.
-        need: What needs the library, as a clause such as ``"adapters need it"``.
-        error_class: What to raise.
+        extra: The extra of this package with the library.
+        need: The use of the library, as a clause such as ``"adapters need it"``.
+        error_class: The class of the error.
 
     Raises:
         HeteroError: Of the given class, if the library cannot be imported.

@@ -179,8 +179,8 @@ class Plan:
     def narrowings(self) -> list[Narrowing]:
         """The rounding at each boundary, from coordinator to first worker to last worker and back.
 
-        If the two stages of a boundary differ, the narrower dtype holds. What a coordinator with
-        one stage wants holds at both ends.
+        If the two stages of a boundary differ, the narrower dtype holds. If the coordinator has one
+        stage, its dtypes hold at both ends.
         """
         local = [stage for stage in self.stages if stage.is_local]
         first, last = (local[0], local[-1]) if local else (None, None)

@@ -1,7 +1,7 @@
-"""The strategy and the callbacks for projects that import `pytorch_lightning`.
+"""The strategy and the callbacks for projects with `pytorch_lightning`.
 
-Lightning is published under two names, and the classes of one are not those of the other. The
-import of this module takes `pytorch_lightning` for the whole process.
+Lightning is published under two names, and the classes of one name are not the classes of the
+other. The import of this module takes `pytorch_lightning` for the whole process.
 """
 
 from __future__ import annotations

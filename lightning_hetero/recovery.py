@@ -1,4 +1,4 @@
-"""How a run gets over faults: what a user may set of it. Plain data, without torch."""
+"""How a run gets over faults: the user's settings. Plain data, without torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ class Recovery:
         linger_seconds: How long both ends of a broken connection keep their session and wait until
             the connection comes back; 0 gives a peer up at once. A worker may allow less; see
             ``lightning-hetero worker --linger-seconds``.
-        wait_seconds: How long the run waits for another process at a lost worker's address. Then a
-            worker that the plan leaves idle takes the place, else another machine of the run
-            beside its own layers.
+        wait_seconds: How long the run waits for another process at a lost worker's address. Then an
+            idle worker takes the place, else another machine of the run beside its own layers.
         every_seconds: The seconds between two snapshots of the workers' state. A worker in the
-            place of a lost one repeats at most what was done in that time.
-        log_gib: GiB of messages, kept by the coordinator and the workers together, at which a
-            snapshot is taken earlier. Those since the latest snapshot are kept, by each process
-            256 MiB of them in memory and the others on disk.
-        folder: Where snapshots lie during the run; None takes ``recovery`` in the Trainer's
+            place of a lost one repeats at most the work of this time.
+        log_gib: The limit of kept messages, in GiB, over the coordinator and the workers together.
+            At the limit, a snapshot is taken earlier. Messages since the latest snapshot are kept:
+            256 MiB by each process in memory, and the others on disk.
+        folder: Where snapshots lie during the run; by default ``recovery`` in the Trainer's
             ``default_root_dir``.
-        least_workers: A run in which fewer machines than that are left ends; from 1 on.
+        least_workers: The least number of machines; with fewer, the run ends. From 1 on.
 
     Raises:
         RecoveryError: If a value is out of its bounds.
@@ -66,7 +65,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_linger_seconds(seconds: Any, name: str) -> None:
-    """Refuse a time that nobody can wait for a connection.
+    """Refuse an impossible time of waiting for a connection.
 
     Raises:
         RecoveryError: With the value and its name.
@@ -80,7 +79,7 @@ def check_linger_seconds(seconds: Any, name: str) -> None:
 
 
 def recovery_of(value: bool | Recovery) -> Recovery | None:
-    """What the argument ``recovery`` of the strategy asks for; None for no recovery."""
+    """The settings from the strategy's argument ``recovery``; None without recovery."""
     if isinstance(value, Recovery):
         return value
     return Recovery() if value else None

@@ -14,7 +14,7 @@ def parse_bytes(text: str) -> int:
     """Read an amount of memory such as ``10GiB`` or ``10 GiB``.
 
     Raises:
-        PlanError: If the text is no number above 0 followed by a unit.
+        PlanError: If the text is not a number above 0 with a unit after it.
     """
     match = _AMOUNT.fullmatch(text)
     if match is None or float(match[1]) == 0:
@@ -26,7 +26,7 @@ def parse_bytes(text: str) -> int:
 
 
 def in_bytes(amount: float) -> str:
-    """An amount of memory with one decimal, in the largest unit from MiB to PiB that fits."""
+    """An amount of memory with one decimal, in the largest fitting unit from MiB to PiB."""
     for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30)):
         if amount >= size:
             return f"{amount / size:.1f} {unit}"
@@ -34,7 +34,7 @@ def in_bytes(amount: float) -> str:
 
 
 def in_short_bytes(amount: float) -> str:
-    """An amount of memory in the largest unit that fits, as short as a drawing needs it."""
+    """An amount of memory in the largest fitting unit, short enough for a drawing."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if amount >= size:
             return f"{_short(amount / size)} {unit}"
@@ -55,8 +55,8 @@ def in_seconds(seconds: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The seconds and the name of the unit in which a person writes such a duration."""
-    # The limits are where three digits round up to the next unit.
+    """The seconds and the name of a person's unit for such a duration."""
+    # At these limits, three digits round up to the next unit.
     if seconds < 0.9995:
         return 1e-3, "ms"
     if seconds < 119.5:
@@ -68,7 +68,7 @@ def in_duration(seconds: float) -> str:
     """A duration with three digits, in milliseconds, seconds, minutes or hours."""
     size, unit = time_unit(seconds)
     amount = seconds / size
-    # The format "g" writes a value that rounds to a thousand with an exponent.
+    # The format "g" writes an exponent if a value rounds to a thousand.
     return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:,.0f} {unit}"
 
 
@@ -88,13 +88,13 @@ def in_layers(count: float) -> str:
 
 
 def in_percent(share: float) -> str:
-    """A share in percent: a whole number, with one decimal where that would round to 0 or 1."""
+    """A share in percent: a whole number, or with one decimal if it would round to 0 or 1."""
     percent = 100 * share
     return f"{percent:.0f} %" if abs(percent) >= 1.95 else f"{percent:.1f} %"
 
 
 def in_percent_apart(share: float, other: float) -> tuple[str, str]:
-    """Two shares in percent, with as many decimals, up to six, as tell them apart."""
+    """Two shares in percent, with enough decimals, up to six, to distinguish them."""
     said = in_percent(share), in_percent(other)
     for digits in range(1, 7):
         if said[0] != said[1] or share == other:
@@ -104,12 +104,12 @@ def in_percent_apart(share: float, other: float) -> tuple[str, str]:
 
 
 def _short(value: float) -> str:
-    """No decimals from 10 on, one from 1 on, two significant digits below."""
+    """A whole number from 10 on, one decimal from 1 on, two significant digits below."""
     if value >= 10:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def in_share(share: int, total: int) -> str:
-    """A replica's part of the micro-batches: ``2 of 3``, or ``warm spare`` for none of them."""
+    """A replica's part of the micro-batches: ``2 of 3``, or ``warm spare`` for 0."""
     return f"{share} of {total}" if share else "warm spare"

@@ -1,10 +1,10 @@
-"""A window: the next batches of a data loader as one batch, which comes in pieces.
+"""A window: the next batches of a data loader as one batch, in pieces.
 
     loader                  b0  b1  b2  b3  b4  b5  b6
     windows(loader, 3)     [b0  b1  b2][b3  b4  b5][b6]      the last one may be short
 
-The batches stay as they are: nothing is joined and nothing is padded. To Lightning a window is one
-batch, and to the pipeline its pieces are micro-batches, which fill the stages.
+The batches stay as they are, without joining and padding. To Lightning a window is one batch, and
+to the pipeline its pieces are micro-batches. They fill the stages.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 from .errors import BatchError
 
 
-# No frozen one: Lightning converts what is inside of a batch by setting the fields of a copy.
+# Not frozen: Lightning converts the content of a batch by setting the fields of a copy.
 @dataclass(eq=False)
 class Window:
-    """Some batches of a data loader that train as one batch.
+    """Some batches of a data loader, to train as one batch.
 
     Hooks such as `on_train_batch_start` get it as their batch; ``training_step`` gets the pieces.
 
@@ -43,7 +43,7 @@ class Window:
         self.keys()
 
     def keys(self) -> NoReturn:
-        """What `**batch` asks for; a window is no batch of names and tensors.
+        """Called by `**batch`; a window is not a batch of names and tensors.
 
         Raises:
             BatchError: Always.
@@ -60,7 +60,7 @@ class Windows:
     """A data loader of windows; `windows` makes it.
 
     Args:
-        loader: Any data loader that a Trainer takes.
+        loader: Any data loader for a Trainer.
         size: How many of its batches make a window.
     """
 
@@ -70,22 +70,22 @@ class Windows:
 
     @property
     def loaders(self) -> list[Any]:
-        """The loaders that give a batch: those of a `CombinedLoader`, or the loader."""
+        """The loaders of a batch: all of a `CombinedLoader`, or the loader itself."""
         return list(getattr(self.loader, "flattened", [self.loader]))
 
     @property
     def is_combined(self) -> bool:
-        """Whether the loader is a `CombinedLoader`, which gives the number of each batch too."""
+        """Whether the loader is a `CombinedLoader`: it gives the number of each batch too."""
         return hasattr(self.loader, "flattened")
 
     def __iter__(self) -> Iterator[Window | None]:
         yield from self.cut(iter(self.loader))
 
     def cut(self, given: Iterator[Any]) -> Iterator[Window | None]:
-        """The windows of what the loader gives."""
+        """The windows of the loader's batches."""
         batches = (batch for batch, _, _ in given) if self.is_combined else given
         while pieces := list(islice(batches, self.size)):
-            # Lightning passes over a batch that is None, and so over a window without others.
+            # Lightning skips a batch of None, and so also a window without other batches.
             present = [piece for piece in pieces if piece is not None]
             yield Window(present, self.size) if present else None
 
@@ -100,7 +100,7 @@ class Windows:
 
 
 class StatefulWindows(Windows):
-    """Windows of loaders that remember their position; the state is that of the loader."""
+    """Windows of loaders with a stored position; the state is the loader's state."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the loader; of a `CombinedLoader` the states of its loaders by number."""
@@ -128,16 +128,16 @@ def _is_stateful(loader: Any) -> bool:
 def windows(loader: Iterable[Any], size: int) -> Windows:
     """Let a Trainer with `HeteroPipelineStrategy` take several batches as one.
 
-    The weights are those of plain Lightning over the loader itself with
+    The weights are the same as in plain Lightning over the loader itself with
     ``accumulate_grad_batches=size``. The stages need not wait between the batches of a window.
     Lightning counts windows: in ``batch_idx``, ``limit_train_batches``, ``val_check_interval``.
 
     Args:
-        loader: The training data: any data loader that the Trainer takes.
+        loader: The training data: any data loader for the Trainer.
         size: How many batches make a window; the last one of an epoch may have fewer.
 
     Raises:
-        BatchError: If that is no data loader, or no number of batches.
+        BatchError: If ``loader`` is not a data loader, or ``size`` not a number of batches.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise BatchError(

@@ -1,8 +1,8 @@
-"""Blocks of bytes that this process has written to a disk, with digests that find other bytes.
+"""Blocks of bytes written to a disk by this process, with digests to find changed bytes.
 
-A disk, its memory or another program may change a file after it was written. A run that reads its
-own files again would then go on with wrong weights. The digests stay in the memory of the process,
-so a file that was exchanged as a whole is found too.
+A disk, its memory or another program may change a file after it was written. A run would then read
+its own files again and go on with wrong weights. The digests stay in the memory of the process, so
+they also find an exchange of the whole file.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import BinaryIO
 
 from .errors import CheckpointError
 
-# A longer content is several blocks, so that a reader needs little memory.
+# A longer content is several blocks, so a reader needs little memory.
 _MOST_BYTES = 2**24
 
 
 @dataclass(frozen=True)
 class WrittenBlock:
-    """What is known of some bytes in a file.
+    """The size and digest of some bytes in a file.
 
     Args:
         num_bytes: How many bytes there are.
@@ -36,10 +36,10 @@ class WrittenBlock:
         return cls(len(content), hashlib.sha256(content).digest())
 
     def check(self, content: bytes | memoryview, file: str) -> None:
-        """Refuse other bytes than were written.
+        """Refuse other bytes than the written ones.
 
         Args:
-            content: What was read.
+            content: The read bytes.
             file: The name of the file, or words for it.
 
         Raises:
@@ -57,7 +57,7 @@ class WrittenBlock:
 
 
 def write_blocks(file: BinaryIO, content: memoryview) -> Iterator[WrittenBlock]:
-    """Write a content behind what the file has.
+    """Write a content at the end of the file.
 
     Raises:
         OSError: If the file cannot be written.
@@ -76,6 +76,6 @@ def read_blocks(file: BinaryIO, blocks: list[WrittenBlock], name: str) -> Iterat
         OSError: If it cannot be read.
     """
     for block in (*blocks, WrittenBlock.of(b"")):
-        content = file.read(block.num_bytes or 1)  # behind the last block there is nothing
+        content = file.read(block.num_bytes or 1)  # the file ends after the last block
         block.check(content, name)
         yield memoryview(content)

@@ -1,6 +1,6 @@
-"""YAML files that people write and edit: read them, and say in a sentence what is wrong with one.
+"""YAML files written by people: read them, and describe a fault in a sentence.
 
-Every error is of the class that the caller names.
+The caller names the class of the errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import inspect
 Kind = Literal["a plan", "a profile", "a config of LightningCLI"]
 Value = TypeVar("Value")
 
-# By a key that no other kind of file has.
+# By a key found in one kind of file only.
 _KINDS: dict[str, Kind] = {
     "stages": "a plan",
     "devices": "a profile",
@@ -32,7 +32,9 @@ _MOST_SHOWN = 80
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A safe loader that refuses a key that a mapping has twice, of which YAML keeps the last."""
+    """A safe loader. It refuses a key given twice in a mapping; YAML itself would keep the last
+    one.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, yaml.Node] = {}
@@ -76,7 +78,7 @@ def read_yaml(path: str | Path, error_class: type[Exception]) -> Any:
 
 
 def _place_of(error: Exception, text: str) -> str:
-    """Line, column and text of what a YAML reader does not understand."""
+    """Line, column and text of the place of a YAML error."""
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     if mark is None:
         return f"{error}."
@@ -93,7 +95,7 @@ def check_kind(content: object, wanted: Kind, error_class: type[Exception]) -> N
     """Refuse the content of another kind of file.
 
     Raises:
-        error_class: With what the content is, and with what is wanted.
+        error_class: With the kind of the content, and the wanted kind.
     """
     keys = content if isinstance(content, Mapping) else ()
     found = next((kind for key, kind in _KINDS.items() if key in keys), wanted)
@@ -110,13 +112,13 @@ def convert(
     """Build an object from the content of a file.
 
     Args:
-        content: What `read_yaml` returned.
+        content: The result of `read_yaml`.
         kind: The class of the object.
         error_class: The class of the error.
-        strict: Whether a number that is written as a text is refused.
+        strict: Whether to refuse a number in the form of a text.
 
     Raises:
-        error_class: With the place of a wrong value, and with what it must be.
+        error_class: With the place of a wrong value, and the expected value.
     """
     try:
         return msgspec.convert(content, kind, strict=strict)
@@ -145,7 +147,7 @@ _UNKNOWN = object()
 
 
 def _sentence(fault: str, content: object, kind: type) -> str:
-    """What msgspec says, such as "Expected `int`, got `str` - at `$.a`", as a plain sentence."""
+    """An error of msgspec, such as "Expected `int`, got `str` - at `$.a`", as a plain sentence."""
     parts = _FAULT.fullmatch(fault)
     what, path = (fault, "") if parts is None else (parts["what"], parts["path"] or "")
     place = _with_names(path, content)
@@ -176,7 +178,7 @@ def _wanted(kinds: str, of_length: str, comparison: str | None, number: str | No
 
 
 def _words_at(kind: type, path: str) -> list[object]:
-    """The words that are allowed at a path of msgspec; none where it is no choice of words."""
+    """The allowed words at a path of msgspec; empty if the place is not a choice of words."""
     found = _alternatives(inspect.type_info(kind))
     for key, index in _STEP.findall(path):
         found = [

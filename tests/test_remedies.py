@@ -454,7 +454,7 @@ ARGUMENTS = [
         lambda: SshWorkers(["gpu1"]),
     ),
     follows(
-        "is no machine for ssh; write it as in `ssh machine`, such as me@gpu1",
+        "is not a machine for ssh; write it as in `ssh machine`, such as me@gpu1",
         lambda: SshWorkers(["ssh gpu1"]),
         lambda: SshWorkers(["me@gpu1"]),
     ),
@@ -469,7 +469,7 @@ ARGUMENTS = [
         lambda: SlurmWorkers(["--gres=gpu:1 -n4"]),
     ),
     follows(
-        "is no list of options: …; close each quote",
+        "is not a list of options: …; close each quote",
         lambda: SlurmWorkers(["--comment='one"]),
         lambda: SlurmWorkers(["--comment='one'"]),
     ),
@@ -507,7 +507,7 @@ ARGUMENTS = [
         of_cluster("{name: a, command: lightning-hetero}, {name: b}"),
     ),
     follows(
-        "is no name for a machine; take letters, digits, dots, hyphens and underscores",
+        "is not a name for a machine; take letters, digits, dots, hyphens and underscores",
         of_cluster("{name: a b}"),
         of_cluster("{name: a-b_c.d1}"),
     ),
@@ -572,12 +572,12 @@ def in_open_folder(folder: Path, mode: int) -> Path:
 
 FILES = [
     follows(
-        "make one with `lightning-hetero token`, or copy the one of the other machines to this",
+        "make one with `lightning-hetero token`, or copy the file of the other machines to this",
         lambda folder: read_token_file(folder / "token"),
         lambda folder: read_token_file(token(folder)),
     ),
     follows(
-        "make one with `lightning-hetero token`, or copy the one of the other machines again",
+        "make one with `lightning-hetero token`, or copy the file of the other machines again",
         lambda folder: read_token_file(damaged(folder)),
         lambda folder: read_token_file(token(folder)),
     ),

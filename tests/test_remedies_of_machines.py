@@ -190,7 +190,7 @@ WORKERS = [
         two_guests("a", "b"),
     ),
     follows(
-        "workers wait here already, which is the most; start fewer",
+        "workers wait here already, and this is the limit; start fewer",
         patched(two_guests("a", "b"), (joins, "_MOST_GUESTS", 1)),
         patched(two_guests("a"), (joins, "_MOST_GUESTS", 1)),
     ),
@@ -200,7 +200,7 @@ WORKERS = [
         started(sys.executable, "--version"),
     ),
     follows(
-        "gives no name for a worker; name the machine otherwise",
+        "does not give a name for a worker; name the machine otherwise",
         lambda: names_of(["me@.."]),
         lambda: names_of(["me@gpu1"]),
     ),
@@ -338,7 +338,7 @@ def read_again(content: bytes) -> Act:
 
 CONVERSATIONS = [
     follows(
-        "which takes a token: make one with `lightning-hetero token`, and copy it to all machines "
+        "so it takes a token: make one with `lightning-hetero token`, and copy it to all machines "
         "as that command says",
         dialled(has_token=False, is_elsewhere=True),
         dialled(is_elsewhere=True),
@@ -367,7 +367,7 @@ CONVERSATIONS = [
         dialled(),
     ),
     follows(
-        "which build layers differently; install the same major version on both",
+        "they build layers differently; install the same major version on both",
         refused_by(party("the worker", transformers="6.0.1")),
         refused_by(party("the worker", transformers="5.0.1")),
     ),
@@ -527,7 +527,7 @@ COMMANDS = [
         "needs `--join HOST:PORT`",
     ),
     follows(
-        "so no other machine reaches this worker; start it with `--listen 0.0.0.0:…`",
+        "so other machines cannot reach this worker; start it with `--listen 0.0.0.0:…`",
         warned_of_loopback("tower", "127.0.1.1"),
         warned_of_loopback("0.0.0.0", "0.0.0.0"),  # noqa: S104
     ),
@@ -537,7 +537,7 @@ COMMANDS = [
         in_order(with_plan, wanted_by_doctor),
     ),
     follows(
-        "layers of it will be refused: install it, or start the worker in its folder",
+        "its layers will be refused: install it, or start the worker in its folder",
         logs(lambda: worker_command._warn_of_absent(("own_blocks_here",))),
         logs(allowed_in_its_folder),
     ),
@@ -778,7 +778,7 @@ MEASURED = [
         lambda: ProfilingOptions(micro_batch_sizes=(1, 2)),
     ),
     follows(
-        "give the seconds that measuring may take, such as 60",
+        "give the seconds for measuring, such as 60",
         lambda: ProfilingOptions(budget_seconds=0),
         lambda: ProfilingOptions(budget_seconds=60),
     ),

@@ -1,4 +1,4 @@
-"""Lightning callbacks that know of stages."""
+"""Lightning callbacks for stages."""
 
 from .lost_worker import RecoveryCallback
 from .monitor import StageMonitor

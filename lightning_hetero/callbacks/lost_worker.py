@@ -1,4 +1,4 @@
-"""RecoveryCallback: what a user's callback is told of workers that come and go."""
+"""RecoveryCallback: reports coming and going workers to a user's callback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..events import Departed, Entered, Event, Lost, Recovered
 
 
 class RecoveryCallback(Callback):
-    """Base of callbacks that want to know which workers come and go; override any method.
+    """Base of callbacks for coming and going workers; override any method.
 
     `on_worker_lost` and `on_worker_restored` are called in the middle of a step, while the run
     waits for a worker. So they must not use the model, and should be quick. An exception in any
@@ -16,11 +16,11 @@ class RecoveryCallback(Callback):
     """
 
     def on_run_event(self, trainer: pl.Trainer, event: Event) -> None:
-        """Call the method for what has become of a worker; the strategy calls it with each event.
+        """Call the method for a worker's event; the strategy calls it with each event.
 
         Args:
             trainer: The Trainer.
-            event: What happened in the run.
+            event: The event of the run.
         """
         if isinstance(event, Lost) and event.is_awaited:
             self.on_worker_lost(trainer, event.name, event.step)
@@ -42,7 +42,7 @@ class RecoveryCallback(Callback):
         """
 
     def on_worker_restored(self, trainer: pl.Trainer, name: str, step: int, seconds: float) -> None:
-        """Another process has repeated all that a lost worker had done.
+        """Another process has repeated all work of a lost worker.
 
         Args:
             trainer: The Trainer.
@@ -57,7 +57,7 @@ class RecoveryCallback(Callback):
         Args:
             trainer: The Trainer.
             name: The worker's name in plans.
-            step: The first step in which it takes part.
+            step: Its first step.
         """
 
     def on_worker_left(self, trainer: pl.Trainer, name: str, step: int) -> None:
@@ -66,5 +66,5 @@ class RecoveryCallback(Callback):
         Args:
             trainer: The Trainer.
             name: The worker's name in plans.
-            step: The first step in which it takes no part.
+            step: The first step without it.
         """

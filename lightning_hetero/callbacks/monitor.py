@@ -1,7 +1,7 @@
-"""StageMonitor: what every process does with its time, in the run's own loggers.
+"""StageMonitor: logs every process's use of its time to the run's own loggers.
 
-Its metrics are computed from the totals of all processes, and from the floating-point operations
-that the model's matrices need per token.
+Its metrics are computed from the totals of all processes, and from the floating-point operations of
+the model's matrices per token.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from ..telemetry.recorded_step import bound_seconds
 
 
 def deployment_of(trainer: pl.Trainer) -> Deployment | None:
-    """The layers on workers; None where the model runs on this process alone."""
+    """The layers on workers; None if the model runs on this process alone."""
     return cast("Deployment | None", getattr(trainer.strategy, "deployment", None))
 
 
 def profile_of(trainer: pl.Trainer) -> Profile | None:
-    """The profile that was measured before the run, if there is one."""
+    """The profile measured before the run, if there is one."""
     choice = getattr(trainer.strategy, "plan_choice", None)
     return cast("Profile | None", getattr(choice, "profile", None))
 
 
 def process_names(deployment: Deployment) -> dict[int, str]:
-    """The names of the processes that have layers, by their numbers, and the coordinator's."""
+    """The names of the processes with layers, by their numbers, and the coordinator's."""
     workers = deployment.coordinator.connections.workers
     return {0: COORDINATOR, **{worker.number: worker.name for worker in workers}}
 
 
 def warn_of_no_stages(trainer: pl.Trainer, callback: pl.Callback) -> None:
-    """Warn if no stage is on a worker."""
+    """Warn if all layers run in this process."""
     if deployment_of(trainer) is None:
         rank_zero_warn(
             f"{type(callback).__name__} has nothing to look at: the model runs on one process, "
@@ -71,8 +71,8 @@ class _Asked:
 
     Args:
         number: The number of the question.
-        names: The names of the processes that were asked, by their numbers.
-        began_seconds: When the time begins that the question is about.
+        names: The names of the asked processes, by their numbers.
+        began_seconds: The begin of the time asked for.
         asked_seconds: When the question was asked.
     """
 
@@ -85,7 +85,7 @@ class _Asked:
 
     @property
     def wall_seconds(self) -> float:
-        """The time that the question is about."""
+        """The length of the time asked for."""
         return self.asked_seconds - self.began_seconds
 
 
@@ -93,54 +93,54 @@ class StageMonitor(pl.Callback):
     """Logs the time, the device and the traffic of every process, and the speed of the pipeline.
 
     The values are means over the steps since they were last logged. N in ``stage/N`` is the number
-    of a process: 0 is the coordinator, and the workers have the numbers from 1 on in the order in
-    which the layers come to them in the first plan. A worker keeps its number when layers move;
-    without layers it logs nothing. The values of a worker with several stages, and those of a
-    coordinator with the first and the last layers, are of all its layers together. If each worker
-    has one stage, N is the number of the stage.
+    of a process: 0 is the coordinator, and the workers have the numbers from 1 on in the order of
+    their layers in the first plan. A worker keeps its number when layers move; without layers it is
+    not logged. The values of a worker with several stages, and of a coordinator with the first and
+    the last layers, are for all its layers together. If each worker has one stage, N is the number
+    of the stage.
 
-    Where a stage is on several processes, each of them is logged by itself. Its times and tokens
-    are those of the micro-batches that it runs, and its gradient norm is that of the whole sums.
-    Its ``optimizer_ms`` includes the exchange of gradients with the others.
+    If a stage is on several processes, each of them is logged by itself. Its times and tokens are
+    for its own micro-batches, and its gradient norm is for the whole sums. Its ``optimizer_ms``
+    includes the exchange of gradients with the others.
 
     Unknown values are left out:
 
-    - ``stage/N/busy_share``, ``transferring_share``, ``waiting_share``: the shares of the step in
-      which the process computes, packs and unpacks messages, and has nothing to do. They add up to
-      1, on the coordinator together with ``other_share``: data, Lightning, other callbacks.
+    - ``stage/N/busy_share``, ``transferring_share``, ``waiting_share``: the shares of the step for
+      computing, for packing and unpacking messages, and for idle waiting. They add up to 1, on the
+      coordinator together with ``other_share``: data, Lightning, other callbacks.
     - ``stage/N/bubble_share``: 1 less ``busy_share``. ``stage/N/sending_share``: the share of the
-      step in which the links of the process were sending, also while it computed.
+      step with sending links, also while the process computed.
     - ``stage/N/forward_ms``, ``backward_ms``, ``loss_ms`` of a micro-batch, ``optimizer_ms`` of a
       step; ``stage/N/tokens_per_second``: the speed of the process if it never had to wait.
-    - ``stage/N/queue_depth``: the mean number of actions that were ready when one was chosen.
+    - ``stage/N/queue_depth``: the mean number of ready actions at each choice of an action.
     - ``stage/N/sent_bytes``, ``received_bytes`` of a step; ``from_replicas_bytes``: gradients and
-      weights of a step that other replicas of the stage have sent to the process. Where the
-      coordinator is a replica, the weights that it sends to workers are not counted.
+      weights of a step from other replicas of the stage to the process. If the coordinator is a
+      replica, its weights for workers do not count.
     - ``stage/N/memory_bytes``, ``memory_peak_bytes``; ``temperature_celsius``, ``power_watts``;
       ``gradient_norm``.
-    - ``pipeline/step_seconds``, ``tokens_per_second`` (of all the time that passed, also between
-      steps), ``bubble_share``; ``bottleneck_stage``: the N of the process that computes longest.
+    - ``pipeline/step_seconds``, ``tokens_per_second`` (over all the time, also between steps),
+      ``bubble_share``; ``bottleneck_stage``: the N of the process that computes longest.
     - ``pipeline/bound_share``: the seconds of a step at the sum of the devices' measured speeds,
-      divided by the seconds that the step took.
+      divided by the measured seconds of the step.
     - ``recovery/losses``: how many workers were lost since the last values; ``recovery/seconds``:
       how long a worker was away or repeated the work of a lost one. Both only with
-      ``HeteroPipelineStrategy(recovery=...)``; they are sums and no means. A worker that was lost
-      has no other values then, as the process in its place knows a part of the time only.
+      ``HeteroPipelineStrategy(recovery=...)``; they are sums and not means. A lost worker does not
+      have other values then, because the process in its place knows only a part of the time.
     - ``pipeline/model_flops_utilization``: model FLOPs per second over the sum of the peaks, as
       Chowdhery et al. (2022), "PaLM", appendix B, define it, with the FLOPs of
       `flops_per_token`: 6 N per token if all N values train.
 
     Args:
-        every_n_steps: The number of optimizer steps from one log to the next; None for the
+        every_n_steps: The number of optimizer steps from one log to the next; by default the
             Trainer's ``log_every_n_steps``.
-        gradient_norms: Whether to log the gradient norm of each process, which takes a round trip.
+        gradient_norms: Whether to log the gradient norm of each process. This takes a round trip.
         peak_flops: The peak of each device in FLOPs per second: one number for all devices, or a
-            number for each device, the coordinator's too, by the names that plans use.
-        flops_per_token: The FLOPs of the model for one token; None to derive them from its
-            matrices.
+            number for each device, the coordinator's too, by the names in plans.
+        flops_per_token: The FLOPs of the model for one token; by default derived from its matrices.
 
     Raises:
-        MisconfigurationException: If the Trainer has no logger, or a number is out of range.
+        MisconfigurationException: If the Trainer does not have a logger, or a number is out of
+            range.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class StageMonitor(pl.Callback):
         records = Telemetry.of(deployment.coordinator).records(asked.number)
         totals = {number: record.totals for number, record in records.items()}
         losses = _losses_of(deployment)
-        # Also one that was lost before it had answered.
+        # Also a worker lost before its answer.
         lost = lost_between(losses or (), asked.began_seconds, math.inf)
         replaced = {loss.worker.number for loss in lost}
         window = MonitoredSteps(
@@ -244,7 +244,7 @@ class StageMonitor(pl.Callback):
             },
             asked.wall_seconds,
         )
-        # A worker that has no layers at present may get some again.
+        # A worker without layers may get some again.
         self._before |= totals
         if window.is_empty:
             return
@@ -267,7 +267,7 @@ class StageMonitor(pl.Callback):
         window: MonitoredSteps,
         names: Mapping[int, str],
     ) -> dict[str, float]:
-        """The metrics that compare the run with the speeds of its devices, if these are known."""
+        """The comparison of the run with the speeds of its devices, if these are known."""
         found = {}
         profile, plan = profile_of(trainer), deployment.plan
         if profile is not None and profile.batch_size is not None:
@@ -282,7 +282,7 @@ class StageMonitor(pl.Callback):
         return found
 
     def _peak(self, names: list[str]) -> float | None:
-        """The sum of the devices' peaks; None if one is not known."""
+        """The sum of the devices' peaks, if all are known."""
         peaks = self._peak_flops
         if isinstance(peaks, Mapping):
             return sum(peaks[name] for name in names) if set(names) <= set(peaks) else None
@@ -290,7 +290,7 @@ class StageMonitor(pl.Callback):
 
 
 def _losses_of(deployment: Deployment) -> Sequence[Loss] | None:
-    """The workers that the run has lost; None without recovery."""
+    """The run's lost workers; None without recovery."""
     return deployment.coordinator.replacements.losses
 
 
@@ -325,7 +325,7 @@ def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[
 
 @dataclass(frozen=True)
 class MonitoredSteps:
-    """What all processes did between two moments.
+    """The work of all processes between two moments.
 
     Args:
         totals: The totals by the number of the process; 0 is the coordinator.
@@ -342,7 +342,7 @@ class MonitoredSteps:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens: positions of the hidden states that passed through the stages."""
+        """Tokens: positions of the hidden states on their way through the stages."""
         return self.totals[0].num_tokens
 
     @property
@@ -352,19 +352,20 @@ class MonitoredSteps:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no training happened."""
+        """Whether there was no training."""
         return self.num_tokens == 0 or self.step_seconds <= 0
 
     def tokens_of(self, process: int) -> float:
-        """The tokens that passed through a process: with replicas those of its own micro-batches,
-        which have the mean number of tokens."""
+        """The tokens of a process. With replicas: of its own micro-batches, with the mean number of
+        tokens each.
+        """
         handed_over = self.totals[0].num_microbatches
         if process == 0 or not handed_over:
             return self.num_tokens
         return self.num_tokens * self.totals[process].num_microbatches / handed_over
 
     def computing_seconds(self, process: int) -> float:
-        """The time that a process spent on its actions."""
+        """A process's time for its actions."""
         return sum(self.totals[process].seconds.get(kind, 0.0) for kind in ACTIONS)
 
     @property
@@ -375,12 +376,12 @@ class MonitoredSteps:
 
     @property
     def bottleneck(self) -> int:
-        """The number of the process that computed longest."""
+        """The number of the process with the longest computation."""
         return max(self.totals, key=self.computing_seconds)
 
 
 def difference(after: Totals, before: Totals) -> Totals:
-    """The totals that were added between two moments."""
+    """The growth of the totals between two moments."""
     names = Totals.__struct_fields__
     return Totals(**{name: _added(getattr(after, name), getattr(before, name)) for name in names})
 
@@ -395,9 +396,9 @@ def _added(after: Any, before: Any) -> Any:
 def process_metrics(window: MonitoredSteps, process: int) -> dict[str, float]:
     """The metrics of one process; their names do not contain its number.
 
-    Computing, transferring and waiting add up to the step. A process whose optimizer steps first
-    waits for the others. The time between two messages counts as transferring on a worker,
-    and as ``other_share`` on the coordinator, where Lightning uses it around the micro-batches.
+    Computing, transferring and waiting add up to the step. The process with the first optimizer
+    step waits for the others. The time between two messages counts as transferring on a worker, and
+    as ``other_share`` on the coordinator, where Lightning uses it around the micro-batches.
     """
     totals, whole = window.totals[process], window.step_seconds
     busy = window.computing_seconds(process)
@@ -454,12 +455,12 @@ def flops_per_token(root: nn.Module) -> float:
     """Operations of the forward and backward of one token.
 
     The forward takes 2 N, the gradients of the activations take 2 N, and the gradients of the N'
-    values that train take 2 N'. If all values train, the sum is the 6 N of Kaplan et al. (2020),
+    training values take 2 N'. If all values train, the sum is the 6 N of Kaplan et al. (2020),
     "Scaling Laws for Neural Language Models", section 2.1.
 
-    N counts the values of all matrices that multiply. Embeddings do not count, and the experts of
-    a mixture count by the share of them that a token uses. As in the paper, the part of attention
-    that grows with the context does not count.
+    N counts the values of all multiplying matrices. Embeddings do not count, and the experts of a
+    mixture count by a token's share of them. As in the paper, the part of attention with growth in
+    the context does not count.
     """
     share = _share_of_experts(root)
     total = trained = 0.0
@@ -471,8 +472,9 @@ def flops_per_token(root: nn.Module) -> float:
 
 
 def _matrices(root: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """For each matrix: its name, its number of values, and whether it trains. A matrix that the
-    head shares with the embedding counts once, in the head."""
+    """For each matrix: its name, its number of values, and whether it trains. A common matrix of
+    the head and the embedding counts once, in the head.
+    """
     for prefix, module in root.named_modules():
         if isinstance(module, nn.Embedding):
             continue
@@ -486,7 +488,7 @@ def _matrices(root: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def _share_of_experts(root: nn.Module) -> float:
-    """The share of the experts that one token uses, read from the model's config."""
+    """One token's share of the experts, read from the model's config."""
     for module in root.modules():
         config = getattr(module, "config", None)
         chosen = getattr(config, "num_experts_per_tok", None)

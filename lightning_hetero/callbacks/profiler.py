@@ -14,17 +14,17 @@ class PipelineProfiler(Callback):
     """Has the coordinator and every worker measure the model's own layers before training.
 
     `HeteroPipelineStrategy` finds this callback among the Trainer's callbacks. Without it,
-    ``plan="auto"`` measures with these default values. The measurements are kept in a file, so that
-    the next start measures only new devices.
+    ``plan="auto"`` measures with these default values. A file keeps the measurements, so the next
+    start measures only new devices.
 
     Args:
         budget_seconds: About how long measuring may take. Each kind of layer is run on each device
             in any case.
-        micro_batch_sizes: The numbers of samples of the micro-batches to try; None for 1, 2, 4, …
+        micro_batch_sizes: The numbers of samples of the micro-batches to try; by default 1, 2, 4, …
             up to the training batch.
-        dtypes: The dtypes to try for layers on workers, besides the Trainer's ``precision``; None
-            for float32, and for every useful dtype of a device on which that precision is slow.
-        path: The file that is read and written; None for one in the user's cache folder
+        dtypes: The dtypes to try for layers on workers, besides the Trainer's ``precision``; by
+            default float32, and every useful dtype of a device if the precision is slow there.
+        path: The file to read and write; by default a file in the user's cache folder
             (``$XDG_CACHE_HOME/lightning-hetero/profiles``, ``~/.cache`` by default).
         force: Measure again, even if the file has the measurements.
     """

@@ -1,6 +1,6 @@
 """PipelineTimeline: the times of every process's work, as a Chrome trace and as a picture.
 
-`trace_of` makes the trace of recorded steps, which Perfetto and chrome://tracing open.
+`trace_of` makes the trace of recorded steps. Perfetto and chrome://tracing open it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FORMAT = "lightning-hetero timeline 2"
 PREDICTED = 1000
 """Add this to the number of a process to get the process id that shows its predicted actions."""
 
-# The processes that a worker sends to have the tracks from the last number on.
+# The receivers of a worker's messages have the tracks from the last number on.
 _COMPUTES, _HANDLES, _SENDS = 1, 2, 3
 _LOST = 0
 _TRACKS = {_COMPUTES: "computes", _HANDLES: "waits, takes, packs"}
@@ -63,16 +63,16 @@ class PipelineTimeline(pl.Callback):
     ``timeline.json`` is a trace for https://ui.perfetto.dev. It shows all processes on the
     coordinator's clock, and beside each step its prediction by the simulator, if the simulator
     knows the plan. Actions have the number of their stage in their name: ``2F0`` is the forward of
-    stage 2 on micro-batch 0. ``timeline.svg`` shows the step that was recorded last. Both files
-    are beside the run's logs and are written after each recorded step. Other steps are not slowed
-    down. Workers that have no layers are left out.
+    stage 2 on micro-batch 0. ``timeline.svg`` shows the last recorded step. Both files are beside
+    the run's logs and are written after each recorded step. Other steps are not slowed down.
+    Workers without layers are left out.
 
     Args:
         steps: The numbers of the optimizer steps to record; the first step is 0. The first steps
             are slower than later ones, since they allocate memory and fill caches.
-        every_n_steps: Also record every step whose number is a multiple of this one, except step 0.
+        every_n_steps: Also record every step with a multiple of this number, except step 0.
         max_steps: The number of recorded steps in the file; the latest ones are kept.
-        dirpath: The folder for the files; None for the folder of the Trainer's logs.
+        dirpath: The folder for the files; by default the folder of the Trainer's logs.
 
     Raises:
         MisconfigurationException: If a number is out of range.
@@ -96,13 +96,13 @@ class PipelineTimeline(pl.Callback):
         self._every_n_steps = every_n_steps
         self._dirpath = None if dirpath is None else Path(dirpath)
         self._recorded: deque[StepAndPrediction] = deque(maxlen=max_steps)
-        # The step that is being recorded, and when it began.
+        # The step under record, and when it began.
         self._open: tuple[int, float] | None = None
         self._num_batches = 0
 
     @property
     def recorded(self) -> list[RecordedStep]:
-        """The steps that were recorded in this run."""
+        """The recorded steps of this run."""
         return [step for step, _ in self._recorded]
 
     @override
@@ -146,7 +146,7 @@ class PipelineTimeline(pl.Callback):
 
     @rank_zero_only
     def _write(self, folder: Path) -> None:
-        """Write the files; a full disk or a lost folder is no reason to end a run."""
+        """Write the files; a full disk or a lost folder must not end a run."""
         trace = json.dumps(trace_of(list(self._recorded)), allow_nan=False)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def trace_of(steps: Sequence[StepAndPrediction]) -> dict[str, Any]:
 
 
 class _Writer:
-    """Turns steps into events whose times are microseconds since a given moment."""
+    """Turns steps into events with times in microseconds since a given moment."""
 
     def __init__(self, zero_seconds: float) -> None:
         self._zero = zero_seconds
@@ -273,7 +273,7 @@ class _Writer:
         }
 
     def _absence(self, step: RecordedStep, away: Absence) -> Iterator[Event]:
-        """Until another process had the layers, and while it repeated what the lost one did."""
+        """Until another process had the layers, and while it repeated the lost worker's work."""
         parts = [
             ("lost", away.start_seconds, away.restored_seconds),
             (f"repeats {away.repeated}", away.restored_seconds, away.end_seconds),
@@ -298,7 +298,7 @@ class _Writer:
         shared = {"cat": "flow", "name": span.message, "id": next(self._flows)}
         start = {"pid": process.number, "tid": _SENDS + span.peer}
         yield {"ph": "s", **shared, **start, "ts": self._micro(span.start_seconds)}
-        # Inside the action, and no arrow goes back where two clocks differ by their error.
+        # Inside the action, so the arrow does not go back if two clocks differ by their error.
         arrival = min(max(action.start_seconds, span.start_seconds), action.end_seconds)
         end = {"pid": span.peer, "tid": _COMPUTES, "ts": self._micro(arrival)}
         yield {"ph": "f", "bp": "e", **shared, **end}
@@ -326,7 +326,7 @@ def _awaited(process: ProcessSpans, wait: Span) -> str:
 
 
 def _receiving_action(step: RecordedStep, sender: ProcessSpans, sent: Span) -> Span | None:
-    """The action that used a sent tensor, in the process that it was sent to."""
+    """The first use of a sent tensor: an action in the receiving process."""
     if sent.kind != "send" or sent.message not in ("Activation", "Gradient"):
         return None
     # The coordinator forwards it: an arrow leaves with the coordinator's own message.

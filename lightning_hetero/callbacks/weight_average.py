@@ -28,22 +28,22 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     Validation runs with the averages, and after training the module has them. Checkpoints have the
     form of ``EMAWeightAveraging``, with the averages in their ``state_dict``, so a run may continue
-    with that callback on one device. Frozen parameters are not averaged until they train. This
-    callback also works on one device.
+    with Lightning's callback on one device. Frozen parameters are not averaged until they train.
+    This callback also works on one device.
 
     Args:
-        decay: The share of the average that stays at each update; None weighs all updates equally,
+        decay: The remaining share of the average at each update; None weighs all updates equally,
             as stochastic weight averaging does.
         update_every_n_steps: The number of optimizer steps from one update to the next.
-        update_starting_at_step: The first optimizer step after which the average is updated.
-        update_starting_at_epoch: The first epoch after which the average is updated at the end of
-            each epoch.
+        update_starting_at_step: The first optimizer step with an update of the average after it.
+        update_starting_at_epoch: The first epoch with an update of the average at its end; each
+            later epoch has one too.
 
     Raises:
         MisconfigurationException: If ``decay`` is not between 0 and 1.
 
     Attributes:
-        averages_on_stages: Tells the strategy that each process averages its own weights.
+        averages_on_stages: Shows the strategy that each process averages its own weights.
     """
 
     averages_on_stages = True
@@ -69,12 +69,13 @@ class StageWeightAveraging(EMAWeightAveraging):
         self._num_averaged = 0
         self._averages: WeightAverages | None = None
         self._resumed: dict[str, Any] | None = None
-        # What had another average than its weights in the checkpoint; it may be frozen at present.
+        # The names of parameters with an average of their own in the checkpoint; they may be frozen
+        # at present.
         self._averaged_before: frozenset[str] = frozenset()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget the run before. The layers are not on their workers yet."""
+        """Forget the earlier run. The layers are not on their workers yet."""
         self._averages = None
         self._num_averaged = 0
 
@@ -85,7 +86,7 @@ class StageWeightAveraging(EMAWeightAveraging):
         self.begin_again(trainer, resumed)
 
     def averages(self, trainer: pl.Trainer) -> dict[str, Any] | None:
-        """The state dict of the averages; None before they exist."""
+        """The state dict of the averages, once they exist."""
         if self._averages is None:
             return None
         self._swap(trainer)
@@ -96,7 +97,7 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     @property
     def present(self) -> dict[str, Tensor] | None:
-        """The averages of what is in this process, by their paths; None before the first."""
+        """The averages of this process's own parameters, by their paths, once they exist."""
         return None if self._averages is None else dict(self._averages.present)
 
     def with_averages_there(self, trainer: pl.Trainer, action: Callable[[], Found]) -> Found:
@@ -108,7 +109,7 @@ class StageWeightAveraging(EMAWeightAveraging):
             self._tell_stages(trainer, "swap")
 
     def go_on(self, trainer: pl.Trainer, present: Mapping[str, Tensor]) -> None:
-        """Go on with these averages after layers have moved; stages go on with theirs."""
+        """Go on with these averages after layers have moved; stages go on with their own."""
         module = trainer.lightning_module
         tensors = chain(module.named_parameters(), module.named_buffers())
         here = {path: t for path, t in tensors if path in present and not t.is_meta}
@@ -116,7 +117,7 @@ class StageWeightAveraging(EMAWeightAveraging):
         self._tell_stages(trainer, "go on")
 
     def begin_again(self, trainer: pl.Trainer, averages: dict[str, Any] | None) -> None:
-        """Start new averages, which equal the given averages at first, or else the weights."""
+        """Start new averages, equal at first to the given averages, or else to the weights."""
         module = trainer.lightning_module
         with _training(module, self._averaged_before):
             self._averages = WeightAverages(averaged_tensors(module))
@@ -129,14 +130,14 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Drop the averages, which have become the weights."""
+        """Drop the averages; they have become the weights."""
         self._averages = None
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Average what was frozen when the averages were made, and trains from now on."""
+        """Average also parameters that were frozen at the start and train from now on."""
         self._made().include(averaged_tensors(pl_module))
 
     @override
@@ -175,7 +176,7 @@ class StageWeightAveraging(EMAWeightAveraging):
     ) -> None:
         """Save the averages as the state dict, and the weights beside them."""
         if self._averages is None or not checkpoint["state_dict"]:
-            return  # nothing to average, or nothing that could be gathered
+            return  # there are no averages yet, or the weights could not be gathered
         checkpoint["current_model_state"] = checkpoint["state_dict"]
         checkpoint["state_dict"] = self.averages(trainer)
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self._num_averaged)}
@@ -232,7 +233,7 @@ class StageWeightAveraging(EMAWeightAveraging):
 
 @contextmanager
 def _training(module: pl.LightningModule, names: Collection[str]) -> Iterator[None]:
-    """Inside, these parameters train, also those that are frozen."""
+    """Inside, these parameters train, even if they are frozen."""
     frozen = [p for name, p in module.named_parameters() if name in names and not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -258,7 +259,7 @@ def moving_averages(
     Args:
         trainer: Its callbacks average weights.
         plan: Where the layers move to.
-        present: The deployment at the time of the call.
+        present: Returns the deployment at the time of the call.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     found = [one for one in callbacks if isinstance(one, StageWeightAveraging)]
@@ -272,7 +273,7 @@ def moving_averages(
 def _averages_coming_home(
     trainer: pl.Trainer, callback: StageWeightAveraging, deployment: Deployment, plan: Plan
 ) -> dict[str, Tensor]:
-    """Fetch the averages of layers that this process gets under a plan, by their paths.
+    """Fetch the averages of this process's new layers under a plan, by their paths.
 
     Raises:
         ModelError: If an average would be lost because its parameter is frozen by now.
@@ -303,7 +304,7 @@ def _go_on(
     deployment: Deployment,
     coming: Mapping[str, Tensor],
 ) -> None:
-    """Go on with averages after layers have moved, with those that have come home."""
+    """Go on with averages after layers have moved, with the averages fetched before."""
     if callback.present is None:
         return
     present = {**callback.present, **coming}

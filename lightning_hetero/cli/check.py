@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _devices_here() -> list[str]:
-    """The accelerators of this machine; the processor where there is none."""
+    """The accelerators of this machine, or else the processor."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return ["cpu"]

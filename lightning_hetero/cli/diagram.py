@@ -1,4 +1,4 @@
-"""`lightning-hetero diagram`: draw which process of a plan holds which layers."""
+"""`lightning-hetero diagram`: draw the processes of a plan with their layers."""
 
 from __future__ import annotations
 

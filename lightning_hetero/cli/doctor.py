@@ -56,8 +56,8 @@ def _wanted(profile: str | None, plan: str | None) -> WantedPlan | None:
     if profile is None:
         if plan is not None:
             raise PlanError(
-                f"The plan {plan!r} does not tell how many bytes a step sends; name the profile of "
-                "its model with --profile."
+                f"The plan {plan!r} does not show how many bytes a step sends; name the profile "
+                "of its model with --profile."
             )
         return None
     return WantedPlan(Profile.from_yaml(profile), None if plan is None else Plan.from_yaml(plan))

@@ -1,7 +1,7 @@
 """The grammar of the command line: every command with its options, and the checks of single values.
 
-Nothing here imports torch, so that help, errors and completion come at once. What a command does is
-in the module of its name.
+This module does not import torch, so help, errors and completion come at once. The work of a
+command is in the module of its name.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown arguments here, so that the error names the command that has got them."""
+        """Refuse unknown arguments here, so that the error names their command."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
         return options, unknown
 
     def _meant(self, unknown: Sequence[str]) -> str:
-        """A question for what misspelt options probably are; empty if nobody knows."""
+        """A question with the likely spelling of misspelt options; empty without a guess."""
         known = [
             option
             for action in self._actions
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {' and '.join(near)}" if near else ""
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where the options are listed, and exit with status 2."""
+        """Print the fault and the command for the list of options, and exit with status 2."""
         self.exit(2, f"{self.prog}: {message.rstrip('.')}; see `{self.prog} --help`.\n")
 
 
@@ -63,7 +63,7 @@ def command_line() -> Parser:
     parser.add_argument(
         "--print-completion",
         choices=("bash", "zsh", "tcsh"),
-        help="print a script that completes commands and options in this shell, and exit",
+        help="print a script to complete commands and options in this shell, and exit",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (text, add_options) in COMMANDS.items():
@@ -84,8 +84,8 @@ def _add_worker_options(worker: argparse.ArgumentParser) -> None:
     worker.add_argument(
         "--announce",
         action=argparse.BooleanOptionalAction,
-        help="answer processes on the local network that search for workers of this token "
-        "(default: if other machines can reach the worker and the extra `discovery` is installed)",
+        help="answer searches on the local network for workers of this token (default: if other "
+        "machines can reach the worker and the extra `discovery` is installed)",
     )
     worker.add_argument(
         "--device", default="auto", help="a torch device such as cuda:0 (default: %(default)s)"
@@ -118,7 +118,7 @@ def _add_join_options(worker: argparse.ArgumentParser) -> None:
         "--join",
         type=_checked(Address.parse),
         metavar="HOST:PORT",
-        help="dial the coordinator that waits for workers there, serve, and dial again",
+        help="dial the waiting coordinator there, serve, and dial again",
     )
     worker.add_argument(
         "--name",
@@ -140,7 +140,7 @@ def _add_owner_options(worker: argparse.ArgumentParser) -> None:
         "--memory",
         type=_checked(parse_bytes),
         metavar="10GiB",
-        help="the most that stages may take of the device's memory (default: all of it)",
+        help="the limit of the device's memory for stages (default: all of it)",
     )
     worker.add_argument(
         "--linger-seconds",
@@ -153,12 +153,12 @@ def _add_owner_options(worker: argparse.ArgumentParser) -> None:
 
 
 def _add_local_options(worker: argparse.ArgumentParser) -> None:
-    """The options with which the strategy starts its own local workers, which use no token."""
-    # An open socket to listen on, the end together with the parent process, and the user's script,
-    # which must come last because its own arguments follow.
+    """The strategy's options for its own local workers; they do not use a token file."""
+    # An open socket to listen on, the end together with the parent process, and the user's script.
+    # The script must come last, because its own arguments follow.
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
-    # How the process of a session starts, and what it inherits if it is not forked. On macOS the
+    # How the process of a session starts, and its inheritance if it is not forked. On macOS the
     # frameworks of the system do not survive a fork.
     how = "fork" if sys.platform.startswith("linux") else "spawn"
     worker.add_argument(
@@ -192,10 +192,10 @@ def _add_doctor_options(doctor: argparse.ArgumentParser) -> None:
     _add_addresses(doctor, "addresses")
     _add_token_option(doctor, "the token of the workers")
     doctor.add_argument(
-        "--profile", metavar="FILE", help="measurements of a model whose needs the link must meet"
+        "--profile", metavar="FILE", help="measurements of a model; the link must meet its needs"
     )
     doctor.add_argument(
-        "--plan", metavar="FILE", help="plan of that model (default: the best plan for the profile)"
+        "--plan", metavar="FILE", help="plan of this model (default: the best plan for the profile)"
     )
     doctor.add_argument(
         "--timeout",
@@ -216,9 +216,7 @@ def _add_doctor_options(doctor: argparse.ArgumentParser) -> None:
 
 def _add_profile_options(profile: argparse.ArgumentParser) -> None:
     _add_project_options(profile)
-    profile.add_argument(
-        "--force", action="store_true", help="measure, also what was measured before"
-    )
+    profile.add_argument("--force", action="store_true", help="measure everything again")
     _add_output_option(profile, "the profile", "a new profile.yaml")
 
 
@@ -237,7 +235,7 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WORKER",
-        help="a worker that gets no layers; repeatable",
+        help="a worker without layers; repeatable",
     )
     plan.add_argument(
         "--memory",
@@ -260,7 +258,7 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
         help="batches for each optimizer step, the Trainer's accumulate_grad_batches",
     )
     plan.add_argument(
-        "--no-replicas", action="store_true", help="let no two processes hold the same stage"
+        "--no-replicas", action="store_true", help="let only one process hold each stage"
     )
     _add_questions(plan)
     _add_output_option(plan, "the plan", "a new plan.yaml")
@@ -295,7 +293,7 @@ def _add_diagram_options(diagram: argparse.ArgumentParser) -> None:
         help="measurements; with them the picture shows devices, memory and links",
     )
     diagram.add_argument("--title", default="", help="title of the picture, such as the model")
-    text = "the picture, in a file whose name ends in .svg, .png or .mmd (Mermaid)"
+    text = "the file for the picture, with the suffix .svg, .png or .mmd (Mermaid)"
     _add_output_option(diagram, text, "a new architecture.svg")
 
 
@@ -316,7 +314,7 @@ def _add_verify_options(verify: argparse.ArgumentParser) -> None:
         "--plan",
         metavar="FILE",
         type=Path,
-        help="who has which layers (default: the config's; where that is 'auto', 'even')",
+        help="the layers of each process (default: the config's plan; 'even' if it is 'auto')",
     )
 
 
@@ -377,19 +375,19 @@ def _add_replay_options(replay: argparse.ArgumentParser) -> None:
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "worker": ("serve stages to one coordinator after another", _add_worker_options),
-    "workers": ("list the workers that are announced on the local network", _add_workers_options),
+    "workers": ("list the announced workers on the local network", _add_workers_options),
     "up": ("start a worker on each machine of a cluster file", _add_cluster_options),
     "down": ("end the workers of a cluster file", _add_down_options),
-    "status": ("show what the workers of a cluster file do", _add_cluster_options),
-    "token": ("make the secret that all machines of a run share", _add_token_options),
+    "status": ("show the state of the workers of a cluster file", _add_cluster_options),
+    "token": ("make the common secret of all machines of a run", _add_token_options),
     "doctor": ("find out why a worker cannot be used, hop by hop", _add_doctor_options),
-    "profile": ("measure a model on its devices, and train nothing", _add_profile_options),
-    "plan": ("decide from measurements which device holds which layers", _add_plan_options),
+    "profile": ("measure a model on its devices, without training", _add_profile_options),
+    "plan": ("choose the layers of each device from measurements", _add_plan_options),
     "schema": ("write the JSON schema of a plan or a profile, for editors", _add_schema_options),
-    "diagram": ("draw which process of a plan holds which layers", _add_diagram_options),
-    "verify": ("tell whether the workers compute what one device computes", _add_verify_options),
-    "check": ("tell whether training is right on the devices of this machine", _add_check_options),
-    "top": ("show live what workers do", _add_top_options),
+    "diagram": ("draw the processes of a plan with their layers", _add_diagram_options),
+    "verify": ("check whether the workers compute the same as one device", _add_verify_options),
+    "check": ("check whether training is right on the devices of this machine", _add_check_options),
+    "top": ("show the work of workers live", _add_top_options),
     "report": ("write an HTML page about a run", _add_report_options),
     "replay": ("show what each worker of a run was after each event", _add_replay_options),
 }
@@ -425,7 +423,7 @@ def _add_addresses(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def _add_token_option(command: argparse.ArgumentParser, text: str) -> None:
-    """Add ``--token-file``; the text says what the token is for."""
+    """Add ``--token-file``; the text names the use of the token."""
     command.add_argument(
         "--token-file",
         type=Path,
@@ -436,7 +434,7 @@ def _add_token_option(command: argparse.ArgumentParser, text: str) -> None:
 
 
 def _add_output_option(command: argparse.ArgumentParser, text: str, default: str) -> None:
-    """Add ``-o`` and ``--output`` for a file that may exist; the text says what is in the file."""
+    """Add ``-o`` and ``--output`` for a new or existing file; the text describes its content."""
     command.add_argument(
         "-o",
         "--output",
@@ -447,7 +445,7 @@ def _add_output_option(command: argparse.ArgumentParser, text: str, default: str
 
 
 def _checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """The parser of a value, whose error argparse shows as it is."""
+    """The parser of a value; argparse shows its error unchanged."""
 
     def checked(text: str) -> Value:
         try:
@@ -488,7 +486,7 @@ def _module_name(text: str) -> str:
 
 
 def new_file(name: str) -> Path:
-    """The path of a file in the current folder that does not exist yet.
+    """The path of a new file in the current folder.
 
     Raises:
         PlanError: If the file exists.
@@ -500,11 +498,11 @@ def new_file(name: str) -> Path:
 
 
 def check_folder(what: str, path: Path | None) -> None:
-    """Refuse a file without a folder, before the work whose result it takes.
+    """Refuse a file without a folder, before the long work for its content.
 
     Args:
         what: The content of the file, such as ``"report"``.
-        path: The file; None if there is none.
+        path: The file, if any.
 
     Raises:
         HeteroError: If the folder is not there.
@@ -515,7 +513,7 @@ def check_folder(what: str, path: Path | None) -> None:
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """Write a file in this block; the error of a file that cannot be written names it.
+    """Write a file in this block; a write error names the file.
 
     Raises:
         HeteroError: If the block raises an error of the operating system.

@@ -1,4 +1,4 @@
-"""`lightning-hetero plan`: decide from measurements which device holds which layers."""
+"""`lightning-hetero plan`: choose the layers of each device from measurements."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Planner:
     """Answers for one profile after the other.
 
     Args:
-        given: The plan to predict; None for the solver's choice.
+        given: The plan to predict; by default the solver's choice.
         wishes: The user's conditions.
     """
 
@@ -67,17 +67,17 @@ class Planner:
     wishes: Wishes
 
     def decide(self, profile: Profile) -> Solution:
-        """The given plan or the solver's, under the wishes that concern this profile's devices.
+        """The given plan or the solver's, under the wishes for this profile's devices.
 
         Raises:
-            PlanError: If there is no plan, or the given one does not fit.
+            PlanError: If every plan fails, or the given plan does not fit.
         """
         if self.given is not None:
             return predict_given(self.given, profile, self.wishes)
         return solve(profile, self.wishes)
 
     def without(self, guessed: set[str]) -> Planner:
-        """The planner for a profile that lacks the guessed devices."""
+        """The planner for a profile without the guessed devices."""
         wishes = self.wishes
         pins = {name: layers for name, layers in wishes.pins.items() if name not in guessed}
         memory = {n: size for n, size in wishes.memory_bytes.items() if n not in guessed}
@@ -87,7 +87,7 @@ class Planner:
 
 
 def _check_question(options: argparse.Namespace) -> None:
-    """Refuse options that contradict a question.
+    """Refuse options in contradiction to a question.
 
     Raises:
         PlanError: With the option to leave out.

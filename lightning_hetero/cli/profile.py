@@ -1,4 +1,4 @@
-"""`lightning-hetero profile`: measure a model on its devices, and train nothing."""
+"""`lightning-hetero profile`: measure a model on its devices, without training."""
 
 from __future__ import annotations
 

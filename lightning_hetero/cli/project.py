@@ -1,4 +1,4 @@
-"""The project of a LightningCLI config: model, data and Trainer, to look at and not to train."""
+"""The project of a LightningCLI config: model, data and Trainer, to inspect and not to train."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Project(LightningCLI):
     """Builds model, data and Trainer from a config."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing while the objects are made."""
+        """Do not run a command: only make the objects."""
 
     def instead_of_training(
         self,
@@ -38,16 +38,16 @@ class Project(LightningCLI):
         action: Callable[[Site, list[DecoderLayer]], Found],
         purpose: str,
     ) -> Found:
-        """Attach the model to its Trainer and its data, call ``action``, and train nothing.
+        """Attach the model to its Trainer and its data, and call ``action`` in place of training.
 
         Args:
-            calling: The context of the strategy in which its run calls a function in place of
-                sending the layers to the workers.
-            action: Gets the layers where a run would send them.
-            purpose: What the layers are for, as the end of a sentence.
+            calling: The strategy's context for calls in place of a deployment: inside it, a run
+                calls a function and does not send the layers to the workers.
+            action: Gets the layers in place of the workers.
+            purpose: The use of the layers, as the end of a sentence.
 
         Raises:
-            ModelError: If the model has no decoder layers.
+            ModelError: If the model does not have decoder layers.
         """
         found: list[Found] = []
 
@@ -59,7 +59,7 @@ class Project(LightningCLI):
             self.trainer.limit_val_batches = 0
             self.trainer.callbacks = []  # type: ignore[attr-defined]
 
-        # A run that trains nothing needs no folder, but callbacks may want a logger.
+        # Without training, the run does not need a folder, but callbacks may want a logger.
         self.trainer.loggers = [DummyLogger()] if self.trainer.loggers else []
         with calling(act):
             self.trainer.fit(self.model, datamodule=self.datamodule)
@@ -72,11 +72,11 @@ class Project(LightningCLI):
 
 
 def project_of(options: argparse.Namespace) -> Project:
-    """The project that the options name.
+    """The project of the options.
 
     Raises:
-        ProfileError: If a file is not a config of if a value in it cannot be used,
-            or if a class that the options name does not exist or has another base.
+        ProfileError: If a file is not a config, if a value in it cannot be used, or if a class
+            named by the options does not exist or has another base.
     """
     merged: dict[str, Any] = {}
     names = " with ".join(map(repr, options.config))
@@ -128,19 +128,19 @@ def _class_named(name: str, base: type) -> Any:
 
 
 def _two_names() -> str:
-    """What may be wrong with a class that has another base, as a sentence with the remedy."""
+    """The likely fault of a class with another base, as a sentence with the remedy."""
     return (
         f"The command uses {pl.__name__}, so all classes of the config must be of this name; "
         f"{FOR_OTHER_PROJECTS}."
     )
 
 
-# Lines of an error of jsonargparse that do not say what is wrong.
+# Lines of jsonargparse's errors without information on the fault.
 _NOISE = re.compile(r"Does not validate|Subtypes:|Errors:|Given value|- Expected a <class")
 
 
 def _fault(error: Exception) -> str | None:
-    """What is wrong with a config, in one line; None for an error of the project's own code."""
+    """The fault of a config in one line; None for an error of the project's own code."""
     if isinstance(error, MisconfigurationException):
         return str(error)
     if not isinstance(error, argparse.ArgumentError) and "Does not validate" not in str(error):

@@ -1,8 +1,8 @@
 """`lightning-hetero schema`: write the JSON schema of a plan or a profile, for editors.
 
-Editors complete keys and mark mistakes by a schema. It is made from the classes that read the
-files, and its texts are those of their docstrings. What a file means as a whole, such as layers
-that leave a gap, is checked when it is read.
+Editors complete keys and mark mistakes by a schema. The schema comes from the classes of the files,
+and its texts from their docstrings. Rules for a file as a whole, such as layers without a gap, are
+checked when the file is read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .options import writing
 
 FileKind = Literal["plan", "profile"]
 
-# The latest draft that all editors understand.
+# The latest draft understood by all editors.
 _DRAFT = "http://json-schema.org/draft-07/schema#"
 _KINDS: dict[FileKind, type] = {"plan": Plan, "profile": Profile}
 
-# What the classes check by themselves, behind their types.
+# The classes' own checks beyond their types.
 _BOUNDS: dict[str, dict[str, Any]] = {
     "micro_batches": {"minimum": 1},
     "in_flight": {"minimum": 1},
@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> None:
     with writing("schema", options.output):
         options.output.write_text(text, encoding="utf-8")
     print(
-        f"The schema is in {options.output}. Editors that know the YAML language server use it for "
-        f"a file that begins with `# yaml-language-server: $schema={options.output}`."
+        f"The schema is in {options.output}. Editors with the YAML language server use it for a "
+        f"file with the first line `# yaml-language-server: $schema={options.output}`."
     )
 
 
@@ -71,7 +71,7 @@ def schema(kind: FileKind) -> dict[str, Any]:
 
 
 def _definition(name: str, kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of one class: no other keys, the sizes as texts too, and what each key means."""
+    """The schema of one class: its own keys only, sizes also as texts, and each key's meaning."""
     texts = _argument_texts(kind)
     properties = {}
     for key, its in content["properties"].items():
@@ -93,12 +93,12 @@ def _property(
     if "_bytes" in key:
         made = _with_texts(made)
     if "$ref" in made:
-        made = {"allOf": [made]}  # beside a reference this draft reads nothing
+        made = {"allOf": [made]}  # this draft ignores all keys beside a reference
     return made if text is None else {**made, "description": text}
 
 
 def _bounded(content: Mapping[str, Any], bounds: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with more bounds, and without what only later drafts know."""
+    """The schema with more bounds, and without keys of later drafts."""
     if "anyOf" in content:
         options = [
             dict(each) if each.get("type") == "null" else _bounded(each, bounds)
@@ -110,7 +110,7 @@ def _bounded(content: Mapping[str, Any], bounds: Mapping[str, Any]) -> dict[str,
 
 
 def _with_texts(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a number of bytes that may be a text, or of a mapping to such numbers."""
+    """The schema of a number of bytes, also as a text, or of a mapping to such numbers."""
     if content.get("type") == "object":
         return {**content, "additionalProperties": _with_texts(content["additionalProperties"])}
     default = {"default": content["default"]} if "default" in content else {}
@@ -119,7 +119,7 @@ def _with_texts(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _argument_texts(kind: type) -> dict[str, str]:
-    """What the docstring of a class says of each argument."""
+    """The text on each argument in the docstring of a class."""
     _, _, section = (inspect.getdoc(kind) or "").partition("Args:\n")
     section = section.split("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)

@@ -1,4 +1,6 @@
-"""`lightning-hetero status`: what the workers of a cluster file do, and what keeps one from use."""
+"""`lightning-hetero status`: report the state of the workers of a cluster file, and why one cannot
+be used.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from ..transport.address import Address
 
 Value = TypeVar("Value")
 
-# Long enough to see that a link works; `lightning-hetero doctor` measures it.
+# Long enough to see a link work; `lightning-hetero doctor` measures it.
 _MEASURE_SECONDS = 0.2
 _MOST_AT_ONCE = 16
 _WORKS = ("started", "running")
@@ -51,14 +53,14 @@ def num_usable(cluster: Cluster, action: Callable[[Machine], Told]) -> int:
 def at_the_same_time(
     action: Callable[[Machine], Value], machines: Sequence[Machine]
 ) -> dict[str, Value]:
-    """What an action returns for each machine, by the machine's name."""
+    """The result of an action on each machine, by the machine's name."""
     with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
         found = threads.map(action, machines)
         return {machine.name: each for machine, each in zip(machines, found, strict=True)}
 
 
 def visited(cluster: Cluster, told: Mapping[str, Told]) -> dict[str, Report]:
-    """The doctor's reports on the machines whose workers run, by the machines' names."""
+    """The doctor's reports on the machines with running workers, by the machines' names."""
     options = Options(
         credentials=credentials_or_error(token_file_of(cluster)),
         equipment=equipment_here(torch.device("cpu")),

@@ -1,4 +1,4 @@
-"""`lightning-hetero token`: make the secret that all machines of a run share."""
+"""`lightning-hetero token`: make the common secret of all machines of a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ def run(options: argparse.Namespace) -> None:
         return
     write_token_file(path, Token.new())
     print(
-        f"Wrote a new token to {path}. Everyone who has the token may train on your workers, so "
-        "copy it only to machines of the run, for instance with\n\n"
-        f"  ssh MACHINE 'umask 077; mkdir -p {DEFAULT_FILE.parent}; cat > {DEFAULT_FILE}' "
-        f"< {shlex.quote(str(path))}\n\n"
-        "or by pasting its one line into `lightning-hetero token --paste` there. "
-        "Then `lightning-hetero worker --listen 0.0.0.0:9999` finds it. If the token is not in "
+        f"Wrote a new token to {path}. Everyone with the token may train on your workers, so "
+        "copy it only to machines of the run, for instance with\n\n  ssh MACHINE 'umask 077; "
+        f"mkdir -p {DEFAULT_FILE.parent}; cat > {DEFAULT_FILE}' < {shlex.quote(str(path))}\n\nor "
+        "by pasting its one line into `lightning-hetero token --paste` there. Then "
+        "`lightning-hetero worker --listen 0.0.0.0:9999` finds it. If the token is not in "
         f"{DEFAULT_FILE}, name its file with `--token-file`, with `token_file=` of the strategy, "
         f"or with the environment variable {FILE_VARIABLE}."
     )

@@ -1,4 +1,4 @@
-"""`lightning-hetero top`: compare one look at workers with the next, and show live what they do."""
+"""`lightning-hetero top`: compare one look at workers with the next, and show their work live."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _COLOURS = {
     "gone": "red",
     "lost": "red",
 }
-# A narrow terminal shows the table without these, as few as it takes, the first one first.
+# A narrow terminal leaves out as few of these columns as possible, the first one first.
 _DISPENSABLE = ("links, MB/s", "device", "run from", "memory")
-# Of a line, where a table says how wide it would be.
+# The width of a line to find out the full width of a table.
 _NO_LIMIT = 1000
 _BAR_CELLS = 4
 _MOST_OF_DEVICE = 16
@@ -72,12 +72,12 @@ class WorkerSighting:
 
     Args:
         name: The worker's address.
-        seen: Its last answer; None if it never answered.
-        before: Its answer before that one, if both are of the same run.
+        seen: Its last answer, if any.
+        before: The answer before the last one, if both are of the same run.
         problem: Why it did not answer this time; empty if it answered.
         num_missed: How many looks in a row it has missed.
-        busy_share: The share of its training time that it computed between the last two looks with
-            a step between them; None before its first step and while it has no layers.
+        busy_share: The computing share of its training time between the last two looks with a step
+            between them. Unknown before its first step and while it is without layers.
     """
 
     name: str
@@ -104,12 +104,12 @@ class WorkerSighting:
 
     @property
     def stage(self) -> StageStatus | None:
-        """The stage that the worker serves; None if it serves none."""
+        """The worker's stage, if it serves one."""
         return _stage(self.seen)
 
     @property
     def spare(self) -> SpareStatus | None:
-        """The run for which the worker waits; None if it waits for none."""
+        """The run of a waiting worker, if it waits for one."""
         return None if self.seen is None else self.seen.status.spare
 
     @property
@@ -132,7 +132,7 @@ class WorkerSighting:
 
 
 def seen_again(last: WorkerSighting, answer: WorkerStatus | str) -> WorkerSighting:
-    """The sighting after another look, from the worker's answer or the reason that it gave none."""
+    """The sighting after another look, from the worker's answer or the reason for its silence."""
     if isinstance(answer, str):
         return WorkerSighting(
             last.name, last.seen, None, answer, last.num_missed + 1, busy_share=None
@@ -146,7 +146,7 @@ def seen_again(last: WorkerSighting, answer: WorkerStatus | str) -> WorkerSighti
 
 def _busy_share(before: WorkerStatus | None, now: WorkerStatus) -> float | None:
     stage, earlier = now.status.stage, _stage(before)
-    # Without layers, what was measured before says nothing of the present.
+    # Without layers, earlier measurements do not describe the present.
     if stage is None or not stage.stages:
         return None
     seconds = stage.training_seconds - (earlier.training_seconds if earlier else 0.0)
@@ -191,7 +191,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _console() -> Console:
-    """Where the table is shown; a file or a pipe takes all columns."""
+    """The console for the table; a file or a pipe takes all columns."""
     console = Console()
     return console if console.is_terminal else Console(width=_NO_LIMIT)
 
@@ -204,15 +204,16 @@ def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerSt
 
 
 def table(sightings: Sequence[WorkerSighting]) -> RenderableType:
-    """The table of all workers, a row for each. Below it is why workers do not answer, which of
-    them have a lost one's place, and which columns the terminal has no room for."""
+    """The table of all workers, a row for each. Below it are the reasons for silent workers, the
+    workers in the place of lost ones, and the columns without room in the terminal.
+    """
     notes = (_problem(each) if each.problem else _repetition(each) for each in sightings)
     return Group(_Fitting(sightings), *(note for note in notes if note is not None))
 
 
 @dataclass(frozen=True)
 class _Fitting:
-    """A table with as many columns as its place has room for."""
+    """A table with as many columns as fit in its place."""
 
     sightings: Sequence[WorkerSighting]
 

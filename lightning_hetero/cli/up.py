@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _token(cluster: Cluster) -> Token:
-    """The cluster's token; a new one if there is none.
+    """The cluster's token; a new one if it is missing.
 
     Raises:
         TokenError: If its file cannot be read or written.

@@ -1,4 +1,4 @@
-"""`lightning-hetero verify`: compare the workers' results with those of one device."""
+"""`lightning-hetero verify`: compare the workers' results with one device's."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _error(error: float | None, tolerance: float) -> Text:
 
 def _lines(verdict: RehearsalVerdict) -> list[str]:
     worst = [
-        f"{stage.who}: the gradient that is furthest off is {stage.parameters.name}"
+        f"{stage.who}: the least exact gradient is {stage.parameters.name}"
         for stage in verdict.stages
         if stage.parameters.error > stage.tolerance
     ]

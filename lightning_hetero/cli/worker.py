@@ -1,7 +1,7 @@
 """`lightning-hetero worker`: serve stages to one coordinator after another.
 
-The owner of the worker limits its memory, controls it by signals, reads a line about each run, and
-can print a file with which the system starts it.
+The owner of the worker limits its memory, controls it by signals, and reads a line about each run.
+The owner can also print a file for the system to start it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ logger = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     if options.name is not None and options.join is None:
         raise HeteroError(
-            f"The option `--name {options.name}` needs `--join HOST:PORT`: plans call a worker "
-            "that waits for its coordinator by its host:port. Leave `--name` out, or let the "
-            "worker join."
+            f"The option `--name {options.name}` needs `--join HOST:PORT`: plans call a waiting "
+            "worker by its host:port. Leave `--name` out, or let the worker join."
         )
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
@@ -79,32 +78,34 @@ def run(options: argparse.Namespace) -> None:
         stops_with_stdin=options.stop_with_stdin,
         secret=secret,
     )
-    # Only the strategy's own worker has a standard input that takes the answer.
+    # Only for the strategy's own worker does the standard input take an answer.
     on_listening = None if is_own else _tell_ready
     peers = _peers(token_file, is_started_by_run=bool(secret))
     saying = _Saying(supervisor, address_of(listener), peers, on_listening)
-    # A worker that joins is found by nobody, unless its owner wants that.
+    # A joining worker is not announced, unless its owner wants it.
     wanted = False if options.join is not None and options.announce is None else options.announce
     with announced_worker(wanted, address_of(listener), token_file):
         supervisor.serve_forever(saying.on_ready, saying.on_signal)
 
 
 def _warn_of_absent(allowed: tuple[str, ...]) -> None:
-    """Warn of allowed packages that are nowhere. One in the current folder is found, as it is by
-    `python -m`; the command's own folder stands first there."""
+    """Warn of missing allowed packages. The search includes the current folder, as `python -m`
+    does; the command's own folder stands first there.
+    """
     if Allowed(allowed).absent():
         sys.path.append(os.getcwd())
     for name in Allowed(allowed).absent():
         logger.warning(
-            "--allow names the package %r, which is not installed here, nor in the current folder "
-            "%s; layers of it will be refused: install it, or start the worker in its folder",
+            "--allow names the package %r, but it is not installed here and not in the current "
+            "folder %s; its layers will be refused: install it, or start the worker in its "
+            "folder",
             name,
             os.getcwd(),
         )
 
 
 def _peers(token_file: Path | None, is_started_by_run: bool) -> str:
-    """Whom the worker serves, for its log."""
+    """The clients of the worker, for its log."""
     if is_started_by_run:
         return "the run that has started it"
     return "processes on this machine" if token_file is None else f"holders of {token_file}"
@@ -128,10 +129,10 @@ def _where(options: argparse.Namespace) -> Address:
 
 
 def _warn_of_loopback(wanted: Address | None, where: Address) -> None:
-    """Warn of a machine's name that stands for loopback on that machine, as Debian has it."""
+    """Warn if a machine's own name means loopback on the machine itself, as on Debian."""
     if wanted is not None and where.is_loopback and not wanted.is_loopback:
         logger.warning(
-            "%s stands for %s on this machine (/etc/hosts), so no other machine reaches this "
+            "%s stands for %s on this machine (/etc/hosts), so other machines cannot reach this "
             "worker; start it with `--listen 0.0.0.0:%d`",
             wanted.host,
             where.host,
@@ -140,7 +141,7 @@ def _warn_of_loopback(wanted: Address | None, where: Address) -> None:
 
 
 def _joiner(options: argparse.Namespace, where: Address) -> Joiner | None:
-    """What brings a worker that listens there into runs; None without ``--join``."""
+    """The worker's joiner, with ``--join``."""
     if options.join is None:
         return None
     name = options.name or f"{socket.gethostname()}-{where.port}"
@@ -172,13 +173,13 @@ def _worker(
 
 
 def _command_at(place: SessionPlace) -> list[str]:
-    """The command of this worker, for a process that serves one session at a place."""
+    """The command of this worker, for the process of one session at a place."""
     options = sys.argv[sys.argv.index("worker") + 1 :]
     return [sys.executable, "-m", "lightning_hetero", "worker", "--place", str(place), *options]
 
 
 class _Saying:
-    """Tells the owner what the worker does, and passes the owner's signals on."""
+    """Reports the worker's work to its owner, and passes the owner's signals on."""
 
     def __init__(
         self,
@@ -196,7 +197,7 @@ class _Saying:
     def on_ready(self, device: str) -> None:
         """Say once where the worker listens."""
         if self._is_first:
-            # Programs that read this line may send a signal at once.
+            # A program may read this line and send a signal at once.
             logger.info(
                 "listening on %s, computing on %s, for %s", self._where, device, self._peers
             )
@@ -231,14 +232,14 @@ def _show(record: ServedRun) -> None:
 
 
 def _print(text: str | Text, stderr: bool = False) -> None:
-    """Tell the owner something; a full disk or a closed terminal keeps no worker from its work."""
-    # Rich ends the process where nobody reads its pipe any more.
+    """Print a line for the owner; a full disk or a closed terminal does not stop the worker."""
+    # Rich ends the process if the reader of its pipe is gone.
     with contextlib.suppress(OSError, SystemExit):
         Console(stderr=stderr, soft_wrap=True).print(text)
 
 
 def line_of(record: ServedRun, ended_at: str) -> Text:
-    """The line about a run that the owner reads."""
+    """The line about a run for the owner."""
     lasted = timedelta(seconds=round(record.seconds))
     is_good = record.reason == "goodbye"
     text = Text(f"{ended_at}  ")
@@ -258,15 +259,15 @@ def line_of(record: ServedRun, ended_at: str) -> Text:
 def _maker(
     options: argparse.Namespace, token_file: Path | None, secret: str
 ) -> Callable[[SessionPlace], Worker]:
-    """Make a function that makes the worker of a session, for the secret of the run."""
+    """Make a maker of the worker of a session, for the secret of the run."""
     return partial(_worker, options, _credentials(token_file, secret))
 
 
 def _credentials(token_file: Path | None, secret: str) -> Credentials | None:
-    """The credentials for the token that the strategy has sent to its local worker, if it has.
+    """The credentials for the strategy's token to its local worker, or for the token file.
 
     Raises:
-        HeteroError: If the text is no token.
+        HeteroError: If the text is not a token.
     """
     if not secret:
         return credentials_of(token_file)

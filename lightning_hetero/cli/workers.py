@@ -1,4 +1,4 @@
-"""`lightning-hetero workers`: list the workers that the local network announces for a token."""
+"""`lightning-hetero workers`: list the announced workers of a token on the local network."""
 
 from __future__ import annotations
 

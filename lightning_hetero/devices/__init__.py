@@ -1,4 +1,4 @@
-"""What computes: one class per backend, with its memory, copies, random generators and timing."""
+"""Devices: one class per backend, with its memory, copies, random generators and timing."""
 
 # Each backend registers itself when its module is imported.
 from . import cpu, cuda, mps, xpu

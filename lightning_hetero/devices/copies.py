@@ -1,4 +1,4 @@
-"""Copies between a device and main memory, which no computing thread waits for.
+"""Copies between a device and main memory. Computing threads do not wait for them.
 
 On a device with streams, copies run in streams of their own. Marks in the streams order the work:
 
@@ -9,8 +9,9 @@ On a device with streams, copies run in streams of their own. Marks in the strea
     sender thread                          ▫ socket  ╱
     coming                        ── copy ──────────▪
 
-On any other device a copy is made at once. `Streams` is what a device with streams must offer; it
-decides nothing. `StreamedCopies` decides what waits for what, so tests run it with made-up streams.
+On any other device a copy is made at once. `Streams` is the interface to a device with streams,
+without decisions. `StreamedCopies` decides the order of all waits, so tests run it with made-up
+streams.
 """
 
 from __future__ import annotations
@@ -59,17 +60,17 @@ class Streams(Protocol[AnyMark]):
     """Three streams of one device: for its computation, for copies out, and for copies in."""
 
     def pinned_bytes(self, num_bytes: int) -> Bytes:
-        """Allocate pinned main memory, which the device copies from and to by itself."""
+        """Allocate pinned main memory; the device copies from and to it by itself."""
 
     def mark_computed(self) -> AnyMark:
-        """Mark the stream of computation behind all work so far."""
+        """Mark the stream of computation after all work so far."""
 
     def copy_out(
         self, after: AnyMark, sources: Sequence[Tensor], hosts: Sequence[Tensor]
     ) -> AnyMark:
         """Copy tensors into main memory once ``after`` is past, and mark the end of the copies.
 
-        Their memory on the device is not reused before that mark.
+        Their memory on the device is not reused before the returned mark.
         """
 
     def coming(self) -> AbstractContextManager[None]:
@@ -79,12 +80,12 @@ class Streams(Protocol[AnyMark]):
         """Inside `coming`: begin a copy, and return the tensor on the device."""
 
     def mark_come(self) -> AnyMark:
-        """Mark the stream of copies in behind all copies so far."""
+        """Mark the stream of copies in after all copies so far."""
 
     def compute_after(self, mark: AnyMark, used: Iterable[Tensor]) -> None:
         """Make all later computation wait for ``mark``.
 
-        The memory of ``used``, which another stream has filled, is kept while it is in use.
+        Another stream has filled the memory of ``used``; this keeps the memory while it is in use.
         """
 
 
@@ -96,11 +97,11 @@ _KEPT_PER_MICROBATCH = 4
 
 
 def already_here() -> None:
-    """The `Land` of tensors that are on the device already."""
+    """The `Land` of tensors already on the device."""
 
 
 class Arriving(Protocol):
-    """A value with tensors whose copies to the device may still run.
+    """A value with tensors. Their copies to the device may still run.
 
     Call ``land`` before you compute with the tensors. The device waits then, and not the thread.
     """
@@ -125,9 +126,8 @@ class HostCopy:
 
     Args:
         tensors: The tensors in main memory; call `wait` before you read their content.
-        is_immediate: Whether all copies of the device are finished when the call that began them
-            returns.
-        mark: The end of the copies in their stream; None if there is nothing to wait for.
+        is_immediate: Whether the device finishes all copies before the call returns.
+        mark: The end of the copies in their stream; None if they are finished.
     """
 
     tensors: tuple[Tensor, ...]
@@ -135,10 +135,10 @@ class HostCopy:
     mark: Mark | None = None
 
     def wait(self) -> None:
-        """Wait for the content, in the thread that sends it, as long as the device takes.
+        """Wait for the content, in the sending thread, as long as the device takes.
 
-        There is no deadline here: the receiver of the content has one, and a device that hangs is
-        of no use anyway.
+        This wait is without a deadline: the receiver of the content has one, and a hanging device
+        is useless anyway.
 
         Raises:
             ChannelError: If the device fails before.
@@ -148,24 +148,24 @@ class HostCopy:
 
 
 class PlainCopies:
-    """Copies that are finished when the call returns."""
+    """Copies finished within the call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def receive_pool(self) -> BufferPool:
-        """Memory that the reader of a channel fills with tensors for the device."""
+        """Memory for a channel's reader to fill with tensors for the device."""
         return BufferPool()
 
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopy:
-        """Begin to copy tensors to main memory, with the values they have after all work so far."""
+        """Begin to copy tensors to main memory, with their values after all work so far."""
         copied = tuple(tensor.detach().to("cpu") for tensor in tensors)
         return HostCopy(copied, is_immediate=True)
 
     def to_device(
         self, tensors: Sequence[Tensor], read: Callable[[tuple[Tensor, ...]], Content]
     ) -> Content:
-        """Begin to copy tensors to the device, and return the value that ``read`` makes of them."""
+        """Begin to copy tensors to the device, and return the result of ``read`` for them."""
         return read(tuple(map(self._here, tensors)))
 
     def _here(self, tensor: Tensor) -> Tensor:
@@ -181,11 +181,11 @@ class PlainCopies:
         """Keep buffers for this number of micro-batches in flight."""
 
     def close(self) -> None:
-        """Wait for copies that nobody has waited for, whose memory may then be used again."""
+        """Wait for all pending copies; then their memory may be used again."""
 
 
 class StreamedCopies(Generic[AnyMark]):
-    """Copies in streams of their own, through pinned memory that is reused.
+    """Copies in streams of their own, through reused pinned memory.
 
     Args:
         streams: The streams of the device.
@@ -234,7 +234,7 @@ class StreamedCopies(Generic[AnyMark]):
         self._pool.keep_at_most(_KEPT_PER_MICROBATCH * num_microbatches)
 
     def close(self) -> None:
-        # A device that has failed copies nothing any more.
+        # A failed device does not copy any more.
         with suppress(ChannelError):
             if self._left is not None:
                 self._left.wait()
@@ -244,9 +244,9 @@ class StreamedCopies(Generic[AnyMark]):
         self._coming.clear()
 
     def _pinned(self, tensor: Tensor) -> Tensor:
-        """A tensor whose copy no thread waits for.
+        """The tensor in pinned memory: threads do not wait for its copy.
 
-        Booleans were unpacked into other memory than that in which they came.
+        Booleans arrive packed, and were unpacked into other memory.
         """
         if tensor.dtype != torch.bool or tensor.nbytes < SMALLEST_KEPT_BYTES:
             return tensor
@@ -254,9 +254,9 @@ class StreamedCopies(Generic[AnyMark]):
         return host.copy_(tensor)
 
     def _hosts_for(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors in one buffer, which is free again when nobody holds any of them."""
+        """Tensors in one buffer. The buffer is free again after the last tensor is dropped."""
         sizes = [-(-source.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for source in sources]
-        # The pool pins only buffers of a size that it keeps.
+        # The pool pins only buffers of its kept sizes.
         buffer = self._pool.take(max(sum(sizes), SMALLEST_KEPT_BYTES))
         parts = torch.frombuffer(buffer, dtype=torch.uint8)[: sum(sizes)].split(sizes)
         return [

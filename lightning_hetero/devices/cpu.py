@@ -69,7 +69,7 @@ class Cpu(Device, device_type="cpu"):
 
 
 def _temperature() -> dict[str, float]:
-    """The temperature of the processor's hottest part, on systems that show it."""
+    """The temperature of the processor's hottest part, if the system shows it."""
     if not hasattr(psutil, "sensors_temperatures"):
         return {}
     found = psutil.sensors_temperatures()
@@ -78,7 +78,7 @@ def _temperature() -> dict[str, float]:
 
 
 def _power() -> dict[str, float]:
-    """The processor's power, which Linux shows for some processors; psutil does not read it."""
+    """The processor's power, as shown by Linux for some processors; psutil does not read it."""
     watts = []
     for file in _LINUX_SENSORS.glob("hwmon*/power*_average"):
         with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
-"""NVIDIA GPUs by CUDA, and AMD GPUs by ROCm, which `torch.cuda` serves alike.
+"""NVIDIA GPUs by CUDA, and AMD GPUs by ROCm: `torch.cuda` serves both.
 
-Streams and events are those of `torch.cuda`, because a thread that waits for a general event of
-torch keeps its core busy.
+Streams and events come from `torch.cuda`, because a thread keeps its core busy while it waits for a
+general event of torch.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Cuda(Accelerator, device_type="cuda"):
     is_in_torch = torch.backends.cuda.is_built()  # true for ROCm too
 
     def wake(self) -> None:
-        # torch holds the interpreter's lock meanwhile, so nobody could send a sign of life. It
-        # takes seconds where the driver has to start first, or where many processes begin at once.
-        # A function that is called by ctypes holds no lock. Do not ask torch for anything before:
-        # to count GPUs may start the driver too.
+        # torch holds the interpreter's lock meanwhile, so other threads could not send a sign of
+        # life. It takes seconds if the driver has to start first, or if many processes begin at
+        # once. A function called by ctypes does not hold the lock. Do not call torch before:
+        # counting GPUs may start the driver too.
         if torch.version.hip is not None:
             return
         try:
             driver = ctypes.CDLL(_DRIVER)
         except OSError:
             return
-        # Where one of them fails, torch says why, since it calls the same functions.
+        # If one of them fails, torch reports the reason, because it calls the same functions.
         device, context = ctypes.c_int(), ctypes.c_void_p()
         driver.cuInit(0)
         driver.cuDeviceGet(ctypes.byref(device), self.torch_device.index or 0)
@@ -84,8 +84,8 @@ class Cuda(Accelerator, device_type="cuda"):
                 torch.cuda.set_sync_debug_mode("default")
 
     def library_bytes(self) -> int:
-        # cuBLAS keeps a workspace for each thread and stream that multiply: here the thread that
-        # computes and autograd's own. Each takes 8 MiB, and 32 MiB on Hopper (torch's CUDA notes).
+        # cuBLAS keeps a workspace for each multiplying thread and stream: here for the computing
+        # thread and autograd's own. Each takes 8 MiB, and 32 MiB on Hopper (torch's CUDA notes).
         self.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
         before_bytes = self.allocated_bytes()

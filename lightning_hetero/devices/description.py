@@ -29,7 +29,8 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _STORED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OPTIONAL_LIBRARIES = ("peft", "bitsandbytes")
 
-# A dtype in which a device multiplies so many times slower than in float32 is of no use there.
+# If a device multiplies so many times slower in a dtype than in float32, the dtype is useless
+# there.
 _ABSURDLY_SLOWER = 4.0
 _CANDIDATES: tuple[Dtype, ...] = ("bfloat16", "float16")
 
@@ -66,7 +67,7 @@ def _versions() -> dict[str, str]:
 
 
 def _version_of(library: str) -> str | None:
-    """The version of a library, without importing it, which may take seconds."""
+    """The version of a library, without the import, which may take seconds."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -74,7 +75,7 @@ def _version_of(library: str) -> str | None:
 
 
 def _stores(torch_device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device holds tensors of a dtype, and casts them to the one that it computes in."""
+    """Whether a device holds tensors of a dtype, and casts them to its dtype of computation."""
     try:
         return bool(torch.ones(2, device=torch_device).to(dtype).float().sum() == 2)
     except (RuntimeError, TypeError):
@@ -125,7 +126,7 @@ def describe_device(torch_device: torch.device) -> DeviceDescribed:
 
 
 def _machine() -> str:
-    """A name that all processes on this machine share, and that no other machine has."""
+    """A common name of all processes on this machine, unique among machines."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
@@ -154,7 +155,7 @@ def _multiply_seconds(device: Device, dtype: torch.dtype) -> float:
 
 
 def named_device(name: str) -> torch.device:
-    """The device of that name, after a test that it works.
+    """The device of a name, after a test.
 
     Args:
         name: A device of torch, or ``"auto"`` for the first accelerator, else the processor.
@@ -167,7 +168,7 @@ def named_device(name: str) -> torch.device:
         name = "cpu" if accelerator is None else f"{accelerator.type}:0"
     try:
         device = torch.device(name)
-        # Memory can be had without a kernel, of which torch may have none for an old or new GPU.
+        # Allocation works without a kernel, and torch may lack kernels for an old or new GPU.
         torch.ones(1, device=device).add_(1).tolist()
     except (RuntimeError, AssertionError) as error:
         here = ["cpu"]
@@ -178,7 +179,7 @@ def named_device(name: str) -> torch.device:
 
 
 def _why_not(name: str, here: Sequence[str], error: BaseException) -> str:
-    """Why torch does not compute on a device, of those that are here."""
+    """Why torch does not compute on a device, given the devices here."""
     said = str(error).partition("\n")[0].rstrip(".")
     if name not in here and f"{name}:0" not in here:
         return f"The device {name!r} cannot be used here; this machine has {', '.join(here)}."

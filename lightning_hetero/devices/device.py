@@ -1,6 +1,6 @@
-"""The device: one class per backend, and `device_for`, which picks it for a `torch.device`.
+"""The device: one class per backend, and `device_for` to pick it for a `torch.device`.
 
-No other module tests for a kind of device. It asks the `Device` for memory, copies, random
+Other modules do not test for a kind of device. They ask the `Device` for memory, copies, random
 generators, timing and description:
 
     cpu.py     Cpu    main memory; a call returns when its work is done
@@ -8,14 +8,14 @@ generators, timing and description:
     xpu.py     Xpu    Intel GPUs: their drivers' free memory, sensors
     mps.py     Mps    Apple GPUs: main memory, work that runs on after a call has returned
 
-Any other accelerator of torch, such as one that a package adds, is an `Accelerator`: memory,
-streams, events and generators by the functions that all accelerators have. To tell more about such
+Any other accelerator of torch, such as one added by a package, is an `Accelerator`: memory,
+streams, events and generators by the functions common to all accelerators. To describe more of such
 a kind, write one file with one class, and import the file in ``devices/__init__``:
 
     class Npu(Accelerator, device_type="npu"):
         out_of_memory_texts = ("NPU out of memory",)
 
-The class overrides what `Accelerator`, or `Device` for a kind without streams, does not know.
+The class overrides methods of `Accelerator`, or of `Device` for a kind without streams.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ class MemoryMeter(Protocol):
     """Counts memory from the moment it began."""
 
     def taken_bytes(self) -> int:
-        """Bytes that are taken now and were not at the beginning."""
+        """Bytes taken now and free at the beginning."""
 
     def peak_bytes(self) -> int:
         """The most bytes taken at once since the beginning, or since the last `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Begin a new peak at the bytes that are taken now."""
+        """Begin a new peak at the bytes taken now."""
 
 
 class Moment(Protocol):
     """A moment in the work of a device."""
 
     def seconds_after(self, earlier: Any) -> float:
-        """Seconds since an earlier moment of the same device; waits until this one is reached."""
+        """Seconds since an earlier moment of the same device; waits for this moment."""
 
 
 class Device:
-    """A device of which only torch's general functions are known; backends derive from it.
+    """A device with torch's general functions only; backends derive from it.
 
     Attributes:
         device_type: torch's name for the kind of device.
-        out_of_memory_texts: Parts of the messages that torch raises when memory is short.
+        out_of_memory_texts: Parts of torch's messages when memory is short.
         needs_triton: Whether `torch.compile` makes programs for such a device with triton.
-        trial_size: Rows of the matrices that a trial of a dtype multiplies.
-        is_in_torch: Whether this torch was built for such devices; if not, none can be in use.
+        trial_size: Rows of the matrices in a trial of a dtype.
+        is_in_torch: Whether this torch was built for such devices; otherwise they cannot be in use.
     """
 
     device_type: ClassVar[str] = ""
@@ -96,12 +96,12 @@ class Device:
 
     @property
     def memory_name(self) -> str:
-        """The name of the device's memory; devices that share memory have the same one."""
+        """The name of the device's memory; devices with a common memory have the same name."""
         return str(self.torch_device)
 
     @property
     def overcommits(self) -> bool:
-        """Whether the system hands out more memory than there is, and then swaps."""
+        """Whether the system hands out more memory than it has, and then swaps."""
         return False
 
     @property
@@ -114,32 +114,33 @@ class Device:
         return 0
 
     def used_bytes(self) -> int:
-        """Bytes of the device's memory that this process takes."""
+        """Bytes of the device's memory taken by this process."""
         return resident_bytes()
 
     def untaken_bytes(self) -> int:
-        """Bytes of the device's memory that no process takes."""
+        """Free bytes of the device's memory, over all processes."""
         return free_main_memory()
 
     def free_and_base_bytes(self) -> tuple[int, int]:
-        """Bytes that training could take, and bytes that this process takes besides."""
-        self.free_cache()  # memory that a former run has freed is not taken
+        """Bytes available to training, and bytes taken by this process besides."""
+        self.free_cache()  # memory freed by a former run does not count
         return free_main_memory(), resident_bytes()
 
     def library_bytes(self) -> int:
-        """Bytes that libraries keep on the device as long as the process computes, and that no
-        tensor of a model holds. Call it on the thread that computes."""
+        """Bytes kept by libraries on the device as long as the process computes, beside the tensors
+        of a model. Call it on the computing thread.
+        """
         return 0
 
     def metering(self) -> AbstractContextManager[MemoryMeter]:
         """Inside, count the tensors of this thread while they live.
 
-        Memory that an operation takes and frees within itself is not counted.
+        Memory taken and freed within an operation does not count.
         """
         return _TensorCount(self.torch_device)
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Make the device refuse this process more memory, where it can."""
+        """Make the device refuse this process more memory, if it can."""
 
     def free_cache(self) -> None:
         """Return cached memory of the allocator to the device."""
@@ -147,10 +148,10 @@ class Device:
             self._library.empty_cache()
 
     def wake(self) -> None:
-        """Make the driver ready for this process, while other threads of it go on."""
+        """Make the driver ready for this process, while its other threads go on."""
 
     def make_current(self) -> None:
-        """Make the device the calling thread's current one, where a kind has several devices."""
+        """Make the device the calling thread's current one, if a kind has several devices."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all work so far."""
@@ -171,12 +172,12 @@ class Device:
 
     @classmethod
     def is_initialized(cls) -> bool:
-        """Whether this process has used such a device, with a driver that survives no fork."""
+        """Whether this process has used such a device; its driver then does not survive a fork."""
         return False
 
     @classmethod
     def survives_fork(cls) -> bool:
-        """Whether a process that has only looked for such devices may fork others that use them."""
+        """Whether a process may look for such devices and then fork others to use them."""
         return True
 
     @classmethod
@@ -186,19 +187,19 @@ class Device:
 
     @classmethod
     def lacking(cls) -> list[str]:
-        """What torch must have for this kind of device and has not, by name."""
+        """The missing functions of torch for this kind of device, by name."""
         return []
 
     def counting_waits(self) -> AbstractContextManager[Callable[[], int] | None]:
-        """Inside, count the calls in which torch makes its caller wait for the device.
+        """Inside, count the calls of torch with a wait for the device.
 
-        The function returns their number. None where torch does not tell them.
+        The function returns their number; it is None if torch does not report them.
         """
         return nullcontext()
 
     @classmethod
     def generator_states(cls) -> list[Tensor]:
-        """The states of the generators of all devices of this kind that are in use.
+        """The states of the generators of all used devices of this kind.
 
         The call does not initialize a device.
         """
@@ -210,7 +211,7 @@ class Device:
 
     @classmethod
     def seed_generators(cls, seed: int) -> None:
-        """Seed the generators of all devices of this kind that are in use."""
+        """Seed the generators of all used devices of this kind."""
 
     @property
     def name(self) -> str:
@@ -221,16 +222,16 @@ class Device:
 
     @property
     def title(self) -> str:
-        """The name for people, with what else the device's speed depends on."""
+        """The name for people, with the other facts for the device's speed."""
         return self.name
 
     @classmethod
     def versions(cls) -> dict[str, str | None]:
-        """Versions of the libraries that torch was built with for this kind of device."""
+        """Versions of torch's own libraries for this kind of device."""
         return {}
 
     def allocated_bytes(self) -> int:
-        """Bytes of living tensors, or of the whole process if nobody counts its tensors."""
+        """Bytes of living tensors, or of the whole process if its tensors are not counted."""
         return resident_bytes()
 
     def peak_bytes(self) -> int:
@@ -243,11 +244,11 @@ class Device:
         return {name: value for name, value in found.items() if value is not None}
 
     def sensor_functions(self) -> dict[str, Callable[[], float]]:
-        """What reads each sensor, by a name that ends in its unit; it may raise anything."""
+        """A reader for each sensor, by a name with its unit at the end; it may raise anything."""
         return {}
 
     def health(self) -> dict[str, float]:
-        """Memory and sensors, by names that end in their units; unreadable ones are left out."""
+        """Memory and sensors, by names with their units at the end, without unreadable ones."""
         found = {
             "memory_bytes": float(self.allocated_bytes()),
             "memory_peak_bytes": float(self.peak_bytes()),
@@ -258,8 +259,8 @@ class Device:
 class Accelerator(Device):
     """A device with its own allocator, streams and events.
 
-    It asks torch's module for the kind, such as `torch.cuda`, and where that has no function of a
-    name, the functions of `torch.accelerator`.
+    It asks torch's module for the kind, such as `torch.cuda`. If the module lacks a function, it
+    asks `torch.accelerator`.
     """
 
     @property
@@ -276,7 +277,7 @@ class Accelerator(Device):
 
     @property
     def own_memory_name(self) -> str:
-        """The name of memory that is the device's own."""
+        """The name of the device's own memory."""
         return str(self.torch_device)
 
     @property
@@ -300,7 +301,7 @@ class Accelerator(Device):
         return StreamedCopies(self.streams()) if self.has_streams() else super().copies()
 
     def timed_event(self) -> torch.Event | None:
-        """An event behind all work of this thread's stream so far; None if it can tell no time."""
+        """An event after all work of this thread's stream so far, if events measure time."""
         if not (self.has_streams() and events_tell_time(self.device_type)):
             return None
         event = torch.Event(self.torch_device, enable_timing=True)
@@ -326,7 +327,7 @@ class Accelerator(Device):
         has_own = hasattr(self._library, "mem_get_info")
         free_bytes, _ = self._ask("mem_get_info" if has_own else "get_memory_info")
         if self.is_integrated:
-            # The driver tells what it may take, and not what other processes have left.
+            # The driver reports its own limit, without the share of other processes.
             free_bytes = min(free_bytes, free_main_memory())
         return int(free_bytes)
 
@@ -335,7 +336,7 @@ class Accelerator(Device):
         return self.untaken_bytes() + self.used_bytes(), 0
 
     def metering(self) -> AbstractContextManager[MemoryMeter]:
-        """Inside, ask the allocator for the memory that is taken."""
+        """Inside, ask the allocator for the taken memory."""
         return nullcontext(_AllocatorMeter(self))
 
     def allocated_bytes(self) -> int:
@@ -354,7 +355,7 @@ class Accelerator(Device):
             self._library.set_per_process_memory_fraction(fraction, self.torch_device)
 
     def _ask(self, name: str) -> Any:
-        """What the function of this name says about the device."""
+        """The result of the function of this name for the device."""
         function: Any = getattr(self._library, name, None) or getattr(torch.accelerator, name)
         return function(self.torch_device)
 
@@ -394,7 +395,7 @@ class Accelerator(Device):
 
     @classmethod
     def lacking(cls) -> list[str]:
-        """What torch's module for this kind must have and has not."""
+        """The missing functions of torch's module for this kind."""
         needed = ("is_available", "device_count", "get_rng_state", "set_rng_state")
         module = cls._module()
         found = [name for name in (*needed, "manual_seed_all") if not hasattr(module, name)]
@@ -425,8 +426,9 @@ def backends() -> Mapping[str, type[Device]]:
 
 
 def devices_beside(own: torch.device, count: int) -> list[str]:
-    """Devices of the same kind for more processes on this machine: the others in turn, and with
-    them the own one last."""
+    """Devices of the same kind for more processes on this machine: the others in turn, and the own
+    device last.
+    """
     if own.type == "cpu":
         return ["cpu"] * count
     num_here = int(getattr(torch, own.type).device_count())
@@ -435,12 +437,12 @@ def devices_beside(own: torch.device, count: int) -> list[str]:
 
 
 def check_has_backend(torch_device: torch.device) -> None:
-    """Refuse a device whose generators nothing here can seed.
+    """Refuse a device if its generators cannot be seeded here.
 
-    A forward that runs again would draw other dropout masks there, and gradients would be wrong.
+    A repeated forward would draw other dropout masks there, and gradients would be wrong.
 
     Raises:
-        ModelError: If the kind of device has no backend, or torch's module for it lacks functions.
+        ModelError: If the kind of device lacks a backend, or torch's module for it lacks functions.
     """
     kind = backends().get(torch_device.type)
     if kind is None:
@@ -458,12 +460,12 @@ def check_has_backend(torch_device: torch.device) -> None:
 
 
 def all_survive_fork() -> bool:
-    """Whether this process may fork others that use accelerators, if it has used none itself."""
+    """Whether this process may fork users of accelerators if it has not used one itself."""
     return all(kind.survives_fork() for kind in backends().values() if kind.is_in_torch)
 
 
 def is_any_in_use() -> bool:
-    """Whether this process has initialized an accelerator, which a forked process could not use."""
+    """Whether this process has initialized an accelerator; a forked process could not use it."""
     return any(kind.is_initialized() for kind in backends().values())
 
 
@@ -482,7 +484,7 @@ def streams_work(device_type: str) -> bool:
 
 @cache
 def events_tell_time(device_type: str) -> bool:
-    """Whether events of an accelerator tell the time between them; tried once for each kind."""
+    """Whether events of an accelerator measure the time between them; tried once for each kind."""
     try:
         start, end = (torch.Event(device_type, enable_timing=True) for _ in range(2))
         start.record()
@@ -504,7 +506,7 @@ def _answers(name: str) -> bool:
 
 
 def uses_streams() -> bool:
-    """Whether this process has initialized an accelerator that has a current stream per thread."""
+    """Whether this process has initialized an accelerator with a current stream per thread."""
     in_torch = (kind for kind in backends().values() if kind.is_in_torch)
     return any(kind.is_initialized() and kind.has_streams() for kind in in_torch)
 
@@ -515,7 +517,7 @@ def needs_triton(device_name: str) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is short, on a device of any kind."""
+    """Whether an error reports a lack of memory, on a device of any kind."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     texts = [text for kind in backends().values() for text in kind.out_of_memory_texts]
@@ -551,10 +553,10 @@ def forked_generators() -> Iterator[None]:
 def seed_generators(seed: int) -> None:
     """Seed the generators of all devices in use.
 
-    `torch.manual_seed` does so too, but records a traceback for each kind of device that is not in
-    use: half a millisecond under Lightning.
+    `torch.manual_seed` does so too, but records a traceback for each unused kind of device: half a
+    millisecond under Lightning.
     """
-    # The flag is read faster than a device is asked whether it is in use.
+    # Reading the flag is faster than asking a device whether it is in use.
     for kind in [each for each in backends().values() if each.is_in_torch]:
         kind.seed_generators(seed)
 
@@ -571,17 +573,17 @@ def processor_name() -> str:
 
 
 def _read(sensor: Callable[[], float]) -> float | None:
-    """The value of a sensor; None if it cannot be read."""
+    """The value of a sensor, if it is readable."""
     try:
         return float(sensor())
-    # The library of each vendor has exceptions of its own, and a missing sensor stops nobody.
+    # The library of each vendor has exceptions of its own, and a missing sensor is harmless.
     except Exception:
         return None
 
 
 @dataclass(frozen=True)
 class ClockMoment:
-    """A moment that a clock of this process showed."""
+    """A moment on a clock of this process."""
 
     seconds: float
 
@@ -607,7 +609,7 @@ class _AllocatorMeter:
 
 
 class _TensorCount(TorchDispatchMode):
-    """Sees the tensors that each operation of this thread returns, in forward and backward."""
+    """Sees the results of each operation of this thread, in forward and backward."""
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -621,7 +623,7 @@ class _TensorCount(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         found = self._storages(result)
         if not self._alive.issuperset(found):
-            # An operation in place, or one that returns a view, takes no memory.
+            # An operation in place, or with a view as its result, does not take memory.
             given = self._storages((args, kwargs))
             for identity in found.keys() - given.keys() - self._alive:
                 self._note(identity, found[identity])
@@ -637,7 +639,7 @@ class _TensorCount(TorchDispatchMode):
         self._peak = self._taken
 
     def _storages(self, tree: Any) -> dict[int, torch.UntypedStorage]:
-        """The storages of the tensors in nested values that are on the device, by identity."""
+        """The storages of the device's tensors in nested values, by identity."""
         storages = (
             value.untyped_storage()
             for value in tree_iter(tree)

@@ -1,13 +1,13 @@
-"""Main memory: what is free, what this process takes, and the arenas of the C library.
+"""Main memory: free bytes, this process's bytes, and the arenas of the C library.
 
 glibc gives each thread an arena of its own, up to eight per core. Micro-batches run on threads, but
 one at a time: each arena would keep the memory of one micro-batch, and the next micro-batch would
-fault in pages again that another arena holds. On a CPU that costs the coordinator a third more
-memory and 3 % of its time. Existing arenas stay in use, so call `share_one_arena` before the
+fault in pages again, although another arena holds them. On a CPU that costs the coordinator a third
+more memory and 3 % of its time. Existing arenas stay in use, so call `share_one_arena` before the
 process starts threads.
 
-An arena keeps free pieces that lie below a piece in use. After other work than training, such as
-measuring, they may take as much memory as training does; `give_back_free_memory` returns them.
+An arena keeps free pieces below a piece in use. After other work than training, such as measuring,
+they may take as much memory as training does; `give_back_free_memory` returns them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def total_main_memory() -> int:
 
 
 def free_main_memory() -> int:
-    """Bytes that this process can still take, by the machine, its control group and its limit."""
+    """Bytes still available to this process, by the machine, its control group and its limit."""
     found = [int(psutil.virtual_memory().available)]
     try:
         limit, used = (_CONTROL_GROUP / f"memory.{name}" for name in ("max", "current"))
@@ -53,12 +53,12 @@ def is_in_main_memory(tensor: Tensor) -> bool:
 
 
 def resident_bytes() -> int:
-    """Main memory that this process takes."""
+    """Main memory taken by this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
-    """The most main memory that this process has taken at once."""
+    """The peak of main memory taken by this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     # The kernel updates the peak later than the present value.
@@ -67,10 +67,10 @@ def peak_resident_bytes() -> int:
 
 @cache
 def share_one_arena() -> bool:
-    """Make future threads use the first arena, where the C library is glibc.
+    """Make future threads use the first arena, if the C library is glibc.
 
     Returns:
-        Whether the number of arenas was set. A number that the user has chosen stays.
+        Whether the number of arenas was set. A number chosen by the user stays.
     """
     is_chosen = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get(
         "GLIBC_TUNABLES", ""
@@ -81,7 +81,7 @@ def share_one_arena() -> bool:
 
 
 def give_back_free_memory() -> bool:
-    """Return free memory to the system, where the C library is glibc.
+    """Return free memory to the system, if the C library is glibc.
 
     Returns:
         Whether there was any.

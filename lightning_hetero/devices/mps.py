@@ -1,7 +1,7 @@
 """Apple GPUs: they share main memory, and work runs on after a call has returned.
 
-Moments are taken by waiting for the device. torch's events of this backend may be asked for a
-time only once, and the copies to main memory wait for the device anyway.
+Moments are taken by waiting for the device. An event of this backend gives its time only once, and
+the copies to main memory wait for the device anyway.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Mps(Device, device_type="mps"):
         return torch.mps.recommended_max_memory()
 
     def used_bytes(self) -> int:
-        # Metal's memory may be missing in what the system calls resident.
+        # The system's resident memory may leave out Metal's memory.
         return max(resident_bytes(), torch.mps.driver_allocated_memory())
 
     def free_and_base_bytes(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How torch computes in this process, by settings that change numbers: workers take them over.
+"""The settings of torch with an effect on numbers: workers take them over.
 
 torch keeps them for the whole process. Lightning advises `torch.set_float32_matmul_precision` on
 GPUs, and ``Trainer(deterministic=True)`` sets another. A model may change the kernels of attention
@@ -18,10 +18,10 @@ import torch
 from ..errors import ModelError
 from ..protocol.fields import Numerics
 
-# cuBLAS computes deterministically only with this, which torch reads at the first product.
+# cuBLAS computes deterministically only with this value; torch reads it at the first product.
 _CUBLAS_WORKSPACE = ":4096:8"
 
-# What is an attribute of torch, by its name in `Numerics`.
+# The attributes of torch, by their names in `Numerics`.
 _SWITCHES: dict[str, tuple[Any, str]] = {
     "cudnn": (torch.backends.cudnn, "enabled"),
     "cudnn_benchmark": (torch.backends.cudnn, "benchmark"),
@@ -37,8 +37,9 @@ _SUMS = {
 
 
 def prepare_process() -> None:
-    """Let a worker's process compute deterministically later, if a coordinator wants that, and
-    let processes that it forks use CUDA: a look for GPUs must not begin to use them."""
+    """Let a worker's process compute deterministically later, if a coordinator wants it, and let
+    its forked processes use CUDA: a look for GPUs must not begin to use them.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
@@ -65,7 +66,7 @@ def numerics_here() -> Numerics:
 def compute_with(numerics: Numerics) -> None:
     """Set the settings of this process, if they differ.
 
-    They are looked at each time, since code of layers may change them too.
+    Each call compares them, because code of layers may change them too.
 
     Raises:
         ModelError: If this torch does not know one of them.
@@ -98,9 +99,9 @@ def compute_with(numerics: Numerics) -> None:
 
 @contextlib.contextmanager
 def making(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, torch makes tensors of this dtype where none is named.
+    """Inside, this is torch's default dtype for new tensors.
 
-    Not for longer: the state of an optimizer that is made meanwhile would have it too.
+    Keep it short: a new state of an optimizer would have the dtype too.
     """
     before = torch.get_default_dtype()
     if before == dtype:
@@ -114,7 +115,8 @@ def making(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _check(wanted: Numerics) -> None:
-    """torch only warns of words that it does not know, and older versions know fewer settings.
+    """Check the settings: torch only warns of unknown words, and older versions know fewer
+    settings.
 
     Raises:
         ModelError: If a setting is not as wanted.

@@ -1,6 +1,6 @@
 """The streams and events of an accelerator, by torch's functions for any kind of accelerator.
 
-A backend overrides how streams and events are made where torch has classes of its own for the kind.
+A backend makes streams and events itself if torch has classes for its kind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AcceleratorStreams:
         return torch.Stream(self.device)
 
     def new_event(self) -> torch.Event:
-        """A new event; a thread that waits for it should leave its core to others."""
+        """A new event; a waiting thread should leave its core to others."""
         return torch.Event(self.device)
 
     def current_stream(self) -> torch.Stream:
@@ -99,7 +99,7 @@ class AcceleratorStreams:
 
 @dataclass(frozen=True)
 class EventMark:
-    """An event that marks a place in a stream."""
+    """An event as a mark in a stream."""
 
     event: torch.Event
 
@@ -115,7 +115,7 @@ class EventMark:
 
 @dataclass(frozen=True)
 class EventMoment:
-    """A moment that an event marks in the stream that computes."""
+    """A moment in the computing stream, marked by an event."""
 
     event: torch.Event
 

@@ -17,11 +17,11 @@ from .device import uses_streams
 
 @dataclass(frozen=True)
 class ThreadDevice:
-    """Where a thread computes, as another thread can take it over.
+    """Where a thread computes; another thread can take this over.
 
     Args:
-        default_device: Where the thread makes tensors that name no device.
-        stream: The current stream of the current accelerator; None without an accelerator in use.
+        default_device: The device of new tensors by default.
+        stream: The current stream of the current accelerator, if one is in use.
     """
 
     default_device: torch.device
@@ -62,10 +62,10 @@ class ThreadDevice:
 
 
 def heed_num_threads() -> None:
-    """Make the calling thread compute on as many cores as `torch.set_num_threads` has said.
+    """Make the calling thread use the number of cores set by `torch.set_num_threads`.
 
-    Not every operation makes torch tell a new thread. A product of matrices before that would take
-    all cores, and wait in a busy loop for those that others use.
+    Only some operations give this number to a new thread. A product of matrices before them would
+    take all cores, and wait in a busy loop for busy ones.
     """
     torch.get_num_threads()
 

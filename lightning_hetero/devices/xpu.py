@@ -18,7 +18,7 @@ class Xpu(Accelerator, device_type="xpu"):
     out_of_memory_texts = ("out of memory", "OUT_OF_DEVICE_MEMORY")
 
     def untaken_bytes(self) -> int:
-        # Some drivers do not tell what other processes take.
+        # Some drivers do not report the memory of other processes.
         with contextlib.suppress(RuntimeError):
             return super().untaken_bytes()
         return self.total_bytes() - self.used_bytes()

@@ -1,1 +1,1 @@
-"""Where workers are."""
+"""Discovery: find workers on the local network."""

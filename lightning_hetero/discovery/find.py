@@ -1,5 +1,6 @@
-"""Find the workers of our token on the local network, greet each, ask what a worker does, and look
-which ones are free while a run goes on."""
+"""Find the workers of our token on the local network, greet them, ask for a worker's status, and
+look for free workers during a run.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +35,19 @@ from .mdns import (
 # A worker may have several addresses, and an unreachable one must not delay the next.
 _MOST_CONNECT_SECONDS = 3.0
 _MOST_AT_ONCE = 16
-# Between two looks for free workers, and for one worker that does not answer.
+# Between two looks for free workers, and the longest wait for one worker's answer.
 LOOK_SECONDS = 5.0
 _MOST_LOOKOUT_SECONDS = 2.0
 
 NAME_THEM = (
-    "Multicast does not pass through a VPN, WireGuard or a router; name the workers behind one "
-    "by their addresses, such as 10.88.0.2:9999."
+    "Multicast does not pass through a VPN, WireGuard or a router; name the workers on its "
+    "other side by their addresses, such as 10.88.0.2:9999."
 )
 
 
 @dataclass(frozen=True)
 class FoundWorker:
-    """A worker that answered at this address."""
+    """A worker, after its answer at this address."""
 
     address: Address
     equipment: m.Equipment
@@ -61,8 +62,8 @@ class SearchResult:
     """The result of a search.
 
     Args:
-        workers: The workers that answered, ordered by address.
-        left_out: A sentence for each worker of our token that cannot be used.
+        workers: The answering workers, ordered by address.
+        left_out: A sentence for each unusable worker of our token.
         num_others: How many announced services belong to other tokens.
         seconds: How long the search listened.
     """
@@ -76,15 +77,15 @@ class SearchResult:
         """Check that the search found a worker.
 
         Raises:
-            DiscoveryError: If it found none; the message says what to do.
+            DiscoveryError: If it did not find a worker; the message names the remedies.
         """
         if self.workers:
             return
         others = f", but {self.num_others} of another token" if self.num_others else ""
         raise DiscoveryError(
-            f"No worker of this token that can be used was found within {self.seconds:g} s"
-            f"{others}. {' '.join((*self.left_out, ''))}Start workers with `lightning-hetero "
-            "worker --listen 0.0.0.0:9999` and the same token file, in a Python that has the extra "
+            f"The search found no usable worker of this token within {self.seconds:g} s{others}. "
+            f"{' '.join((*self.left_out, ''))}Start workers with `lightning-hetero worker "
+            "--listen 0.0.0.0:9999` and the same token file, in a Python that has the extra "
             f"`discovery`, and open UDP port 5353 in the firewalls. {NAME_THEM}"
         )
 
@@ -93,14 +94,14 @@ def find_workers(token_file: Path | None, identity: Identity, deadlines: Deadlin
     """Search for workers and greet each of them.
 
     Raises:
-        DiscoveryError: If multicast DNS cannot be used here, or there is no token.
+        DiscoveryError: If multicast DNS cannot be used here, or the token is missing.
         TokenError: If the token cannot be used.
     """
     if token_file is None:
         raise DiscoveryError(
-            "A search finds workers by the token that they share with this process, and this "
-            "process has no token; make one with `lightning-hetero token`, and copy it to all "
-            "machines as that command says."
+            "A search finds workers by their common token with this process, and this process "
+            "has no token; make one with `lightning-hetero token`, and copy it to all machines "
+            "as that command says."
         )
     own = own_interfaces()
     seconds = deadlines.discovery_seconds
@@ -121,8 +122,9 @@ def speak_with(
     identity: Identity,
     deadlines: Deadlines,
 ) -> list[FoundWorker | str]:
-    """Greet the announced workers, each at its likeliest address first. For each one: the worker,
-    or a sentence on why it cannot be used."""
+    """Greet the announced workers, each at its likeliest address first. For each announcement: the
+    worker, or a sentence on why it cannot be used.
+    """
     seconds = min(deadlines.connect_seconds, _MOST_CONNECT_SECONDS)
     quick = replace(deadlines, connect_seconds=seconds)
 
@@ -141,7 +143,7 @@ def speak_with(
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """A worker's equipment, and what it does."""
+    """A worker's equipment, and its present work."""
 
     equipment: m.Equipment
     status: m.Status
@@ -150,13 +152,14 @@ class WorkerStatus:
 def ask_status(
     address: Address, deadlines: Deadlines, identity: Identity, run: str = ""
 ) -> WorkerStatus:
-    """Ask a worker what it does; its run is not interrupted.
+    """Ask a worker for its status; its run goes on.
 
     Args:
         address: Where the worker listens.
         deadlines: How long each kind of waiting may take.
-        identity: What this process shows to the worker.
-        run: The name of the run whose spare the worker is, which it tells others for a while.
+        identity: The credentials and equipment of this process.
+        run: The name of the run with this worker as a spare. The worker names this run to other
+            watchers for a while.
 
     Raises:
         WorkerUnreachable: If the worker does not answer, or refuses.
@@ -174,7 +177,7 @@ def ask_status(
         return WorkerStatus(welcome.equipment, content.message)
     said = content.message if isinstance(content, Frame) else content
     raise WorkerUnreachable(
-        f"The worker at {address} did not tell its status: {said or 'no answer arrived'}."
+        f"The worker at {address} did not report its status: {said or 'no answer arrived'}."
     )
 
 
@@ -193,15 +196,16 @@ def _place(address: Address) -> tuple[int, int, int]:
 
 
 class Lookout:
-    """Looks now and then which workers are free that a run does not use, so that they may join it.
+    """Looks now and then for free workers outside a run, so that they may join it.
 
-    It asks them in a thread of its own, which begins with the first `free`.
+    It asks them in a thread of its own. The thread begins with the first `free`.
 
     Args:
         addresses: By the workers' names, where they listen.
         deadlines: How long each kind of waiting may take.
-        identity: What this process shows to the workers.
-        run: The name of the run, which each look tells a free worker: it is a spare of the run.
+        identity: The credentials and equipment of this process.
+        run: The name of the run. Each look reports it to the free workers: they are spares of the
+            run.
     """
 
     def __init__(
@@ -216,14 +220,14 @@ class Lookout:
         self._thread = threading.Thread(target=self._look, name="lookout", daemon=True)
 
     def free(self, used: Collection[str]) -> list[str]:
-        """The names of those that were free at the latest look, but for those that the run uses."""
+        """The workers free at the latest look, without the workers in use by the run."""
         self._used = {*used}
         if self._thread.ident is None and self._used != {*self._addresses}:
             self._thread.start()
         return [name for name in self._free if name not in self._used]
 
     def close(self) -> None:
-        """Look no more. May be called twice."""
+        """Stop looking. May be called twice."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()

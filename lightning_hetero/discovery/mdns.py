@@ -3,8 +3,8 @@
     token ── HKDF-SHA256 ──▶ key;  tag = HMAC-SHA256(key, nonce, hosts, port, versions)
 
 A process needs the token to make a tag or to recognise it. For everyone else the tag is random and
-different for each worker, so it does not show which workers belong together. The tag only decides
-which workers to dial; trust comes from TLS.
+different for each worker, so it hides which workers belong together. The tag only decides which
+workers to dial; trust comes from TLS.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _SALT = b"lightning-hetero"
 _PURPOSE = b"recognition of announcements, version 1"
 _KEY_BYTES = 32
 _NONCE_BYTES = 16
-# The fields of an announcement that DNS-SD carries beside hosts and port.
+# The fields of an announcement beside hosts and port, as carried by DNS-SD.
 _PROPERTIES = ("protocol", "version", "nonce", "tag")
-# A machine may have many addresses, and each one that does not answer costs a try.
+# A machine may have many addresses, and each silent address costs a try.
 MOST_HOSTS = 8
 # Each one is dialled.
 _MOST_FOUND = 256
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Announcement:
-    """The addresses at which a worker says it listens.
+    """The addresses of a worker, in its own words.
 
     Args:
         hosts: IP addresses of the machine.
@@ -74,19 +74,19 @@ class Announcement:
 
     @property
     def instance(self) -> str:
-        """A unique name that tells nothing about the worker."""
+        """A unique name without information about the worker."""
         return f"worker-{self.nonce[:16]}"
 
     @property
     def properties(self) -> dict[str, str]:
-        """The fields that DNS-SD carries beside hosts and port."""
+        """The fields beside hosts and port, as carried by DNS-SD."""
         return {name: getattr(self, name) for name in _PROPERTIES}
 
     @classmethod
     def heard(
         cls, hosts: Iterable[str], port: int | None, properties: Mapping[bytes, bytes | None]
     ) -> Announcement | None:
-        """The announcement in a service's DNS records; None if a field is missing or wrong."""
+        """The announcement in a service's DNS records, if all fields are present and right."""
         texts = [properties.get(name.encode()) for name in _PROPERTIES]
         decoded = [text.decode("utf-8", "replace") for text in texts if text]
         if len(decoded) != len(texts) or port is None or not 0 < port <= MOST_PORT:
@@ -107,7 +107,7 @@ class Recogniser:
         return replace(unmarked, tag=self._tag(unmarked))
 
     def recognises(self, announcement: Announcement) -> bool:
-        """Whether our token made this announcement and no field has changed since."""
+        """Whether our token made this announcement, and all fields are unchanged."""
         expected = self._tag(announcement).encode()
         return hmac.compare_digest(announcement.tag.encode(), expected)
 
@@ -117,8 +117,7 @@ class Recogniser:
 
 
 def hosts_to_announce(listening: str, own: Sequence[Interface]) -> list[str]:
-    """The addresses at which others reach a process that listens on this IP address, routable ones
-    first."""
+    """The addresses at which others reach a listener on this IP address, routable ones first."""
     address = ipaddress.ip_address(listening)
     if not address.is_unspecified:
         return [str(address)]
@@ -130,8 +129,9 @@ def hosts_to_announce(listening: str, own: Sequence[Interface]) -> list[str]:
 def addresses_to_try(announcement: Announcement, own: Sequence[Interface]) -> list[Address]:
     """The addresses at which to dial a worker, the likeliest first.
 
-    An address that this machine also has, such as that of a container bridge, leads back to this
-    machine. It counts only if the worker announces no other address, and so is on this machine.
+    If this machine has the same address, such as the address of a container bridge, it leads back
+    to this machine. It counts only if all announced addresses are like this: then the worker is on
+    this machine.
     """
     ours = {one.ip for one in own}
     announced = [ip for host in announcement.hosts if (ip := _ip_address(host)) is not None]
@@ -145,13 +145,14 @@ def addresses_to_try(announcement: Announcement, own: Sequence[Interface]) -> li
 
 
 def multicast_hosts(own: Sequence[Interface]) -> list[str]:
-    """The IPv4 addresses whose interfaces carry the announcements. An announcement may still name
-    IPv6 addresses."""
+    """The IPv4 addresses of the interfaces for announcements. An announcement may still name IPv6
+    addresses.
+    """
     return [str(one.ip) for one in own if one.version == 4 and _is_seen_by_others(one)]
 
 
 def _is_seen_by_others(interface: Interface) -> bool:
-    # A link-local IPv6 address is valid only together with an interface of the machine that dials.
+    # A link-local IPv6 address is valid only together with an interface of the dialling machine.
     is_scoped = interface.version == 6 and interface.ip.is_link_local
     return not interface.ip.is_loopback and not is_scoped
 
@@ -175,7 +176,7 @@ class Heard:
         """Sort out announcements by their tags.
 
         Anyone may fill the network with announcements, and repeat true ones under other names. So
-        only true ones count towards the limit, and each place counts once.
+        only true announcements count towards the limit, and each place counts once.
         """
         ours: dict[tuple[tuple[str, ...], int], Announcement] = {}
         others: set[str] = set()
@@ -183,8 +184,8 @@ class Heard:
             if not recogniser.recognises(each):
                 others.add(each.nonce)
             elif len(ours) < _MOST_FOUND:
-                # By the place and not by the nonce: a worker that was started again has another
-                # nonce, and its earlier announcements may be repeated too.
+                # By the place and not by the nonce: a restarted worker has another nonce, and its
+                # earlier announcements may be repeated too.
                 ours.setdefault((each.hosts, each.port), each)
         return cls(list(ours.values()), len(others))
 
@@ -197,7 +198,7 @@ def own_interfaces() -> list[Interface]:
 
 
 def _interface(address: str, netmask: str | None) -> Interface:
-    # A link-local IPv6 address carries the name of its interface behind a percent sign.
+    # A link-local IPv6 address carries the name of its interface after a percent sign.
     ip = ipaddress.ip_address(address.partition("%")[0])
     if netmask is None:
         return ipaddress.ip_interface(ip)
@@ -244,15 +245,15 @@ def hear(recogniser: Recogniser, hosts: Sequence[str], seconds: float) -> Heard:
         DiscoveryError: If multicast DNS cannot be used here.
     """
     library = _zeroconf()
-    # Without a limit, which strangers could reach first. zeroconf keeps all of their records too.
+    # Without a limit: strangers could use it up. zeroconf keeps all of their records too.
     names: set[str] = set()
 
     def note(name: str, **_: Any) -> None:
         names.add(name)
 
     with _network(hosts) as network:
-        # Ask for multicast answers: a unicast answer may reach another process that shares the
-        # port on this machine, such as a worker.
+        # Ask for multicast answers: a unicast answer may reach another process at the same port of
+        # this machine, such as a worker.
         everyone = library.DNSQuestionType.QM
         library.ServiceBrowser(network, SERVICE, handlers=[note], question_type=everyone)
         time.sleep(seconds)
@@ -260,11 +261,11 @@ def hear(recogniser: Recogniser, hosts: Sequence[str], seconds: float) -> Heard:
 
 
 def announcements_in(network: Any, names: Iterable[str]) -> Iterator[Announcement]:
-    """The announcements among the records that zeroconf has heard.
+    """The announcements among zeroconf's records.
 
     Args:
         network: Holds the records in its ``cache``.
-        names: Services that were announced; anyone may have chosen their names.
+        names: The announced services; anyone may have chosen their names.
     """
     library = _zeroconf()
     for name in names:
@@ -286,10 +287,10 @@ def announced_worker(
     """Announce a worker until the block ends.
 
     Args:
-        wanted: True announces or raises. None announces if other machines can reach the worker, and
-            logs the reason if the announcement fails. False does not announce.
+        wanted: True announces or raises. False does not announce. By default, announce if other
+            machines can reach the worker, and log the reason if the announcement fails.
         where: The address at which the worker listens.
-        token_file: The token whose holders recognise the announcement.
+        token_file: The token. Processes with the same token recognise the announcement.
 
     Raises:
         DiscoveryError: If an announcement is wanted and cannot be made.
@@ -317,8 +318,8 @@ def _announcement_of(where: Address, token_file: Path | None) -> Announcement:
     hosts = hosts_to_announce(where.host, own_interfaces())
     if not hosts:
         raise DiscoveryError(
-            f"This machine has no address at which others could reach {where}; connect it to a "
-            "network, or name the worker's address to the strategy."
+            f"Other machines cannot reach {where}, because this machine has no address in a "
+            "network; connect it to a network, or name the worker's address to the strategy."
         )
     return Recogniser(read_token_file(token_file)).announcement(hosts, where.port)
 

@@ -1,1 +1,1 @@
-"""Why a worker cannot be used, hop by hop."""
+"""The doctor finds out, hop by hop, why a worker cannot be used."""

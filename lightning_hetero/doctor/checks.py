@@ -1,7 +1,7 @@
 """The checks of the doctor, their order and their rules, without I/O.
 
-The greeting of a worker tells about TLS, the token, the clocks and the versions. The measured link
-is compared with the needs of a plan.
+The greeting of a worker shows the state of TLS, the token, the clocks and the versions. The last
+check compares the measured link with the needs of a plan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ CHECKS: tuple[Check, ...] = get_args(Check)
 
 Outcome = Literal["passed", "warned", "failed", "skipped"]
 
-# Of two ways to one worker, the advice names the one that is at least this many times as fast.
+# Of two ways to one worker, the advice names the faster one if it is at least this many times as
+# fast.
 _MUCH_FASTER = 1.2
 # Differences below this harm neither logs nor file dates.
 _TOLERABLE_SECONDS = 5.0
@@ -62,7 +63,7 @@ class Finding:
         check: The check.
         outcome: Whether the hop works; ``warned`` if it works but needs attention.
         text: The result in a few words.
-        remedy: What the user can do; empty if nothing is to do.
+        remedy: The action for the user; empty if all is well.
         figures: The result as numbers and names for programs; units are in the keys.
     """
 
@@ -78,7 +79,7 @@ class Report:
     """The findings on the way to one worker.
 
     Args:
-        address: The address that the user gave.
+        address: The address as given by the user.
         findings: One finding per check, in the order of the checks.
         machine: The identity of the worker's machine; empty if the worker was not reached.
     """
@@ -89,12 +90,12 @@ class Report:
 
     @property
     def is_usable(self) -> bool:
-        """Whether no check failed."""
+        """Whether all checks ended without a failure."""
         return self.failing is None
 
     @property
     def failing(self) -> Finding | None:
-        """The finding of the hop that failed; None if none failed."""
+        """The finding of the failed hop, if any."""
         return next((one for one in self.findings if one.outcome == "failed"), None)
 
     @property
@@ -124,9 +125,9 @@ def completed(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def advice(reports: Sequence[Report]) -> list[str]:
-    """For each port of a machine that several addresses lead to: a sentence on which to use.
+    """For each port of a machine with several addresses: a sentence on the address to use.
 
-    Nobody can tell one worker from two in containers of that machine.
+    From outside, one worker looks like two workers in containers of this machine.
     """
     ways: defaultdict[tuple[str, str], list[Report]] = defaultdict(list)
     for report in reports:
@@ -168,8 +169,8 @@ class Greeting:
 
 
 def no_token(reason: str, remedy: str = "") -> Iterator[Finding]:
-    """This end has no token that it can use, so it sends nothing to another machine."""
-    yield Finding("TLS", "skipped", "it needs a token that this end can use")
+    """This end does not have a usable token, so it must not send to another machine."""
+    yield Finding("TLS", "skipped", "it needs a usable token at this end")
     yield Finding("token", "failed", reason, remedy)
 
 
@@ -183,16 +184,16 @@ def distrusted(error: TrustError) -> Iterator[Finding]:
 
 
 def broken_off(error: Exception, is_secured: bool) -> Iterator[Finding]:
-    """The peer ended the connection, sent nothing, or sent something other than an answer."""
+    """The peer ended the connection, was silent, or sent something other than an answer."""
     if not is_secured:
         yield from _trust(is_secured)
     check: Check = "TLS" if is_secured else "worker"
-    text = f"what listens there did not answer as a worker: {error}".rstrip(".")
+    text = f"the listener there did not answer as a worker: {error}".rstrip(".")
     yield Finding(check, "failed", text, "check that it is a worker, and read its log")
 
 
 def silent(error: Exception) -> Iterator[Finding]:
-    """The peer agreed on TLS, but then it sent nothing."""
+    """The peer agreed on TLS, but then it was silent."""
     yield Finding("TLS", "passed", "TLS 1.3")
     text = f"the worker ended the conversation: {error}".rstrip(".")
     yield Finding("token", "failed", text, "read the worker's log")
@@ -232,7 +233,7 @@ def _trust(is_secured: bool) -> Iterator[Finding]:
 def _clock(greeting: Greeting) -> Finding:
     said = greeting.answer.utc_seconds if isinstance(greeting.answer, m.Welcome) else 0.0
     if not said:
-        return Finding("clock", "skipped", "the worker does not tell its time")
+        return Finding("clock", "skipped", "the worker does not report its time")
     offset_seconds = said - (greeting.sent_at_seconds + greeting.heard_at_seconds) / 2
     figures = {"offset_seconds": offset_seconds}
     if abs(offset_seconds) <= _TOLERABLE_SECONDS:
@@ -267,7 +268,7 @@ def _cut(sentences: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class WantedPlan:
-    """A measured model, and the plan to check; None stands for the best plan for the profile."""
+    """A measured model, and the plan to check, by default the best plan for the profile."""
 
     profile: Profile
     plan: Plan | None = None
@@ -288,7 +289,7 @@ class WantedPlan:
 def against_plan(wanted: WantedPlan, worker: str, measured: Sequence[Link]) -> Finding:
     """Whether a worker's link to the coordinator is fast enough for the plan.
 
-    The link is too slow if a micro-batch occupies it longer than the slowest stage, because that
+    The link is too slow if a micro-batch occupies it longer than the slowest stage, because the
     stage then waits.
 
     Raises:
@@ -320,17 +321,17 @@ def against_plan(wanted: WantedPlan, worker: str, measured: Sequence[Link]) -> F
     if any(seat.part is not None for seat in candidate.seats_of(worker)):
         figures["exchange_seconds"] = candidate.exchange_seconds
         exchange = in_seconds(candidate.exchange_seconds)
-        text += f"; behind the last backward replicas exchange gradients for {exchange}"
+        text += f"; after the last backward, replicas exchange gradients for {exchange}"
     if share <= 1:
         return Finding("plan", "passed", text, "", figures)
     remedy = (
-        "use a faster link, or give the stage `activation_dtype` and `gradient_dtype` in the plan, "
-        "which send fewer bytes"
+        "use a faster link, or give the stage `activation_dtype` and `gradient_dtype` in the "
+        "plan, to send fewer bytes"
     )
     return Finding("plan", "failed", text, remedy, figures)
 
 
 def _bytes_per_step(candidate: Candidate, worker: str) -> tuple[int, int]:
-    """The bytes that a step sends from the coordinator to the worker, and back."""
+    """The bytes of a step from the coordinator to the worker, and back."""
     there = candidate.bytes_sent(COORDINATOR, worker)
     return round(there), round(candidate.bytes_sent(worker, COORDINATOR))

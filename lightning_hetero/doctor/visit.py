@@ -1,6 +1,6 @@
 """Runs the checks of the doctor on a real worker, hop by hop: name, route, port, greeting, link.
 
-The doctor dials as a coordinator does. Each hop that works gives the next hop what it needs.
+The doctor dials as a coordinator does. Each working hop supplies the input of the next hop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .checks import (
 )
 
 _SESSION = "doctor"
-# Socket options of Linux that Python does not name, of IPPROTO_IP and of IPPROTO_IPV6.
+# Socket options of Linux without a name in Python, of IPPROTO_IP and of IPPROTO_IPV6.
 _IP_MTU = 14
 _IPV6_MTU = 24
 # Larger than any packet, so it passes only where large packets pass.
@@ -56,7 +56,7 @@ _LARGEST_PACKET = 2**16 - 1
 
 
 def credentials_or_error(token_file: Path | None) -> Credentials | TokenError | None:
-    """The credentials of a token, or its error, which is a finding of the doctor."""
+    """The credentials of a token, or its error: a finding of the doctor."""
     try:
         return credentials_of(token_file)
     except TokenError as error:
@@ -65,16 +65,16 @@ def credentials_or_error(token_file: Path | None) -> Credentials | TokenError | 
 
 @dataclass(frozen=True)
 class Options:
-    """What all visits share.
+    """The settings of all visits.
 
     Args:
-        credentials: Proof that this end has the token; None without a token, an error if the token
-            cannot be used.
+        credentials: Proof of this end's token; absent without a token, an error if the token is
+            unusable.
         equipment: The hardware and the versions of this process.
         connect_seconds: Deadline to connect, for the greeting, and for the answer to a small
             message.
         measure_seconds: About how long to measure a link.
-        wanted: The model and plan whose needs the link must meet; None checks no plan.
+        wanted: The model and plan. If given, the link must meet their needs.
     """
 
     credentials: Credentials | TokenError | None
@@ -163,7 +163,7 @@ class _WayToWorker:
                 "machines and do not pass through VPNs"
             )
             return Finding("name", "failed", text, remedy)
-        # The system lists an address once for each source that it knows it from.
+        # The system lists an address once for each of its sources.
         targets = [_Target(family, where) for family, _, _, _, where in found]
         self._targets = list(dict.fromkeys(targets))
         hosts = [target.host for target in self._targets]
@@ -186,7 +186,7 @@ class _WayToWorker:
         return Finding("route", "passed", each if others else str(first), "", figures)
 
     def _port(self) -> tuple[Finding, socket.socket | None]:
-        """Connect to every address of the name, and keep the connection that answered first."""
+        """Connect to every address of the name, and keep the first answering connection."""
         answered, errors = [], {}
         for target in self._routes:
             try:
@@ -243,7 +243,7 @@ class _WayToWorker:
     def _conversation(
         self, connection: Connection, session: Session, connected: socket.socket
     ) -> Iterator[Finding]:
-        """Measure the link to a worker that has welcomed us."""
+        """Measure the link to a worker after its Welcome."""
         patience_seconds = self._options.connect_seconds
         deadlines = replace(Deadlines(), stop_seconds=patience_seconds)
         channel, inbox = Channel(connection, session, str(self._address), deadlines), Inbox()
@@ -299,7 +299,7 @@ class _WayToWorker:
 
 
 def _route_to(target: _Target) -> _Route:
-    """Ask the system for the route; connecting a UDP socket sends nothing."""
+    """Ask the system for the route; connecting a UDP socket does not send a packet."""
     with socket.socket(target.family, socket.SOCK_DGRAM) as asking:
         asking.connect(target.where)
         source = str(asking.getsockname()[0])
@@ -308,7 +308,7 @@ def _route_to(target: _Target) -> _Route:
 
 def _interface_of(source: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
-        # A link-local IPv6 address carries the name of its interface behind a percent sign.
+        # A link-local IPv6 address carries the name of its interface after a percent sign.
         if any(each.address.partition("%")[0] == source for each in addresses):
             return str(name)
     # All of 127.0.0.0/8 is on this interface, which lists only its first address.
@@ -338,7 +338,7 @@ def _why_closed(address: Address, errors: Mapping[_Target, OSError]) -> tuple[st
         listen, why = str(address), ""
         if not address.is_loopback:
             listen = f"0.0.0.0:{address.port}"
-            why = "; a worker that listens on 127.0.0.1 cannot be reached from other machines"
+            why = "; other machines cannot reach a worker on 127.0.0.1"
         return (
             f"the machine answers, but nothing listens at port {address.port}",
             f"start `lightning-hetero worker --listen {listen}` there{why}",
@@ -353,8 +353,7 @@ def _why_closed(address: Address, errors: Mapping[_Target, OSError]) -> tuple[st
 
 
 def _path_mtu(connected: socket.socket) -> int | None:
-    """The largest packet of the connection's path that is known so far; None if the system does
-    not say."""
+    """The largest packet on the connection's path known so far, if the system reports it."""
     if sys.platform != "linux":
         return None
     is_ipv6 = connected.family == socket.AF_INET6

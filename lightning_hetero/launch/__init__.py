@@ -1,1 +1,1 @@
-"""Who starts workers."""
+"""Start workers and let them join a run: by hand, ssh, SLURM, Ray or on this machine."""

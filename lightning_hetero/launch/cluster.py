@@ -1,8 +1,8 @@
-"""A cluster file: machines that ssh reaches, each with a worker that listens from run to run.
+"""A cluster file: machines reached by ssh, each with a worker for many runs.
 
-The file names the machines. `Machine.script` is what a machine's shell does to start its worker, to
-end it, or to tell of it. Only `carry_out` runs anything: it sends a script to the standard input of
-``ssh MACHINE sh -s``, so that the token is in no list of processes.
+The file names the machines. `Machine.script` is a script for a machine's shell: it starts the
+worker, ends it, or reports its status. Only `carry_out` runs a script: it sends the script to the
+standard input of ``ssh MACHINE sh -s``. So the lists of processes do not show the token.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from ..yaml_file import convert, read_yaml
 Action = Literal["up", "down", "now", "status"]
 
 LOCAL = "local"
-# Starts the line in which a script tells its result; shells may print lines of their own.
+# Starts the line with a script's result; shells may print lines of their own.
 _MARK = "lightning-hetero:"
-# Of the machine's user. The token, the log and the process number of each worker are in it, under
-# the machine's name and the worker's place, so that several cluster files may use one machine.
+# A folder of the machine's user. It holds the token, the log and the process number of each worker,
+# under the machine's name and the worker's place, so several cluster files may use one machine.
 _FOLDER = '"$HOME/.local/state/lightning-hetero"'
-# For torch to be imported on a machine that does something else.
+# For the import of torch on a busy machine.
 START_SECONDS = 120
-# For a worker to end that is in no run.
+# For an idle worker to end.
 _END_SECONDS = 10
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 _SSH_FAILED = 255
 
-# The shell's part that all scripts share: where the worker's files are, and whether it runs. The
-# number of a process that has ended may be another one's, so its words are looked at too. A process
-# that ends has lost its words and still has its port, so it is gone when the system says so.
+# The shared part of all scripts: where the worker's files are, and whether it runs. The system may
+# give the number of an ended process to another process, so the script also compares the words of
+# its command line. A process at its end has lost its words and still has its port, so only the
+# system's list says whether it is gone.
 _COMMON = """
 umask 077
 cd || exit 1
@@ -90,11 +91,11 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         name: Its name in this file; without ``address`` also its name on the network.
-        ssh: The words that log in there, such as ``ssh -p 2222 me@gpu1``, or ``local`` for this
-            machine. None stands for ``ssh NAME``.
-        address: Where the coordinator reaches the worker, as ``host:port``. None stands for the
-            name and the port of the file.
-        listen: Where the worker listens, as ``host:port``. None stands for all interfaces and the
+        ssh: The words to log in there, such as ``ssh -p 2222 me@gpu1``, or ``local`` for this
+            machine. The default is ``ssh NAME``.
+        address: Where the coordinator reaches the worker, as ``host:port``. The default is the name
+            and the port of the file.
+        listen: Where the worker listens, as ``host:port``. The default is all interfaces and the
             port of ``address``.
         command: How the machine's shell calls this package's command: one program with its words.
         options: More options of ``lightning-hetero worker``.
@@ -108,7 +109,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: list[str] = []
 
     def words(self) -> list[str]:
-        """The program that runs a script there from its standard input."""
+        """The words of a program. It runs a script on the machine from its standard input."""
         if self.ssh == LOCAL:
             return ["sh", "-s"]
         if self.ssh is None:
@@ -117,10 +118,10 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [program, *_SSH[1:], *others, "sh -s"]
 
     def script(self, action: Action, where: Address, token: Token | None = None) -> str:
-        """What the machine's shell has to do.
+        """The script for the machine's shell.
 
         Args:
-            action: What is wanted.
+            action: Whether to start the worker, end it, or report its status.
             where: Where the coordinator reaches the worker.
             token: The token of the worker; needed to start it.
         """
@@ -141,8 +142,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         machines: The machines.
-        port: The port of the workers whose machines name no address.
-        token_file: The file of the token here, relative to the cluster file. None stands for the
+        port: The port of a worker if its machine has no ``address``.
+        token_file: The file of the token here, relative to the cluster file. The default is the
             usual place of tokens.
     """
 
@@ -156,7 +157,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def addresses(self) -> list[str]:
-        """Where the coordinator reaches the workers, as plans call them."""
+        """Where the coordinator reaches the workers: their names in plans."""
         return [str(self.where(machine)) for machine in self.machines]
 
 
@@ -164,7 +165,7 @@ def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster file; its token's file gets an absolute path.
 
     Raises:
-        ClusterError: With what is wrong.
+        ClusterError: With the fault.
     """
     try:
         cluster = convert(read_yaml(path, ClusterError), Cluster, ClusterError)
@@ -178,7 +179,7 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def token_file_of(cluster: Cluster) -> Path | None:
-    """The file of the cluster's token here; None if there is none yet."""
+    """The file of the cluster's token here, if there is one yet."""
     return find_token_file(cluster.token_file)
 
 
@@ -189,8 +190,8 @@ def _check(cluster: Cluster) -> None:
     for machine in cluster.machines:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", machine.name):
             raise ClusterError(
-                f"{machine.name!r} is no name for a machine; take letters, digits, dots, hyphens "
-                "and underscores."
+                f"{machine.name!r} is not a name for a machine; take letters, digits, dots, "
+                "hyphens and underscores."
             )
         if names.count(machine.name) > 1:
             raise ClusterError(
@@ -223,7 +224,7 @@ def _check_words(what: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """What a machine has told.
+    """A machine's report.
 
     Args:
         word: ``started``, ``running``, ``stopped``, ``ended``, ``draining`` or ``fault``.
@@ -235,7 +236,7 @@ class Told:
 
 
 def carry_out(machine: Machine, script: str, patience_seconds: float = START_SECONDS + 60) -> Told:
-    """Run a script on a machine; whatever prevents that is told as a fault."""
+    """Run a script on a machine; report every obstacle as a fault."""
     words = machine.words()
     shown = shlex.join(words[:-1]) if machine.ssh != LOCAL else "sh"
     try:
@@ -261,7 +262,7 @@ def carry_out(machine: Machine, script: str, patience_seconds: float = START_SEC
 
 
 def _why(shown: str, status: int, printed: str) -> str:
-    """A sentence on a login that failed."""
+    """A sentence on a failed login."""
     said = " ".join(printed.split())[-400:]
     told = f" and printed: {said}" if said else ""
     remedy = f"`{shown} true` must work without a question." if status == _SSH_FAILED else ""

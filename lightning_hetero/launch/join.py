@@ -1,11 +1,11 @@
-"""The coordinator's door: workers dial it, say who they are, and wait until the run takes them in.
+"""The coordinator's door: workers dial it, introduce themselves, and wait for the run to take them.
 
     worker ── TLS, Hello ──▶ greeting ──▶ waiting ── our Hello ──▶ member of the run
-                              │ refused: told why     │ a spare: told to wait
+                              │ refused, with reason  │ a spare: waits on
 
-A peer without the token gets no word of ours: one that does not speak TLS gets no byte at all. A
-peer with the token that cannot be used is told the reason. A worker that waits says nothing, and
-neither the worker nor this process needs a thread for that. A second process of a worker (see
+The door does not answer a peer without the token: without TLS, the peer does not get a single byte.
+If a peer has the token but cannot be used, the door reports the reason. A waiting worker is silent,
+and the wait takes no thread in either process. A second process of a worker (see
 `worker.second_processes`) comes for one session, and waits apart. The worker's end is in
 `worker.join`.
 """
@@ -65,30 +65,30 @@ logger = logging.getLogger(__name__)
 
 # Time for a worker to read a word of ours.
 _WORD_SECONDS = 1.0
-# Workers that may wait at the same time; each takes an open file.
+# The most waiting workers at the same time; each takes an open file.
 _MOST_GUESTS = 512
 # A scheduler starts all workers at once, and a busy machine greets them one after the other.
 _MOST_GREETINGS = 128
-# Sentences on refused workers that are kept for the error of a run that gets too few.
+# The most sentences on refused workers in the error of a run with too few workers.
 _MOST_REFUSED = 8
 _RUN_BYTES = 8
-# Between two looks at workers that may have left, and between two lines on how many are missing.
+# Between two looks for workers that have left, and between two lines about missing workers.
 _LOOK_SECONDS = 1.0
 _LINE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, eq=False)
 class Guest:
-    """A worker that waits at the door.
+    """A worker waiting at the door.
 
     Args:
         name: Its name in plans.
         address: Where it listens for its neighbors.
-        equipment: What it runs on.
+        equipment: Its hardware and software.
         host: Where it has dialled from.
         connection: Connected and, with a token, under TLS.
         plain: The connection below.
-        session: The only session that it takes; empty for a worker, which takes any.
+        session: The only session of a second process; empty for a worker, which takes any session.
     """
 
     name: str
@@ -101,14 +101,15 @@ class Guest:
 
     @property
     def has_left(self) -> bool:
-        """Whether the connection has ended: an honest worker that waits says nothing."""
+        """Whether the connection has ended: an honest worker is silent while it waits."""
         arrivals = select.poll()
         arrivals.register(self.plain.socket, select.POLLIN)
         return bool(arrivals.poll(0))
 
     def tell(self, note: str) -> None:
-        """Tell the worker that it is a spare, and how long to wait; one that has left hears
-        nothing."""
+        """Report to the worker that it is a spare, and how long to wait. If it has left, do
+        nothing.
+        """
         with contextlib.suppress(OSError, ChannelError):
             word = encode_frame(Frame(m.Welcome(m.PROTOCOL_VERSION, note=note, is_spare=True)))
             send_buffers(self.connection, word, _WORD_SECONDS)
@@ -120,12 +121,12 @@ class Guest:
 
 @dataclass
 class _Wishes:
-    """Whom the run waits for, and what became of it.
+    """The workers wanted by the run, and the workers it has taken.
 
     Args:
-        least: So many workers.
-        named: Or, if there are any, the workers of these names.
-        members: The names of the workers that the run has taken; empty until it begins.
+        least: The wanted number of workers.
+        named: The wanted names, in place of a number.
+        members: The names of the workers of the run; empty until it begins.
     """
 
     least: int
@@ -133,7 +134,7 @@ class _Wishes:
     members: list[str] = field(default_factory=list)
 
     def missing(self, names: Sequence[str]) -> str:
-        """Who is missing if these are here, in words; empty if nobody is."""
+        """The missing workers in words, if the named ones are here; empty if all are here."""
         if self.named:
             return _listed([name for name in self.named if name not in names])
         count = self.least - len(names)
@@ -143,7 +144,7 @@ class _Wishes:
 
 
 class Faults(Protocol):
-    """Tells why workers do not come, as `Launcher.faults` does."""
+    """Reports why workers do not come, as `Launcher.faults` does."""
 
     def __call__(self, is_late: bool) -> list[str]: ...
 
@@ -153,15 +154,15 @@ def _no_faults(is_late: bool) -> list[str]:
 
 
 class Door:
-    """Takes workers in that dial this process. Start it with `open_door`, end it with `close`.
+    """Takes dialling workers in. Start it with `open_door`, end it with `close`.
 
     Args:
         listener: A listening socket; the door closes it.
-        identity: What this process shows to workers.
+        identity: The credentials and equipment of this process.
         deadlines: How long each kind of waiting may take.
         least: How many workers the run needs.
-        named: The workers that the plan names; none if any worker will do.
-        say: Takes each line about workers that come and go, in any thread.
+        named: The workers of the plan; empty if any worker will do.
+        say: Takes each line about coming and leaving workers, in any thread.
     """
 
     def __init__(
@@ -177,12 +178,12 @@ class Door:
         self._listener = listener
         self._identity = identity
         self._deadlines = deadlines
-        # Tells a worker whose coordinator is away whether another run is here by now.
+        # Shows a worker without its coordinator whether another run is here by now.
         self._run = secrets.token_hex(_RUN_BYTES)
         self._wishes = _Wishes(least, named)
         self.address = address_of(listener)
         self._changed = threading.Condition()
-        # In the order in which they came.
+        # In the order of their arrival.
         self._guests: dict[str, Guest] = {}
         # Second processes, by their sessions.
         self._seconds: dict[str, Guest] = {}
@@ -199,7 +200,7 @@ class Door:
         self._thread.start()
 
     def close(self) -> None:
-        """Send everybody away who waits; those that dial again later find nobody."""
+        """Send all waiting workers away. The port is closed to further calls."""
         with self._changed:
             self._is_closed = True
             guests = [*self._guests.values(), *self._seconds.values()]
@@ -212,10 +213,10 @@ class Door:
             guest.connection.close()
 
     def wait(self, wait_seconds: float, faults: Faults = _no_faults) -> None:
-        """Wait until the workers are here that the run needs.
+        """Wait for the workers of the run.
 
         Args:
-            wait_seconds: The most that the wait may take.
+            wait_seconds: The longest wait.
             faults: As in `Launcher`.
 
         Raises:
@@ -238,11 +239,11 @@ class Door:
                 self._changed.wait(min(_LOOK_SECONDS, wait_seconds - (now - begin)))
 
     def begin(self, most: int | None) -> dict[str, Address]:
-        """Choose the run's workers among those that wait, and tell the others to wait as spares.
+        """Choose the run's workers among the waiting workers; the others wait on as spares.
 
         Args:
-            most: Take so many, those that have come first, but all that the plan names; None takes
-                all.
+            most: Take so many, in the order of their arrival, but all workers named by the plan.
+                The default is all.
 
         Returns:
             By the workers' names, in the order of the names, where they listen.
@@ -263,35 +264,35 @@ class Door:
         return {name: guests[name].address for name in taken}
 
     def names(self) -> Sequence[str]:
-        """The names of the workers that wait."""
+        """The names of the waiting workers."""
         with self._changed:
             self._forget_gone()
             return list(self._guests)
 
     def spares(self, used: Collection[str], room: float) -> list[str]:
-        """The names of the workers that may join the run, in the order in which they came.
+        """The names of the workers that may join the run, in the order of their arrival.
 
         Args:
-            used: Names that the run has.
-            room: How many workers it still takes.
+            used: Names already in the run.
+            room: How many workers the run still takes.
         """
         found = [name for name in self.names() if name not in used]
         return [name for number, name in enumerate(found) if number < room]
 
     def note_members(self, names: Collection[str]) -> None:
-        """Note which workers the run has."""
+        """Note the workers of the run."""
         with self._changed:
             self._wishes.members = sorted(names, key=_in_order)
 
     def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
-        """Open the conversation with a worker that waits.
+        """Open the conversation with a waiting worker.
 
         Args:
             name: The worker's name.
             session_name: The name of the conversation.
 
         Returns:
-            The channel, which is not started yet; the worker's Welcome; where it listens.
+            The channel, not started yet; the worker's Welcome; where it listens.
 
         Raises:
             WorkerUnreachable: If it has left, or refuses.
@@ -301,12 +302,12 @@ class Door:
         if guest is None:
             raise WorkerUnreachable(
                 f"No worker named {name} waits at {self.address}, as it has left again; look at "
-                "what it printed, and start it again."
+                "its output, and start it again."
             )
         return *self._open(guest, session_name, lambda: name in self.names()), guest.address
 
     def admit_beside(self, address: Address, session_name: str) -> tuple[Channel, m.Welcome]:
-        """Open the conversation for which a second process of a worker comes to this door.
+        """Open the conversation with a worker's second process, once it comes to this door.
 
         It dials as its worker did, since this process may have no way to the worker's address.
 
@@ -320,14 +321,14 @@ class Door:
         if guest is None:
             raise WorkerUnreachable(
                 f"The second process of the worker at {address} has not dialled {self.address} "
-                f"within {seconds:g} s; what that worker printed says why."
+                f"within {seconds:g} s; the worker's output shows the reason."
             )
         return self._open(guest, session_name, lambda: False)
 
     def _open(
         self, guest: Guest, session_name: str, has_joined_again: Callable[[], bool]
     ) -> tuple[Channel, m.Welcome]:
-        """Open a conversation over the connection that a guest has dialled.
+        """Open a conversation over a guest's connection.
 
         Raises:
             WorkerUnreachable: If the guest has left, or refuses.
@@ -383,7 +384,7 @@ class Door:
             connection = secured(plain, self._identity.credentials, True, seconds, is_mute=True)
             message = receive_opening(connection, seconds)
         except (OSError, HeteroError) as error:
-            # A stranger, so far: it gets no word.
+            # A stranger, so far: do not answer.
             self._refusals.note(host, port, str(error))
             plain.close()
         except Exception:
@@ -398,7 +399,7 @@ class Door:
     def _hear(
         self, connection: Connection, plain: SocketConnection, message: m.Message, host: str
     ) -> None:
-        """Let a worker wait that has said who it is, or tell it why not."""
+        """Let a worker wait after its Hello, or report the reason for a refusal."""
         name = message.name if isinstance(message, m.Hello) else ""
         who = f"worker {name}" if name else f"peer at {host}"
         try:
@@ -418,20 +419,20 @@ class Door:
     def _checked(self, message: m.Message) -> m.Hello:
         if isinstance(message, m.Hello) and message.role in WORKER_ROLES:
             raise RemoteProtocolError(
-                f"{self.address} is no worker's address: a coordinator waits here for workers that "
-                "join it; name the address of a worker, or start workers with `lightning-hetero "
+                f"{self.address} is not a worker's address: a coordinator waits here for joining "
+                "workers; name the address of a worker, or start workers with `lightning-hetero "
                 f"worker --join {reachable(self.address)}`."
             )
         return check_hello(message, self._identity, "the coordinator", ("joiner",))
 
     def _tell_run(self, connection: Connection, hello: m.Hello) -> None:
-        """Answer a worker that asks which run is here; it may be a member of this one."""
+        """Answer a worker's question for the present run; it may be a member of this run."""
         rules = answering_session("joiner")
         rules.received(hello)
         self._say_welcome(connection, rules, "", is_spare=False)
 
     def _let_in(self, guest: Guest, hello: m.Hello) -> None:
-        """Add a worker to those that wait, and tell it so.
+        """Add a worker to the waiting ones, and welcome it.
 
         Raises:
             JoinError: If its name is taken, or too many workers wait.
@@ -441,7 +442,7 @@ class Door:
         with self._changed:
             self._forget_gone()
             self._check_room(guest)
-            # Before the worker can act on its Welcome, nobody else can take its name.
+            # Reserve its name before the worker can act on its Welcome.
             waiting, key = self._place_of(guest)
             waiting[key] = guest
             note = "the run takes it in at once"
@@ -486,7 +487,7 @@ class Door:
             )
         if len(waiting) >= _MOST_GUESTS:
             raise JoinError(
-                f"{_MOST_GUESTS} workers wait here already, which is the most; start fewer."
+                f"{_MOST_GUESTS} workers wait here already, and this is the limit; start fewer."
             )
 
     def _refuse(self, connection: Connection, who: str, reason: str) -> None:
@@ -501,7 +502,7 @@ class Door:
             self._say(sentence)
 
     def _forget_gone(self) -> None:
-        """Take leave of workers that wait no more; the caller holds the lock."""
+        """Forget workers that have left; the caller holds the lock."""
         for guest in [*self._guests.values(), *self._seconds.values()]:
             if guest.has_left:
                 waiting, key = self._place_of(guest)
@@ -515,23 +516,23 @@ class Door:
             return self._wishes.missing(list(self._guests))
 
     def _note(self, name: str) -> str:
-        """What a worker that waits is told."""
+        """The note for a waiting worker."""
         wishes = self._wishes
         if name in wishes.members:
-            return "the run has a worker of this name, so it waits until that one is lost"
+            return "the run has a worker of this name, so it waits until that worker is lost"
         if wishes.members:
             return f"the run has begun with {_listed(wishes.members)}, so it waits as a spare"
         missing = wishes.missing(list(self._guests))
         return f"it waits for {missing}" if missing else "the run begins"
 
     def _line(self, guest: Guest) -> str:
-        """The line of the log about a worker that has come."""
+        """The line of the log about a new worker."""
         if guest.name in self._wishes.members:
             return f"{guest} has joined, and takes the place of the lost worker of its name"
         if self._wishes.members:
             return (
                 f"{guest} has joined; the run goes on with {_listed(self._wishes.members)}, and "
-                "the new one waits as a spare"
+                "the new worker waits as a spare"
             )
         missing = self._wishes.missing(list(self._guests))
         count = len(self._guests)
@@ -542,7 +543,7 @@ class Door:
         with self._changed:
             here, refused = list(self._guests), list(self._refused)
         came = f"{_listed(here)} joined" if here else "no worker joined"
-        # A launcher has started what it tells of, and nobody has to do that by hand.
+        # A launcher has started the workers of its faults, so do not ask for a start by hand.
         command = f"lightning-hetero worker --join {reachable(self.address)}"
         start = f"Start `{command}` on each machine, with the same token file; or take"
         remedy = "Take" if faults else start
@@ -551,8 +552,8 @@ class Door:
             f"{missing}.",
             *refused,
             *faults,
-            f"{remedy} fewer workers with `least`, or wait longer with `wait_seconds`. A worker "
-            "whose coordinator was killed at another address waits for it, for that run's "
+            f"{remedy} fewer workers with `least`, or wait longer with `wait_seconds`. If a "
+            "coordinator was killed at another address, its workers wait for it, for its run's "
             "`linger_seconds`.",
         ]
         return " ".join(words)
@@ -566,7 +567,7 @@ def open_door(
     named: Sequence[str] = (),
     say: Callable[[str], None] = logger.info,
 ) -> Door:
-    """Begin to take workers in at an address; the arguments are those of `Door`.
+    """Begin to take workers in at an address; for the arguments see `Door`.
 
     Raises:
         WorkerError: If the address is not available, or is beyond loopback without a token.
@@ -583,7 +584,7 @@ def _guest_of(connection: Connection, plain: SocketConnection, hello: m.Hello, h
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """A key that sorts names as people count: ``gpu2`` before ``gpu10``."""
+    """A key to sort names as people count: ``gpu2`` before ``gpu10``."""
     parts = re.findall(r"[0-9]+|[^0-9]+", name)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 

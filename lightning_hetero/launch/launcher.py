@@ -1,9 +1,9 @@
-"""What starts workers that join a run: the interface, `Joining`, and commands such as `srun`.
+"""Launchers start workers for a run: the interface, `Joining`, and commands such as `srun`.
 
-A launcher starts a command somewhere, again and again if its engine can do that. No engine carries
-tensors: each worker dials the coordinator, and neighbors dial each other. `Joining` starts no
-worker itself. A `Command` is a program such as `ssh` or `srun`, as a process here. What it prints
-goes to a file without a name, whose end explains why it has ended.
+A launcher starts a command somewhere, and starts it again if its engine can. Engines do not carry
+tensors: each worker dials the coordinator, and neighbors dial each other. `Joining` only waits for
+workers. A `Command` is a program such as `ssh` or `srun`, as a process here. Its output goes to a
+file without a name; the last lines explain why it has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..worker_sources import Launcher
 
 logger = logging.getLogger(__name__)
 
-# Only to ask the system for its routes; nothing is sent there.
+# Only to ask the system for its routes; this sends no packet.
 _ANY_PORT = 9
 _FAR_AWAY = "192.0.2.1"
 # For a command to end after its input has ended, and then after SIGTERM.
@@ -46,28 +46,28 @@ if os.getppid() == int(sys.argv[1]):
 
 @runtime_checkable
 class RestartingLauncher(Launcher, Protocol):
-    """A launcher whose engine does not start an ended worker again by itself."""
+    """A launcher for an engine that does not restart workers by itself."""
 
     def start_again(self, name: str) -> str:
-        """Start the worker of a name once more if what this launcher started for it has ended.
+        """Start the worker of a name once more if its command has ended.
 
         Returns:
-            A sentence on what was started and why; empty if nothing was.
+            A sentence on the start and its reason; empty without a start.
         """
 
 
 @dataclass
 class Joining:
-    """Waits for workers that somebody else starts, by ``lightning-hetero worker --join``.
+    """Waits for workers; you start them by ``lightning-hetero worker --join``.
 
-    Plans call a worker by the name that it was started with (``--name``).
+    Plans call a worker by its own name (``--name``).
 
     Args:
         listen: Where this process waits for workers, as ``host:port``. An address beyond loopback
             needs a token.
-        least: How many workers the run needs. With a plan that names its workers, the run waits for
+        least: How many workers the run needs. If the plan names its workers, the run waits for
             these instead.
-        most: How many workers the run takes, those that have come first; None for all.
+        most: How many workers the run takes, in the order of their arrival; by default all.
         wait_seconds: How long to wait for them.
 
     Raises:
@@ -84,13 +84,13 @@ class Joining:
         check_wishes(self)
 
     def start(self, join: Address, token: Token | None) -> None:
-        """Do nothing: somebody else starts the workers."""
+        """Do not start workers: the user starts them."""
 
     def stop(self) -> None:
-        """Do nothing: the workers dial again by themselves."""
+        """Leave the workers alone: they dial again by themselves."""
 
     def faults(self, is_late: bool) -> list[str]:
-        """None: nothing is known of workers before they join."""
+        """Always empty: a worker is unknown before it joins."""
         return []
 
 
@@ -99,7 +99,7 @@ def check_wishes(launcher: Launcher, num_started: float = math.inf) -> None:
 
     Args:
         launcher: The launcher.
-        num_started: How many workers it starts; infinite if nobody knows.
+        num_started: How many workers it starts; infinite if unknown.
 
     Raises:
         PlanError: With the name of the argument.
@@ -121,7 +121,7 @@ def check_wishes(launcher: Launcher, num_started: float = math.inf) -> None:
     ):
         raise PlanError(
             f"The argument `most` of {name} is {launcher.most!r}; it must be a whole number from "
-            f"`least`, which is {launcher.least}, or None for all workers that come."
+            f"`least` ({launcher.least}), or None for all workers."
         )
     if not 0 < launcher.wait_seconds < math.inf:
         raise PlanError(
@@ -135,7 +135,7 @@ def _is_count(value: object) -> bool:
 
 
 def reachable(join: Address, towards: str = _FAR_AWAY) -> Address:
-    """The address under which another machine reaches what listens here.
+    """The address of a listener here, as seen from another machine.
 
     Args:
         join: Where this process listens, perhaps on all interfaces.
@@ -157,14 +157,14 @@ def reachable(join: Address, towards: str = _FAR_AWAY) -> Address:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that runs, with this process at its standard input.
+    """A running command, with this process at its standard input.
 
     Args:
         name: Its name for people, such as ``ssh gpu1``.
         words: The program and its arguments.
         process: The process.
-        printed: What it prints.
-        about: What it was started for, in words.
+        printed: Its output.
+        about: Its purpose in words.
     """
 
     name: str
@@ -174,7 +174,7 @@ class Command:
     about: str = ""
 
     def say(self, line: str) -> None:
-        """Send a line to its standard input, which stays open."""
+        """Send a line to its standard input, and keep the input open."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.write(line.encode() + b"\n")
@@ -182,17 +182,17 @@ class Command:
 
     @property
     def status(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Its exit status, once it has ended."""
         return self.process.poll()
 
     @property
     def printed_words(self) -> str:
-        """The last lines that it has printed, as a sentence after another one; empty if none."""
+        """The last lines of its output, to append to a sentence; empty without output."""
         return f" It printed: {self.last_words}" if self.last_words else ""
 
     @property
     def last_words(self) -> str:
-        """The last lines that it has printed, as one line."""
+        """The last lines of its output, as one line."""
         with contextlib.suppress(OSError, ValueError):
             size = os.fstat(self.printed.fileno()).st_size
             told = os.pread(
@@ -203,7 +203,7 @@ class Command:
         return ""
 
     def end_input(self) -> None:
-        """End its standard input, which asks `ssh` and a worker on it to end."""
+        """End its standard input. This asks `ssh` and its worker to end."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
@@ -230,9 +230,10 @@ def start_command(
     Args:
         name: Its name for people.
         words: The program and its arguments.
-        about: What it is started for, in words.
-        ends_with_us: Whether the end of this process, or of the calling thread, ends the command by
-            SIGTERM where the system can do that. A command that ends with its input needs it not.
+        about: Its purpose in words.
+        ends_with_us: Whether the system ends the command by SIGTERM when this process, or the
+            calling thread, ends, if the system can. Leave it out if the command ends with its
+            input.
 
     Raises:
         WorkerError: If the program cannot be started.
@@ -257,7 +258,7 @@ def start_command(
 
 
 def _ending_with_us(words: Sequence[str]) -> Sequence[str]:
-    """A command line that runs these words in a process that ends with this one."""
+    """A command line for the same words; the system ends its process together with this one."""
     if not sys.platform.startswith("linux") or shutil.which(words[0]) is None:
         return words
     python = [sys.executable, "-I", "-S", "-c", _ENDING_WITH_PARENT]

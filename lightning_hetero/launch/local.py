@@ -1,10 +1,10 @@
-"""Workers on this machine that a run starts.
+"""Workers on this machine, started by a run.
 
-They start with a listening socket of this process and end with it. Such a worker's standard input
-is one end of a pair of sockets, the leash, whose other end only this process holds. Over the leash
-the worker gets the run's token, which keeps other users of the machine out, and tells when it is
-ready. When this process ends, by a return, an exception or kill -9, the leash closes and the worker
-exits, so no orphan is left.
+They start with a listening socket of this process and end with it. The standard input of such a
+worker is one end of a pair of sockets, the leash; only this process holds the other end. Over the
+leash the worker gets the run's token, which keeps other users of the machine out, and reports when
+it is ready. When this process ends, by a return, an exception or kill -9, the leash closes and the
+worker exits. So orphans are impossible.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ..transport.token import Token
 
 logger = logging.getLogger(__name__)
 
-# Importing torch takes seconds of computing, and minutes on a busy machine. A worker that computes
-# nothing for so long does not import any more.
+# Importing torch takes seconds of computing, and minutes on a busy machine. If a worker uses no CPU
+# time for so long, it does not import any more.
 START_SECONDS = 60.0
-# How often a wait for a worker looks at its process.
+# How often the waiting thread looks at the process of its worker.
 _LOOK_SECONDS = 1.0
 
 
@@ -46,7 +46,7 @@ class LocalWorker:
         address: Where it listens.
         process: The process.
         leash: This process's end of the worker's standard input.
-        credentials: Prove that a process has the token of this run.
+        credentials: Prove possession of this run's token.
     """
 
     name: str
@@ -63,11 +63,11 @@ class LocalWorker:
         """Wait until the worker has imported its libraries, however long the machine needs.
 
         Args:
-            idle_seconds: How long the process may start without computing anything.
-            cpu_seconds: Returns the processor time of a process; None where it is unknown.
+            idle_seconds: How long the process may go without CPU time during its start.
+            cpu_seconds: Returns the CPU time of a process, if it is known.
 
         Raises:
-            WorkerError: If the process ends, or computes nothing for too long.
+            WorkerError: If the process ends, or goes without CPU time for too long.
         """
         find = cpu_seconds or cpu_seconds_of
         self.leash.settimeout(min(_LOOK_SECONDS, idle_seconds))
@@ -79,17 +79,18 @@ class LocalWorker:
             elif time.monotonic() - since > idle_seconds:
                 raise WorkerError(
                     f"The local worker {self.name} (process {self.process.pid}) hangs while it "
-                    f"starts: it has computed nothing for {idle_seconds:.0f} s. Look at what it "
-                    "waits for, such as a network drive with the libraries, and start again."
+                    f"starts: it has used no CPU time for {idle_seconds:.0f} s. Look for the "
+                    "cause of its wait, such as a network drive with the libraries, and start "
+                    "again."
                 )
         if not is_ready:
             raise WorkerError(
                 f"The local worker {self.name} (process {self.process.pid}) ended while it "
-                "started; what it printed says why."
+                "started; its output shows the reason."
             )
 
     def _hears(self) -> bool | None:
-        """Whether the worker says that it is ready; None if it is silent, false if it is gone."""
+        """True if the worker is ready, false if it is gone, and None while it is silent."""
         try:
             return bool(self.leash.recv(1))
         except TimeoutError:
@@ -129,14 +130,13 @@ def start_local_workers(
     """Start a worker process on a free loopback port for each of these devices.
 
     They search for modules where this process does, but import only allowed ones for layers. Other
-    users of this machine can reach their ports, so they serve only processes with a new token,
-    which this process and the workers alone know. They are not ready yet; see `wait_until_ready`.
+    users of this machine can reach their ports. So they serve only processes with a new token,
+    known to this process and the workers only. They are not ready yet; see `wait_until_ready`.
 
     Args:
-        devices: What each computes on, as torch calls it.
+        devices: The device of each worker, as torch calls it.
         threads: The compute threads of each on the CPU.
-        allowed: The classes of layers that they may build; by default those of torch and
-            transformers.
+        allowed: The allowed classes of layers; by default the classes of torch and transformers.
         token: The token, if others are to use the workers too.
 
     Raises:
@@ -167,7 +167,7 @@ def stop_local_workers(workers: list[LocalWorker], deadlines: Deadlines | None =
 
 
 def cpu_seconds_of(pid: int) -> float | None:
-    """The processor time that a process has used; None where the system has no `/proc`."""
+    """The CPU time of a process so far, if the system has `/proc`."""
     try:
         # The command's name, in brackets, may hold spaces and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -180,7 +180,7 @@ def cpu_seconds_of(pid: int) -> float | None:
 def _start(
     name: str, listener: socket.socket, device: str, threads: int, allowed: Allowed
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a process that listens; returns the process and this process's end of its leash."""
+    """Start a listening process; returns the process and this process's end of its leash."""
     command = [sys.executable, "-m", "lightning_hetero", "worker"]
     command += ["--listen", str(address_of(listener)), "--listen-fd", str(listener.fileno())]
     command += [
@@ -212,7 +212,7 @@ def _start(
 
 
 def _same_search_path() -> dict[str, str]:
-    """Environment variables that give another interpreter this one's module search path."""
+    """Environment variables to give another interpreter this one's module search path."""
     folders = [os.path.abspath(folder) for folder in sys.path]
     # Without PYTHONSAFEPATH, `python -m` puts the working directory first.
     return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}
@@ -224,7 +224,7 @@ def threads_per_process(num_processes: int) -> int:
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may run on."""
+    """The number of cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,12 +1,12 @@
-"""Workers that Ray places: placement groups, and in each of their bundles an actor that starts one.
+"""Workers placed by Ray: an actor in each bundle of a placement group starts a worker.
 
     driver ── start ──▶ actor in bundle 0 ── stdin ──▶ lightning-hetero worker --join …
        │                actor in bundle 1 ── stdin ──▶ …
        └── door ◀────────────── each worker dials ─────────┘
 
-Ray places and restarts; it carries no tensors, and no state is in it. A worker ends with its actor.
-A worker that has ended is started again by its actor, and an actor whose node is lost by Ray, where
-its bundle fits next. Bundles that fit nowhere make Ray's autoscaler add nodes.
+Ray places and restarts; tensors and state stay out of it. A worker ends with its actor. The actor
+starts an ended worker again. If a node is lost, Ray starts its actors again on nodes with room for
+their bundles. If there is no room for a bundle, Ray's autoscaler adds nodes.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from ..transport.address import Address
 from ..transport.token import Token
 from .launcher import check_wishes
 
-# A worker whose coordinator is gone, and whose actor lives on, ends by itself after this time.
+# If the coordinator is gone and the actor lives on, the worker ends by itself after this time.
 _REJOIN_SECONDS = 60
 _CONNECT_SECONDS = 10.0
 # Ray starts a cluster of its own for these, and the workers would all be here.
 _OWN_CLUSTER = (None, "", "local")
 _NO_ANSWER = (ConnectionError, RuntimeError, ValueError, OSError)
-# Resources that an actor asks for by an argument of its own.
+# An actor asks for these resources by arguments of their own.
 _ARGUMENTS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
 @dataclass
 class RayWorkers:
-    """Starts a worker in each bundle of resources that Ray places, and ends them with the run.
+    """Starts a worker in each of Ray's bundles of resources, and ends the workers with the run.
 
     Plans call the workers ``ray-0``, ``ray-1``, …, in the order of the bundles. The nodes need this
-    package, in Ray's Python or in that of ``python``, and the token's file.
+    package, in Ray's Python or in ``python``, and the token's file.
 
     Args:
         bundles: The resources of each worker, such as ``[{"GPU": 1}] * 4``. Ray places the first
             ``least`` of them together, and each of the others as soon as it fits.
-        address: The cluster as for ``ray.init``; ``"auto"`` is the one of this machine. A cluster
-            that is not there is an error: none is started.
-        python: The Python on the nodes that has this package; None takes Ray's own.
+        address: The cluster as for ``ray.init``; ``"auto"`` is the cluster of this machine. A
+            missing cluster is an error: the run does not start a new one.
+        python: The Python with this package on the nodes; by default Ray's own.
         options: More options of ``lightning-hetero worker``, such as ``["--allow", "my_layers"]``.
-        join: The ``host:port`` at which the nodes reach this process; None takes the address that
-            Ray has for this machine.
+        join: The ``host:port`` at which the nodes reach this process; by default Ray's address of
+            this machine.
         listen: Where this process waits for the workers, as ``host:port``; port 0 takes a free
             port.
         least: How many workers the run needs; 0 for all.
-        most: How many workers the run takes; None for all.
-        wait_seconds: How long to wait for them, and for nodes that Ray adds.
+        most: How many workers the run takes; by default all.
+        wait_seconds: How long to wait for them, and for new nodes of Ray.
 
     Raises:
         PlanError: If an argument is invalid.
@@ -84,7 +84,7 @@ class RayWorkers:
             )
         if self.address in _OWN_CLUSTER:
             raise PlanError(
-                f"The argument `address` of RayWorkers is {self.address!r}, with which Ray would "
+                f"The argument `address` of RayWorkers is {self.address!r}: with it, Ray would "
                 'start a cluster on this machine alone; write "auto" or the address of a cluster.'
             )
         self.least = self.least or len(self.bundles)
@@ -97,7 +97,7 @@ class RayWorkers:
         """Ask Ray for the bundles; their workers start as soon as Ray has placed them.
 
         Raises:
-            WorkerError: If Ray is not installed, or no cluster answers.
+            WorkerError: If Ray is not installed, or the cluster does not answer.
         """
         ray = import_extra("ray", "ray", "RayWorkers need it", WorkerError)
         is_ours = not ray.is_initialized()
@@ -118,9 +118,9 @@ class RayWorkers:
             placed.end()
 
     def faults(self, is_late: bool) -> list[str]:
-        """A sentence for each worker that has failed, and on bundles without a node if it is late.
+        """A sentence for each failed worker, and, if it is late, on bundles without a node.
 
-        The former are told if fewer than ``least`` workers have not failed.
+        The failed workers are reported if fewer than ``least`` workers are left.
         """
         if self._placed is None:
             return []
@@ -141,7 +141,7 @@ class RayWorkers:
             ) from error
 
     def _start_actors(self, placed: _Placed, join: Address) -> None:
-        """Ask Ray for an actor in each bundle, which starts a worker there."""
+        """Ask Ray for an actor in each bundle; the actor starts a worker there."""
         ray = placed.ray
         node_class = ray.remote(_actor_class())
         strategies = import_extra("ray.util.scheduling_strategies", "ray", "RayWorkers need it")
@@ -170,7 +170,7 @@ class RayWorkers:
 
 @dataclass
 class _Actor:
-    """An actor, and the answer that is due to the question why its worker has failed."""
+    """An actor, and its pending answer to the question why its worker has failed."""
 
     name: str
     handle: Any
@@ -179,11 +179,11 @@ class _Actor:
 
 @dataclass(frozen=True)
 class _Placed:
-    """What runs in Ray for a run.
+    """A run's part in Ray.
 
     Args:
         ray: The library.
-        is_ours: Whether this run has connected to the cluster, and so disconnects.
+        is_ours: Whether this run has connected to the cluster, and must disconnect.
         groups: The placement groups.
         actors: One for each bundle.
     """
@@ -194,7 +194,7 @@ class _Placed:
     actors: list[_Actor] = field(default_factory=list)
 
     def ask(self, actor: _Actor) -> str:
-        """Why an actor's worker has failed; empty while that is unknown."""
+        """Why an actor's worker has failed; empty while the reason is unknown."""
         if not self.ray.wait([actor.answer], timeout=0)[0]:
             return ""
         try:
@@ -207,7 +207,7 @@ class _Placed:
         return why
 
     def without_node(self) -> list[str]:
-        """A sentence on the bundles for which Ray has found no nodes."""
+        """A sentence on the bundles without a node."""
         tables = [self.ray.util.placement_group_table(group) for group in self.groups]
         waiting = [table for table in tables if table["state"] != "CREATED"]
         if not waiting:
@@ -215,12 +215,12 @@ class _Placed:
         bundles = [bundle for table in waiting for bundle in table["bundles"].values()]
         return [
             f"Ray has not placed the bundles {bundles}: the cluster has "
-            f"{self.ray.cluster_resources()}, of which {self.ray.available_resources()} are free. "
-            "Add nodes with what is missing, or ask for less with `bundles`."
+            f"{self.ray.cluster_resources()}, and {self.ray.available_resources()} are free. Add "
+            "nodes with the missing resources, or ask for less with `bundles`."
         ]
 
     def end(self) -> None:
-        """End all of it; a cluster that is gone has ended it already."""
+        """End all actors and groups; the loss of the cluster has ended them already."""
         try:
             for actor in self.actors:
                 with contextlib.suppress(*_NO_ANSWER):
@@ -234,10 +234,10 @@ class _Placed:
 
 
 def _check_answers(address: str) -> None:
-    """Connect to a cluster once, as Ray waits for minutes for one that does not answer.
+    """Connect to a cluster once, because Ray itself waits for minutes for an absent cluster.
 
     Raises:
-        OSError: If nothing answers.
+        OSError: If the cluster does not answer.
     """
     with contextlib.suppress(PlanError):  # "auto" or a name that only Ray knows
         where = Address.parse(address.removeprefix("ray://"))
@@ -245,14 +245,14 @@ def _check_answers(address: str) -> None:
 
 
 def _reachable_in(ray: Any, join: Address) -> Address:
-    """The address under which the nodes reach this process."""
+    """The address of this process for the nodes."""
     if join.host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not listened on
         return join
     return Address(ray.util.get_node_ip_address(), join.port)
 
 
 def _needs(bundle: Mapping[str, float]) -> dict[str, Any]:
-    """The arguments with which an actor takes all of its bundle."""
+    """The arguments for an actor to take all of its bundle."""
     named = {_ARGUMENTS[name]: count for name, count in bundle.items() if name in _ARGUMENTS}
     others = {name: count for name, count in bundle.items() if name not in _ARGUMENTS}
     return {"num_cpus": 0, **named, "resources": others}
@@ -262,11 +262,11 @@ def _actor_class() -> type:
     """The class of the actors.
 
     Ray copies a class of a function by value, so Ray's Python on the nodes does not need this
-    package. The class must use nothing but the standard library.
+    package. The class may use the standard library only.
     """
 
     class WorkerOnNode:
-        """Keeps a worker running beside it; the worker ends with this process."""
+        """Keeps a worker running beside itself; the worker ends with this process."""
 
         def __init__(self, python: str | None, words: list[str]) -> None:
             self._command = [python or sys.executable, *words]
@@ -274,7 +274,7 @@ def _actor_class() -> type:
             threading.Thread(target=self._keep, daemon=True).start()
 
         def failure(self) -> str:
-            """Wait until the worker has failed twice in a row, and tell why."""
+            """Wait until the worker has failed twice in a row, and return the reason."""
             while not self._failure:
                 time.sleep(0.2)
             return self._failure
@@ -284,14 +284,14 @@ def _actor_class() -> type:
             while True:
                 began = time.monotonic()
                 why = self._run()
-                # A worker that was killed starts again; one that never works is told of.
+                # Restart a killed worker; report a worker that never works.
                 failures = 1 if time.monotonic() - began > 60 else failures + 1
                 if failures > 1:
                     self._failure = why
                 time.sleep(0.5)
 
         def _run(self) -> str:
-            """Run a worker until it ends; tells why it has ended."""
+            """Run a worker until it ends; returns why it has ended."""
             shown = " ".join(self._command[:4])
             with tempfile.TemporaryFile() as printed:
                 try:

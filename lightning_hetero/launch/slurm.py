@@ -1,9 +1,9 @@
-"""Workers that SLURM places: one `srun`, heterogeneous if it has several components.
+"""Workers placed by SLURM: one `srun`, heterogeneous if it has several components.
 
     srun --gres=gpu:a100:1 -n4 worker … : --gres=gpu:v100:1 -n8 worker …
 
-SLURM starts the tasks and ends them; it carries no tensors. Each task is a worker that joins, and
-that its shell starts again if the worker is killed.
+SLURM starts the tasks and ends them; it does not carry tensors. Each task is a joining worker; its
+shell starts the worker again if it is killed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..transport.address import Address
 from ..transport.token import Token
 from .launcher import Command, check_wishes, reachable, start_command, stop_commands
 
-# A worker whose coordinator is gone, and whose srun goes on, ends by itself after this time.
+# If the coordinator is gone and srun goes on, the worker ends by itself after this time.
 _REJOIN_SECONDS = 60
 # Counts the tasks of all components of a step from 0 on.
 _TASK = "$SLURM_PROCID"
 # Runs a command in the shell of a task, and again if a signal has ended it. srun ends a step by
-# SIGTERM to all of its processes, the command too, for which the shell waits then. The braces end
-# a comment in the user's command.
+# SIGTERM to all of its processes, the command too; the shell then waits for the command. The braces
+# end a comment in the user's command.
 _AGAIN = (
     "trap 'wait $worker; exit' TERM; "
     "while :; do {{ {}\n}} & worker=$!; wait $worker; status=$?; "
@@ -37,7 +37,7 @@ class SlurmWorkers:
     """Starts workers by one ``srun`` for a run, a worker in each task, and ends it with the run.
 
     Plans call the workers ``slurm-0``, ``slurm-1``, …, in the order of the components. The nodes
-    need this package and the token's file, both of which a shared home folder has.
+    need this package and the token's file; a shared home folder has both.
 
     Args:
         components: srun's options for each kind of node, such as
@@ -45,11 +45,11 @@ class SlurmWorkers:
         command: How the nodes call this package's command: words of their shell.
         options: More options of ``lightning-hetero worker``.
         srun: srun with options for all components, such as ``["srun", "--partition=gpu"]``.
-        join: The ``host:port`` at which the nodes reach this process; None finds it out.
+        join: The ``host:port`` at which the nodes reach this process; found by itself by default.
         listen: Where this process waits for the workers, as ``host:port``; port 0 takes a free
             port.
-        least: How many workers the run needs; 0 for all, as far as ``-n`` or ``--ntasks`` tell.
-        most: How many workers the run takes; None for all.
+        least: How many workers the run needs; 0 for all, as counted by ``-n`` or ``--ntasks``.
+        most: How many workers the run takes; by default all.
         wait_seconds: How long to wait for them, in SLURM's queue too.
 
     Raises:
@@ -80,10 +80,10 @@ class SlurmWorkers:
         self._commands: list[Command] = []
 
     def start(self, join: Address, token: Token | None) -> None:
-        """Start srun, which waits for its nodes.
+        """Start srun; it waits for its nodes.
 
         Raises:
-            WorkerError: If there is no srun here.
+            WorkerError: If srun is missing here.
         """
         where = Address.parse(self.join) if self.join else reachable(join)
         # srun goes on when its input ends, also in the queue.
@@ -108,7 +108,7 @@ class SlurmWorkers:
                 )
             elif is_late:
                 found.append(
-                    f"srun still runs; `squeue` tells what it waits for.{said} Raise "
+                    f"srun still runs; `squeue` shows the reason for its wait.{said} Raise "
                     "`wait_seconds` if the queue is long."
                 )
         return found
@@ -135,7 +135,7 @@ def tasks_of(component: str) -> int:
         words = shlex.split(component)
     except ValueError as error:
         raise PlanError(
-            f"{component!r} is no list of options: {error}; close each quote."
+            f"{component!r} is not a list of options: {error}; close each quote."
         ) from error
     return _count_in(words) or 1
 

@@ -1,10 +1,10 @@
-"""Workers on machines that ssh reaches. They end with ssh's standard input, as local workers do.
+"""Workers on machines reached by ssh. They end with ssh's standard input, as local workers do.
 
     this process ── stdin ──▶ ssh ──▶ lightning-hetero worker --join … --stop-with-stdin
                     the run's token, then nothing until the end
 
 When this process ends, by a return, an exception or kill -9, the input ends, and so do ssh and the
-worker. The token is new for each run, and is in no file and in no list of processes.
+worker. The token is new for each run. Files and lists of processes do not show it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..transport.address import Address
 from ..transport.token import Token
 from .launcher import Command, check_wishes, reachable, start_command, stop_commands
 
-# No question may wait for an answer: nobody sees it.
+# ssh must not wait for an answer: the user does not see its questions.
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
-# A worker whose coordinator is gone, and whose ssh has not noticed, ends by itself after this time.
+# If the coordinator is gone and ssh has not noticed, the worker ends by itself after this time.
 _REJOIN_SECONDS = 60
 _CONFIG_SECONDS = 10.0
-# A machine that is starting refuses at once; it is asked again after this time.
+# A booting machine refuses at once; ask again after this time.
 _BETWEEN_STARTS_SECONDS = 3.0
-# Exit statuses: of ssh for its own failures, and of a shell that does not find a command.
+# Exit statuses: of ssh for its own failures, and of a shell for an unknown command.
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 
@@ -41,19 +41,20 @@ class SshWorkers:
     """Starts a worker on each machine by ssh, for one run, and ends it with the run.
 
     Plans call a worker by its machine's name, without the user; a second worker on ``gpu1`` is
-    ``gpu1-2``. The machines need this package, and no token. ssh must log in without a question.
+    ``gpu1-2``. The machines need this package, but not the token. ssh must log in without a
+    question.
 
     Args:
         hosts: The machines as for ssh, such as ``["gpu1", "me@gpu2"]``.
         command: How the machines call this package's command: words of their shell.
         options: More options of ``lightning-hetero worker``, such as ``["--device", "cuda:0"]``.
         ssh: ssh with options of yours, such as ``["ssh", "-p", "2222"]``.
-        join: The ``host:port`` at which the machines reach this process; None finds it out for
-            each. Its port is that of ``listen``, unless a router forwards another one.
+        join: The ``host:port`` at which the machines reach this process; by default found for each
+            machine. Its port is the port of ``listen``, unless a router forwards another port.
         listen: Where this process waits for the workers, as ``host:port``; port 0 takes a free
             port.
         least: How many workers the run needs; 0 for all.
-        most: How many workers the run takes; None for all.
+        most: How many workers the run takes; by default all.
         wait_seconds: How long to wait for them.
 
     Raises:
@@ -79,7 +80,7 @@ class SshWorkers:
         for host in self.hosts:
             if not host or host.startswith("-") or re.search(r"\s", host):
                 raise PlanError(
-                    f"{host!r} is no machine for ssh; write it as in `ssh machine`, such as "
+                    f"{host!r} is not a machine for ssh; write it as in `ssh machine`, such as "
                     "me@gpu1."
                 )
         self.least = self.least or len(self.hosts)
@@ -103,10 +104,10 @@ class SshWorkers:
             self._commands[name] = self._start(host, name)
 
     def start_again(self, name: str) -> str:
-        """Start ssh once more for a worker whose ssh has ended, at most every few seconds.
+        """Start ssh once more for a worker after its ssh has ended, at most every few seconds.
 
         Returns:
-            A sentence on that; empty if ssh still runs, or is no matter of this launcher.
+            A sentence on the start; empty if ssh still runs, or belongs to another launcher.
         """
         command, now_seconds = self._commands.get(name), time.monotonic()
         is_early = now_seconds < self._again_seconds.get(name, 0.0)
@@ -125,8 +126,9 @@ class SshWorkers:
         stop_commands([*commands.values()])
 
     def faults(self, is_late: bool) -> list[str]:
-        """A sentence for each ssh that has ended, if fewer than ``least`` still run; at last one
-        for each that runs too."""
+        """A sentence for each ended ssh, if fewer than ``least`` still run. If it is late, also a
+        sentence for each running ssh.
+        """
         commands = self._commands.values()
         ended = [command for command in commands if command.status is not None]
         if not is_late and len(commands) - len(ended) >= self.least:
@@ -157,7 +159,7 @@ class SshWorkers:
         return reachable(join, self._name_on_network(host))
 
     def _name_on_network(self, host: str) -> str:
-        """What stands for a machine in ssh's config, which may have names of its own."""
+        """The network name of a machine in ssh's config, which may have names of its own."""
         words = [*self.ssh, "-G", host]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(  # noqa: S603 - the user's own words, without a shell
@@ -169,9 +171,9 @@ class SshWorkers:
         return host.rpartition("@")[2]
 
     def _why(self, command: Command) -> str:
-        """A sentence on an ssh that has ended."""
+        """A sentence on an ended ssh."""
         if command.status == _SSH_FAILED:
-            remedy = f"Try `{command.name} true`, which must work without a question."
+            remedy = f"Try `{command.name} true`: it must work without a question."
         elif command.status in _NOT_FOUND:
             remedy = f"Name the path of {self.command!r} on the machine with `command=`."
         else:
@@ -182,7 +184,7 @@ class SshWorkers:
 
 
 def _why_not_yet(command: Command) -> str:
-    """A sentence on an ssh that runs, and whose worker has not come."""
+    """A sentence on a running ssh without its worker."""
     return (
         f"`{command.name}` still runs, and its worker was started {command.about}."
         f"{command.printed_words} Check that the machine reaches this address, or name another one "
@@ -194,14 +196,16 @@ def names_of(hosts: Sequence[str]) -> list[str]:
     """The names of the workers on these machines in plans.
 
     Raises:
-        WorkerError: If a machine's name has no character that a worker's name may have.
+        WorkerError: If all characters of a machine's name are forbidden in a worker's name.
     """
     count: Counter[str] = Counter()
     names = []
     for host in hosts:
         name = re.sub(r"[^A-Za-z0-9._-]", "-", host.rpartition("@")[2])[:60]
         if not name.strip("-."):
-            raise WorkerError(f"{host!r} gives no name for a worker; name the machine otherwise.")
+            raise WorkerError(
+                f"{host!r} does not give a name for a worker; name the machine otherwise."
+            )
         count[name] += 1
         names.append(name if count[name] == 1 else f"{name}-{count[name]}")
     return names

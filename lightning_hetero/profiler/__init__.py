@@ -1,1 +1,1 @@
-"""How fast it is: measures a model on its devices."""
+"""The profiler: measures the speed of a model on its devices."""

@@ -1,8 +1,8 @@
-"""The file that keeps a profile between runs, and what of it is still true.
+"""The file of a profile between runs, and the rules for its still valid part.
 
-The cache holds one file per model and per setting that the measured times depend on. A device
-that has changed since, that has other libraries now, or that real steps have contradicted, is
-measured again.
+The cache holds one file per model and per setting with an effect on the measured times. A device is
+measured again if it has changed, if it has other libraries now, or if real steps have contradicted
+its times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TO_MEASURE_AGAIN = "to measure again, use `PipelineProfiler(force=True)` or dele
 
 # Of the digest in the name of a file.
 _NUM_DIGITS = 12
-# Timings of equal work by two measurements that agree.
+# The largest ratio of two agreeing measurements of equal work.
 _MOST_TIMES = 1.5
 
 
@@ -41,11 +41,11 @@ def distrust(measured: Measured, reasons: Mapping[str, str]) -> list[str]:
 
     Args:
         measured: The profile, as this run read or measured it.
-        reasons: Why the devices with these names are to be measured again.
+        reasons: The reasons for new measurements, by the names of the devices.
 
     Returns:
-        The marked devices. A device that the file describes by other times, or whose second
-        measurement agreed with its first, is not marked.
+        The marked devices. A device is not marked if the file has other times for it, or if its
+        second measurement agreed with its first.
     """
     path = measured.path
     if path is None:
@@ -68,7 +68,7 @@ def distrust(measured: Measured, reasons: Mapping[str, str]) -> list[str]:
 
 
 def mark_wrong(measured: Measured, found: Misjudged) -> str:
-    """Mark wrong measurements in their file, and tell what follows from that."""
+    """Mark wrong measurements in their file, and return a sentence on the consequences."""
     marked = distrust(measured, {name: found.reason(name) for name in found.names})
     said = []
     if marked:
@@ -80,8 +80,8 @@ def mark_wrong(measured: Measured, found: Misjudged) -> str:
     if left:
         said.append(
             f"{' and '.join(left)} will not be measured again by itself: its file has other "
-            "figures by now, or a second measurement agreed with the first, so that training "
-            f"itself disturbs the device, or another program does. {MEASURE_AGAIN}"
+            "figures by now, or a second measurement agreed with the first; then training "
+            f"itself, or another program, disturbs the device. {MEASURE_AGAIN}"
         )
     return " ".join(said)
 
@@ -99,7 +99,7 @@ def _write(path: Path, profile: Profile) -> bool:
 
 
 def cache_folder() -> Path | None:
-    """The folder of this user's cached profiles; None for a user without a home folder."""
+    """The folder of this user's cached profiles, if the user has a home folder."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     try:
         # As its specification says, a relative one is invalid and ignored.
@@ -110,7 +110,7 @@ def cache_folder() -> Path | None:
 
 
 def cache_file(identity: ModelIdentity) -> Path | None:
-    """The cache file of a model and its settings; None for a user without a home folder."""
+    """The cache file of a model and its settings, if the user has a home folder."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -120,8 +120,8 @@ def cache_file(identity: ModelIdentity) -> Path | None:
 
 
 def read_known(path: Path | None, identity: ModelIdentity) -> Profile | None:
-    """The cached profile of this model; None, with a log line, if it cannot be used."""
-    # False also where this user may not look.
+    """The cached profile of this model. If it cannot be used, log the reason."""
+    # False also if this user may not look.
     if path is None or not os.path.exists(path):
         return None
     try:
@@ -130,7 +130,7 @@ def read_known(path: Path | None, identity: ModelIdentity) -> Profile | None:
         rank_zero_info(f"The profile is measured again. {error}")
         return None
     if profile.model.fingerprint != identity.fingerprint:
-        rank_zero_info(f"{path} is the profile of another model, so this one is measured again.")
+        rank_zero_info(f"{path} is the profile of another model, so this model is measured again.")
         return None
     settings = identity.settings
     differing = [
@@ -147,18 +147,18 @@ def read_known(path: Path | None, identity: ModelIdentity) -> Profile | None:
 def write_known(path: Path | None, profile: Profile) -> None:
     """Write the cache file; a reader sees the old one or the new one.
 
-    The profile is valid without its file, so a file that cannot be written is only logged.
+    The profile is valid without its file, so a write error is only logged.
     """
     if path is None:
         rank_zero_info(
             "The profile is not kept, as this user has no home folder: set XDG_CACHE_HOME or HOME."
         )
     elif _write(path, profile):
-        rank_zero_info(f"what was measured is kept in {path}; {TO_MEASURE_AGAIN}")
+        rank_zero_info(f"the measurements are kept in {path}; {TO_MEASURE_AGAIN}")
 
 
 def still_true(profile: Profile, described: Mapping[str, DeviceDescribed]) -> Profile:
-    """The profile without devices that have changed, or that have other libraries now."""
+    """The profile without changed devices, and without devices with other libraries now."""
     present = {name: (found.device, found.versions) for name, found in described.items()}
     names = []
     for known in profile.devices:
@@ -170,7 +170,7 @@ def still_true(profile: Profile, described: Mapping[str, DeviceDescribed]) -> Pr
 
 
 def compared(new: Profile, old: Profile) -> Profile:
-    """The new measurements; a device that was stale tells whether its old ones agree with them."""
+    """The new measurements; a formerly stale device notes whether its old ones agree with them."""
     stale = {device.name: device for device in old.devices if device.stale}
     devices = [
         structs.replace(
@@ -199,8 +199,8 @@ def _agree(new: DeviceProfile, old: DeviceProfile) -> bool:
 def merged(new: Profile, old: Profile | None) -> Profile:
     """A profile, completed with the devices and links of an older one.
 
-    The model is that of the older profile if the new one lacks the coordinator: only there the
-    optimizer steps over the ends.
+    If the new profile lacks the coordinator, the model comes from the older one: only the
+    coordinator measures the optimizer's step over the ends.
     """
     if old is None:
         return new
@@ -218,7 +218,7 @@ def merged(new: Profile, old: Profile | None) -> Profile:
 
 
 def restricted(profile: Profile, names: Sequence[str]) -> Profile:
-    """The part of a profile that is about some devices, in their order."""
+    """The part of a profile for some devices, in their order."""
     return structs.replace(
         profile,
         devices=[profile.device(name) for name in names],
@@ -227,7 +227,7 @@ def restricted(profile: Profile, names: Sequence[str]) -> Profile:
 
 
 def pairs_without_link(names: Sequence[str], links: Iterable[Link]) -> list[tuple[str, str]]:
-    """Pairs of processes whose link was not measured, each once."""
+    """Pairs of processes without a measured link, each once."""
     known = {_ends(link) for link in links}
     return [pair for pair in itertools.combinations(names, 2) if not {pair, pair[::-1]} <= known]
 

@@ -1,14 +1,14 @@
-"""Embedding and head, the coordinator's own ends: they run while no layer computes.
+"""Embedding and head, the coordinator's own ends: they run while the layers are idle.
 
     start ─ embedding ─▶ enter │ layers pass │ leave ─ head, loss ─▶ end      forward
           ◀─ embedding ─       │             │       ◀─ loss, head ─          backward
 
-`PassingLayers` return their hidden states, or zeros where a layer would change the shape, and
-record how the model calls them. So the ends can be timed without the layers.
+`PassingLayers` return their hidden states, or zeros if a layer would change the shape, and record
+how the model calls them. So the ends can be timed without the layers.
 
-The same runs tell whether the input embedding may be on the first worker. It must be an
-`nn.Embedding` of the Hugging Face model that contains the layers, and the only trained parameter
-before them; it must take token ids alone; and only the first layer may use its output, unchanged.
+The same runs show whether the input embedding may be on the first worker. It must be an
+`nn.Embedding` of the layers' own Hugging Face model, and the only trained parameter before them; it
+must take token ids alone; and only the first layer may use its output, unchanged.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def embedding_to_leave(root: nn.Module, layers: Sequence[DecoderLayer]) -> nn.Mo
 def parameters_of_ends(
     root: nn.Module, layers: Sequence[DecoderLayer]
 ) -> dict[str, list[nn.Parameter]]:
-    """The parameters before the layers, and those behind them, by the names of the parts."""
+    """The parameters before and after the layers, by the names of the two parts."""
     ends = zip((EMBEDDING, HEAD), ends_of(root, layers), strict=True)
     return {name: [t for t in tensors if isinstance(t, nn.Parameter)] for name, tensors in ends}
 
 
 class _NoWorkers:
-    """Stands for the workers of layers that are only checked."""
+    """Stands for the workers of layers in a check without workers."""
 
     def exchange(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise ModelError("Layers that were only checked have no worker.")
@@ -89,11 +89,11 @@ class _NoWorkers:
 class Unreadable:
     """Inside, an embedding returns NaN and its weight requires a gradient.
 
-    Everything computed from its output is NaN then, and every other use of its weight shows up in
-    the gradient.
+    All values from its output are then NaN, and every other use of its weight shows up in the
+    gradient.
 
     Args:
-        embedding: Of a model that runs inside.
+        embedding: Of the model to run inside.
     """
 
     def __init__(self, embedding: nn.Module) -> None:
@@ -113,7 +113,7 @@ class Unreadable:
         self._weight.requires_grad_(self._was_trained)
 
     def is_weight_read(self, loss: Tensor) -> bool:
-        """Whether a loss that was computed inside depends on the weight."""
+        """Whether a loss from inside depends on the weight."""
         if not loss.requires_grad:
             return False
         (gradient,) = torch.autograd.grad(loss, self._weight, allow_unused=True)
@@ -136,7 +136,7 @@ class Unreadable:
         return self._given[-1]
 
 
-# Takes hidden states, a call and the wanted kinds; returns the outputs that the layer would add.
+# Takes hidden states, a call and the wanted kinds; returns the additional outputs of the layer.
 Outputs = Callable[[Tensor, LayerCall, Sequence[str]], Iterable[tuple[str, Tensor]]]
 
 
@@ -147,14 +147,15 @@ class PassingLayers:
     Args:
         root: The LightningModule.
         layers: In their order.
-        on_meta: For each of them a layer without content, which tells the form of the result.
-        outputs: Makes up the outputs that a layer adds to those that the model collects.
+        on_meta: For each of them a layer without content, to find the form of the result.
+        outputs: Makes up a layer's contribution to the collected outputs of the model.
         enter: Called with the hidden states before the first layer, and with its call.
-        leave: Called with the hidden states behind the last layer; returns those for the head.
+        leave: Called with the hidden states after the last layer; returns the hidden states for the
+            head.
 
     Attributes:
         inputs: The form of each layer's first hidden states, on ``meta``.
-        calls: How each layer was called first.
+        calls: The first call of each layer.
     """
 
     root: nn.Module
@@ -170,7 +171,7 @@ class PassingLayers:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Inside, the layers compute nothing."""
+        """Inside, the layers pass their input on."""
         with ExitStack() as undo:
             names = [layer.name for layer in self.layers]
             undo.callback(CollectingHooks(self.root, names).remove)
@@ -183,7 +184,7 @@ class PassingLayers:
         """Stand in for a layer's ``forward``."""
         hidden, args, kwargs, place = take_hidden(number, args, kwargs, self._is_passed_on)
         args, kwargs = without_cache(self.layers[number].module, args, kwargs)
-        # What a layer computes with does not depend on who wants gradients.
+        # A layer's input does not depend on the wanted gradients.
         args, kwargs = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
         training = self.layers[number].module.training
         call = LayerCall(number, training, args, kwargs, place=place)
@@ -212,7 +213,7 @@ class PassingLayers:
         return form.fill(make)
 
     def _is_passed_on(self, value: Any) -> bool:
-        """Whether a value is the hidden states behind the layer that was called last."""
+        """Whether a value is the output of the last called layer."""
         return value is self._passed_on
 
     def _result(self, number: int, call: LayerCall, hidden: Tensor) -> ResultForm:
@@ -235,12 +236,12 @@ class _Passing(ForwardOverride):
 
 @dataclass(frozen=True)
 class Example:
-    """What the model passes to its layers for one micro-batch.
+    """The model's arguments to its layers for one micro-batch.
 
     Args:
         inputs: The form of each layer's hidden states, on ``meta``, by the layer's number.
         wants_gradient: Whether the hidden states before the first layer have a backward.
-        surroundings: The modes under which the layers run.
+        surroundings: The modes around the layers.
         calls: How the model called each layer, by its number.
     """
 
@@ -285,7 +286,7 @@ class _Pass:
         self.entered.append(hidden)
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Cut the graph behind the last layer."""
+        """Cut the graph after the last layer."""
         leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
         self.leaves.append(leaf)
         if len(self.leaves) == 1:
@@ -294,7 +295,7 @@ class _Pass:
 
 
 class _AnythingBehind(_Pass):
-    """A run that gives the head random hidden states."""
+    """A run with random hidden states for the head."""
 
     def leave(self, hidden: Tensor) -> Tensor:
         return super().leave(torch.randn_like(hidden))
@@ -302,13 +303,13 @@ class _AnythingBehind(_Pass):
 
 @dataclass(frozen=True)
 class EndsRunner:
-    """Runs ``training_step`` on micro-batches while no layer computes.
+    """Runs ``training_step`` on micro-batches while the layers are idle.
 
     Args:
         module: Attached to its Trainer; its own ends are on their device.
         layers: All its decoder layers.
         on_meta: For each of them a layer without content.
-        outputs: Makes up the outputs that a layer adds to those that the model collects.
+        outputs: Makes up a layer's contribution to the collected outputs of the model.
     """
 
     module: pl.LightningModule
@@ -322,7 +323,7 @@ class EndsRunner:
         return self.module.trainer.strategy.root_device
 
     def example(self, batch: Any) -> Example:
-        """The arguments of the layers for a micro-batch that is on its device.
+        """The arguments of the layers for a micro-batch on its device.
 
         Raises:
             ModelError: If the model does not run all its layers.
@@ -333,15 +334,16 @@ class EndsRunner:
         if passed.around is None or missed:
             raise ModelError(
                 f"The `training_step` of {type(self.module).__name__} does not run "
-                f"{describe_layers(missed)}, so they cannot be measured; use a plan of your own in "
-                "which they stay with the coordinator."
+                f"{describe_layers(missed)}, so they cannot be measured; use a plan of your own "
+                "with these layers on the coordinator."
             )
         wants_gradient = passed.entered[0].requires_grad
         return Example(passing.inputs, wants_gradient, passed.around, passing.calls)
 
     def only_layers_read(self, embedding: nn.Module, batch: Any) -> bool:
-        """Whether only the first layer uses an embedding's output, unchanged, and no other code
-        reads its weight."""
+        """Whether only the first layer uses an embedding's output, unchanged, and only the
+        embedding reads its weight.
+        """
         passed = _AnythingBehind(self.device)
         with Unreadable(embedding) as unreadable:
             loss, _ = self._forward(batch, passed)
@@ -406,6 +408,6 @@ class EndsRunner:
 
 def _backward(out: Tensor, leaf: Tensor, retain_graph: bool) -> None:
     if out.requires_grad and leaf.grad is not None:
-        # Layers may return another shape than they get, and values change no times.
+        # Layers may return another shape than they get; the values do not matter for the times.
         gradient = leaf.grad if leaf.grad.shape == out.shape else torch.ones_like(out)
         torch.autograd.backward(out, gradient, retain_graph=retain_graph)

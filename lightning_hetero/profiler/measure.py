@@ -62,7 +62,8 @@ from .trials import patience_seconds as patience_for
 
 
 def measure_ends(sighting: ModelSighting, budget_seconds: float, tick: Tick) -> DeviceResult:
-    """Measure embedding, head and loss at every size that memory and time allow, at least one.
+    """Measure embedding, head and loss at every size, as far as memory and time allow, at least at
+    one.
 
     Raises:
         StageFailed: If the ends cannot be run.
@@ -95,7 +96,7 @@ def measure_ends(sighting: ModelSighting, budget_seconds: float, tick: Tick) -> 
 def _measure_whole(
     sighting: ModelSighting, sizes: Sequence[int], patience_seconds: float, tick: Tick
 ) -> DeviceResult:
-    """Measure ends that run once per batch: each micro-batch gets its share of the time."""
+    """Measure ends with one run per batch: each micro-batch gets its share of the time."""
     whole = sighting.batch_size
     found = _measure_batch(sighting, whole, patience_seconds, tick)
     if isinstance(found, m.NotMeasured):
@@ -142,13 +143,13 @@ Described = Mapping[str, m.DeviceDescribed]
 
 
 def shares_of_free_memory(described: Described) -> dict[str, int]:
-    """For each process an even share of the free memory that it has in common with others."""
+    """For each process an even share of the free memory, among processes with the same memory."""
     sharers = Counter(found.memory for found in described.values())
     return {name: found.free_bytes // sharers[found.memory] for name, found in described.items()}
 
 
 def usable_memory(described: Described) -> dict[str, int]:
-    """For each process the memory that it has taken, and its share of the free memory."""
+    """For each process its taken memory, plus its share of the free memory."""
     shares = shares_of_free_memory(described)
     return {name: max(1, found.base_bytes + shares[name]) for name, found in described.items()}
 
@@ -163,16 +164,16 @@ def describe_workers(
 
 
 def prepare_workers(connections: Connections, names: Sequence[str], content: Content) -> None:
-    """Have workers build the layers that they will measure.
+    """Have workers build the layers for their measurements.
 
     Raises:
-        StageFailed: If one cannot.
+        StageFailed: If a worker cannot build them.
     """
     message, tensors = content
     requests, named = connections.requests, connections.named
     answers = [requests.send(named(name), message, *tensors) for name in names]
     for worker, answer, _ in requests.parts(answers, m.NotMeasured):
-        raise failure(f"{worker.name} cannot build the layers that it is to measure", answer)
+        raise failure(f"{worker.name} cannot build the layers for its measurement", answer)
 
 
 def measure_links(
@@ -181,9 +182,9 @@ def measure_links(
     seconds: float,
     tick: Tick,
 ) -> Iterator[Link]:
-    """Both directions of each pair, one pair after the other so that none slows another.
+    """Both directions of each pair, one pair after the other, so that pairs do not slow each other.
 
-    The link of two workers that cannot reach each other is the way over the coordinator.
+    If two workers cannot reach each other, their link is the way over the coordinator.
     """
     for first, second in pairs:
         patience_seconds = seconds / len(pairs)
@@ -221,7 +222,7 @@ def _link_from_here(connections: Connections, name: str, patience_seconds: float
 def _link_between(
     connections: Connections, first: str, second: str, patience_seconds: float
 ) -> m.LinkMeasured | None:
-    """The link between two workers; None if they cannot reach each other."""
+    """The link between two workers, if they can reach each other."""
     other = connections.named(second)
     request = m.MeasureLink(str(other.address), other.session, patience_seconds)
     answer = connections.requests.send(connections.named(first), request).result(m.Message)
@@ -229,9 +230,7 @@ def _link_between(
         return answer
     if not isinstance(answer, m.NotMeasured) or answer.is_unreachable:
         return None
-    raise failure(
-        f"{first} could not measure its link to {second}, which may become its neighbor", answer
-    )
+    raise failure(f"{first} could not measure its link to {second}, a possible neighbor", answer)
 
 
 # Shares of the time budget; each part's share starts when the part begins.
@@ -240,21 +239,21 @@ _SHARE_OF_LAYERS_HERE = 0.3
 _SHARE_OF_WORKERS = 0.4
 _SHARE_OF_LINKS = 0.15
 
-# A shorter time budget needs no progress bar.
+# A shorter time budget does not need a progress bar.
 _PROGRESS_FROM_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class ProfilingOptions:
-    """How a model is measured on its devices.
+    """The options for measuring a model on its devices.
 
     Args:
         budget_seconds: About how long it may take; each kind of layer runs at least once on each
             device.
-        micro_batch_sizes: Samples of the micro-batches; None for 1, 2, 4, … up to the batch.
-        dtypes: Further compute dtypes of layers on workers, beside the user's precision. None is
-            float32, or all dtypes of a device that is slow in the user's precision.
-        path: The profile's file; None for one in the cache folder.
+        micro_batch_sizes: Samples of the micro-batches; by default 1, 2, 4, … up to the batch.
+        dtypes: Further compute dtypes of layers on workers, beside the user's precision. By default
+            float32, or all dtypes of a device if it is slow in the user's precision.
+        path: The profile's file; by default in the cache folder.
         force: Measure everything, even devices and links in the file.
     """
 
@@ -267,8 +266,8 @@ class ProfilingOptions:
     def __post_init__(self) -> None:
         if not self.budget_seconds > 0:
             raise MisconfigurationException(
-                f"The time budget is {self.budget_seconds} s; give the seconds that measuring may "
-                "take, such as 60."
+                f"The time budget is {self.budget_seconds} s; give the seconds for measuring, "
+                "such as 60."
             )
         sizes = self.micro_batch_sizes
         if sizes is not None and (not sizes or min(sizes) < 1):
@@ -284,11 +283,11 @@ class Measuring:
     Args:
         module: The LightningModule, attached to its Trainer.
         layers: All its decoder layers.
-        connections: To all workers, which have no layers yet.
+        connections: To all workers; they are still without layers.
         options: How to measure.
         sighting: The model.
         described: The devices by the names of their processes.
-        identity: Stands in the profile.
+        identity: The identity of the model in the profile.
     """
 
     module: pl.LightningModule
@@ -323,7 +322,7 @@ class Measuring:
             results |= lead_on_workers(self.connections, trials_of, tick)
             seconds = self._seconds(_SHARE_OF_LINKS)
             links = list(measure_links(self.connections, pairs, seconds, tick))
-            # The optimizer's step for each part, on the first device that measured it.
+            # The optimizer's step for each part, from the first device with a measurement.
             optimizers = ChainMap(*(result.optimizers for result in [*results.values(), ends]))
             identity = self.identity
             model = model_profile(
@@ -370,8 +369,9 @@ class Measuring:
     def _settle(
         self, model: ModelProfile, results: Mapping[str, DeviceResult], ends: DeviceResult
     ) -> None:
-        """Measure again what is doubtful, and everything on a device that something else has used;
-        name the devices whose speed has changed or varies."""
+        """Measure doubtful timings again, and all timings of a device in use by other programs;
+        name the devices with a changed or varying speed.
+        """
         firsts = {name: self._first(name, result) for name, result in results.items()}
         wanted: dict[str, list[Timing]] = {}
         for name, result in results.items():
@@ -401,7 +401,7 @@ class Measuring:
                 rank_zero_info(told)
 
     def _first(self, name: str, result: DeviceResult) -> list[Timing]:
-        """A device's first timing, if it can be measured again to see whether its speed changed."""
+        """A device's first timing, if there is time to repeat it as a test for a changed speed."""
         first, seconds = result.timings[:1], self._seconds_for_layers(name)
         return [t for t in first if is_worth_repeating(t, self._patience(name), seconds)]
 
@@ -450,7 +450,7 @@ class Measuring:
 
 
 def _with_ends(layers: DeviceResult, ends: DeviceResult) -> DeviceResult:
-    """The coordinator's results. It has its ends even if it has no memory for a layer."""
+    """The coordinator's results. It has its ends even without memory for a layer."""
     limits = [layers.largest_micro_batch or None, ends.largest_micro_batch]
     return DeviceResult(
         [*ends.timings, *layers.timings],
@@ -460,11 +460,11 @@ def _with_ends(layers: DeviceResult, ends: DeviceResult) -> DeviceResult:
 
 
 def _keep_shorter(name: str, result: DeviceResult, again: Sequence[Timing]) -> None:
-    """Replace the timings of a device that a second measurement has shortened."""
+    """Replace a device's timings by shorter ones from a second measurement."""
     if told := correction(name, result.timings, again):
         rank_zero_info(told)
     result.timings = with_shorter(result.timings, again)
 
 
 def _no_tick() -> None:
-    """For measurements that are too short for a progress bar."""
+    """For measurements too short for a progress bar."""

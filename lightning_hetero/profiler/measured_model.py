@@ -1,6 +1,6 @@
-"""The model that is measured: its kinds of layers with a sample of each, and how it calls them.
+"""The measured model: its kinds of layers with a sample of each, and how it calls them.
 
-Layers of one kind cost the same. The fingerprint of a model tells it from other models. A dry run
+Layers of one kind cost the same. The fingerprint distinguishes a model from other models. A dry run
 shows the calls, and `model_profile` is the model's part of the profile.
 """
 
@@ -47,13 +47,14 @@ from ..protocol.frames import Content
 from ..protocol.tensor_bytes import DTYPES, dtype_name
 from .embedding_and_head import EndsRunner, Example, embedding_to_leave, parameters_of_ends
 
-# These attributes change no cost: a stage recomputes as a whole, and modes come with each call.
+# These attributes do not change the cost: a stage recomputes as a whole, and modes come with each
+# call.
 _NO_COST = frozenset({"gradient_checkpointing", "_is_hf_initialized", *vars(nn.Module())})
 _MOST_DIGITS = 16
 # Whether a batch can be cut does not depend on the number of its pieces.
 _FEWEST_PIECES = 2
 
-# Everything that the cost of a layer depends on, by the path of a module and a name in it.
+# All influences on the cost of a layer, by the path of a module and a name in it.
 _Outline = Mapping[tuple[str, str], Hashable]
 
 
@@ -68,12 +69,12 @@ class LayerJob(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The model and the settings that a profile is for.
+    """The model and the settings of a profile.
 
     Args:
         model_name: The LightningModule's class.
         fingerprint: Differs between models.
-        settings: The other things that the measured times depend on.
+        settings: The other influences on the measured times.
     """
 
     model_name: str
@@ -89,7 +90,7 @@ class Blueprint:
         kinds: The kind of each layer of the model.
         layers: The sample layer of each kind, by its number.
         recipe: Builds the sample layers.
-        buffers: The values of their buffers that are in this process.
+        buffers: The values of their buffers in this process.
     """
 
     kinds: list[str]
@@ -99,8 +100,8 @@ class Blueprint:
 
     @classmethod
     def draw(cls, root: nn.Module, layers: Sequence[DecoderLayer], kinds: list[str]) -> Blueprint:
-        """The blueprint of a model. The sample of a kind is its last layer, whose input is like
-        that of most others.
+        """The blueprint of a model. The sample of a kind is its last layer: its input is the most
+        typical.
 
         Raises:
             ModelError: If a layer cannot be rebuilt elsewhere.
@@ -133,11 +134,11 @@ class Blueprint:
         return {n: built[str(self.number_of(kind))] for n, kind in enumerate(self.kinds)}
 
     def bench(self, device: torch.device) -> Bench:
-        """The bench that measures the layers in this process."""
+        """The bench for measuring the layers in this process."""
         return Bench(device, partial(self.build, device), self.buffers, allowed=ImportedHere())
 
     def for_workers(self) -> Content:
-        """The message from which a worker builds the layers."""
+        """The message for a worker to build the layers."""
         specs = describe_parameters(self.layers)
         message = m.PrepareLayers(self.recipe.to_json(), specs, list(self.buffers))
         return message, list(self.buffers.values())
@@ -145,7 +146,7 @@ class Blueprint:
 
 @dataclass
 class MadeUpOutputs:
-    """Makes up the outputs that layers add to those that a model collects.
+    """Makes up the layers' contributions to the collected outputs of a model.
 
     Args:
         blueprint: The sample layers.
@@ -183,12 +184,12 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def kinds_of_layers(layers: Sequence[DecoderLayer], first_wants_gradient: bool) -> list[str]:
-    """The kind of each layer, in their order: a name that layers of equal cost share.
+    """The kind of each layer, in their order: a common name for layers of equal cost.
 
     Args:
         layers: All decoder layers of a model.
         first_wants_gradient: Whether the hidden states before the first layer have a backward. A
-            layer without one, where everything up to it is frozen, is of a kind of its own.
+            layer without a backward, after frozen parts only, is of a kind of its own.
     """
     wants = wants_gradient(layers, first_wants_gradient)
     outlines = [_outline(layer.module) for layer in layers]
@@ -213,8 +214,9 @@ def wants_gradient(layers: Sequence[DecoderLayer], first: bool) -> list[bool]:
 
 
 def fingerprint(root: nn.Module, layers: Sequence[DecoderLayer]) -> str:
-    """A digest of everything a model's speed and sizes depend on: classes, shapes, trained
-    parameters, storage and kernels."""
+    """A digest of all influences on a model's speed and sizes: classes, shapes, trained parameters,
+    storage and kernels.
+    """
     digest = hashlib.sha256()
     inside = {module for layer in layers for module in layer.module.modules()}
     for layer in layers:
@@ -241,7 +243,7 @@ def _outline(layer: nn.Module) -> _Outline:
 
 
 def _numbering(outlines: Sequence[_Outline], numbers: Sequence[int]) -> set[tuple[str, str]]:
-    """Settings that only say which layer it is: they grow with the layers' numbers."""
+    """Settings for the number of a layer only: they grow with the layers' numbers."""
     offsets: defaultdict[tuple[str, str], list[int | None]] = defaultdict(list)
     for number, outline in zip(numbers, outlines, strict=True):
         for key, value in outline.items():
@@ -255,7 +257,7 @@ def _numbering(outlines: Sequence[_Outline], numbers: Sequence[int]) -> set[tupl
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
-    """Plain attributes, which may decide what a module computes."""
+    """Plain attributes: they may decide the computation of a module."""
     for name, value in vars(module).items():
         if (value is None or isinstance(value, (bool, int, str))) and name not in _NO_COST:
             yield name, value
@@ -273,7 +275,7 @@ def _trains(layer: nn.Module) -> bool:
 
 
 def _plain_name(layer: nn.Module) -> str:
-    """The class, with its kind of attention where it says so, and which half it is."""
+    """The class, with its kind of attention if known, and its half of the layer if cut."""
     name = type(layer).__name__
     if absent_in(layer):
         name += "-rest" if is_second_half(layer) else "-attention"
@@ -294,13 +296,13 @@ def _unused(name: str, taken: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with everything that a device needs to measure it.
+    """A model with all inputs for a measurement on a device.
 
     Args:
         blueprint: One layer of each kind.
         wants_gradient: For each layer, whether its hidden states have a backward.
         examples: How the model calls its layers, by the size of the micro-batch.
-        optimizer: The optimizer's settings; None without an optimizer.
+        optimizer: The optimizer's settings, if there is an optimizer.
         dtype: The compute dtype of the user's precision.
         converts_weights: Whether a stage's own dtype applies to its weights too.
         embedding_may_leave: Whether a worker may have the input embedding.
@@ -335,7 +337,7 @@ class Subject:
         )
 
     def optimizer_trial(self, kind: str, patience_seconds: float) -> OptimizerTrial | None:
-        """The trial of the optimizer's step over a layer; None without an optimizer."""
+        """The trial of the optimizer's step over a layer, if there is an optimizer."""
         used, number = self.optimizer, self.blueprint.number_of(kind)
         if used is None:
             return None
@@ -347,10 +349,10 @@ class Subject:
 def cut_example(
     whole: Example, cutting: Cutting, layers: Mapping[int, nn.Module]
 ) -> tuple[int, dict[int, Example]]:
-    """The samples of a batch that is cut before the first layer, as its run cuts it, and examples
-    of micro-batches by their sizes.
+    """The number of samples of a batch, cut before the first layer as in its run, and examples of
+    micro-batches by their sizes.
 
-    A batch that stays in one piece counts as one sample, so that no plan cuts it.
+    A batch in one piece counts as one sample, so plans do not cut it.
 
     Args:
         whole: The batch.
@@ -387,8 +389,8 @@ class Cutting:
     Args:
         sample: A training batch, on its device.
         at_boundary: Whether ``training_step`` sees whole batches, and only hidden states are cut.
-        sizes: Samples of the micro-batches to measure; None for 1, 2, 4, … up to the batch.
-        options: What the user said of batches.
+        sizes: Samples of the micro-batches to measure; by default 1, 2, 4, … up to the batch.
+        options: The user's options for batches.
     """
 
     sample: SampleBatch
@@ -397,7 +399,7 @@ class Cutting:
     options: BatchOptions = NOTHING_SAID
 
     def batch(self, size: int) -> Any:
-        """The batch that ``training_step`` sees for micro-batches of this size."""
+        """The argument of ``training_step`` for micro-batches of this size."""
         return self.sample.batch if self.at_boundary else self.sample.first(size)
 
 
@@ -421,8 +423,9 @@ class ModelSighting:
 
     @property
     def window(self) -> int:
-        """How many batches of the loader are pieces of one training batch: whole ones do not run
-        at once."""
+        """How many batches of the loader form one training batch. With ``at_boundary`` it is 1:
+        whole batches do not run at once.
+        """
         return 1 if self.cutting.at_boundary else self.cutting.sample.window
 
 
@@ -432,7 +435,7 @@ def sight(
     cutting: Cutting,
     optimizer: OptimizerSettings | None,
 ) -> ModelSighting:
-    """Run ``training_step`` while no layer computes, to see how the model calls its layers.
+    """Run ``training_step`` while the layers are idle, to see how the model calls them.
 
     Args:
         module: Attached to its Trainer; all modules but its layers are on their device.
@@ -470,7 +473,7 @@ def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Exam
     if cutting.at_boundary:
         return cut_example(runner.example(cutting.sample.batch), cutting, runner.on_meta)
     if cutting.sample.size is None:
-        # A batch that runs in one piece counts as one sample, so that no plan cuts it.
+        # A batch in one piece counts as one sample, so plans do not cut it.
         return 1, {1: runner.example(cutting.sample.batch)}
     sizes = _sizes(cutting.sample.size, cutting)
     examples: dict[int, Example] = {}
@@ -499,7 +502,7 @@ def _sizes(batch_size: int, cutting: Cutting) -> list[int]:
 
 
 def _dtype(example: Example) -> Dtype:
-    """The compute dtype of the user's precision; float32 for one that plans do not know."""
+    """The compute dtype of the user's precision; float32 for a dtype unknown to plans."""
     dtype = example.surroundings.autocast_dtype or example.hidden.dtype
     name = dtype_name(dtype)
     return cast(Dtype, name) if name in get_args(Dtype) else "float32"

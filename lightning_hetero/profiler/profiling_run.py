@@ -1,11 +1,10 @@
-"""When a model is measured: before a run on all its devices, and during a run on a new worker.
+"""The times of measuring: before a run on all its devices, and during a run on a new worker.
 
-Before a run, only devices and links are measured that the profile's file does not know.
+Before a run, only devices and links missing in the profile's file are measured.
 
-A worker joins while the others wait between two steps. What is known already is not measured: a
-device from the profile's file, or one that equals another worker's. Links to other workers are not
-measured during a run; they count as the way over the coordinator, which is the longest that there
-is.
+A worker joins while the others wait between two steps. Known devices are not measured: a device in
+the profile's file, or a device equal to another worker's. Links to other workers are not measured
+during a run; they count as the way over the coordinator, the longest way.
 """
 
 from __future__ import annotations
@@ -83,11 +82,11 @@ _LINK_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class NewcomerTrials:
-    """What a worker has to run to be measured.
+    """The trials of a new worker.
 
     Args:
         subject: The model, with one example of how it calls its layers.
-        prepared: The message from which a worker builds the layers.
+        prepared: The message for a worker to build the layers.
     """
 
     subject: Subject
@@ -95,11 +94,11 @@ class NewcomerTrials:
 
     @classmethod
     def of(cls, subject: Subject) -> NewcomerTrials:
-        """The trials of a model, of which all sizes of micro-batches are known."""
+        """The trials of a model with all sizes of micro-batches."""
         return cls(subject, subject.blueprint.for_workers())
 
     def at_size(self, size: int) -> NewcomerTrials:
-        """The trials for micro-batches of this many samples, or of the next size that is known."""
+        """The trials for micro-batches of this many samples, or of the next known size."""
         sizes = sorted(self.subject.examples)
         kept = next((known for known in sizes if known >= size), sizes[-1])
         examples = {kept: self.subject.examples[kept]}
@@ -108,7 +107,7 @@ class NewcomerTrials:
     def measure(
         self, connections: Connections, worker: Member, described: m.DeviceDescribed
     ) -> DeviceProfile:
-        """Measure the layers on a worker that has no stage yet.
+        """Measure the layers on a worker before it has a stage.
 
         Raises:
             ChannelError: If it is lost.
@@ -118,7 +117,7 @@ class NewcomerTrials:
         send = connections.requests.send_alone
         answer = send(worker, message, *tensors).alone(m.Message)
         if isinstance(answer, m.NotMeasured):
-            raise failure(f"{worker.name} cannot build the layers that it is to measure", answer)
+            raise failure(f"{worker.name} cannot build the layers for its measurement", answer)
         subject = self.subject
         jobs = layer_jobs(subject.kinds, sorted(subject.examples), [subject.dtype])
         end_seconds = time.monotonic() + _LAYER_SECONDS
@@ -140,13 +139,13 @@ class NewcomerTrials:
 def links_with(
     connections: Connections, worker: Member, others: Sequence[str], known: Sequence[Link]
 ) -> list[Link]:
-    """The links of a worker that has no stage yet, in both directions.
+    """The links of a worker before it has a stage, in both directions.
 
     Args:
         connections: The workers.
         worker: The new one.
         others: The other workers.
-        known: The links of the others with the coordinator, and any that are known of the worker.
+        known: The links of the others with the coordinator, and the known links of the worker.
 
     Raises:
         ChannelError: If it is lost.
@@ -174,12 +173,12 @@ def links_with(
 def known_device(
     name: str, described: m.DeviceDescribed, known: Iterable[DeviceProfile]
 ) -> DeviceProfile | None:
-    """What was measured on one of these devices, if it equals a worker's; None otherwise.
+    """The measurements of one of these devices, if it equals a worker's device.
 
     Args:
         name: The worker's name in plans.
         described: Its device.
-        known: Devices that were measured; the coordinator's is left out.
+        known: Measured devices; the coordinator's is left out.
     """
     for device in known:
         is_equal = (device.device, device.versions) == (described.device, described.versions)
@@ -202,11 +201,11 @@ def with_newcomer(profile: Profile, device: DeviceProfile, links: Sequence[Link]
 
 @dataclass
 class Newcomers:
-    """What a run knows of workers that come to it.
+    """A run's knowledge for new workers.
 
     Args:
         measured: The profile of the run, and its file.
-        trials: What measures a worker; None if nothing can.
+        trials: The trials for a worker, if there are any.
     """
 
     measured: Measured
@@ -216,7 +215,7 @@ class Newcomers:
     def profile_with(
         self, connections: Connections, worker: Member, profile: Profile
     ) -> Profile | None:
-        """The profile with a worker that has no stage yet; None if its speed is not known.
+        """The profile with a worker before it has a stage, if its speed is known.
 
         Raises:
             ChannelError: If it is lost.
@@ -244,7 +243,7 @@ class Newcomers:
 
 
 def _read(path: Path | None) -> Profile | None:
-    """The file of a profile; None if there is none."""
+    """The profile in a file, if there is a valid one."""
     try:
         return None if path is None else Profile.from_yaml(path)
     except ProfileError:
@@ -256,12 +255,12 @@ def _usable_bytes(described: m.DeviceDescribed) -> int:
 
 
 def with_present_memory(profile: Profile, described: Described, held_bytes: int) -> Profile:
-    """The profile with the memory that its devices have now.
+    """The profile with the present memory of its devices.
 
     Args:
         profile: Of these devices.
         described: The devices as they are now.
-        held_bytes: The coordinator's memory for the model, which is free after the deployment.
+        held_bytes: The coordinator's memory for the model; it is free after the deployment.
     """
     memory_bytes = usable_memory(described)
     base_bytes = {name: found.base_bytes for name, found in described.items()}
@@ -282,14 +281,14 @@ class ProfilingRun:
     Args:
         module: The LightningModule, attached to its Trainer.
         layers: All its decoder layers.
-        connections: To all workers, which have no layers yet.
+        connections: To all workers; they are still without layers.
         workers: Their names.
         options: How to measure.
         cuts_boundary: Whether ``training_step`` sees whole batches.
-        batches: What the user said of batches.
+        batches: The user's options for batches.
 
     Attributes:
-        later: What measures a worker that joins later; None as long as nothing has been measured.
+        later: The trials for a worker that joins later; None before the first measurement.
     """
 
     module: pl.LightningModule
@@ -302,17 +301,17 @@ class ProfilingRun:
     later: NewcomerTrials | None = field(default=None, init=False)
 
     def newcomers(self, measured: Measured, size: int) -> Newcomers:
-        """What is known of workers that come later, with micro-batches of so many samples."""
+        """The knowledge for later workers, with micro-batches of so many samples."""
         return Newcomers(measured, None if self.later is None else self.later.at_size(size))
 
     def measured(self) -> Measured:
         """Read the cache, measure the missing devices and links, and write the cache.
 
-        The module and its Trainer stay as before, except that all modules but decoder layers are
-        moved to their device.
+        The module and its Trainer stay as before, but all modules except decoder layers are on
+        their device.
 
         Raises:
-            NoSample: If there is no training batch to measure with.
+            NoSample: If a training batch for the measurement is missing.
             WorkerError: If a worker is lost, or a process cannot run a layer.
         """
         try:
@@ -375,7 +374,7 @@ class ProfilingRun:
         return {COORDINATOR: here, **describe_workers(self.connections, self.workers)}
 
     def _held_bytes(self) -> int:
-        """What this process holds of the model in main memory, if it computes there."""
+        """The bytes of the model in main memory here, if this process computes there."""
         if device_for(self.module.trainer.strategy.root_device).memory_name != "main":
             return 0  # a device's own memory has nothing of it
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())

@@ -1,4 +1,4 @@
-"""The trials of a device: the layers that it runs next, and the outcome of the last trial.
+"""The trials of a device: the next layers to run, and the outcome of the last trial.
 
 The schedule is a rule without a clock and a device. One conversation leads the trials of the
 coordinator's own device and of a worker:
@@ -6,8 +6,8 @@ coordinator's own device and of a worker:
     trials(…) ── Trial ───▶ the bench here, or a message to a worker
               ◀── Outcome ──
 
-`doubtful` is a rule too: it finds the timings that other timings of the same device contradict, as
-those of a device that was busy do.
+`doubtful` is a rule too: it finds timings in contradiction to other timings of the same device, as
+on a busy device.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ Tick = Callable[[], None]
 _MOST_PATIENCE_SECONDS = 0.6
 # The other runs warm up and measure the memory.
 _SHARE_OF_TIMED_RUNS = 0.5
-# A larger change of a device's speed makes its plan doubtful.
+# A larger change of a device's speed makes the plan doubtful.
 _MOST_CHANGE = 0.25
 # A shorter measurement varies too much on a busy machine.
 _LEAST_PATIENCE_SECONDS = 0.1
-# The share of a device's time in which its first trial may run again.
+# The largest share of a device's time for a repetition of its first trial.
 _MOST_SHARE_OF_REPEAT = 0.1
 # The least number of runs of a trial, timed and untimed.
 _RUNS_OF_TRIAL = 5
-# A device's time that doubtful timings may take when they are measured again.
+# The largest share of a device's time for measuring doubtful timings again.
 _MOST_SHARE_OF_DOUBT = 0.5
 # Equal work may take so many times as long before one of two timings is doubtful. The factor allows
-# for caches, for attention that grows with its mask, and for kernels that suit one size better.
+# for caches, for attention with a growing mask, and for kernels with a preferred size.
 _MOST_TIMES = 3.0
-# Work that takes less time is of no importance for a plan, and always varies.
+# Shorter work is unimportant for a plan, and always varies.
 _LEAST_SECONDS = 0.001
-# A larger micro-batch of which a device computes more in less time.
+# Less work, such as a smaller micro-batch, may take at most so many times as long as more work.
 _MOST_TIMES_OF_LARGER = 2.0
 # An end has no attention, but its loss reads all logits several times.
 _MOST_TIMES_OF_END = 4.0
 
 
 def dtypes_to_measure(wanted: Dtype, offered: Sequence[Dtype]) -> list[Dtype]:
-    """The user's precision, and float32, which is more precise and sometimes faster.
+    """The user's precision, and float32: it is more precise and sometimes faster.
 
-    A device that is slow in the user's precision is measured in all its other dtypes.
+    If a device is slow in the user's precision, all its other dtypes are measured.
     """
     if wanted not in offered:
         return list(offered)
@@ -84,7 +84,7 @@ def seconds_of(timing: Timing) -> float:
 
 
 def is_telling(patience_seconds: float) -> bool:
-    """Whether a change within so short a time means anything."""
+    """Whether a change within so short a time is significant."""
     return patience_seconds >= _LEAST_PATIENCE_SECONDS
 
 
@@ -95,8 +95,7 @@ def is_worth_repeating(first: Timing, patience_seconds: float, budget_seconds: f
 
 
 def change_of_speed(name: str, first: Timing, again: Timing) -> str | None:
-    """The warning for a device whose first trial takes another time at the end; None if the times
-    are about the same."""
+    """The warning for a device if its first trial takes another time at the end."""
     before, after = seconds_of(first), seconds_of(again)
     if _agree(before, after):
         return None
@@ -127,8 +126,9 @@ def _job_text(timing: Timing) -> str:
 
 
 def is_calmer(first: Timing, again: Timing) -> bool:
-    """Whether a device computes faster at the end of its measuring than at the beginning, so that
-    something else used it before."""
+    """Whether a device is faster at the end of its measuring than at the beginning: then other
+    programs used it before.
+    """
     return seconds_of(again) < seconds_of(first) and not _agree(
         seconds_of(first), seconds_of(again)
     )
@@ -143,7 +143,7 @@ def doubtful(model: ModelProfile, timings: Sequence[Timing]) -> list[Timing]:
     or an end far longer than the layers in proportion to its parameters.
 
     Args:
-        model: Has the parts that the timings are for.
+        model: Has the parts of the timings.
         timings: All timings of the device; the ends of the coordinator are among them.
     """
     rules = (_against_sizes, _against_recomputation, _against_alike, _against_layers)
@@ -197,7 +197,7 @@ def _against_alike(model: ModelProfile, timings: Sequence[Timing]) -> Iterator[T
 
 
 def _against_layers(model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
-    # A head that is tied to the embedding has no parameters of its own.
+    # A head tied to the embedding does not have parameters of its own.
     most_bytes = max(model.part(end).parameter_bytes for end in ENDS)
     for timing in timings:
         layers = [
@@ -216,7 +216,7 @@ def _against_layers(model: ModelProfile, timings: Sequence[Timing]) -> Iterator[
 def affordable(
     timings: Sequence[Timing], patience_seconds: float, budget_seconds: float
 ) -> list[Timing]:
-    """The first of some timings, as many as can be measured again in half of a device's time."""
+    """The first of some timings, as many as fit in half of a device's time for a repetition."""
     found, left = [], _MOST_SHARE_OF_DOUBT * budget_seconds
     for timing in timings:
         left -= patience_seconds + _RUNS_OF_TRIAL * seconds_of(timing)
@@ -226,15 +226,17 @@ def affordable(
 
 
 def with_shorter(first: Sequence[Timing], again: Sequence[Timing]) -> list[Timing]:
-    """Timings, each replaced by the second one of its job where that one is shorter: other programs
-    make work slower, never faster."""
+    """Timings, each replaced by the second timing of its job if the second is shorter: other
+    programs make work slower, never faster.
+    """
     second = {job_of(timing): timing for timing in again}
     return [min(timing, second.get(job_of(timing), timing), key=seconds_of) for timing in first]
 
 
 def correction(name: str, first: Sequence[Timing], again: Sequence[Timing]) -> str | None:
-    """A sentence on the timings that a second measurement shortened by more than a quarter, with
-    the figures of the largest change; None if there is none."""
+    """A sentence on timings shortened by more than a quarter in a second measurement, if any, with
+    the figures of the largest change.
+    """
     pairs = [
         (seconds_of(before), seconds_of(after), before)
         for before, after in zip(first, with_shorter(first, again), strict=True)
@@ -245,14 +247,14 @@ def correction(name: str, first: Sequence[Timing], again: Sequence[Timing]) -> s
     before, after, most = max(shortened, key=lambda pair: pair[0] / pair[1])
     others = len(shortened) - 1
     return (
-        f"{name} took {1000 * before:.3g} ms for {_job_text(most)}, which was doubtful, and "
-        f"{1000 * after:.3g} ms when it was measured again; the shorter time is kept"
-        + (f", as are those of {others} more of its {len(first)} timings" if others else "")
+        f"{name} took {1000 * before:.3g} ms for {_job_text(most)}, a doubtful time, and "
+        f"{1000 * after:.3g} ms in a second measurement; the shorter time is kept"
+        + (f", and so are the times of {others} more of its {len(first)} timings" if others else "")
     )
 
 
 def still_varying(name: str, timings: Sequence[Timing]) -> str | None:
-    """A sentence on a device whose repeated runs differ in the end too; None if none do."""
+    """A sentence on a device if its repeated runs differ in the end too."""
     varying = _varying(timings)
     if not varying:
         return None
@@ -272,13 +274,13 @@ class LayerSchedule:
     Args:
         jobs: All of them in their order; see `layer_jobs`.
         end_seconds: When to stop, on the clock of `next`. The first job of every kind runs even
-            later: without it there is no plan.
-        most_peak_bytes: Jobs that need more are skipped, because running out of memory may end the
-            process.
+            later: a plan needs it.
+        most_peak_bytes: The memory limit of a job. Larger jobs are skipped, because running out of
+            memory may end the process.
 
     Attributes:
-        timings: What has been measured.
-        largest_micro_batch: The largest that fits, if a larger one did not.
+        timings: The measured timings.
+        largest_micro_batch: The largest fitting size, if a larger one did not fit.
     """
 
     jobs: Sequence[LayerJob]
@@ -292,7 +294,7 @@ class LayerSchedule:
     _skipped: set[Dtype] = field(default_factory=set)
 
     def next(self, now_seconds: float) -> LayerJob | None:
-        """The next job; None if no job or no time is left."""
+        """The next job; None after the last job, or when the time is over."""
         while self._next < len(self.jobs):
             job = self.jobs[self._next]
             self._next += 1
@@ -315,7 +317,7 @@ class LayerSchedule:
             self.largest_micro_batch = max(smaller, default=0)
 
     def skip(self, dtype: Dtype) -> None:
-        """Skip the other jobs in a dtype that the device cannot run."""
+        """Skip the other jobs in a dtype after a failure."""
         self._skipped.add(dtype)
 
     def _is_worth_it(self, job: LayerJob, now_seconds: float) -> bool:
@@ -360,14 +362,14 @@ def layer_jobs(
 
 @dataclass
 class DeviceResult:
-    """What was measured on one device."""
+    """The measurements of one device."""
 
     timings: list[Timing] = field(default_factory=list)
     optimizers: dict[str, m.OptimizerMeasured] = field(default_factory=dict)
     largest_micro_batch: int | None = None
 
     def profile(self, name: str, described: m.DeviceDescribed, memory_bytes: int) -> DeviceProfile:
-        """The profile of the device, for a process that may take so much of its memory."""
+        """The profile of the device, for a process with so much of its memory."""
         return DeviceProfile(
             name=name,
             device=described.device,
@@ -414,7 +416,7 @@ def trials(
 
 
 def again(subject: Subject, timings: Sequence[Timing], patience_seconds: float) -> Trials:
-    """Yield the trials of some timings again; the result lacks those that fail."""
+    """Yield the trials of some timings again; failing ones are left out of the result."""
     result = DeviceResult()
     for job in map(job_of, timings):
         outcome = yield subject.layer_trial(job, patience_seconds)
@@ -424,7 +426,7 @@ def again(subject: Subject, timings: Sequence[Timing], patience_seconds: float) 
 
 
 def job_of(timing: Timing) -> LayerJob:
-    """The job that a timing is for."""
+    """The job of a timing."""
     return LayerJob(timing.dtype, timing.micro_batch_size, timing.part, timing.recompute)
 
 

@@ -1,1 +1,1 @@
-"""What is shown: charts, diagrams and the page on a run."""
+"""Charts, diagrams and the page on a run."""

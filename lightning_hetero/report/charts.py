@@ -63,8 +63,9 @@ class _Frame:
 def line_chart(
     curves: Mapping[str, Curve], label: str, height: float = 250.0, from_zero: bool = False
 ) -> str:
-    """A line for each curve over its steps. Values that are not finite are skipped. The chart is
-    empty if no value is finite."""
+    """A line for each curve over its steps. Infinite and missing values are skipped. Without a
+    finite value, the chart is empty.
+    """
     finite = {name: _finite(curve) for name, curve in curves.items() if _finite(curve)}
     if not finite:
         return ""
@@ -81,8 +82,8 @@ def line_chart(
 def shares_chart(
     rows: Mapping[str, Mapping[str, Curve]], colours: Mapping[str, str], label: str
 ) -> str:
-    """A band for each row, in which the shares of all kinds are stacked over the steps; behind it
-    the `typical` share of the first kind.
+    """A band for each row: the stacked shares of all kinds over the steps, and after it the
+    `typical` share of the first kind.
 
     Args:
         rows: For each row, the curve of each kind.
@@ -107,8 +108,8 @@ def shares_chart(
 
 
 def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
-    """Evenly spaced round values that enclose ``least`` and ``most``."""
-    # A difference that has no logarithm, or that is lost beside the values, counts as none.
+    """Evenly spaced round values around ``least`` and ``most``."""
+    # A difference without a logarithm, or lost beside the values, counts as zero.
     if most - least < max(sys.float_info.min * count, _HAIR * max(abs(least), abs(most))):
         room = abs(least) * 0.1 or 1.0
         least, most = least - room, most + room
@@ -122,7 +123,7 @@ def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
 
 
 def typical(curve: Curve) -> float | None:
-    """The median over the last half of a curve, without its start; None without a finite value."""
+    """The median over the last half of a curve, without its start, if it has a finite value."""
     values = [value for _, value in curve[len(curve) // 2 :] if math.isfinite(value)]
     return statistics.median(values) if values else None
 
@@ -141,7 +142,7 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """The kinds of a picture, each behind its colour."""
+    """The kinds of a picture, each after its colour."""
     parts, x = [], 0.0
     for name, colour in colours.items():
         said = elided(name, 220, 12)
@@ -155,7 +156,7 @@ def legend(colours: Mapping[str, str]) -> str:
 
 def _grid(frame: _Frame, ticks: Sequence[float]) -> Iterator[str]:
     apart = ticks[1] - ticks[0]
-    # The fewest digits that write every tick exactly: one for 0.5, two for 0.25.
+    # The fewest digits to write every tick exactly: one for 0.5, two for 0.25.
     digits = next((n for n in range(6) if abs(round(apart, n) - apart) < 1e-6 * apart), 6)
     for tick in ticks:
         _, y = frame.place(frame.x[0], tick)

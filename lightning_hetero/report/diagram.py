@@ -1,6 +1,6 @@
 """The diagram of a topology as SVG, as PNG, or as Mermaid text.
 
-Each process has a lane. The layers go from left to right, so that no arrow goes back:
+Each process has a lane. The layers go from left to right, and so do all arrows:
 
     ┌ coordinator ┐  layers 0–1 ─┐                                   ┌▶ layer 6 ▸ head
     ┌ a ──────────┐              └▶ layers 2–3 ─┐     ┌▶ layer 5 ────┘
@@ -89,15 +89,16 @@ class _Lanes:
     """The layout of the picture. Coordinates are pixels from the upper left corner.
 
     A stop is a place on the way of the activations: the coordinator's first part, each stage, and
-    the coordinator's last part. Each of these has a column, in which replicas have a stop each.
+    the coordinator's last part. Each of these has a column. Replicas have a stop each in their
+    column.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._grid = CardGrid.around(topology.places, CARD_WIDTH)
         self._stops = self._lines_of_stops()
-        # The links in the gap behind each column, from left to right, so that few lines cross: of
-        # those that lead down the longest first, of those that lead up the shortest.
+        # The links in the gap after each column, from left to right, so that few lines cross:
+        # downward links with the longest first, upward links with the shortest first.
         self._gaps: list[list[DrawnHop]] = [[] for _ in self._stops]
         # Without stages, the coordinator's first part leads to its last part.
         self._hops = topology.hops or [DrawnHop(0, 0, 0, DrawnLink())]
@@ -158,7 +159,7 @@ class _Lanes:
         return [*found, {0: self._of_coordinator(behind)}]
 
     def _of_coordinator(self, names: list[str]) -> tuple[str, str]:
-        """The coordinator's parts in two lines, of which the layers have one."""
+        """The coordinator's parts in two lines; one is for the layers."""
         frozen = {end: f"{end}, frozen" for end in self._topology.frozen_ends}
         layers = [name for name in names if name.startswith("layer")]
         others = " ▸ ".join(frozen.get(name, name) for name in names if name not in layers)
@@ -176,7 +177,7 @@ class _Lanes:
                 for first, second in stops.values()
             )
             before = self._gaps[number - 1] if number else []
-            # Labels begin behind the last line of the gap, and end before the next gap's first.
+            # Labels begin after the last line of the gap, and end before the next gap's first.
             room = self._labels_room(before[-1]) - _GAP if before else 0.0
             room += _EXCHANGE if len(stops) > 1 else 0.0
             found.append(max(84.0, min(own + 22, _MOST_OF_STOP), room))
@@ -243,7 +244,7 @@ class _Lanes:
         wire = both_ways([start, (x, start[1]), (x, end[1]), end], hop.link)
         if not self._labels_room(hop):
             return wire
-        # Lanes have stops, which labels would meet; so labels are below the upper lane.
+        # Labels would meet the stops of a lane; so they are below the upper lane.
         below = self._y(min(hop.source, hop.target)) + self._grid.height + _BETWEEN_LANES / 2
         return wire + label_beside(x + _ASIDE, below, hop.link)
 
@@ -256,7 +257,7 @@ class _Lanes:
         )
 
     def _exchange(self, number: int) -> str:
-        """The lines over which the replicas of a column exchange gradients."""
+        """The lines for the exchange of gradients between the replicas of a column."""
         x = self._columns[number] + self._widths[number] - _EXCHANGE / 2
         lines = []
         for upper, lower in pairwise(self._stops[number]):
@@ -275,7 +276,7 @@ def _of_stage(held: Range, also: str) -> tuple[str, str]:
 
 
 def mermaid(topology: Topology) -> str:
-    """The topology as a Mermaid flowchart, which GitHub, GitLab and many editors draw."""
+    """The topology as a Mermaid flowchart; GitHub, GitLab and many editors draw it."""
     return "\n".join(_lines(topology)) + "\n"
 
 
@@ -327,8 +328,9 @@ def _memory_in_words(memory: Memory) -> str:
 
 
 def _mermaid_arrow(hop: DrawnHop, topology: Topology) -> str:
-    """The arrow of a link; it tells its two stages if a worker has several, or a stage several
-    workers."""
+    """The arrow of a link; it names its two stages if a worker has several stages, or a stage
+    several workers.
+    """
     link = hop.link
     above, below = labels(link)
     after = (hop.stage + 1) % (topology.num_stages + 1)
@@ -340,7 +342,7 @@ def _mermaid_arrow(hop: DrawnHop, topology: Topology) -> str:
 
 
 def _mermaid_exchange(hop: DrawnHop) -> str:
-    """The dotted line between two replicas; it tells their stage."""
+    """The dotted line between two replicas; it names their stage."""
     known = [label.content for side in labels(hop.link) for label in side]
     said = " · ".join([f"gradients of stage {hop.stage}", *known])
     return f'<-. "{_said(said)}" .->'
@@ -360,14 +362,14 @@ FORMATS: dict[str, Callable[[Topology], bytes]] = {
 
 
 def check_format(name: str) -> None:
-    """Refuse a file name whose suffix names no format of a picture.
+    """Refuse a file name if its suffix is not a format of pictures.
 
     Raises:
         PictureError: With the formats.
     """
     if PurePath(name).suffix.lower() not in FORMATS:
         raise PictureError(
-            f"{name!r} names no format of a picture; it must end in {', '.join(FORMATS)}."
+            f"{name!r} does not name a format of pictures; it must end in {', '.join(FORMATS)}."
         )
 
 

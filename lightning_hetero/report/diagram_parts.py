@@ -67,7 +67,7 @@ _Item = tuple[str, str]
 
 @dataclass(frozen=True)
 class CardGrid:
-    """The layout that all cards of a picture share, so that their rows are level.
+    """The common layout of all cards of a picture, with level rows.
 
     Args:
         width: The width of a card.
@@ -128,12 +128,12 @@ def card(place: DrawnPlace, num_layers: int, machine: int, grid: CardGrid) -> st
 
 
 def _other_marks(place: DrawnPlace) -> list[str]:
-    """The marks in the card; the stage where token ids arrive has that of the embedding."""
+    """The marks in the card. The embedding's mark is at the stage of the token ids instead."""
     return [mark for mark in place.marks if mark != EMBEDDING]
 
 
 def device_lines(device: str, width: float) -> list[str]:
-    """The name of a device in two lines of at most this width, without words that have no room."""
+    """The name of a device in two lines of at most this width; words without room are left out."""
 
     def fits(name: str) -> bool:
         return not any("…" in line for line in wrapped(name.rstrip(" …"), width, 12, 2))

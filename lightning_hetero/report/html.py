@@ -1,6 +1,6 @@
-"""The report of a run: one HTML page that needs no network and runs no script.
+"""The report of a run: one HTML page without network access and scripts.
 
-The page itself is the template ``page.html``; this module computes what it shows.
+The page itself is the template ``page.html``; this module computes its content.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _environment() -> Environment:
 
 
 def _data_uri(svg: str) -> str:
-    """A picture as the address of an image, which can run no script that is in the picture."""
+    """A picture as the address of an image: scripts in an image do not run."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
@@ -99,7 +99,7 @@ def _key_numbers(record: RunRecord) -> Iterator[tuple[str, str]]:
             yield f"last {name}", f"{value:.4g}"
     for name, (label, form) in _PIPELINE_NUMBERS.items():
         value = record.typical(f"pipeline/{name}")
-        # A step shorter than its bound is a wrong measurement, which the findings name.
+        # A step shorter than its bound is a wrong measurement; the findings name it.
         if value is not None and not (name == "bound_share" and value > 1):
             yield label, form(value)
     if busy := record.typical_of_processes("busy_share"):
@@ -108,13 +108,13 @@ def _key_numbers(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _columns(count: int) -> int:
-    """The columns of the key numbers, so that no row has a single one."""
+    """The columns of the key numbers, so that each row has at least two."""
     rows = -(-count // _MOST_IN_A_ROW) or 1
     return -(-count // rows)
 
 
 def _missing(record: RunRecord) -> str:
-    """One sentence on what the folder does not tell, and how the next run can; may be empty."""
+    """One sentence on the missing facts of the folder, and how to record them; may be empty."""
     parts = []
     if not _losses(record):
         parts.append("the loss (log one with self.log, and give the Trainer a CSVLogger)")
@@ -149,7 +149,7 @@ def _versions(record: RunRecord) -> str:
 
 
 def _processes(record: RunRecord) -> list[list[str]]:
-    """A row for each process, with the libraries that differ from the coordinator's."""
+    """A row for each process, with its differences from the coordinator's libraries."""
     processes = [] if record.facts is None else record.facts.processes
     usual = processes[0].versions if processes else {}
     return [
@@ -164,7 +164,7 @@ def _processes(record: RunRecord) -> list[list[str]]:
 
 
 def _topology(record: RunRecord) -> tuple[str, str]:
-    """The picture, or a sentence on why there is none."""
+    """The picture, or a sentence on why it is missing."""
     if record.topology is not None:
         return record.topology, ""
     if record.plan is None:
@@ -202,7 +202,7 @@ def _speed(record: RunRecord) -> str:
 
 
 def _losses_of_workers(record: RunRecord) -> list[list[str]]:
-    """A row for each time that a worker was lost."""
+    """A row for each loss of a worker."""
     return [
         [
             lost.place or lost.name,
@@ -226,7 +226,7 @@ def _reasons(record: RunRecord) -> list[str]:
 
 
 def _lost(record: RunRecord) -> list[LostWorker]:
-    """The latest of the workers that were lost."""
+    """The latest lost workers."""
     return [] if record.facts is None else record.facts.losses[-_MOST_LOST:]
 
 
@@ -235,7 +235,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def _compared(record: RunRecord) -> list[list[str]]:
-    """A row for each of the last steps that have a prediction."""
+    """A row for each of the last steps with a prediction."""
     return [
         [
             str(step.step),

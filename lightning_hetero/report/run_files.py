@@ -1,4 +1,4 @@
-"""RunFiles: the picture, the plan and the notes that a training leaves beside its logs."""
+"""RunFiles: a training's picture, plan and notes beside its logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunFiles:
-    """Observer that keeps the files of a run up to date; what cannot be written is logged.
+    """Observer: keeps the files of a run up to date, and logs write errors.
 
     Args:
         folder: The folder of the run's logs.
@@ -29,7 +29,7 @@ class RunFiles:
         self._events: list[Event] = []
 
     def on_event(self, event: Event) -> None:
-        """Write what an event changes."""
+        """Write the files changed by an event."""
         if isinstance(event, (Progressed, Noted)):
             return
         if isinstance(event, Deployed):
@@ -46,7 +46,7 @@ class RunFiles:
             logger.warning("%s is not written: %s", path, error)
 
     def _draw(self, event: Deployed) -> None:
-        """Write every picture that can be drawn here, and the plan."""
+        """Write all pictures possible on this machine, and the plan."""
         topology = topology_of_run(event)
         for name in (f"{PICTURE_NAME}{suffix}" for suffix in (".svg", ".mmd", ".png")):
             try:

@@ -1,4 +1,4 @@
-"""The record of a run: the files in its folder, and the findings that follow from them by rules."""
+"""The record of a run: the files in its folder, and the findings from them by rules."""
 
 from __future__ import annotations
 
@@ -107,18 +107,18 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class LostWorker(msgspec.Struct, frozen=True):
-    """A worker that was lost during the run, and how long another process took to take its place.
+    """A worker lost during the run, and how long another process took to take its place.
 
     Args:
         name: The name in the plan.
         step: The step in which it was lost, as the log counts steps.
-        reason: What ended its conversation.
-        serving_seconds: From the loss until another process served; None if none did.
-        restoring_seconds: From there until that process had the layers and their latest snapshot.
+        reason: The cause of the loss.
+        serving_seconds: From the loss until another process served, if one did.
+        restoring_seconds: From there until the process had the layers and their latest snapshot.
         repeating_seconds: From there until it had caught up.
-        repeated: What it repeated, in words.
-        place: The name and, where it is another one, the address of the worker.
-        served_by: The same of the process that took its place; empty if none did.
+        repeated: Its repeated work, in words.
+        place: The name of the worker, and its address if it differs from the name.
+        served_by: The name and address of the process in its place, if any; else empty.
     """
 
     name: str
@@ -133,22 +133,22 @@ class LostWorker(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float | None:
-        """From the loss until the process had caught up; None if it did not."""
+        """From the loss until the process had caught up, if it did."""
         parts = self.serving_seconds, self.restoring_seconds, self.repeating_seconds
         found = [part for part in parts if part is not None]
         return sum(found) if len(found) == len(parts) else None
 
 
 class RunFacts(msgspec.Struct, frozen=True):
-    """What the strategy writes about a run beside the logs.
+    """The strategy's notes about a run beside the logs.
 
     Args:
         model: The name of the model.
         started_at: When training began, in ISO format with the time zone.
         processes: The coordinator and the workers; in the place of a lost one, its successor.
         ended_at: When the run ended; empty while it is under way, and after a kill.
-        error: The text of the error that ended the run; empty without one.
-        losses: The workers that were lost during the run, in their order.
+        error: The text of the error at the run's end; empty without an error.
+        losses: The workers lost during the run, in their order.
     """
 
     model: str
@@ -160,9 +160,9 @@ class RunFacts(msgspec.Struct, frozen=True):
 
 
 def facts_of(events: Iterable[Event]) -> RunFacts:
-    """What the events of a run, up to the present one, come to."""
+    """The facts from the events of a run up to the present one."""
     facts = RunFacts("", "")
-    # Of each worker that was lost, the place of its latest loss, and a moment of it.
+    # For each lost worker, the place of its latest loss, and a moment of it.
     latest: dict[str, int] = {}
     moments: dict[str, float] = {}
     for event in events:
@@ -219,13 +219,13 @@ class RunRecord:
     Args:
         name: The name of the folder.
         metrics: Each column of the metrics as a curve.
-        plan: The plan that was deployed last.
+        plan: The last deployed plan.
         topology: The markup of the topology's picture.
         timeline: The markup of the timeline's picture.
         recorded: The steps and processes in the timeline.
-        problems: A sentence for each file that cannot be read.
-        facts: When, where and with what the run ran; None for a folder that does not tell.
-        hyperparameters: The values that Lightning saved, by their names, as text.
+        problems: A sentence for each unreadable file.
+        facts: When, where and with which libraries the run ran, if the folder has these notes.
+        hyperparameters: The values saved by Lightning, by their names, as text.
         written_at: When the latest of the files was written, in seconds since 1970.
     """
 
@@ -265,27 +265,28 @@ class RunRecord:
         return sorted({int(match[1]) for match in matches if match})
 
     def process_metric(self, number: int, name: str) -> Curve:
-        """A metric of a process; empty if the run has no such metric."""
+        """A metric of a process; empty if the run does not have it."""
         return self.metrics.get(f"stage/{number}/{name}", ())
 
     def last(self, name: str) -> float | None:
-        """The last finite value of a metric; None if it has none."""
+        """The last finite value of a metric, if it has one."""
         finite = [value for _, value in self.metrics.get(name, ()) if math.isfinite(value)]
         return finite[-1] if finite else None
 
     def typical(self, name: str) -> float | None:
-        """The median of a metric over the last half of the run; None if it has no value."""
+        """The median of a metric over the last half of the run, if it has values."""
         return typical(self.metrics.get(name, ()))
 
     def typical_of_processes(self, name: str) -> dict[int, float]:
-        """The median of a metric over the last half of the run, for each process that has it and
-        that has layers under the last plan."""
+        """The median of a metric over the last half of the run, for each process with this metric
+        and with layers under the last plan.
+        """
         having = [n for n in self.process_numbers if self.plan is None or not self.is_idle(n)]
         found = {n: typical(self.process_metric(n, name)) for n in having}
         return {number: value for number, value in found.items() if value is not None}
 
     def is_idle(self, number: int) -> bool:
-        """Whether a worker has no layers under the last plan."""
+        """Whether a worker is without layers under the last plan."""
         return number > 0 and not self.ranges.get(self.name_of(number))
 
     def is_spare(self, number: int) -> bool:
@@ -299,10 +300,10 @@ class RunRecord:
         return any(each.share is not None for each in held)
 
     def name_of(self, number: int) -> str:
-        """The name of a process; ``worker 2`` if neither the run's facts nor its plan tell it.
+        """The name of a process; ``worker 2`` if the run's facts and its plan do not name it.
 
-        A worker keeps its number when layers move, so the facts, whose names are as of the
-        beginning, come first.
+        A worker keeps its number when layers move. So the facts come first: their names are from
+        the beginning of the run.
         """
         names = [each.name for each in self.facts.processes] if self.facts else []
         names = names or list(self.ranges)
@@ -313,7 +314,7 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run's folder, as far as its files can be read.
 
     Raises:
-        PictureError: If the folder has no file of a run.
+        PictureError: If the folder does not have files of a run.
     """
     if not folder.is_dir():
         raise PictureError(f"There is no folder {str(folder)!r}; name a folder with a run's logs.")
@@ -330,7 +331,7 @@ def read_run(folder: Path) -> RunRecord:
             return None
 
     place = folder.resolve()
-    # Files that are missing are made again from the record.
+    # Make missing files again from the record.
     events = read(RECORD_NAME, read_events) or []
     deployed = [event for event in events if isinstance(event, Deployed)][-1:]
     pictures = (picture_for(TOPOLOGY, topology_of_run(event)).decode() for event in deployed)
@@ -446,8 +447,8 @@ OFF = 0.15
 """A finding names a step that differs from its prediction by this share."""
 
 _FASTER_LINKS = (
-    "A faster link, or activation_dtype and gradient_dtype in the plan (bfloat16 halves what is "
-    "sent, int8 quarters it) would help."
+    "A faster link, or activation_dtype and gradient_dtype in the plan (bfloat16 halves the "
+    "sent bytes, int8 quarters them) would help."
 )
 
 
@@ -456,7 +457,7 @@ _MOST_NAMES = 4
 
 
 def findings(record: RunRecord) -> list[str]:
-    """Sentences on what stands out in a run, the error that ended it first."""
+    """Sentences on the notable facts of a run, the error at its end first."""
     found = [
         *_of_end(record),
         *_of_losses(record),
@@ -491,7 +492,7 @@ def _of_losses(record: RunRecord) -> Iterator[str]:
     shown = ", ".join(names[:_MOST_NAMES]) + (" and others" if len(names) > _MOST_NAMES else "")
     times = "Once a worker was" if len(losses) == 1 else f"{len(losses)} times a worker was"
     yield (
-        f"{times} lost and replaced ({shown}); no step was lost by that. Until the process in its "
+        f"{times} lost and replaced ({shown}); all steps were kept. Until the process in its "
         f"place had caught up, it took {in_duration(sum(seconds))} in all."
         if len(seconds) == len(losses)
         else f"{times} lost ({shown}), and {len(losses) - len(seconds)} of these times no process "

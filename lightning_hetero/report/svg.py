@@ -24,15 +24,15 @@ _RADIUS = 10.0
 _HEAD = 8.0
 _CLEAR = 3.0
 
-# Characters that XML 1.0 cannot contain, escaped or not.
+# Characters forbidden in XML 1.0, escaped or not.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def element(name: str, *children: str, **attributes: str | float | None) -> str:
-    """An element around its children, which are markup.
+    """An element around its children; the children are markup already.
 
-    ``text_anchor=`` writes ``text-anchor``, and ``class_=`` writes ``class``. An attribute that is
-    None is omitted.
+    ``text_anchor=`` writes ``text-anchor``, and ``class_=`` writes ``class``. An attribute of None
+    is omitted.
     """
     shown = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escaped(_number(value))}"'
@@ -49,7 +49,7 @@ def escaped(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with a replacement character for each character that XML cannot contain."""
+    """The text with a replacement character for each character forbidden in XML."""
     return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -66,7 +66,7 @@ def rectangle(
 
 
 def moved(x: float, y: float, *children: str) -> str:
-    """A group whose origin is at this point."""
+    """A group with its origin at this point."""
     return element("g", *children, transform=f"translate({_number(x)} {_number(y)})")
 
 
@@ -86,7 +86,7 @@ def arrow(points: Sequence[Point], name: str) -> str:
 
 
 def _rounded_line(points: Sequence[Point], class_: str) -> str:
-    """A line through points, with right angles that are drawn as round corners."""
+    """A line through points, with round corners in place of right angles."""
     (x, y), *_ = points
     path = [f"M{_number(x)} {_number(y)}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
@@ -98,7 +98,7 @@ def _rounded_line(points: Sequence[Point], class_: str) -> str:
 
 
 def _arrow_head(tip: Point, origin: Point, class_: str) -> str:
-    """An arrow head at ``tip`` that points away from ``origin``."""
+    """An arrow head at ``tip``, pointing away from ``origin``."""
     back = _towards(tip, origin, _HEAD)
     dx, dy = (back[0] - tip[0]) / 2, (back[1] - tip[1]) / 2
     corners = [tip, (back[0] + dy, back[1] - dx), (back[0] - dy, back[1] + dx)]
@@ -297,7 +297,7 @@ def hue(number: int) -> str:
 
 
 def picture(width: float, height: float, title: str, /, *children: str, **attributes: float) -> str:
-    """An SVG picture for a page that has the style sheet."""
+    """An SVG picture for a page with the style sheet."""
     return element(
         "svg",
         element("title", escaped(title)),
@@ -311,7 +311,7 @@ def picture(width: float, height: float, title: str, /, *children: str, **attrib
 
 
 def picture_file(width: float, height: float, title: str, *children: str, radius: float = 0) -> str:
-    """An SVG picture with its style sheet, background and size, which needs nothing else."""
+    """A self-contained SVG picture with its style sheet, background and size."""
     style = element("style", style_sheet())
     paper = rectangle(0, 0, width, height, "paper", radius)
     return picture(width, height, title, style, paper, *children, width=width, height=height)

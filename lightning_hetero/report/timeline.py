@@ -61,7 +61,7 @@ class _Panel:
         processes: The actions of each row.
         start_seconds: When the first action starts, on the clock of the actions.
         row_seconds: The time from there to the end of a row.
-        step_seconds: The duration of the step, of which the busy shares are parts.
+        step_seconds: The duration of the step; the busy shares are parts of it.
         absences: When processes were lost and replaced.
     """
 
@@ -85,7 +85,7 @@ class _Panel:
 def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
     """A step as an SVG file: a row for each process, as recorded and as predicted.
 
-    A process computes nothing where its row is hatched: the bubble.
+    A process is idle where its row is hatched: the bubble.
     """
     panels = [_measured(step)]
     if prediction is not None:
@@ -146,7 +146,7 @@ def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
 def _absence(
     away: Absence, start_seconds: float, left: float, y: float, scale: float
 ) -> Iterator[str]:
-    """Two bars: until another process had the layers, and while it repeated what was lost."""
+    """Two bars: until another process had the layers, and while it repeated the lost work."""
     parts = {
         "lost": (f"lost: {away.reason}", away.start_seconds, away.restored_seconds),
         "repeats": (f"repeats {away.repeated}", away.restored_seconds, away.end_seconds),
@@ -169,7 +169,7 @@ def _label(process: ProcessSpans, y: float) -> str:
 
 
 def _layer_lines(process: ProcessSpans) -> list[str]:
-    """The layers by stages in lines that end between stages."""
+    """The layers by stages in lines; a line ends between two stages."""
     whole = stages_as_text(process.ranges).replace(" ", "\N{NO-BREAK SPACE}")
     parted = whole.replace(",\N{NO-BREAK SPACE}stage", ", stage")
     return wrapped(parted, _STEP_LABEL - 8, 11, _MOST_LINES)

@@ -1,4 +1,4 @@
-"""The topology of a plan: which process holds which layers, on which device, over which links.
+"""The topology of a plan: processes with their layers and devices, and the links between them.
 
 A profile adds devices, memory and links. Unknown facts are None or empty, and pictures omit them.
 """
@@ -50,7 +50,7 @@ class Memory:
 
     @property
     def name(self) -> str:
-        """What the used memory is for: the weights alone, or everything."""
+        """The use of the memory: the weights alone, or everything."""
         return "weights" if list(self.used_bytes) == ["weights"] else "memory"
 
 
@@ -62,10 +62,10 @@ class DrawnPlace:
         name: The name in the plan.
         number: The number of the process; 0 is the coordinator. A worker keeps it when layers move.
         host: The machine, if the name does not contain it.
-        device: The name of the device that computes.
-        ranges: Its layers; empty for a worker that has none at present.
+        device: The name of the computing device.
+        ranges: Its layers; empty for a worker without layers at present.
         memory: The memory of the device.
-        marks: What is special: ``embedding`` (the place holds it), ``4-bit``, ``frozen``,
+        marks: Special properties: ``embedding`` (the place holds it), ``4-bit``, ``frozen``,
             ``recomputed``, ``float16``; with the stages if it is not true of all stages.
         identity: Equal for all processes on one machine; empty if it is unknown.
     """
@@ -86,7 +86,7 @@ class DrawnPlace:
 
     @property
     def machine(self) -> str:
-        """Distinguishes the machines of processes, also behind tunnels, where names do not."""
+        """Distinguishes the machines of processes, even at the ends of tunnels with equal names."""
         return self.identity or self.machine_name
 
     @property
@@ -110,9 +110,9 @@ class DrawnLink:
     Args:
         forward: The speed of activations.
         backward: The speed of gradients.
-        activation_dtype: The dtype to which activations are rounded on this link.
-        gradient_dtype: The dtype to which gradients are rounded on this link.
-        is_one_way: Whether only token ids cross the link, and no gradient comes back.
+        activation_dtype: The dtype of rounded activations on this link.
+        gradient_dtype: The dtype of rounded gradients on this link.
+        is_one_way: Whether only token ids cross the link, without gradients in return.
     """
 
     forward: DrawnSpeed | None = None
@@ -127,10 +127,10 @@ class DrawnHop:
     """A step on the way of activations, or an exchange between two replicas.
 
     Args:
-        stage: The number of the stage that sends activations; 0 is the coordinator's. Of an
-            exchange, the number of the stage that both hold.
-        source: The index of the place that sends.
-        target: The index of the place that takes what is sent.
+        stage: The number of the sending stage; 0 is the coordinator's. For an exchange, the number
+            of the common stage.
+        source: The index of the sending place.
+        target: The index of the receiving place.
         link: The link between the two.
     """
 
@@ -141,7 +141,7 @@ class DrawnHop:
 
     @property
     def is_inside(self) -> bool:
-        """Whether nothing is sent, since both stages have the same place."""
+        """Whether both stages have the same place, so tensors do not cross a link."""
         return self.source == self.target
 
 
@@ -154,15 +154,14 @@ class Topology:
         num_layers: The number of layers of the whole model.
         coordinator: The place with the head, the loss, its own first and last layers, and the
             embedding unless the first stage holds it.
-        workers: The workers in the order in which the layers come to them, then those without
-            layers.
+        workers: The workers in the order of their layers, then the workers without layers.
         hops: The ways of the micro-batches: from the coordinator through all stages and back to the
             coordinator, in the order of the stages, also between two stages of one place; empty
-            without stages. Behind and before a stage with replicas, there is a hop for each two
-            places between which a micro-batch goes.
-        exchanges: The replicas that exchange gradients with each other, each pair once.
+            without stages. Before and after a stage with replicas, there is a hop for each two
+            places on the way of a micro-batch.
+        exchanges: The replicas with an exchange of gradients, each pair once.
         facts: Short phrases about the whole run.
-        frozen_ends: Which of ``embedding`` and ``head`` do not train.
+        frozen_ends: The frozen ones of ``embedding`` and ``head``.
     """
 
     title: str
@@ -191,12 +190,12 @@ class Topology:
 
     @property
     def is_line(self) -> bool:
-        """Whether each worker has one stage for itself, or none of them has any."""
+        """Whether each worker has one stage for itself, or all of them are without a stage."""
         has_one_each = all(len(place.ranges) == 1 for place in self.workers)
         return not self.hops or (has_one_each and not self.has_replicas)
 
     def ranges_of_stage(self, number: int) -> dict[int, Range]:
-        """The range of each place that holds a stage on workers, by the place's index."""
+        """The range of each place of a stage on workers, by the place's index."""
         return {
             index: held
             for index, place in enumerate(self.places)
@@ -207,7 +206,8 @@ class Topology:
     @property
     def own_parts(self) -> tuple[list[str], list[str]]:
         """The names of the coordinator's own parts before the stages, and after the stages; without
-        layers of which it is a replica."""
+        its layers as a replica.
+        """
         is_away = bool(self.workers) and EMBEDDING in self.workers[0].marks
         ends = ["data"] if is_away else ["data", EMBEDDING]
         alone = [each.layers for each in self.coordinator.ranges if each.stage == COORDINATOR_STAGE]
@@ -238,7 +238,7 @@ _VENDORS = re.compile(r"^(?:Intel|AMD|NVIDIA)\s+(?=\S)")
 
 
 def device_names(name: str) -> Iterator[str]:
-    """The name of a device, and then shorter names, each without the words that tell least."""
+    """The name of a device, and then shorter names, each without the least important words."""
     yield name
     for words in (_MARKS, _FILLERS, _VENDORS):
         name = words.sub("", name).strip() or name
@@ -250,7 +250,7 @@ def device_names(name: str) -> Iterator[str]:
 
 
 def short_device(name: str, fits: Callable[[str], bool]) -> str:
-    """The longest of a device's names that fits; the shortest if none does."""
+    """The longest fitting name of a device; the shortest if all are too long."""
     shorter = ""
     for shorter in device_names(name):
         if fits(shorter):
@@ -264,7 +264,7 @@ def speed_as_text(speed: DrawnSpeed) -> tuple[str, str]:
 
 
 def memory_as_text(memory: Memory) -> str:
-    """As ``5.1 of 23.5 GiB``, or as much of that as is known."""
+    """As ``5.1 of 23.5 GiB``, or the known part of it."""
     used, total = math.fsum(memory.used_bytes.values()), memory.total_bytes
     if not memory.used_bytes:
         return in_short_bytes(total)
@@ -276,7 +276,7 @@ def memory_as_text(memory: Memory) -> str:
 
 
 def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> Topology:
-    """The topology of a plan, with the facts of a profile if there is one.
+    """The topology of a plan, with the facts of a profile, if any.
 
     Raises:
         PlanError: If the plan cannot run, or the profile does not fit it.
@@ -345,7 +345,7 @@ def _equipped(place: DrawnPlace, process: PlacedProcess, host: str) -> DrawnPlac
 
 
 def _hops(plan: Plan, numbers: Mapping[str, int]) -> list[DrawnHop]:
-    """The hops that a step's micro-batches take, those between each two stages side by side."""
+    """The hops of a step's micro-batches, with the hops between two stages side by side."""
     links = [DrawnLink(None, None, n.activation_dtype, n.gradient_dtype) for n in plan.narrowings]
     if plan.remote_stages[0].embedding:
         links[0] = DrawnLink(is_one_way=True)
@@ -363,8 +363,9 @@ def _hops(plan: Plan, numbers: Mapping[str, int]) -> list[DrawnHop]:
 
 
 def _exchanges(plan: Plan, numbers: Mapping[str, int]) -> list[DrawnHop]:
-    """Who adds up gradients with whom; a coordinator that is a replica does so for all, unless the
-    plan lets the others own a part."""
+    """The pairs of processes for adding up gradients. A coordinator as a replica does this for all,
+    unless the plan lets the others own a part.
+    """
     found = []
     for number, stage in enumerate(plan.remote_stages, start=1):
         others = stage.remote_workers
@@ -392,7 +393,7 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
         hops=_measured(bare, bare.hops, profile),
         exchanges=_measured(bare, bare.exchanges, profile),
         facts=[*bare.facts, _prediction(candidate)],
-        # A head that shares the embedding's weight has no parameters of its own.
+        # A head with the embedding's weight does not have parameters of its own.
         frozen_ends=bare.frozen_ends | (frozen_ends if len(frozen_ends) == len(ENDS) else set()),
     )
 
@@ -411,8 +412,7 @@ def _marks_of_stage(stage: StagePlan) -> list[str]:
 
 
 def marks_of(ranges: Ranges, marks: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The marks of a place from those of its ranges; a mark that not all of them have says which
-    do."""
+    """The marks of a place from its ranges' marks. A mark of some ranges names their layers."""
     found = []
     for mark in dict.fromkeys(each for some in marks for each in some):
         having = [held for held, some in zip(ranges, marks, strict=True) if mark in some]
@@ -446,7 +446,7 @@ def _by_part(need: Need) -> Mapping[str, float]:
 
 
 def _measured(bare: Topology, hops: Sequence[DrawnHop], profile: Profile) -> list[DrawnHop]:
-    """The hops with the speeds that were measured."""
+    """The hops with the measured speeds."""
     speeds = {
         (link.source, link.target): DrawnSpeed(link.bytes_per_second, link.latency_seconds)
         for link in profile.links

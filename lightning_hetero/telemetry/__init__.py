@@ -1,1 +1,1 @@
-"""What happened: recorded steps, their predictions, and the layers of each process."""
+"""Telemetry: recorded steps, their predictions, and the layers of each process."""

@@ -18,7 +18,7 @@ class Range:
         stage: The number of their stage; 0 for layers of the coordinator alone.
         layers: Half-open range.
         share: How many micro-batches of a round the process runs, and how many the round has; None
-            if no other process holds the layers.
+            if the process alone holds the layers.
     """
 
     stage: int
@@ -37,7 +37,7 @@ class Range:
 
     @property
     def share_as_text(self) -> str:
-        """The share, as ``2 of 3``; ``warm spare`` without any, and empty without replicas."""
+        """The share, as ``2 of 3``; ``warm spare`` for a share of 0, and empty without replicas."""
         return "" if self.share is None else in_share(*self.share)
 
 
@@ -76,7 +76,7 @@ def layers_as_text(*layers: tuple[int, int]) -> str:
 
 def stages_as_text(ranges: Ranges) -> str:
     """The layers of a process by its stages: ``stage 1: layers 2–4, stage 3: layer 8 (2 of 3)``,
-    with its share where others hold the stage too. Those of the coordinator alone have no number.
+    with its share if others hold the stage too. The coordinator's own layers are without a number.
     """
     own = [each.layers for each in ranges if each.stage == COORDINATOR_STAGE]
     found = [layers_as_text(*own)] if own or not ranges else []

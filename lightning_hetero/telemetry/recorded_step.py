@@ -1,12 +1,12 @@
-"""A recorded training step: what every process did and when, on the coordinator's clock.
+"""A recorded training step: the work of every process over time, on the coordinator's clock.
 
-Pings put the workers' times on that clock. The coordinator asks at ``asked`` and hears the answer
+Pings put the workers' times on this clock. The coordinator asks at ``asked`` and hears the answer
 at ``heard``; the peer read its clock somewhere between. The midpoint is wrong by at most half the
 round trip. Clocks drift against each other by some milliseconds a minute, so each second has its
 own best ping (the one with the shortest round trip), and the offset between two of them is
 interpolated linearly.
 
-The prediction of a step is what the planner's simulator plays for the same plan.
+The planner's simulator predicts a step from the same plan.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ SAME_CLOCK = ClockMap([Knot(0.0, 0.0, 0.0)])
 
 
 def align(samples: Iterable[ClockSample]) -> ClockMap:
-    """The clock map that the pings of one peer give.
+    """The clock map from the pings of one peer.
 
     Raises:
-        ChannelError: If there are no pings.
+        ChannelError: If the pings are missing.
     """
     groups: list[list[Knot]] = []
     for knot in sorted(map(Knot.of, samples), key=lambda knot: knot.moment_seconds):
@@ -98,8 +98,8 @@ def align(samples: Iterable[ClockSample]) -> ClockMap:
         groups[-1].append(knot)
     if not groups:
         raise ChannelError(
-            "A worker has answered no ping, so its times cannot be compared with the others' "
-            "times; check whether its connection is alive."
+            "A worker has not answered any ping, so its times cannot be compared with the "
+            "others' times; check whether its connection is alive."
         )
     return ClockMap([min(group, key=lambda knot: knot.error_seconds) for group in groups])
 
@@ -114,7 +114,7 @@ class Spans:
 
     @property
     def actions(self) -> list[Span]:
-        """The spans in which something was computed."""
+        """The spans of computation."""
         return [span for span in self.spans if span.kind in ACTIONS]
 
     def seconds(self, *kinds: SpanKind) -> float:
@@ -129,14 +129,14 @@ class Spans:
 
 @dataclass(frozen=True)
 class ProcessSpans(Spans):
-    """What one process did in a step, in all its stages.
+    """The work of one process in a step, in all its stages.
 
     Args:
         number: The number of the process; 0 is the coordinator. A worker keeps it when layers move.
         name: The name of the process in the plan.
         ranges: Its layers.
         spans: The spans, ordered by their starts.
-        clock: The map that converted their times to the coordinator's clock.
+        clock: The map of their times to the coordinator's clock.
     """
 
     number: int
@@ -164,14 +164,14 @@ def name_of(span: Span) -> str:
 
 @dataclass(frozen=True)
 class StageSpans(Spans):
-    """What one process did for one stage in a step, as the simulator sees it.
+    """The work of one process for one stage in a step, as the simulator sees it.
 
     Args:
         stage: The number of the stage; 0 is the coordinator's.
         process: The number of the process.
         worker: The name of the process.
-        spans: Its actions in the stage, and what it sent. The span of a message has the number of
-            the stage that takes it. The optimizer's step of a process belongs to its first stage.
+        spans: Its actions in the stage, and its messages. The span of a message has the number of
+            the receiving stage. The optimizer's step of a process belongs to its first stage.
     """
 
     stage: int
@@ -187,11 +187,11 @@ class Absence:
     Args:
         number: The number of the worker.
         start_seconds: When the loss was noted.
-        restored_seconds: When another process had the layers and began to repeat; the end, if none
-            did.
-        end_seconds: When that process had caught up, or was lost too.
+        restored_seconds: When another process had the layers and began to repeat; the end, if this
+            never happened.
+        end_seconds: When the other process had caught up, or was lost too.
         reason: Why the worker was lost.
-        repeated: What was repeated, in words.
+        repeated: The repeated work, in words.
     """
 
     number: int
@@ -209,7 +209,7 @@ class RecordedStep:
     Args:
         step: The number of optimizer steps before it.
         start_seconds: When Lightning started its first batch.
-        processes: The coordinator, then the workers that have layers.
+        processes: The coordinator, then the workers with layers.
         num_dropped: How many spans the recorders dropped because their memory was full.
         absences: When workers were lost in the step, and replaced.
         num_batches: The batches of its accumulation window.
@@ -235,9 +235,10 @@ class RecordedStep:
         return max(ends, default=self.start_seconds)
 
     def with_absences(self, absences: Iterable[Absence]) -> RecordedStep:
-        """The step with these, cut to the step; those outside are dropped.
+        """The step with its absences, cut to the step; other absences are dropped.
 
-        What a process has repeated is no work of the step, so its spans until then are dropped too.
+        Repeated work does not belong to the step, so the spans of a process until it has caught up
+        are dropped too.
         """
         start, end = self.start_seconds, self.end_seconds
         cut = [
@@ -294,10 +295,10 @@ class RecordedStep:
 
 
 def _stage_of(span: Span, num_stages: int) -> int | None:
-    """The stage that computed or sent; None for what belongs to no stage."""
+    """The computing or sending stage; None for a span outside all stages."""
     if span.kind in ("forward", "backward"):
         return span.stage
-    # The span of a message names the stage that takes it.
+    # The span of a message names the receiving stage.
     sent = span.kind == "send" and {"Activation": -1, "Gradient": 1}.get(span.message)
     return (span.stage + sent) % num_stages if sent else None
 
@@ -373,9 +374,9 @@ class Prediction:
     """A step as the simulator predicts it.
 
     Args:
-        source: The times that the simulator used: the profile that was measured before the run,
-            or, without a profile, the mean times of the recorded step itself. Means do not show
-            why the times of one step differ.
+        source: The times for the simulator: the profile measured before the run, or, without a
+            profile, the mean times of the recorded step itself. Means do not show why the times of
+            one step differ.
         seconds: The duration of the step.
         bubble: The idle share of all processes' time.
         processes: The actions of each process, including the optimizer's step. Their seconds count
@@ -391,10 +392,10 @@ class Prediction:
 def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Prediction | None:
     """The prediction of a step.
 
-    It is None for steps that the simulator does not know: a micro-batch passes through the stages
-    several times, the batch is cut at the boundary only, or the batches of the window have
-    different numbers of micro-batches. Without a profile it is None too where the coordinator is a
-    replica: the step does not tell what its layers alone take there.
+    None for steps unknown to the simulator: a micro-batch passes through the stages several times,
+    the batch is cut at the boundary only, or the batches of the window have different numbers of
+    micro-batches. Without a profile it is also None if the coordinator is a replica: the step does
+    not show the time of its layers alone there.
     """
     if profile is not None:
         try:
@@ -420,10 +421,10 @@ def bound_seconds(plan: Plan, profile: Profile) -> float:
 
 
 def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
-    """The pipeline whose times are the mean times of the step; None if it cannot be simulated."""
+    """The pipeline with the mean times of the step, if it can be simulated."""
     first, num_batches = step.stages[0], step.num_batches
     count = _count(first, "forward")
-    # A loss whose backward waits for the next batch has it apart.
+    # If the backward of a loss waits for the next batch, it has a span of its own.
     backwards = [span for span in first.spans if span.kind == "backward"]
     late = [span for span in backwards if span.visit] if num_batches > 1 else []
     actions = [span for stage in step.stages for span in stage.actions]
@@ -436,7 +437,7 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
     held = {(each.stage, each.worker): each for each in step.stages}
     order = [(stage, name) for stage in placement.stages for name in stage.processes]
     if any((stage.number, name) not in held for stage, name in order):
-        return None  # a process that was lost has recorded nothing
+        return None  # a lost process has no record
     own = dataclasses.replace(first, spans=[span for span in first.spans if span not in late])
     entries = [own, *(held[stage.number, name] for stage, name in order)]
     there, back = _hops(entries, "Activation", 1), _hops(entries, "Gradient", -1)
@@ -489,7 +490,8 @@ def _count(stage: StageSpans, kind: SpanKind) -> int:
 
 def _hop(stages: Sequence[StageSpans], one: StageSpans, other: StageSpans, message: str) -> Hop:
     """The mean time of a message from a stage to another one, or over the coordinator if the
-    coordinator forwards between the two; nothing inside a process."""
+    coordinator forwards between the two; zero inside a process.
+    """
     name = f"{one.process} to {other.process}"
     if one.process == other.process:
         return Hop(name, 0.0)
@@ -535,7 +537,7 @@ def _prediction(
 
 
 def _shown(action: Action) -> tuple[SpanKind, int]:
-    """The kind and the visit with which the runtime records an action."""
+    """The kind and the visit of an action in the runtime's records."""
     if action.stage_index == 0 and action.key.visit == LOSS:
         return ("loss", 0) if action.kind == "F" else ("backward", LOSS)
     return ("backward" if action.kind == "B" else "forward"), 0

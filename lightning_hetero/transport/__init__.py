@@ -1,1 +1,1 @@
-"""How it travels: sockets, TLS, handshakes and channels."""
+"""How messages travel: sockets, TLS, handshakes and channels."""

@@ -30,19 +30,19 @@ class Address:
         """Read ``host:port``, ``1.2.3.4:port`` or ``[::1]:port``.
 
         Raises:
-            PlanError: If the text is no address.
+            PlanError: If the text is not an address.
         """
         found = _HOST_AND_PORT.fullmatch(text)
         if found is None or int(found["port"]) > MOST_PORT:
             hint = "" if found is None else f"; the highest port is {MOST_PORT}"
             raise PlanError(
-                f"{text!r} is no address; write host:port, such as strix.local:9999{hint}."
+                f"{text!r} is not an address; write host:port, such as strix.local:9999{hint}."
             )
         return cls(found["ipv6"] or found["name"], int(found["port"]))
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the address."""
         if self.host == "localhost":
             return True
         try:
@@ -56,7 +56,7 @@ class Address:
 
 
 def checked_name(text: str) -> str:
-    """The name of a worker that joins, if it can be one.
+    """The text, if it is allowed as the name of a joining worker.
 
     Raises:
         PlanError: If it is empty, too long, has other characters than letters, digits and
@@ -64,8 +64,8 @@ def checked_name(text: str) -> str:
     """
     if not _NAME.fullmatch(text) or text == COORDINATOR:
         raise PlanError(
-            f"{text!r:.80} is no name for a worker; take up to 64 letters, digits, dots, colons, "
-            f"hyphens and underscores, and not {COORDINATOR!r}."
+            f"{text!r:.80} is not a name for a worker; take up to 64 letters, digits, dots, "
+            f"colons, hyphens and underscores, and not {COORDINATOR!r}."
         )
     return text
 

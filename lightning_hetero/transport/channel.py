@@ -1,14 +1,14 @@
-"""A channel: a connection that carries frames, with a thread for each direction.
+"""A channel: a connection for frames, with a thread for each direction.
 
 The reading thread fills tensors in place. The writing thread sends large tensors from their own
-memory, and sends a sign of life when it has nothing else, so that a peer that computes is heard. A
-small frame that has nothing before it and for which the connection has room is sent at once, by the
-thread that says it. While the writing thread waits for the device to finish a tensor, the reading
-thread sends the signs of life. Everything that arrives, and the channel's end, goes to one inbox:
-the thread that computes never waits for the network.
+memory. When its queue is empty, it sends a sign of life, so the other end hears a busy process too.
+A small frame skips the empty queue if the connection has room: the calling thread sends it at once.
+While the writing thread waits for the device to finish a tensor, the reading thread sends the signs
+of life. All arrivals, and the channel's end, go to one inbox: the computing thread never waits for
+the network.
 
-Below a channel is its line, which may put another connection in the place of a broken one. Nobody
-above the channel notices.
+Below a channel is its line. The line may replace a broken connection; the users of the channel do
+not notice.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from .reconnection import Line, Lingering, reason_of
 
 logger = logging.getLogger(__name__)
 
-# A message, and the function that encodes its frame.
+# A message, and the encoder of its frame.
 Queued = tuple[m.Message, Callable[[], list[memoryview]]]
 
-# Keeps a message that is about to be queued. It gets what encodes the frame, and whether that may
-# be called at once, and returns what encodes the frame for the channel.
+# Keeps a message before it is queued. Its arguments are the message, the encoder of the frame, and
+# whether the encoder may be called at once. It returns the encoder for the channel.
 Keep = Callable[[m.Message, Encode, bool], Encode]
 
-# How often a wait looks whether this process is to end.
+# How often a waiting thread looks whether this process has to end.
 LOOK_SECONDS = 1.0
 
-# Relative to the silence. A machine that is up acknowledges something at least twice in it, even
-# while its receive window is closed and it only gets window probes.
+# Relative to the silence. A running machine acknowledges at least twice in this time, even while
+# its receive window is closed and it only gets window probes.
 _SHARE_OF_SILENCE = 0.7
 
-_FROZEN_HERE = ": its process is frozen, since it has computed next to nothing on this machine"
+_FROZEN_HERE = ": its process is frozen, since it has used almost no CPU time on this machine"
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What arrived over a channel: a frame, or the error that ended the channel."""
+    """An arrival over a channel: a frame, or the error at the channel's end."""
 
     channel: Channel
     content: Frame | HeteroError
@@ -76,7 +76,7 @@ class Arrival:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The frame's tensors; none for an error."""
+        """The frame's tensors; empty for an error."""
         return self.content.tensors if isinstance(self.content, Frame) else ()
 
 
@@ -90,23 +90,24 @@ class Channel:
     """One end of a conversation after its handshake. Start it with `start`, end it with `close`.
 
     Args:
-        connection: The connection, which the channel closes.
-        session: The session, in the state in which the handshake left it.
+        connection: The connection. The channel closes it.
+        session: The session, in its state after the handshake.
         peer: Name of the other end, for messages to people.
-        frozen_seconds: Silence after which the channel gives up a peer whose machine still answers;
-            None takes the deadline for any silence.
-        lingering: What the two ends have agreed on for a broken connection; None to end with it.
+        frozen_seconds: The longest silence of a peer while its machine still answers. The default
+            is the deadline for any silence.
+        lingering: The agreement of the two ends on a broken connection. Without it, the channel
+            ends with its connection.
 
     Attributes:
         line: The connections, one after the other.
-        activity: What this end does, in words for people at the other end.
-        peer_activity: The latest that the peer reported of its own activity; empty at first.
+        activity: The present work of this end, in words for people at the other end.
+        peer_activity: The peer's latest report of its activity; empty at first.
         clock: Compares the peer's clock with ours.
-        on_sent: Called after each message, in a thread of the channel or in the one that says it:
-            the message, the bytes of its frame, and when sending began.
-        forward: Called in the reading thread with each frame; a frame for which it returns true
-            does not reach the inbox.
-        keep: Keeps what is sent for a process that takes the peer's place; None keeps nothing.
+        on_sent: Called after each message, in a thread of the channel or in the sender's thread,
+            with the message, the bytes of its frame, and the start of sending.
+        forward: Called in the reading thread with each frame. If it returns true, the frame does
+            not reach the inbox.
+        keep: Keeps sent messages for a process in the peer's place, if there may be one.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Channel:
         self._num_queued = 0
         self._num_passed_on = 0
         self._is_over = False
-        # Why a frame could not be made, where that has ended the channel.
+        # The error of an encoder, if it has ended the channel.
         self._encode_error: HeteroError | None = None
         self.clock = PeerClock(self.send)
         self.on_sent: Callable[[m.Message, int, float], None] | None = None
@@ -140,7 +141,8 @@ class Channel:
         self._is_closing = False
         self._num_heard = 0
         self._num_silent_waits = 0
-        # Looks at the peer's process while the peer is silent; how often that has computed then.
+        # Looks at the peer's process while the peer is silent; how often it saw the process
+        # compute.
         self._peer_work: PeerWork | None = None
         self._num_slow_waits = 0
         # The writing thread, then the reading one; fewer if the system gives none.
@@ -150,7 +152,7 @@ class Channel:
         """Begin to read and write; arrivals go to ``inbox``, tensors in buffers of ``pool``.
 
         Raises:
-            ChannelError: If the system gives this process no more threads; the peer is told so.
+            ChannelError: If the system refuses this process a thread; the peer gets the reason.
         """
         self.line.connection.set_timeout(self._deadlines.heartbeat_seconds)
         reader = FrameReader(pool=pool)
@@ -166,11 +168,11 @@ class Channel:
             self._threads.append(thread)
 
     def _without_threads(self, cause: RuntimeError) -> ChannelError:
-        """Tell the peer why this end cannot talk, and end the channel."""
+        """Report to the peer why this end cannot talk, and end the channel."""
         reason = (
-            f"This process can start no thread for the connection with {self.peer} ({cause}): "
-            "raise the number of processes and threads that the system allows it (`ulimit -u`, or "
-            "`pids.max` of its control group), or its memory."
+            f"This process cannot start a thread for the connection with {self.peer} ({cause}): "
+            "raise its allowed number of processes and threads (`ulimit -u`, or `pids.max` of "
+            "its control group), or its memory."
         )
         with contextlib.suppress(OSError, HeteroError):
             last_word = encode_frame(Frame(m.Failure(reason)))
@@ -192,7 +194,7 @@ class Channel:
         self._queue(message, self._kept(message, lambda: buffers, is_ready=True), is_small)
 
     def send_later(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
-        """Queue a frame that the writing thread encodes, which may wait for its tensors.
+        """Queue a frame for the writing thread to encode; the encoder may wait for its tensors.
 
         Raises:
             LocalProtocolError: If the rules forbid the message.
@@ -201,7 +203,7 @@ class Channel:
         self._queue(message, self._kept(message, encode, is_ready=False))
 
     def send_again(self, message: m.Message, read: Callable[[], bytes]) -> None:
-        """Queue a frame that was kept; it is read when it is its turn to be sent.
+        """Queue a kept frame; the writing thread reads it when its turn comes.
 
         Raises:
             LocalProtocolError: If the rules forbid the message.
@@ -213,16 +215,16 @@ class Channel:
         return encode if self.keep is None else self.keep(message, encode, is_ready)
 
     def pass_on(self, frame: Frame, most_queued: int) -> None:
-        """Queue a frame as another process of the run has sent it; drop it if it is too late.
+        """Queue a frame exactly as another process of the run has sent it; drop a late frame.
 
-        It is too late after the step that it belongs to, and when the conversation is over.
+        A frame is late after its own step, and when the conversation is over.
 
         Args:
             frame: The frame of the other process.
             most_queued: The most such frames that may be queued, the new one included.
 
         Raises:
-            RemoteProtocolError: If the other process has sent more frames than that.
+            RemoteProtocolError: If the other process has sent more frames than ``most_queued``.
         """
         buffers = encode_frame(frame)
 
@@ -258,9 +260,9 @@ class Channel:
         return bool(self._threads) and not self._is_over
 
     def _sends_at_once(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> bool:
-        """Send a small frame in the calling thread; false if it would have to wait.
+        """Send a small frame in the calling thread; false if the frame would have to wait.
 
-        To wake the writing thread for it takes more time, in which both want the interpreter.
+        Waking the writing thread takes longer, and then both threads want the interpreter.
         """
         buffers, start = encode(), time.perf_counter()
         num_bytes = sum(map(len, buffers))
@@ -276,7 +278,7 @@ class Channel:
     def wait_until_sent(self, most_queued: int, look: Callable[[], None] | None = None) -> None:
         """Wait until at most ``most_queued`` frames are still queued, or the channel is over.
 
-        If none is queued any more, the tensors of all frames may change from now on.
+        When the queue is empty, the tensors of all frames may change from now on.
 
         Args:
             look: Called once a second; it may raise to end the wait.
@@ -287,7 +289,7 @@ class Channel:
 
     @property
     def traffic(self) -> Traffic:
-        """The bytes that went over the connections."""
+        """The bytes sent and received over all connections."""
         return self.line.connection.traffic
 
     @property
@@ -297,7 +299,7 @@ class Channel:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing can be sent or received any more."""
+        """Whether sending and receiving have ended."""
         return self._is_over
 
     @property
@@ -306,12 +308,14 @@ class Channel:
         return self._session.state is State.CLOSED
 
     def report_activity(self, activity: str) -> None:
-        """Tell the peer at once what this end does; otherwise the next sign of life tells it."""
+        """Report this end's activity to the peer at once; the next sign of life reports it
+        otherwise.
+        """
         self.activity = activity
         self.send(self._sign_of_life())
 
     def peer_answers(self, look: Callable[[], None] | None = None) -> bool:
-        """Ask for a sign of life; wait until the peer says anything or the channel is over.
+        """Ask for a sign of life; wait for any message of the peer, or for the channel's end.
 
         Args:
             look: As in `wait_until_sent`.
@@ -343,10 +347,10 @@ class Channel:
         self.line.connection.shut_down()
         self._note_over()
         for thread in readers:
-            # One that dials again at present ends by itself when it is answered.
+            # A thread in the middle of dialling again ends by itself after the answer.
             if thread is not threading.current_thread() and not self.line.is_away:
                 thread.join()
-        # A writing thread whose device hangs is left alone; it finds the connection closed later.
+        # If the device hangs, leave the writing thread alone; it finds the connection closed later.
         for thread in writers:
             thread.join(self._deadlines.stop_seconds)
         self.line.connection.close()
@@ -354,8 +358,8 @@ class Channel:
     def _let_peer_end(self, readers: list[threading.Thread]) -> None:
         """Wait until the peer has read the last word and ended the connection.
 
-        Closing a connection with unread bytes sends a reset, which may overtake the last word, and
-        a peer that lingers would wait for another connection.
+        Closing a connection with unread bytes sends a reset. The reset may overtake the last word,
+        and a lingering peer would then wait for another connection.
         """
         self.line.connection.finish_sending()
         for thread in readers:
@@ -383,7 +387,7 @@ class Channel:
                 self.line.recover(error)
                 reader.begin_again()
                 self._num_silent_waits, self._peer_work = 0, None
-                # It wakes the writing thread, which sends again what the peer has not received.
+                # It wakes the writing thread, which repeats the frames not yet received.
                 self._send_at_once(self._sign_of_life())
                 continue
             if frame is None:
@@ -403,7 +407,7 @@ class Channel:
         return frame
 
     def _note(self, message: m.Message) -> None:
-        """Note a message that has come, and answer it if it asks for a sign of life."""
+        """Note a received message, and answer it if it asks for a sign of life."""
         with self._progress:
             self._session.received(message)
             self._num_heard += 1
@@ -423,7 +427,7 @@ class Channel:
         return m.Pong(self.activity, self.line.num_received)
 
     def _note_end(self) -> None:
-        """Wait for no other connection when the conversation has ended."""
+        """Stop waiting for another connection when the conversation has ended."""
         if self.has_ended:
             self.line.make_final()
 
@@ -438,8 +442,8 @@ class Channel:
             self.send(message)
 
     def _on_silence(self) -> None:
-        # Count timeouts instead of elapsed time, so that a process that was suspended itself does
-        # not declare its peer lost.
+        # Count timeouts instead of elapsed time: after a suspension of its own, a process must not
+        # declare its peer lost.
         self._num_silent_waits += 1
         silence_seconds = self._num_silent_waits * self._deadlines.heartbeat_seconds
         work = self._peer_work = self._peer_work or PeerWork(self.line.connection)
@@ -451,15 +455,16 @@ class Channel:
         self._send_at_once(m.Ping())
 
     def _note_slow(self) -> None:
-        """The peer computes on this machine without a word: that is no silence."""
+        """Start counting anew: the peer computes on this machine, so its silence does not count."""
         self._num_silent_waits = 0
         self._num_slow_waits += 1
         heartbeat_seconds = self._deadlines.heartbeat_seconds
         slow_seconds = self._num_slow_waits * heartbeat_seconds
         if slow_seconds - heartbeat_seconds < self._deadlines.silence_seconds <= slow_seconds:
             logger.warning(
-                "%s has said nothing for %.3g s, and its process on this machine computes, so it "
-                "is waited for; run less on this machine, or start workers with fewer `--threads`",
+                "%s has said nothing for %.3g s, but its process on this machine computes, so "
+                "the wait goes on; run less on this machine, or start workers with fewer "
+                "`--threads`",
                 self.peer,
                 slow_seconds,
             )
@@ -468,7 +473,7 @@ class Channel:
         """Give the peer up if its machine is silent too, or its process for too long.
 
         Args:
-            silence_seconds: For how long it has said nothing.
+            silence_seconds: The length of its silence.
             is_here: Whether its process runs on this machine.
 
         Raises:
@@ -484,7 +489,7 @@ class Channel:
             )
 
     def _end(self, inbox: Inbox, error: Exception) -> None:
-        """End the channel after an error: tell the peer if it broke a rule, and our inbox."""
+        """End the channel after an error: report it to our inbox, and a broken rule to the peer."""
         broke_a_rule = isinstance(error, RemoteProtocolError)
         if broke_a_rule:
             with contextlib.suppress(HeteroError):
@@ -498,7 +503,7 @@ class Channel:
         if not broke_a_rule:
             self.line.connection.shut_down()  # or the writing thread would try to send for a while
         self._outgoing.put(None)
-        # The writing thread may still wait for its device; nobody else has to wait for that.
+        # The writing thread may still wait for its device; the other threads need not wait.
         self._note_over()
 
     def _write(self) -> None:
@@ -537,7 +542,7 @@ class Channel:
         try:
             return encode()
         except HeteroError as error:
-            # The inbox hears of it: what the peer sees is only that the connection ends.
+            # Keep the error for the inbox: the peer sees only the end of the connection.
             self._encode_error = error
             raise
         finally:
@@ -563,7 +568,7 @@ def _reason_of_silence(since_answer: float | None, is_cut_off: bool) -> str:
 
 
 def exchange_over(channel: Channel, inbox: Inbox, patience_seconds: float) -> Exchange:
-    """Probes over a channel whose inbox has no other reader.
+    """Probes over a channel; the caller is the only reader of its inbox.
 
     Raises:
         ChannelError: When used, if the peer does not answer.
@@ -588,7 +593,7 @@ def exchange_over(channel: Channel, inbox: Inbox, patience_seconds: float) -> Ex
 
 
 def send_copied(channel: Channel, content: Content, copies: Copies) -> None:
-    """Queue a message whose tensors are on the device.
+    """Queue a message with tensors on the device.
 
     The calling thread only begins the copies to main memory; the writing thread waits for them.
 
@@ -610,7 +615,7 @@ def _encode_copied(head: memoryview, copy: HostCopy) -> list[memoryview]:
 
 
 def observe(channel: Channel, peer: int, recorder: Recorder | None) -> None:
-    """Tell a recorder of each message that the channel sends to process ``peer``; None stops it."""
+    """Report each message from this channel to process ``peer`` to a recorder; None stops this."""
     channel.on_sent = None if recorder is None else partial(_note_sent, recorder, peer)
 
 
@@ -623,6 +628,6 @@ def _note_sent(
 
 
 def of_action(action: Action, step: int) -> str:
-    """What a stage does when it carries out an action, in words for people."""
+    """A stage's work in an action, in words for people."""
     kind = "forward" if action.kind == "F" else "backward"
     return f"the {kind} of micro-batch {action.key.microbatch} in step {step}"

@@ -1,4 +1,4 @@
-"""What each end of a conversation shows of itself, and whether two ends can work together by that.
+"""The identity of each end of a conversation, and whether the two ends can work together.
 
 Rules without I/O.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .tls import Credentials
 
 _OURS = "lightning-hetero"
-# The library whose code builds the layers; a layer means the same within a major version.
+# This library's code builds the layers; a layer means the same within a major version.
 _MODEL_CODE = "transformers"
 _UNKNOWN = "unknown"
 _MOST_SHOWN = 40
@@ -22,11 +22,11 @@ _MOST_SHOWN = 40
 
 @dataclass(frozen=True)
 class Identity:
-    """What this process shows to its peers.
+    """The part of this process that its peers see.
 
     Args:
-        equipment: What it runs on.
-        credentials: Prove that it has the token; None without a token.
+        equipment: Its hardware and software.
+        credentials: Prove possession of the token; absent without a token.
     """
 
     equipment: Equipment = field(default_factory=Equipment)
@@ -39,8 +39,8 @@ class Party:
 
     Args:
         name: Its name inside a sentence.
-        protocol: The version of the protocol that it speaks.
-        equipment: What it runs on.
+        protocol: Its version of the protocol.
+        equipment: Its hardware and software.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Party:
 def obstacles(one: Party, other: Party) -> list[str]:
     """Reasons why two ends cannot work together, each with its remedy.
 
-    A version that an end does not tell counts as fitting.
+    An unknown version counts as fitting.
     """
     found = []
     if one.protocol != other.protocol:
@@ -64,16 +64,16 @@ def obstacles(one: Party, other: Party) -> list[str]:
     majors = {version.partition(".")[0] for version in (ours, theirs)} - {_UNKNOWN}
     if len(majors) > 1:
         found.append(
-            f"{one.name} has {_MODEL_CODE} {ours} and {other.name} has {theirs}, which build "
+            f"{one.name} has {_MODEL_CODE} {ours} and {other.name} has {theirs}: they build "
             "layers differently; install the same major version on both."
         )
     return [sentence[0].upper() + sentence[1:] for sentence in found]
 
 
 def differences(here: Equipment, there: Equipment) -> list[str]:
-    """Versions that differ without harm, as ``torch 2.6 (2.7 here)``.
+    """Harmless differences of versions, as ``torch 2.6 (2.7 here)``.
 
-    There are none if an end does not tell its versions.
+    Empty if an end does not report its versions.
     """
     ours, theirs = here.versions, there.versions
     if not ours or not theirs:

@@ -21,7 +21,7 @@ from .peer_process import cpu_seconds_of, fair_share, find_peer_process
 
 logger = logging.getLogger(__name__)
 
-# A process, or a machine, that has no file or no memory left for a connection.
+# A process, or a machine, has used up its files or its memory.
 _NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _NO_FILES_SECONDS = 1.0
 # Linux allows 1024 buffers in one call; a frame of more goes in several.
@@ -30,13 +30,13 @@ _SOCKET_BUFFER_BYTES = 4 * 2**20
 _WASTE_BYTES = 2**16
 # On a slow link packets arrive one by one, and each would wake the reading thread, which takes the
 # interpreter from the computing one. So the reading thread sleeps until this much has arrived,
-# unless less than a packet is still to come. Waiting for more bytes saves nothing more.
+# unless less than a packet is still to come. Waiting for more bytes does not save more.
 _MOST_AWAITED_BYTES = 2**15
 _LEAST_AWAITED_BYTES = 1400
 # A frame comes in three parts, and small ones follow each other closely: one call reads them all.
 _READ_AHEAD_BYTES = 2**15
-# Linux calls a socket writable when a third of its buffer is free, which is more than this. macOS
-# has a mark for it, which `prepare_socket` sets.
+# Linux calls a socket writable when a third of its buffer is free, and this is less. macOS has a
+# mark for it; `prepare_socket` sets the mark.
 MOST_BYTES_AT_ONCE = 2**15
 _SHARE_OF_WORK = 0.2
 # Where Linux's `struct tcp_info` has the milliseconds since the last acknowledgement came.
@@ -45,7 +45,7 @@ _LAST_ACK = struct.Struct("=56xI")
 
 @dataclass
 class Traffic:
-    """Bytes that went over a connection. One thread counts each direction; any thread may read."""
+    """The bytes of a connection. One thread counts each direction; any thread may read."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -57,24 +57,24 @@ class Traffic:
 
 
 class Connection(Protocol):
-    """What a channel needs of a connection. One thread may send while another receives."""
+    """The calls of a channel to its connection. One thread may send while another receives."""
 
     @property
     def traffic(self) -> Traffic:
-        """The bytes that went over the connection."""
+        """The bytes sent and received over the connection."""
 
     def set_timeout(self, seconds: float) -> None:
-        """Let every later call raise TimeoutError after it has waited that long."""
+        """Let every later call raise TimeoutError after waiting so long."""
 
     def receive_into(self, buffer: memoryview, sure_bytes: int = 1) -> int:
-        """Read bytes that have arrived, as many as fit; 0 means that the peer sends no more.
+        """Read arrived bytes, as many as fit; 0 after the peer's last byte.
 
         Args:
-            sure_bytes: That many bytes are certain to come, so the call may wait for them.
+            sure_bytes: The number of bytes certain to come. The call may wait for them.
         """
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Send some bytes of the buffers; return how many the caller must not offer again.
+        """Send some bytes of the buffers; return the number of bytes to skip in the next call.
 
         The result may be 0 although bytes left: offer the same bytes again.
         """
@@ -83,22 +83,22 @@ class Connection(Protocol):
         """Whether `MOST_BYTES_AT_ONCE` can be sent without waiting; the sending thread asks."""
 
     def seconds_since_answer(self) -> float | None:
-        """How long ago the peer's machine acknowledged bytes; None if the system does not tell.
+        """The age of the last acknowledgement by the peer's machine, if the system reports it.
 
-        The machine does that even while its process is frozen.
+        The machine acknowledges bytes even while the peer's process is frozen.
         """
 
     def peer_cpu_seconds(self) -> float | None:
-        """The CPU time of the peer's process; None if it runs elsewhere or cannot be seen."""
+        """The CPU time of the peer's process, if it runs on this machine and is visible."""
 
     def finish_sending(self) -> None:
-        """End one direction: the peer reads what was sent, and then an end."""
+        """End one direction: the peer reads the sent bytes, and then an end."""
 
     def shut_down(self) -> None:
-        """End both directions, which wakes the threads that wait."""
+        """End both directions. This wakes the waiting threads."""
 
     def close(self) -> None:
-        """Release the connection, which no thread may use any more."""
+        """Release the connection. From now on, threads must not use it."""
 
 
 class SocketConnection:
@@ -108,7 +108,7 @@ class SocketConnection:
         self._socket = connected
         self._awaited_bytes = 1
         self._scratch = memoryview(bytearray(_READ_AHEAD_BYTES))
-        # What has been read before a caller has asked for it.
+        # Bytes read before a caller has asked for them.
         self._ahead = self._scratch[:0]
         self._has_looked = False
         self._peer: psutil.Process | None = None
@@ -137,7 +137,7 @@ class SocketConnection:
         try:
             num_bytes = self._socket.recv_into(buffer)
         except TimeoutError:
-            # On a slow link fewer bytes may have arrived, which is no silence.
+            # On a slow link fewer bytes may have arrived; the peer is not silent then.
             if self._awaited_bytes == 1 or not self._has_anything():
                 raise
             num_bytes = self._socket.recv_into(buffer)
@@ -179,7 +179,7 @@ class SocketConnection:
         self._socket.close()
 
     def _await(self, num_bytes: int) -> None:
-        """Sleep in later calls until that many bytes have arrived, or the peer sends no more."""
+        """Sleep in later calls until so many bytes have arrived, or until the peer's last byte."""
         if sys.platform.startswith("linux") and num_bytes != self._awaited_bytes:
             self._awaited_bytes = num_bytes
             # Without this option the thread only wakes more often.
@@ -198,7 +198,7 @@ class SocketConnection:
     def close_after_last_word(self, patience_seconds: float) -> None:
         """Close, but let the peer read the last message first.
 
-        Closing a socket with unread bytes sends a reset, which may overtake the last message.
+        Closing a socket with unread bytes sends a reset. The reset may overtake the last message.
         """
         end = time.monotonic() + patience_seconds
         waste = memoryview(bytearray(_WASTE_BYTES))
@@ -212,17 +212,17 @@ class SocketConnection:
 
 
 def awaited_bytes(sure_bytes: int) -> int:
-    """How many bytes to wait for, of those that are certain to come."""
+    """How many of the certain bytes to wait for."""
     return min(sure_bytes, _MOST_AWAITED_BYTES) if sure_bytes >= _LEAST_AWAITED_BYTES else 1
 
 
 def keep_alive(connected: socket.socket) -> None:
-    """Let the system find out within half a minute that a silent peer's machine is gone.
+    """Let the system notice the loss of a silent peer's machine within half a minute.
 
     The packets also keep a way through a router with NAT open.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Systems differ in which of them they have. macOS calls the first one TCP_KEEPALIVE.
+    # Some systems lack some of these options. macOS calls the first option TCP_KEEPALIVE.
     idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
     for name, value in ((idle, 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
@@ -230,13 +230,14 @@ def keep_alive(connected: socket.socket) -> None:
 
 
 def accept(listener: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
-    """Accept a connection, which waits on while this process has no file left for it.
+    """Accept a connection. It keeps waiting while this process has used up its files.
 
     Returns:
         The connection, and the peer's host and port.
 
     Raises:
-        BlockingIOError: If no connection waits, or there was no file for it.
+        BlockingIOError: If the queue of connections is empty, or this process has used up its
+            files.
         OSError: If the listener is at fault.
     """
     try:
@@ -244,7 +245,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
     except OSError as error:
         if error.errno not in _NO_FILES:
             raise
-        logger.warning("a connection waits, since none can be opened: %s", error)
+        logger.warning("a connection waits, since this process cannot open it: %s", error)
         time.sleep(_NO_FILES_SECONDS)  # the connection would wake the caller again at once
         raise BlockingIOError(error.errno, str(error)) from error
     return connected, peer[:2]
@@ -260,7 +261,7 @@ def prepare_socket(connected: socket.socket) -> None:
 
 
 class PeerWork:
-    """Whether the peer's process computes, which it may do without a word for a long time."""
+    """Whether the peer's process computes. It may do this in silence for a long time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -269,14 +270,14 @@ class PeerWork:
 
     @property
     def is_visible(self) -> bool:
-        """Whether the process runs on this machine, and can be seen."""
+        """Whether the process runs on this machine and is visible."""
         return self._cpu_seconds is not None
 
     def has_advanced(self) -> bool:
         """Whether the process has computed since the last question.
 
-        Threads that wait for the interpreter use a little CPU time too (1 to 5 % of a core), so a
-        process counts as frozen below a fifth of its share of this machine.
+        Threads use a little CPU time (1 to 5 % of a core) even while they wait for the interpreter.
+        So a process counts as frozen below a fifth of its share of this machine.
         """
         before, self._cpu_seconds = self._cpu_seconds, self._connection.peer_cpu_seconds()
         since, self._looked_at = self._looked_at, time.monotonic()
@@ -296,12 +297,12 @@ def send_buffers(
 
     Args:
         connection: The connection.
-        buffers: What to send.
-        patience_seconds: How long the peer may read nothing.
-        waits_for_work: Whether the time in which the peer's process computes does not count.
+        buffers: The bytes to send.
+        patience_seconds: The longest pause of a peer in reading.
+        waits_for_work: Whether to leave out the time when the peer's process computes.
 
     Raises:
-        ChannelError: If the peer reads nothing for ``patience_seconds``.
+        ChannelError: If the peer does not read for ``patience_seconds``.
     """
     last_progress = time.monotonic()
     work: PeerWork | None = None

@@ -7,27 +7,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Every blocking call ends by one of these.
+    """The longest time of every blocking call.
 
     Args:
         connect_seconds: To connect to a worker, to agree on TLS, and to open a conversation, each.
-        busy_seconds: For a worker's last session to end before the worker calls itself busy; after
-            a crash of its coordinator it still has to notice that.
-        discovery_seconds: To hear from workers that are announced on the local network.
-        heartbeat_seconds: Between two signs of life on a channel that is otherwise silent, even
-            while its process computes.
-        silence_seconds: Silence after which a channel gives its peer up. It counts in whole
-            heartbeats, one more if the silence begins inside a tensor, so that a lost peer is named
-            within ten seconds. It does not limit how long a step takes. Time in which the
-            process of a peer on this machine computes does not count.
-        frozen_seconds: Silence after which a worker gives up a coordinator whose machine still
-            answers. User code may silence a whole process, for example by reading a large JSON
-            file, and a person may suspend it (Ctrl-Z).
+        busy_seconds: For a worker's last session to end before the worker calls itself busy. After
+            a crash of its coordinator, the worker still has to notice the crash.
+        discovery_seconds: To hear from announced workers on the local network.
+        heartbeat_seconds: Between two signs of life on an otherwise silent channel, even while its
+            process computes.
+        silence_seconds: The longest silence of a peer before its channel gives it up. It counts in
+            whole heartbeats, and one more if the silence begins inside a tensor. So a lost peer is
+            named within ten seconds. A step may take longer. On this machine, the time when the
+            peer's process computes does not count.
+        frozen_seconds: The longest silence of a coordinator while its machine still answers, before
+            a worker gives it up. User code may silence a whole process, for example by reading a
+            large JSON file, and a person may suspend it (Ctrl-Z).
         request_seconds: For the answer to a request outside a step, such as building layers.
-        progress_seconds: For any result during a step, even the first one, which compiles kernels.
+        progress_seconds: For any result during a step, even the first step, which compiles kernels.
         leave_seconds: For any answer of a worker after SIGTERM has asked this process to end.
-        linger_seconds: For a broken connection to come back. The end that dials asks for it, and
-            the other one may allow less; 0 gives the peer up at once.
+        linger_seconds: For a broken connection to come back. The dialling end asks for it, and the
+            other end may allow less; 0 gives the peer up at once.
         stop_seconds: For a local worker process to end after its Goodbye, and for a peer to read
             the last frames of a conversation.
     """

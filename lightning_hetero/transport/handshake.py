@@ -42,8 +42,8 @@ from .tls import Credentials, secured
 
 logger = logging.getLogger(__name__)
 
-# Connections that wait to be accepted. The system drops those beyond, and a peer tries again after
-# a second: strangers that come in a burst must not slow a coordinator like that.
+# The length of the queue before `accept`. The system drops further connections, and a peer tries
+# again after a second: a burst of strangers must not slow a coordinator in this way.
 _MOST_WAITING = 1024
 
 _CUT_OFF = (ChannelError, ConnectionResetError, BrokenPipeError)
@@ -62,7 +62,7 @@ ROLES: dict[str, str] = {
     "watcher": "the watcher",
     "joiner": "the worker that joins",
 }
-# Those that a worker answers.
+# A worker answers these roles.
 WORKER_ROLES: tuple[Role, ...] = ("coordinator", "neighbor", "watcher")
 
 
@@ -73,11 +73,12 @@ def listen(
 
     Args:
         address: Where to listen.
-        credentials: Prove that this process has the token; None without a token.
-        for_workers: Whether this is a coordinator that waits for workers, and not a worker.
+        credentials: Prove possession of the token; absent without a token.
+        for_workers: Whether this process is a coordinator and waits for workers; false for a
+            worker.
 
     Raises:
-        WorkerError: If others could connect without a token, or the address is not available.
+        WorkerError: If strangers could connect without a token, or the address is not available.
     """
     if credentials is None and not address.is_loopback:
         raise WorkerError(
@@ -130,11 +131,11 @@ def dial(
     """Connect to a worker and open a conversation; the caller has to start the channel.
 
     Args:
-        deadlines: How long each kind of waiting may take; its ``linger_seconds`` are asked for.
+        deadlines: How long each kind of waiting may take. This end asks for its ``linger_seconds``.
         member: The number of this process, if it is a worker of a run.
 
     Raises:
-        WorkerUnreachable: If no worker answers there, or one end refuses the other.
+        WorkerUnreachable: If a worker does not answer there, or one end refuses the other.
     """
     asked_seconds = deadlines.linger_seconds
     hello = m.Hello(
@@ -155,21 +156,21 @@ def dial(
 
 
 class _ConversationRefused(WorkerUnreachable):
-    """The worker has answered that it does not want the conversation.
+    """The worker has refused the conversation.
 
     Attributes:
-        away: The name of the process for which the worker waits; empty if it waits for none.
+        away: The name of the process that the worker waits for, if any; else empty.
     """
 
     away = ""
 
 
 class _SessionEnds(_ConversationRefused):
-    """The process that answered ends with its session; another one takes its place."""
+    """The answering process ends with its session; a new process takes its place."""
 
 
 class _NobodyListens(WorkerUnreachable):
-    """The worker's machine has answered that no process listens there."""
+    """The worker's machine has answered: the port is not in use."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class _Opened:
     """A connection on which both ends have greeted each other.
 
     Args:
-        connect_seconds: How long connecting took, which is about a round trip.
+        connect_seconds: How long connecting took: about a round trip.
     """
 
     connection: Connection
@@ -188,14 +189,14 @@ class _Opened:
 
 @dataclass(frozen=True)
 class _OpeningCall:
-    """What one end says to a worker to open a conversation, or to go on with it.
+    """A call to a worker, to open a conversation or to go on with it.
 
     Args:
         address: Where the worker listens.
-        hello: What is said.
+        hello: The first message.
         deadlines: How long each kind of waiting may take.
-        credentials: Prove that this process has the token; None without a token.
-        has_joined_again: Tells whether another process of the worker waits at the door by now.
+        credentials: Prove possession of the token; absent without a token.
+        has_joined_again: Whether another process of the worker waits at the door by now.
     """
 
     address: Address
@@ -205,15 +206,15 @@ class _OpeningCall:
     has_joined_again: Callable[[], bool] = lambda: False
 
     def open(self) -> _Opened:
-        """Open a conversation; dial once more while a process takes the place of another, or if the
-        worker waits for a coordinator that has ended.
+        """Open a conversation. Dial once more while one process of the worker replaces another, or
+        if the worker waits for an ended coordinator.
 
         Raises:
-            WorkerUnreachable: If no worker answers there, or one end refuses the other.
+            WorkerUnreachable: If a worker does not answer there, or one end refuses the other.
         """
         if self.credentials is None and not self.address.is_loopback:
             raise WorkerUnreachable(
-                f"The worker at {self.address} is on another machine, which takes a token: make "
+                f"The worker at {self.address} is on another machine, so it takes a token: make "
                 "one with `lightning-hetero token`, and copy it to all machines as that command "
                 "says."
             )
@@ -229,15 +230,15 @@ class _OpeningCall:
                 if error.away == hello.ended or not has_ended(error.away):
                     raise
                 logger.info(
-                    "the worker at %s has waited for the coordinator of another run, which was "
-                    "killed on this machine; it takes this run instead",
+                    "the worker at %s has waited for the killed coordinator of another run on "
+                    "this machine; it takes this run instead",
                     self.address,
                 )
                 end = time.monotonic() + self.deadlines.connect_seconds
                 hello = msgspec.structs.replace(hello, ended=error.away)
 
     def channel(self, opened: _Opened) -> Channel:
-        """The channel over a connection; it lingers if both ends want that."""
+        """The channel over a connection; it lingers if both ends want to linger."""
         welcome, lingering = opened.welcome, None
         if welcome.secret:
             redial = partial(self.open_again, welcome.secret, opened.connect_seconds)
@@ -249,29 +250,30 @@ class _OpeningCall:
     def open_again(
         self, secret: str, connect_seconds: float, attempt: int, received: int
     ) -> tuple[Connection, int]:
-        """Open a connection on which a conversation goes on.
+        """Open another connection for a running conversation.
 
         Args:
-            secret: What the worker's first Welcome has told.
+            secret: The secret in the worker's first Welcome.
             connect_seconds: How long connecting took when the conversation was opened.
             attempt: The number of this attempt.
-            received: The number of frames that this end has received.
+            received: The number of frames received by this end.
 
         Returns:
-            The connection, and the number of frames that the worker has received.
+            The connection, and the number of frames received by the worker.
 
         Raises:
             PeerGone: If the worker's process has ended or has a successor at the door, or does not
                 know the conversation.
-            WorkerUnreachable: If no worker answers, for example because the network is away.
+            WorkerUnreachable: If the worker does not answer, for example because the network is
+                away.
         """
         if self.has_joined_again():
             raise PeerGone("Another process has joined since under its name.")
         hello = msgspec.structs.replace(
             self.hello, secret=secret, attempt=attempt, received=received
         )
-        # A packet that is lost while the network is away is sent again after ever longer pauses. So
-        # this attempt is short, and the next one begins soon.
+        # While the network is away, the system repeats a lost packet after ever longer pauses. So
+        # this attempt is short, and the next attempt begins soon.
         seconds = max(_LEAST_CONNECT_SECONDS, _CONNECT_MARGIN * connect_seconds)
         quick_seconds = min(seconds, self.deadlines.connect_seconds)
         try:
@@ -305,7 +307,7 @@ def open_over(
     identity: Identity,
     has_joined_again: Callable[[], bool],
 ) -> tuple[Channel, m.Welcome]:
-    """Open a conversation as the coordinator over a connection that the worker has dialled.
+    """Open a conversation as the coordinator, after the worker has dialled.
 
     If the connection breaks, and both ends linger, this end dials the worker's address.
 
@@ -313,10 +315,10 @@ def open_over(
         connection: Connected and, with a token, under TLS; the channel closes it.
         address: Where the worker listens; it is the worker's name in errors.
         session_name: The name of the conversation.
-        deadlines: How long each kind of waiting may take; its ``linger_seconds`` are asked for.
-        identity: What this process shows to the worker.
-        has_joined_again: Tells whether another process of the worker waits at the door by now. Then
-            the one whose connection is broken never comes back.
+        deadlines: How long each kind of waiting may take. This end asks for its ``linger_seconds``.
+        identity: The credentials and equipment of this process.
+        has_joined_again: Whether another process of the worker waits at the door by now. Then the
+            process of the broken connection never comes back.
 
     Raises:
         WorkerUnreachable: If the worker refuses.
@@ -340,7 +342,7 @@ def open_over(
 
 @dataclass(frozen=True)
 class Joined:
-    """A worker's connection to a coordinator that has let it in.
+    """A worker's connection to a coordinator after joining.
 
     Args:
         connection: Connected and, with a token, under TLS.
@@ -365,29 +367,29 @@ def join(
     identity: Identity,
     session_name: str = "",
 ) -> Joined:
-    """Dial a coordinator that waits for workers, and offer to work for it.
+    """Dial a waiting coordinator, and offer to work for it.
 
     Args:
         address: Where the coordinator listens.
         name: The name of this worker in plans.
-        listener: Where this worker listens for its neighbors. A host that stands for all
-            interfaces is replaced by the one that the coordinator is reached over.
+        listener: Where this worker listens for its neighbors. If its host means all interfaces, the
+            host of the interface to the coordinator replaces it.
         deadlines: How long each kind of waiting may take.
-        identity: What this process shows.
-        session_name: The only session that this process takes; empty if it takes any.
+        identity: The credentials and equipment of this process.
+        session_name: The only session for this process; empty if it takes any.
 
     Raises:
-        JoinError: If no coordinator answers there, or one end refuses the other.
+        JoinError: If a coordinator does not answer there, or one end refuses the other.
     """
     if identity.credentials is None and not address.is_loopback:
         raise JoinError(
-            f"The coordinator at {address} is on another machine, which takes a token: copy the "
+            f"The coordinator at {address} is on another machine, so it takes a token: copy the "
             "coordinator's token file to this machine, as `lightning-hetero token` says there."
         )
     try:
         return _join(address, name, listener, deadlines, identity, session_name)
     except WorkerUnreachable as error:
-        # A door with a token says no word to a peer without TLS, not even that it wants TLS.
+        # A door with a token does not answer a peer without TLS at all, not even to ask for TLS.
         is_mute = identity.credentials is None and isinstance(error.__cause__, _CUT_OFF)
         raise JoinError(f"{error} {_MAY_NEED_IT}" if is_mute else str(error)) from error
 
@@ -419,16 +421,16 @@ def _join(
 
 
 def run_at(address: Address, own: str, deadlines: Deadlines, identity: Identity) -> str:
-    """The name of the run that takes workers in at an address.
+    """The name of the run of the coordinator at an address.
 
     Args:
         address: Where the coordinator listens.
-        own: The name of the run that this worker is in, which may be the same one.
+        own: The name of this worker's run; it may be the same run.
         deadlines: How long each kind of waiting may take.
-        identity: What this process shows.
+        identity: The credentials and equipment of this process.
 
     Raises:
-        WorkerUnreachable: If no coordinator answers there, or one end refuses the other.
+        WorkerUnreachable: If a coordinator does not answer there, or one end refuses the other.
     """
     hello = m.Hello(m.PROTOCOL_VERSION, "joiner", equipment=identity.equipment, run=own)
     plain = _connect(address, deadlines, for_workers=True)
@@ -455,21 +457,22 @@ def _greet_door(
 
 
 def _anywhere(address: Address) -> Address:
-    """Where a worker has to listen that is dialled at an address. A machine's own name may stand
-    for loopback on that machine, as on Debian."""
+    """Where a worker has to listen to be reached at an address. A machine's own name may mean
+    loopback on the machine itself, as on Debian.
+    """
     everywhere = "::" if ":" in address.host else "0.0.0.0"  # noqa: S104
     return address if address.is_loopback else Address(everywhere, address.port)
 
 
 def _reachable(listener: Address, own_host: str) -> Address:
-    """The address that others may dial, if this process reaches them from ``own_host``."""
+    """The address to dial for other machines, if this process reaches them from ``own_host``."""
     is_any = listener.host in ("0.0.0.0", "::")  # noqa: S104 - compared, not listened on
     return Address(own_host, listener.port) if is_any else listener
 
 
 @dataclass(frozen=True)
 class _Far:
-    """The other end in errors: its name, and what it should be."""
+    """The other end in errors: its name, and its expected kind."""
 
     name: str
     kind: str
@@ -477,7 +480,7 @@ class _Far:
 
 @contextmanager
 def _explained(far: _Far) -> Iterator[None]:
-    """Inside, failures of an opening become errors that name the other end.
+    """Inside, failures of an opening become errors with the name of the other end.
 
     Raises:
         WorkerUnreachable: In place of each.
@@ -492,17 +495,17 @@ def _explained(far: _Far) -> Iterator[None]:
     except (OSError, ChannelError, RemoteProtocolError) as error:
         address = far.name.rpartition(" ")[2]
         raise WorkerUnreachable(
-            f"What listens at {address} did not answer as {far.kind}: {error}"
+            f"The listener at {address} did not answer as {far.kind}: {error}"
         ) from error
 
 
 def receive_hello(connection: Connection, deadlines: Deadlines, identity: Identity) -> m.Hello:
-    """Receive the Hello of a peer that has connected to this worker.
+    """Receive the Hello of a newly connected peer.
 
     Raises:
         ChannelError: If it does not come in time.
         TrustError: If the peer speaks TLS, and this end has no token.
-        RemoteProtocolError: If the message is no Hello, or this end cannot work with the peer.
+        RemoteProtocolError: If the message is not a Hello, or this end cannot work with the peer.
     """
     message = receive_opening(connection, deadlines.connect_seconds)
     return check_hello(message, identity, "the worker", WORKER_ROLES)
@@ -511,16 +514,17 @@ def receive_hello(connection: Connection, deadlines: Deadlines, identity: Identi
 def check_hello(
     message: m.Message, identity: Identity, here: str, roles: Sequence[Role]
 ) -> m.Hello:
-    """Check that a first message is a Hello of a peer that this end can work with.
+    """Check a first message: it must be a Hello of a compatible peer.
 
     Args:
         message: The first message of the peer.
-        identity: What this process shows.
+        identity: The credentials and equipment of this process.
         here: The name of this end inside a sentence, such as ``"the worker"``.
-        roles: The roles of the peers that this end answers.
+        roles: The roles of the peers to answer.
 
     Raises:
-        RemoteProtocolError: If it is not, with the reason for the peer.
+        RemoteProtocolError: If it is another message, or the peer does not fit, with the reason for
+            the peer.
     """
     if not isinstance(message, m.Hello):
         raise RemoteProtocolError(f"A conversation opens with Hello, not with {message}.")
@@ -537,7 +541,7 @@ def check_hello(
 
 
 def _connect(address: Address, deadlines: Deadlines, for_workers: bool = False) -> SocketConnection:
-    """Connect to a worker, or to a coordinator that waits ``for_workers``."""
+    """Connect to a worker, or, ``for_workers``, to a waiting coordinator."""
     try:
         host_and_port = (address.host, address.port)
         connected = socket.create_connection(host_and_port, deadlines.connect_seconds)
@@ -573,7 +577,7 @@ def greet(
     """Say Hello and return the first message of the peer.
 
     Raises:
-        ChannelError: If no answer comes in time, or the peer ends the connection.
+        ChannelError: If the answer is late, or the peer ends the connection.
         TrustError: If one end speaks TLS and the other has no token.
         RemoteProtocolError: If the peer says something else.
     """
@@ -585,7 +589,7 @@ def greet(
 def _ask_to_talk(
     connection: Connection, session: Session, hello: m.Hello, there_name: str, seconds: float
 ) -> m.Welcome:
-    """Say Hello and return the Welcome of the other end, which has this name in a sentence."""
+    """Say Hello and return the Welcome of the other end. Errors begin with ``there_name``."""
     answer = greet(connection, session, hello, seconds)
     if not isinstance(answer, m.Welcome):
         reason = answer.reason if isinstance(answer, m.Failure) else str(answer)
@@ -605,12 +609,12 @@ def _ask_to_talk(
 def receive_opening(
     connection: Connection, patience_seconds: float, reader: OpeningReader | None = None
 ) -> m.Message:
-    """Receive the first message of a peer: a Hello, or the Welcome or Failure that answers one.
+    """Receive the first message of a peer: a Hello, or its answer, a Welcome or Failure.
 
     Raises:
-        ChannelError: If none comes in time, or the peer ends the connection.
+        ChannelError: If it does not come in time, or the peer ends the connection.
         TrustError: If the peer speaks TLS, and this end has no token.
-        RemoteProtocolError: If the message is another one, or no message.
+        RemoteProtocolError: If the bytes are another message, or not a message.
     """
     reader = reader or OpeningReader()
     end = time.monotonic() + patience_seconds
@@ -633,7 +637,7 @@ def await_opening(
     Args:
         connection: Connected and, with a token, under TLS.
         look_seconds: How often to look whether the wait is over.
-        is_over: Whether to wait no more.
+        is_over: Whether to end the wait.
 
     Returns:
         The message; None if the wait was over before it came.
@@ -641,7 +645,7 @@ def await_opening(
     Raises:
         OSError: If the connection fails.
         ChannelError: If the peer ends the connection.
-        RemoteProtocolError: If the message is another one, or no message.
+        RemoteProtocolError: If the bytes are another message, or not a message.
     """
     reader = OpeningReader()
     connection.set_timeout(look_seconds)

@@ -1,7 +1,7 @@
-"""Limits of handshakes: how many strangers may be in theirs, and what is logged of refused ones.
+"""Limits of handshakes: how many run at the same time, and how many refused ones the log names.
 
-Anyone may connect to a port. So connections that have not said who they are take bounded room, and
-refused ones bounded lines of the log.
+Anyone may connect to a port. So the handshakes of strangers take bounded room, and refused
+connections take a bounded number of lines in the log.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from .connection import Connection
 
 logger = logging.getLogger(__name__)
 
-# Connections that may be in their handshake at the same time.
+# The most handshakes at the same time.
 MOST_GREETINGS = 16
 # Refused connections get at most one line in the log for an address in this time.
 SECONDS_OF_A_LINE = 60.0
-# Addresses that are counted apart. A stranger may have any number of them.
+# The most addresses with a count of their own. A stranger may have any number of addresses.
 _MOST_ADDRESSES = 128
 _OTHER_ADDRESSES = "other addresses"
 
 
 class Lobby:
-    """Holds connections whose handshake is not over, at most so many of them.
+    """Holds the connections during their handshakes, at most so many of them.
 
-    When the lobby is full, a newcomer displaces the stranger that has waited longest. An honest
-    handshake takes milliseconds, so that stranger is most likely one that only takes room.
+    In a full lobby, a newcomer displaces the oldest stranger. An honest handshake takes
+    milliseconds, so the oldest stranger most likely only takes room.
     """
 
     def __init__(self, most: int) -> None:
@@ -39,7 +39,7 @@ class Lobby:
         self._is_stranger: dict[Connection, bool] = {}
 
     def enter(self, connection: Connection) -> None:
-        """Take a connection in; when the lobby is full, wait until another one has left."""
+        """Take a connection in; when the lobby is full, wait until another connection has left."""
         with self._changed:
             while len(self._is_stranger) >= self._most:
                 self._send_one_away()
@@ -47,12 +47,12 @@ class Lobby:
             self._is_stranger[connection] = True
 
     def introduce(self, connection: Connection) -> None:
-        """Note that a connection has said who it is; it is not displaced any more."""
+        """Note the end of a connection's Hello. Newcomers do not displace it any more."""
         with self._changed:
             self._is_stranger[connection] = False
 
     def leave(self, connection: Connection) -> None:
-        """Note that a connection's handshake has ended, with or without success."""
+        """Note the end of a connection's handshake, with or without success."""
         with self._changed:
             del self._is_stranger[connection]
             self._changed.notify_all()
@@ -71,7 +71,7 @@ class Lobby:
 
 @dataclass
 class _RefusedAddress:
-    """What was refused of an address since its last line in the log."""
+    """The refused connections of an address since its last line in the log."""
 
     told_at: float
     num_left_out: int = 0
@@ -81,8 +81,8 @@ class _RefusedAddress:
 class RefusalLog:
     """Logs refused connections: at most one line for an address and minute.
 
-    Anyone may connect, and a line for each connection would fill the disk. What is left out is
-    counted, and the line at the end of the minute tells the number.
+    Anyone may connect, and a line for each connection would fill the disk. The log counts the
+    omitted lines, and reports the number at the end of the minute.
 
     Args:
         now: The present time in seconds.
@@ -107,7 +107,7 @@ class RefusalLog:
                 logger.warning("connection from %s:%d refused: %s", host, port, reason)
 
     def tell_left_out(self, at_once: bool = False) -> None:
-        """Log what was left out in the minutes that are over, or ``at_once`` in all."""
+        """Log the number of omitted lines of past minutes, ``at_once`` of the present one too."""
         with self._lock:
             now = self._now()
             while self._refused:

@@ -1,4 +1,4 @@
-"""Round trips over a link: probes that measure its speed, and questions for the peer's clock."""
+"""Round trips over a link: probes to measure its speed, and questions for the peer's clock."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from ..protocol import messages as m
 from ..protocol.fields import ClockSample
 
-# From sizes that only measure the latency to sizes that only measure the bandwidth.
+# From small sizes, which only measure the latency, to large sizes, which only measure the
+# bandwidth.
 PROBE_BYTES = (2**10, 2**16, 2**20, 2**22, 2**24, 2**26)
 _REPEATS = 5
 _MOST_CLOCK_SAMPLES = 512
 
-# Sends that many bytes there and waits for that many bytes back.
+# Sends the first number of bytes and waits for the second number of bytes back.
 Exchange = Callable[[int, int], None]
 
 
@@ -52,7 +53,7 @@ def _samples(
 
 
 def payload(num_bytes: int) -> tuple[torch.Tensor, ...]:
-    """The tensors of a frame with that many bytes; no tensor for 0 bytes."""
+    """The tensors of a frame with so many bytes; empty for 0 bytes."""
     return (torch.zeros(num_bytes, dtype=torch.uint8),) if num_bytes else ()
 
 
@@ -73,7 +74,7 @@ class PeerClock:
         self._answered = threading.Condition()
 
     def compare(self, times: int) -> None:
-        """Ask that many times, one question after the other; does not wait for the answers."""
+        """Ask so many times, one question after the other; does not wait for the answers."""
         self._num_left = times
         self._ask()
 

@@ -1,8 +1,8 @@
-"""The process at the other end of a connection, where it runs on this machine.
+"""The process at the other end of a connection, if it runs on this machine.
 
-A process that computes without a pause, or that shares a busy machine with many others, may say
-nothing for a long time. Its CPU time tells it from a process that is frozen: that one's stands
-still. The system shows the CPU time of the user's own processes alone.
+A process may be silent for a long time because it computes without a pause, or shares a busy
+machine with many others. Its CPU time then grows; the CPU time of a frozen process stands still.
+The system shows the CPU time of the user's own processes only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Place = tuple[str, int]
 
 
 def find_peer_process(connected: socket.socket) -> psutil.Process | None:
-    """The peer's process; None if it runs elsewhere, is this one, or cannot be seen."""
+    """The peer's process, if it is a visible process on this machine and not this one."""
     if connected.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
@@ -37,7 +37,7 @@ def find_peer_process(connected: socket.socket) -> psutil.Process | None:
 
 
 def cpu_seconds_of(process: psutil.Process | None) -> float | None:
-    """The CPU time that a process has used; None if there is none, or it cannot be seen."""
+    """The CPU time of a process so far, if it is visible."""
     with suppress(psutil.Error):
         if process is not None:
             times = process.cpu_times()
@@ -46,7 +46,7 @@ def cpu_seconds_of(process: psutil.Process | None) -> float | None:
 
 
 def fair_share() -> float:
-    """The share of one core that a thread gets on this machine at its present load, 0 to 1."""
+    """A thread's share of one core of this machine at its present load, 0 to 1."""
     load = float(psutil.getloadavg()[0])
     return min(1.0, (os.cpu_count() or 1) / max(load, 1.0))
 

@@ -1,7 +1,7 @@
-"""Names of processes, by which another one on the same machine sees whether they have ended.
+"""Names of processes. By its name, any process of this machine sees whether it has ended.
 
-A worker keeps the session of a run with `recovery` while its coordinator is away. A killed one
-never comes back; whoever starts the run again on its machine can tell the worker so.
+A worker keeps the session of a run with `recovery` while its coordinator is away. A killed
+coordinator never comes back; the next run on its machine can report this to the worker.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 from pathlib import Path
 
 _PROCESSES = Path("/proc")
-# The fields behind the name of a process's program: its state, and when it began.
+# The fields after the name of a process's program: its state, and when it began.
 _STATE, _BEGAN = 0, 19
-# A process in one of these runs no more, whether or not its parent has taken notice.
+# A process in one of these states has ended, even if its parent has not taken notice.
 _ENDED_STATES = "ZX"
 
 
 def own_name() -> str:
-    """The name of this process, which no other one has; empty where the system does not tell."""
+    """The unique name of this process; empty if the system does not report it."""
     number = os.getpid()
     try:
         return f"{_place()} {number} {_stat(number)[_BEGAN]}"
@@ -26,7 +26,7 @@ def own_name() -> str:
 
 
 def has_ended(name: str) -> bool:
-    """Whether a process has ended for sure; false for one of another machine or container."""
+    """Whether a process has surely ended; false for a process of another machine or container."""
     place, _, rest = name.partition(" ")
     number, _, began = rest.partition(" ")
     try:
@@ -43,8 +43,9 @@ def has_ended(name: str) -> bool:
 
 
 def _place() -> str:
-    """What has numbers of processes of its own: the present run of this machine's system, and the
-    container. Virtual machines that were started from one snapshot differ in their names alone."""
+    """The scope of process numbers: the present boot of this machine, and the container. Virtual
+    machines from one snapshot differ only in their names.
+    """
     boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{(_PROCESSES / 'self/ns/pid').stat().st_ino}/{os.uname().nodename}"
 

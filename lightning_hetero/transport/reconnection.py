@@ -1,15 +1,15 @@
-"""Reconnection: the line below a channel goes on over another connection when its own breaks.
+"""Reconnection: when the connection of a channel breaks, its line goes on over another one.
 
     the end that has dialled                    the end that was dialled
     breaks ▶ away ▶ dials again ─ Hello: secret, frames received ─▶ breaks ▶ away
              back ◀─────────────── Welcome: frames received ────── back
     sends the other frames again                sends the other frames again
 
-Each end keeps the frames that the other one may not have received; `resumption` has the rules. A
-line without `Lingering` keeps nothing, and breaks for good.
+Each end keeps the frames not yet acknowledged by the other end; `resumption` has the rules. A line
+without `Lingering` does not keep frames, and breaks for good.
 
-Two threads of a channel use its line: one sends, and waits while the connection is away; the other
-one receives, and gets the next connection.
+Two threads of a channel use its line. The sending thread waits while the connection is away; the
+receiving thread gets the next connection.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .resumption import Ledger, pauses
 
 logger = logging.getLogger(__name__)
 
-# For the reading thread to leave the old connection, which has been shut down.
+# For the reading thread to leave the old connection after its shutdown.
 _LEAVE_SECONDS = 5.0
 _SECRET_BYTES = 32
 
-# Opens another connection; gets the number of the attempt and that of the frames received so far,
-# and returns the number that the peer has received.
+# Opens another connection. Gets the number of the attempt and the number of frames received so far;
+# returns the connection and the peer's number of received frames.
 Redial = Callable[[int, int], tuple[Connection, int]]
 
 
@@ -45,12 +45,12 @@ class PeerGone(ChannelError):
 
 @dataclass(frozen=True)
 class Lingering:
-    """What two ends have agreed on for the time after their connection has broken.
+    """The agreement of two ends on the time after their connection has broken.
 
     Args:
         seconds: How long each end keeps the conversation.
         secret: Only the two ends know it.
-        redial: Opens another connection; None at the end that was dialled.
+        redial: Opens another connection; absent at the dialled end.
     """
 
     seconds: float
@@ -72,12 +72,12 @@ def reason_of(cause: Exception, peer: str) -> str:
 def receive_some(
     connection: Connection, reader: FrameReader, peer: str = "The peer"
 ) -> Frame | None:
-    """Read the bytes that have arrived; return the frame if they complete one.
+    """Read the arrived bytes; return the frame if they complete one.
 
     Raises:
         TimeoutError: If nothing arrives within the connection's timeout.
         ChannelError: If the peer has ended the connection.
-        RemoteProtocolError: If the bytes are no frame.
+        RemoteProtocolError: If the bytes are not a frame.
     """
     missing = reader.buffer()
     num_bytes = connection.receive_into(missing, sure_bytes=len(missing))
@@ -97,16 +97,16 @@ class Line:
     """Sends and receives frames over a connection, and over the next one when it breaks.
 
     Args:
-        connection: The first connection. The line closes each of them.
+        connection: The first connection. The line closes each connection.
         peer: Name of the other end, for messages to people.
         deadlines: How long each kind of waiting may take.
-        lingering: What the two ends have agreed on; None if the line breaks for good.
+        lingering: The agreement of the two ends; absent if the line breaks for good.
 
     Attributes:
         connection: The present connection.
-        is_away: Whether it has broken, and another one may take its place.
+        is_away: Whether it has broken, and another connection may take its place.
         on_away: Called with the reason when the connection has broken.
-        on_back: Called when another one has taken its place.
+        on_back: Called when another connection has taken its place.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class Line:
         self._ledger = Ledger()
         # Held while a frame is written or the connection is replaced.
         self._sending = threading.Lock()
-        # Held while the peer, which has dialled again, is answered.
+        # Held while this end answers a peer that has dialled again.
         self._answering = threading.Lock()
         self._changed = threading.Condition()
-        # Whether no other connection may take the place of the present one any more.
+        # Whether the present connection is the last.
         self._is_final = False
         # Whether the reading thread has left the broken connection.
         self._is_parked = False
@@ -141,22 +141,22 @@ class Line:
 
     @property
     def lingering(self) -> Lingering | None:
-        """What the two ends have agreed on; None if the line breaks for good."""
+        """The agreement of the two ends; absent if the line breaks for good."""
         return self._lingering
 
     @property
     def num_received(self) -> int:
-        """Whole frames that have come; 0 if nobody has to know."""
+        """The number of whole frames received; stays 0 without lingering."""
         return self._ledger.num_received
 
     def make_final(self) -> None:
-        """Let no other connection take the place of the present one."""
+        """Make the present connection the last."""
         with self._changed:
             self._is_final = True
             self._changed.notify_all()
 
     def give_up(self, reason: str) -> None:
-        """Wait no longer for another connection if this one is away, as the peer has ended."""
+        """Stop waiting for another connection if this one is away, because the peer has ended."""
         with self._changed:
             if self.is_away:
                 self._reason = f"{self._reason} {reason}"
@@ -167,7 +167,7 @@ class Line:
         """Send a frame; while the connection is away, wait until another one is there.
 
         Args:
-            name: What the frame is, for messages to people.
+            name: The kind of frame, for messages to people.
             buffers: Its bytes. They must not change before the peer has received them, or before
                 `own_all`.
 
@@ -184,7 +184,7 @@ class Line:
                 is_written = self._write_due()
 
     def try_to_send(self, name: str, buffers: list[memoryview]) -> bool:
-        """Send a small frame without waiting; false if that is not possible at present.
+        """Send a small frame without waiting; false if this is not possible at present.
 
         It is not possible while another thread sends, while the connection is away or full, and
         while other frames have to go first.
@@ -200,19 +200,19 @@ class Line:
             self._sending.release()
 
     def own_all(self) -> None:
-        """Copy what may have to be sent again: the tensors of all frames so far may change."""
+        """Copy all frames kept for repetition: their tensors may change from now on."""
         if self._lingering is not None:
             with self._sending:
                 self._ledger.own_all()
 
     def receive(self, reader: FrameReader) -> Frame | None:
-        """Read bytes that have arrived; return the frame if they complete one.
+        """Read arrived bytes; return the frame if they complete one.
 
         Raises:
             TimeoutError: If nothing arrives within the connection's timeout.
             OSError: If the connection broke; call `recover`.
             ChannelError: Likewise.
-            RemoteProtocolError: If the bytes are no frame.
+            RemoteProtocolError: If the bytes are not a frame.
         """
         frame = receive_some(self.connection, reader, self._peer)
         if frame is not None and self._lingering is not None:
@@ -220,7 +220,7 @@ class Line:
         return frame
 
     def owes_acknowledgement(self) -> bool:
-        """Whether the peer has to be told now how many frames have come."""
+        """Whether this end must now report its number of received frames to the peer."""
         return self._lingering is not None and self._ledger.owes_acknowledgement(
             self.connection.traffic.received_bytes,
             time.monotonic(),
@@ -228,10 +228,10 @@ class Line:
         )
 
     def acknowledge(self, count: int) -> None:
-        """Forget the frames that the peer has received.
+        """Forget the frames received by the peer.
 
         Raises:
-            RemoteProtocolError: If the peer cannot have received that many.
+            RemoteProtocolError: If the peer cannot have received so many.
         """
         if self._lingering is not None:
             self._ledger.acknowledge(count)
@@ -239,11 +239,11 @@ class Line:
     def recover(self, cause: Exception) -> None:
         """Wait until another connection takes the place of the broken one.
 
-        Only the reading thread may call it. What has come of an incomplete frame comes again.
+        Only the reading thread may call it. An incomplete frame comes again as a whole.
 
         Raises:
             OSError: The cause, if it was the last connection.
-            ChannelError: Likewise, or if no other connection came in time.
+            ChannelError: Likewise, or if another connection did not come in time.
             RemoteProtocolError: If the peer came back with wrong numbers.
         """
         if self._lingering is None or self._is_final:
@@ -272,14 +272,14 @@ class Line:
     def resume(
         self, connection: Connection, attempt: int, count: int, welcome: Callable[[int], None]
     ) -> None:
-        """Go on over a connection that the peer has opened in place of the broken one.
+        """Go on over the peer's new connection in place of the broken one.
 
-        Any thread may call it. This end may not have noticed that the old one is broken.
+        Any thread may call it. This end may not have noticed the break of the old connection.
 
         Args:
             attempt: The number of the peer's attempt; later ones have higher numbers.
-            count: The number of frames that the peer has received.
-            welcome: Tells the peer the number of frames that have come from it.
+            count: The number of frames received by the peer.
+            welcome: Reports to the peer the number of its frames received here.
 
         Raises:
             OSError: If the peer has to dial again.
@@ -372,7 +372,7 @@ class Line:
             return
 
     def _given_up(self, latest: str = "") -> ChannelError:
-        """The error for a connection that has not come back; none comes any more."""
+        """The error for a lost connection; the line does not go on after it."""
         if self._is_final or self._lingering is None:
             return ChannelError(self._reason)
         self._is_final = True

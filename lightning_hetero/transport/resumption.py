@@ -1,13 +1,13 @@
-"""The rules by which a channel outlives its connection: numbers of frames, without I/O and clocks.
+"""The rules for a channel to outlive its connection: numbers of frames, without I/O and clocks.
 
-Both ends number the frames of each direction, in the order in which they are written:
+Both ends number the frames of each direction, in the order of writing:
 
     sender     due ──▶ sent, not acknowledged ──▶ forgotten
-                 ◀── sent again from here ──┘ the first frame that the receiver has not had
-    receiver   counts whole frames, and tells the count with its signs of life
+                 ◀── sent again from here ──┘ the first frame missing at the receiver
+    receiver   counts whole frames, and reports the count with its signs of life
 
-A frame of which a part has arrived when the connection breaks counts as not received. So each frame
-is received once, and in its place.
+If the connection breaks inside a frame, the frame counts as not received. So each frame is received
+once, and in its place.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..errors import ChannelError, RemoteProtocolError
 from ..model.state import Stamp
 from ..protocol.tensor_bytes import tensor_behind
 
-# A receiver acknowledges at the latest when so many bytes have come, and after a heartbeat. What
-# the sender keeps is bounded by that.
+# A receiver acknowledges at the latest after so many bytes, and after a heartbeat. This limits the
+# kept frames of the sender.
 ACKNOWLEDGED_BYTES = 4 * 2**20
 
 # Pauses between attempts to connect again; the last one goes on.
@@ -35,12 +35,12 @@ def pauses() -> Iterator[float]:
 
 
 class KeptFrame:
-    """A frame that may have to be sent again.
+    """A frame kept for repetition.
 
-    It refers to the memory of its tensors. Memory whose changes torch does not count is copied.
+    It refers to the memory of its tensors. It copies memory if torch does not count its changes.
 
     Args:
-        name: What the frame is, for messages to people.
+        name: The kind of frame, for messages to people.
         buffers: The bytes of the frame.
     """
 
@@ -58,17 +58,17 @@ class KeptFrame:
 
     @property
     def buffers(self) -> list[memoryview]:
-        """The bytes of the frame, in a list that the caller may change."""
+        """The bytes of the frame, in a new list."""
         return [*self._buffers]
 
     def own(self) -> None:
-        """Copy the memory of the tensors, which may change from now on."""
+        """Copy the memory of the tensors; the tensors may change from now on."""
         if self._stamps:
             self._stamps.clear()
             self._buffers = [memoryview(b"".join(self._buffers))]
 
     def check(self) -> None:
-        """Refuse to send a frame again whose tensors have changed.
+        """Refuse to repeat a frame after its tensors have changed.
 
         Raises:
             ChannelError: With the name of the frame.
@@ -81,13 +81,14 @@ class KeptFrame:
 
 
 class Ledger:
-    """Counts the frames of both directions, and keeps those that the peer may not have received.
+    """Counts the frames of both directions, and keeps the frames not yet acknowledged.
 
-    One thread at a time may send: `keep`, `next_due`, `own_all`. Another one may receive meanwhile:
-    `note_received`, `owes_acknowledgement`, `acknowledge`. During `resume` neither does.
+    One thread at a time may send: `keep`, `next_due`, `own_all`. Another thread may receive
+    meanwhile: `note_received`, `owes_acknowledgement`, `acknowledge`. During `resume` both threads
+    wait.
 
     Attributes:
-        num_received: Whole frames that have come from the peer.
+        num_received: The number of whole frames from the peer.
     """
 
     def __init__(self) -> None:
@@ -96,12 +97,12 @@ class Ledger:
         self._num_acknowledged = 0
         self._due: deque[KeptFrame] = deque()
         self._sent: deque[KeptFrame] = deque()
-        # At the last acknowledgement that was due: received bytes, and a time in seconds.
+        # At the last due acknowledgement: received bytes, and a time in seconds.
         self._told_bytes = 0
         self._told_seconds = 0.0
 
     def keep(self, name: str, buffers: Sequence[memoryview]) -> None:
-        """Take a frame that is to be sent behind all others."""
+        """Take a frame to send after all others."""
         self._due.append(KeptFrame(name, buffers))
 
     @property
@@ -110,7 +111,7 @@ class Ledger:
         return bool(self._due)
 
     def next_due(self) -> list[memoryview] | None:
-        """The bytes of the next frame to send, which counts as sent; None if there is none."""
+        """The bytes of the next due frame, if any; the frame counts as sent."""
         if not self._due:
             return None
         frame = self._due.popleft()
@@ -120,7 +121,7 @@ class Ledger:
         return frame.buffers
 
     def own_all(self) -> None:
-        """Copy what may have to be sent again: its tensors may change from now on."""
+        """Copy all kept frames: their tensors may change from now on."""
         for frame in [*self._sent, *self._due]:
             frame.own()
 
@@ -131,10 +132,10 @@ class Ledger:
     def owes_acknowledgement(
         self, received_bytes: int, now_seconds: float, every_seconds: float
     ) -> bool:
-        """Whether the caller has to tell the peer now how many frames have come.
+        """Whether the caller must now report the number of received frames to the peer.
 
         Args:
-            received_bytes: All bytes that have come from the peer so far.
+            received_bytes: All bytes received from the peer so far.
             now_seconds: The present time.
             every_seconds: The longest time between two acknowledgements.
         """
@@ -147,7 +148,7 @@ class Ledger:
         return is_due
 
     def acknowledge(self, count: int) -> None:
-        """Forget the frames that the peer has received; an older count than the last says nothing.
+        """Forget the frames received by the peer; an older count than the last has no effect.
 
         Raises:
             RemoteProtocolError: If the peer cannot have received that many.
@@ -159,10 +160,11 @@ class Ledger:
             self._num_acknowledged += 1
 
     def resume(self, count: int) -> int:
-        """Begin again behind what the peer has received; returns how many frames are sent again.
+        """Begin again after the peer's last received frame; returns the number of repeated frames.
 
         Raises:
-            RemoteProtocolError: If the peer cannot have received that many, or has told of more.
+            RemoteProtocolError: If the peer cannot have received so many, or has reported more
+                before.
             ChannelError: If a frame cannot be sent again.
         """
         if count < self._num_acknowledged:
@@ -178,6 +180,6 @@ class Ledger:
 
     def _wrong(self, count: int) -> RemoteProtocolError:
         return RemoteProtocolError(
-            f"It says that {count} frames have come, and {self._num_sent} were sent, of which it "
-            f"has acknowledged {self._num_acknowledged}."
+            f"It says that {count} frames have come, and {self._num_sent} were sent; it has "
+            f"acknowledged {self._num_acknowledged} of them before."
         )

@@ -2,17 +2,17 @@
 
     token ── HKDF-SHA256 ──▶ Ed25519 key ── signs ──▶ certificate of a process
 
-The token derives the key of an authority, which signs short-lived certificates. A certificate says
-only that its owner has the token: no name, no host, no role.
+The token derives the key of an authority. The authority signs short-lived certificates. A
+certificate says only that its owner has the token; it has no name, host or role.
 
     send ──▶ encrypt ─▶ outgoing ──▶ the connection below ──▶ incoming ─▶ decrypt ──▶ receive
              └──────── lock ──────┘                          └──────── lock ───────┘
 
 One thread sends while another receives, but OpenSSL lets only one thread at a time use its object,
-and only the latest Pythons lock it in `ssl.SSLSocket`. So the object works on memory, under a lock
-that no thread holds while it waits for the peer. Records that OpenSSL produces while receiving,
-such as the answer to a key update, leave with the next data that is sent: only one thread sends, so
-records leave in their order.
+and only the latest Pythons lock it in `ssl.SSLSocket`. So the object works on memory, under a lock;
+a thread releases the lock before it waits for the peer. OpenSSL also produces records while
+receiving, such as the answer to a key update. They leave with the next data: only one thread sends,
+so records leave in their order.
 
 This module alone creates TLS contexts.
 """
@@ -62,14 +62,14 @@ _USAGES = (
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate that the authority signed, and its key, both as PEM; the key does not print."""
+    """A certificate from the authority, and its key, both as PEM; the key does not print."""
 
     public: bytes
     key: bytes = field(repr=False)
 
 
 class Authority:
-    """Issues certificates that all processes with the same token accept."""
+    """Issues certificates. All processes with the same token accept them."""
 
     def __init__(self, token: Token) -> None:
         derivation = HKDF(hashes.SHA256(), _KEY_BYTES, _SALT, _PURPOSE)
@@ -160,7 +160,7 @@ class _Contexts:
 
 
 class Credentials:
-    """Proves to peers that this process has the token, and checks that they have it.
+    """Proves to peers that this process has the token, and checks that the peers have it.
 
     It does not keep the token itself. It cannot be pickled, as its keys must not leave the process.
     """
@@ -172,7 +172,7 @@ class Credentials:
         self._contexts = self._new_contexts()
 
     def context(self, is_server: bool) -> ssl.SSLContext:
-        """The context for one more connection, with a certificate that is valid for days."""
+        """The context for one more connection, with a certificate valid for days."""
         with self._lock:
             # In either direction: somebody may have set the clock back.
             if abs(self._now() - self._contexts.made_at) > RENEWAL:
@@ -190,10 +190,10 @@ class Credentials:
 
 
 def credentials_of(token_file: Path | None) -> Credentials | None:
-    """The credentials for the token in a file; None without a file.
+    """The credentials for the token in a file, if there is a file.
 
     Raises:
-        TokenError: If the file is missing, open to others, or holds no token.
+        TokenError: If the file is missing, open to others, or does not hold a token.
     """
     return None if token_file is None else Credentials(read_token_file(token_file))
 
@@ -214,7 +214,7 @@ def _context(purpose: int, authority: bytes, certificate: Certificate) -> ssl.SS
 
 
 def _load_certificate(context: ssl.SSLContext, certificate: Certificate) -> None:
-    """Load a certificate and its key from a file, as OpenSSL reads from nothing else.
+    """Load a certificate and its key from a file, because OpenSSL reads only from files.
 
     The key of this process is in the file for a moment.
     """
@@ -226,8 +226,8 @@ def _load_certificate(context: ssl.SSLContext, certificate: Certificate) -> None
 
 _HANDSHAKE_BYTES = 2**14
 
-# A fatal alert, "unexpected message". OpenSSL sends nothing to a peer that does not speak TLS; the
-# alert tells it at least that we do.
+# A fatal alert, "unexpected message". OpenSSL does not answer a peer without TLS; the alert reports
+# at least that this end speaks TLS.
 _ALERT = bytes((21, 3, 3, 0, 2, 2, 10))
 
 
@@ -240,18 +240,18 @@ def secured(
 ) -> Connection:
     """Put a connection under mutual TLS; without credentials, return it as it is.
 
-    In TLS 1.3 the client finishes before the server has checked its certificate, so a client must
-    not rely on the server's trust before it has received something.
+    In TLS 1.3 the client finishes before the server has checked its certificate. So a client must
+    receive something before it relies on the server's trust.
 
     Args:
-        below: The connection, whose bytes TLS encrypts.
-        credentials: What proves that this process has the token.
+        below: The connection for the encrypted bytes.
+        credentials: Prove possession of the token.
         is_server: Whether the peer begins the handshake.
         patience_seconds: The most that the handshake may take.
-        is_mute: Whether a peer that does not speak TLS gets no byte at all.
+        is_mute: Whether to send a peer without TLS not even an alert.
 
     Raises:
-        TrustError: If the two ends have no token in common.
+        TrustError: If the two ends do not share a token.
         ChannelError: If the peer ends the connection, or takes longer than ``patience_seconds``.
     """
     if credentials is None:
@@ -274,10 +274,10 @@ class _Handshake:
     """One end of a TLS handshake.
 
     Attributes:
-        incoming: Records from the peer, which ``tls`` reads.
-        outgoing: Records for the peer, which ``tls`` writes.
+        incoming: Records from the peer, read by ``tls``.
+        outgoing: Records for the peer, written by ``tls``.
         tls: OpenSSL's object.
-        says_tls: Whether a peer that does not speak TLS is told that this end does.
+        says_tls: Whether to send a peer without TLS an alert.
     """
 
     def __init__(
@@ -332,8 +332,8 @@ class _Handshake:
         self._below.set_timeout(left_seconds)
 
 
-# Bytes to encrypt, or to read from below, at once: few enough for a core's cache, and enough that
-# the calls around do not count where OpenSSL is fast (a quarter of this was a tenth slower).
+# Bytes to encrypt, or to read from below, at once: few enough for a core's cache, and enough to
+# hide the cost of the calls around a fast OpenSSL (a quarter of this was a tenth slower).
 CHUNK_BYTES = 2**20
 
 # The longest record of TLS 1.3, its header included.
@@ -341,11 +341,11 @@ _RECORD_BYTES = 5 + 2**14 + 256
 
 
 class TlsConnection:
-    """TLS over another connection, which closes with this one.
+    """TLS over another connection; both close together.
 
     Args:
-        below: The connection that carries the records.
-        handshake: The handshake, which is over.
+        below: The connection for the records.
+        handshake: The completed handshake.
     """
 
     def __init__(self, below: Connection, handshake: _Handshake) -> None:
@@ -358,7 +358,7 @@ class TlsConnection:
         self._outgoing = handshake.outgoing
         self._lock = threading.Lock()
         self._arrived = memoryview(bytearray(CHUNK_BYTES))
-        # Records that the connection below has not taken yet, and how many bytes of data they hold.
+        # Records not yet taken by the connection below, and the number of bytes of their data.
         self._unsent = memoryview(b"")
         self._owed_bytes = 0
 
@@ -412,7 +412,7 @@ class TlsConnection:
         self._below.close()
 
     def _decrypt_into(self, buffer: memoryview) -> int | None:
-        """Decrypt into a buffer what has arrived; 0 at the end, None if nothing has arrived yet."""
+        """Decrypt the arrived records into a buffer; 0 at the end, None before the next record."""
         num_bytes = 0
         try:
             while num_bytes < len(buffer):
@@ -457,8 +457,8 @@ _CLOCKS_THERE = (
     "The peer says that our certificate is not valid by its clock: the clocks of the two machines "
     "are days apart; set them."
 )
-_OLD_TLS = "The peer does not speak TLS 1.3, and this end speaks nothing older; is it a worker?"
-_NO_CERTIFICATE_HERE = "The peer wants a certificate and got none."
+_OLD_TLS = "The peer does not speak TLS 1.3, and this end speaks it only; is it a worker?"
+_NO_CERTIFICATE_HERE = "The peer wants a certificate and did not get one."
 
 # By OpenSSL's names of errors; an "alert" is what the peer reports about us.
 _SENTENCES = {
@@ -486,7 +486,7 @@ _CLOCK_CODES = (9, 10)
 
 
 def trust_error(error: ssl.SSLError) -> TrustError:
-    """What OpenSSL reports, as an error with a remedy."""
+    """OpenSSL's report, as an error with a remedy."""
     if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _CLOCK_CODES:
         return TrustError(_CLOCKS, "clock")
     text = _SENTENCES.get(error.reason or "", f"TLS failed: {error.reason or error}.")

@@ -1,7 +1,7 @@
-"""The token: a secret in a file that the coordinator and its workers share.
+"""The token: a secret in a file, shared by the coordinator and its workers.
 
-A process with the token may train on the workers, and read and change what they are sent. What
-proves to a peer that a process has it is in `tls.py`. The token appears in no error and in no log.
+A process with the token may train on the workers, and read and change their messages. `tls.py`
+proves to a peer that a process has the token. Errors and logs never show the token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT_FILE = Path("~/.config/lightning-hetero/token")
 FILE_VARIABLE = "LIGHTNING_HETERO_TOKEN_FILE"
 
 SECRET_BYTES = 32
-# Bytes of a checksum, which tells a damaged token from another run's.
+# Bytes of a checksum. It tells a damaged token from another run's token.
 _CHECK_BYTES = 4
 # Lets people, and programs that search for leaked secrets, recognise a token.
 _MARK = "lht1_"
@@ -34,7 +34,7 @@ _MOST_FILE_BYTES = 4096
 class Token:
     """A secret of 256 bits.
 
-    It does not print and cannot be pickled, so it gets into no log, error or checkpoint.
+    It does not print and cannot be pickled, so logs, errors and checkpoints never hold it.
     """
 
     secret: bytes = field(repr=False)
@@ -49,11 +49,12 @@ class Token:
         """Read a token as `to_text` writes it.
 
         Raises:
-            ValueError: If the text is no token; without the text, which may be another secret.
+            ValueError: If the text is not a token. The error leaves out the text: it may be another
+                secret.
         """
         words = text.split()
         if len(words) != 1 or not words[0].startswith(_MARK):
-            raise ValueError("the text there is no token")
+            raise ValueError("the text there is not a token")
         try:
             content = base64.b64decode(words[0].removeprefix(_MARK), b"-_", validate=True)
         except ValueError:
@@ -77,11 +78,11 @@ def _check_of(secret: bytes) -> bytes:
 
 
 def find_token_file(named: str | os.PathLike[str] | None) -> Path | None:
-    """The token file to use: the named one, the one that the environment variable names, or the
-    default one if it exists. An empty variable means no file.
+    """The token file: the named one, else the file of the environment variable, else the default
+    file if it exists. An empty variable switches the default file off.
 
     Raises:
-        TokenError: If the name begins with a home folder that this user does not have.
+        TokenError: If the name begins with ``~``, and this user does not have a home folder.
     """
     if named is not None:
         return expanded(Path(named))
@@ -99,7 +100,7 @@ def expanded(path: Path) -> Path:
     """The path of a token file with the user's home folder in place of ``~``.
 
     Raises:
-        TokenError: If the user has none.
+        TokenError: If the user does not have a home folder.
     """
     try:
         return path.expanduser()
@@ -111,7 +112,7 @@ def expanded(path: Path) -> Path:
 
 
 def write_token_file(path: Path, token: Token) -> None:
-    """Write a token to a new file that only its owner may read.
+    """Write a token to a new file, readable by its owner only.
 
     Raises:
         TokenError: If the file exists, or cannot be written.
@@ -141,10 +142,11 @@ def write_token_file(path: Path, token: Token) -> None:
 
 
 def read_token_file(path: Path) -> Token:
-    """Read the token from a file that only its owner may read.
+    """Read the token from a file, readable by its owner only.
 
     Raises:
-        TokenError: If the file is missing, open to others, another user's, or holds no token.
+        TokenError: If the file is missing, open to others, another user's, or does not hold a
+            token.
     """
     try:
         with open(path, "rb", opener=_without_waiting) as file:
@@ -155,7 +157,7 @@ def read_token_file(path: Path) -> Token:
     except FileNotFoundError:
         raise TokenError(
             f"There is no token file {str(path)!r}; make one with `lightning-hetero token`, or "
-            "copy the one of the other machines to this path."
+            "copy the file of the other machines to this path."
         ) from None
     except OSError as error:
         raise TokenError(
@@ -167,17 +169,17 @@ def read_token_file(path: Path) -> Token:
     except ValueError as error:
         raise TokenError(
             f"The token file {str(path)!r} cannot be used: {error}; make one with "
-            "`lightning-hetero token`, or copy the one of the other machines again."
+            "`lightning-hetero token`, or copy the file of the other machines again."
         ) from None
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; a named pipe too, which would wait for its writer."""
+    """Open a file without waiting: a named pipe would wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _check_own(file: IO[Any]) -> None:
-    """Refuse what is no plain file, and a file of another user, who may exchange the token.
+    """Refuse pipes and devices, and a file of another user: the other user may exchange the token.
 
     Raises:
         TokenError: With the name and the remedy.
@@ -185,8 +187,8 @@ def _check_own(file: IO[Any]) -> None:
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode):
         raise TokenError(
-            f"The token file {str(file.name)!r} is no plain file but a pipe or a device; name a "
-            "file that `lightning-hetero token` wrote."
+            f"The token file {str(file.name)!r} is not a plain file, but a pipe or a device; "
+            "name a file that `lightning-hetero token` wrote."
         )
     if found.st_uid not in (os.geteuid(), 0):
         raise TokenError(
@@ -197,7 +199,7 @@ def _check_own(file: IO[Any]) -> None:
 
 
 def _check_folders(path: Path) -> None:
-    """Refuse a token file in a folder in which every user may exchange it.
+    """Refuse a token file if every user may exchange files in its folder.
 
     Raises:
         TokenError: With the folder and the remedy.
@@ -214,7 +216,7 @@ def _check_folders(path: Path) -> None:
 
 
 def _check_private(file: IO[Any]) -> None:
-    """Refuse an open file that users other than its owner may read, write or run."""
+    """Refuse an open file if other users than its owner may read, write or run it."""
     mode = os.fstat(file.fileno()).st_mode
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise TokenError(

@@ -1,1 +1,1 @@
-"""Which worker computes wrongly."""
+"""Find the worker with wrong results."""

@@ -1,8 +1,8 @@
-"""Whether training is right on a device of this machine, and what it costs there.
+"""Check whether training is right on a device of this machine, and measure its cost there.
 
-A small Llama trains on the device alone, and with half of its layers on a worker that computes on
-the same device or on the processor. Losses are compared step by step; then copies, waiting calls,
-memory and additional time are measured. Each finding is one row of a report. The runs use the
+A small Llama trains on the device alone, and with half of its layers on a worker, on the same
+device or on the processor. The check compares the losses step by step; then it measures copies,
+waiting calls, memory and additional time. Each finding is one row of a report. The runs use the
 package as its users do, by its public names.
 """
 
@@ -52,7 +52,7 @@ MULTIPLIED_ROWS = 4096
 PROFILE_SECONDS = 20.0
 # float32 throughout; devices add up in other orders. Autocast rounds to 8 bits.
 TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 2e-2
-# Of what the planner counts; more is a plan that does not fit.
+# Relative to the planner's account; with more memory, the plan would not fit.
 MOST_OF_ACCOUNT = 1.1
 
 # Characters of an error in a row.
@@ -76,9 +76,9 @@ class CheckFinding:
     """One row of the report.
 
     Args:
-        what: What was looked at.
-        found: What was found.
-        is_good: Whether it is as it should be; None if there is no such judgement.
+        what: The checked part.
+        found: The result.
+        is_good: Whether the result is right; None if the row is not judged.
     """
 
     what: str
@@ -105,7 +105,7 @@ class CheckedModule(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._parts.append(outputs["loss"].detach())
         if len(self._parts) == self.trainer.accumulate_grad_batches:
-            # Lightning has divided each by the number of batches that are accumulated.
+            # Lightning has divided each by the number of accumulated batches.
             self.losses.append(sum(map(float, self._parts)))
             self.marks.append(time.perf_counter())
             self._parts = []
@@ -121,11 +121,11 @@ class CheckedModule(pl.LightningModule):
 
 @dataclass
 class TrainingBench:
-    """Trains on one device, and over workers, which start when they are first needed.
+    """Trains on one device, and over workers. A worker starts when it is first needed.
 
     Args:
         device: The device.
-        folder: For the token of the workers, and what is written meanwhile.
+        folder: For the token of the workers, and for temporary files.
     """
 
     device: torch.device
@@ -135,8 +135,9 @@ class TrainingBench:
 
     @property
     def mixed(self) -> MixedPrecision:
-        """bf16-mixed on the device: by the word alone Lightning would take the autocast of CUDA for
-        a kind that it does not know."""
+        """bf16-mixed on the device. For an unknown kind of device, Lightning by itself would use
+        CUDA's autocast.
+        """
         return MixedPrecision("bf16-mixed", self.device.type)
 
     @property
@@ -150,7 +151,7 @@ class TrainingBench:
         self._exits.close()
 
     def worker_on(self, device: str) -> str:
-        """The address of a worker that computes on a device."""
+        """The address of a worker on a device."""
         if device not in self._addresses:
             token, file = Token.new(), self._token_file(device)
             write_token_file(file, token)
@@ -169,7 +170,7 @@ class TrainingBench:
         """The strategy with the last layers on a worker; None leaves all layers here."""
         here = StagePlan([COORDINATOR], (0, NUM_LAYERS if there is None else num_here))
         if there is None:
-            # A plan needs a worker to name, and this one is never dialled.
+            # A plan needs the name of a worker; the run never dials this one.
             return HeteroPipelineStrategy(["127.0.0.1:1"], Plan([here], NUM_PIECES))
         worker = self.worker_on(there)
         stages = [here, StagePlan([worker], (num_here, NUM_LAYERS), **options)]
@@ -213,7 +214,7 @@ Check = Callable[[TrainingBench], Iterator[CheckFinding]]
 def check_device(device: torch.device) -> Iterator[CheckFinding]:
     """Yield the findings on a device, one after the other; takes minutes.
 
-    A part that fails is a finding too, and the others go on.
+    A failing part is a finding too, and the others go on.
     """
     with tempfile.TemporaryDirectory() as folder:
         bench = TrainingBench(device, Path(folder))
@@ -307,7 +308,7 @@ def copies(bench: TrainingBench) -> Iterator[CheckFinding]:
 
 
 class _WaitsOfSteps(pl.Callback):
-    """Counts the waits of all steps but the first, in which a batch is checked.
+    """Counts the waits of all steps but the first: the first step also checks a batch.
 
     Args:
         count: Returns their number so far.
@@ -334,7 +335,7 @@ def waiting(bench: TrainingBench) -> Iterator[CheckFinding]:
         with device.counting_waits() as count:
             if count is None:
                 yield CheckFinding(
-                    "calls that wait for the device", "torch does not tell them here"
+                    "calls that wait for the device", "torch does not report them here"
                 )
                 return
             waits = _WaitsOfSteps(count)
@@ -402,7 +403,7 @@ CHECKS: Sequence[Check] = (
 
 
 class _Peaks(pl.Callback):
-    """The plan and profile of a run, and the most memory that its worker took for tensors."""
+    """The plan and profile of a run, and its worker's peak of memory for tensors."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
@@ -429,7 +430,7 @@ def _compared(
 
 
 def _in_four_bits(folder: Path) -> Callable[[Any], Any]:
-    """Returns a function that makes of a model one in 4 bits with adapters."""
+    """A function to turn a model into 4 bits with adapters."""
     import bitsandbytes  # noqa: F401, PLC0415 - optional
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional
     from transformers import BitsAndBytesConfig  # noqa: PLC0415 - seldom needed
@@ -470,7 +471,7 @@ def _read(tensors: tuple[Tensor, ...]) -> Activation:
 
 
 def _hidden_share(device: Device, on_device: Tensor) -> float:
-    """How much of the copies' time is not added to that of computing, as stages copy."""
+    """The share of the copies' time hidden by computing, with copies as stages make them."""
     streams, host = device.copies(), torch.zeros(on_device.shape).pin_memory()
     matrix = torch.randn(MULTIPLIED_ROWS, MULTIPLIED_ROWS, device=on_device.device)
 
@@ -509,17 +510,17 @@ def options_for(device: torch.device) -> dict[str, Any]:
 
 
 class AnyAccelerator(Accelerator):
-    """Lightning's accelerator for a kind of device that Lightning does not know."""
+    """Lightning's accelerator for a kind of device unknown to Lightning."""
 
     def setup_device(self, device: torch.device) -> None:
         """Make a device the current one, as Lightning does with CUDA."""
         torch.accelerator.set_device_index(device)
 
     def teardown(self) -> None:
-        """Nothing is left of a run."""
+        """Do nothing: a run leaves the device clean."""
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Nothing: the check measures by itself."""
+        """Always empty: the check measures by itself."""
         return {}
 
     @staticmethod
@@ -545,5 +546,5 @@ class AnyAccelerator(Accelerator):
 
     @staticmethod
     def name() -> str:
-        """The name that Lightning shows."""
+        """The name shown by Lightning."""
         return "accelerator"

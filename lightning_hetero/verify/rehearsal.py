@@ -1,7 +1,7 @@
 """Rehearses one training step: on one device, with each stage away alone, and with all stages away.
 A stage with replicas is away on each of its workers alone.
 
-The loss, activations and gradients of each step are compared with those of the first one.
+The rehearsal compares the loss, activations and gradients of each step with the first step's.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Observed:
     """The results of one step, on the CPU.
 
     Args:
-        loss: What ``training_step`` returned.
-        activations: The hidden states behind layers, by their numbers.
+        loss: The result of ``training_step``.
+        activations: The hidden states after layers, by their numbers.
         before: The gradients of the hidden states before layers, if they require gradients.
         gradients: The gradients of parameters, by their layers' numbers and their names there.
     """
@@ -81,7 +81,7 @@ class Observer:
 
     Args:
         module: In evaluation mode, attached to its Trainer.
-        layers: What is observed, by number.
+        layers: The observed layers, by number.
         batch: On its device.
         ends: First and last layers of stages.
     """
@@ -131,8 +131,8 @@ class Observer:
             loss = loss_of(_step_of(self.module)(self.batch))
         if loss is None:
             raise BatchError(
-                "The training_step returned None for the first batch, which asks to skip it, so "
-                "nothing can be compared."
+                "The training_step returned None to skip the first batch, so there is nothing "
+                "to compare."
             )
         return loss
 
@@ -166,12 +166,12 @@ _MOST_SAMPLES = 4
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A step of a module, on its devices and on one, to be compared.
+    """Compares a step of a module on its devices with the step on one device.
 
     Args:
         site: The module, with all its layers here, and the workers.
         layers: All its decoder layers.
-        plan: A plan that fits the workers.
+        plan: A plan for these workers.
     """
 
     site: Site
@@ -179,11 +179,11 @@ class Rehearsal:
     plan: Plan
 
     def verdict(self) -> RehearsalVerdict:
-        """Compare. Nothing is trained; the module and its Trainer are as before.
+        """Compare, without training; the module and its Trainer are as before.
 
         Raises:
-            PlanError: If the plan has no stage on a worker.
-            BatchError: If there is no batch to compare with.
+            PlanError: If the plan does not have a stage on a worker.
+            BatchError: If a batch is missing.
             WorkerError: If a worker cannot be used.
         """
         if not self.plan.remote_stages:
@@ -193,7 +193,7 @@ class Rehearsal:
             # One device computes everything, so it needs all weights.
             self.site.bring_weights_here(None)
             self.module.to(self.site.device)
-            # Without dropout: masks on workers differ from those here.
+            # Without dropout: workers draw other masks than this process.
             self.module.eval()
             rows = min(sample.size or 1, _MOST_SAMPLES)
             batch = to_device(self.module.trainer, sample.first(rows))
@@ -212,12 +212,12 @@ class Rehearsal:
 
     @property
     def module(self) -> pl.LightningModule:
-        """The module that is verified."""
+        """The verified module."""
         return self.site.module
 
     @property
     def _observed(self) -> dict[int, DecoderLayer]:
-        """What is compared: all decoder layers, and the embedding where it is on a worker."""
+        """The layers to compare: all decoder layers, and the embedding if it is on a worker."""
         held = {n: layer for stage in self.plan.remote_stages for n, layer in self._held(stage)}
         return held | dict(enumerate(self.layers))
 
@@ -244,20 +244,22 @@ class Rehearsal:
         ]
 
     def _alone(self, stage: StagePlan) -> Plan:
-        """A plan with one stage away and all other layers here, so that any error is of that
-        stage. Tensors cross its boundaries without rounding."""
+        """A plan with one stage away and all other layers here, so any error belongs to the stage.
+        Tensors cross its boundaries without rounding.
+        """
         own = StagePlan([COORDINATOR], (0, stage.layers[0]))
         return Plan([own, _unrounded(stage)], micro_batches=1)
 
     def _together(self, rows: int) -> Plan:
-        """The plan without rounding. What the coordinator computes as a replica is what the workers
-        are compared with, so here they run its micro-batches too."""
+        """The plan without rounding. If the coordinator is a replica, the workers run its
+        micro-batches too: its own results are the reference.
+        """
         stages = [_unrounded(_on_workers(stage)) for stage in self.plan.stages]
         return replace(self.plan, stages=stages, micro_batches=min(rows, self.plan.micro_batches))
 
     def _step_away(self, observer: Observer, plan: Plan) -> Observed:
         names = plan.workers
-        # Local workers start once, and allow what they import then: the layers of all stages.
+        # Local workers start once, with the layers of all stages as allowed imports.
         with closing(self.site.connect(names, self.layers, self.plan)) as coordinator:
             coordinator.serve(names)
             away = {n: layer.module for s in plan.remote_stages for n, layer in self._held(s)}
@@ -299,7 +301,7 @@ class Rehearsal:
         first, end = stages[0].layers[0], stages[-1].layers[1]
         dtype = coarsest(self._dtypes(stages))
         gradient = None
-        # In front of an embedding there is no gradient.
+        # An embedding's input does not have a gradient.
         if first in expected.before and not stages[0].embedding:
             before = found.before.get(first, torch.empty(0))
             gradient = relative_error(before, expected.before[first])
@@ -328,9 +330,9 @@ class Rehearsal:
 
 
 def _multiplied_in(owner: nn.Module, parameter: nn.Parameter) -> torch.dtype:
-    """The dtype in which a parameter is multiplied.
+    """The dtype of products with a parameter.
 
-    The module of a 4-bit parameter has noted that dtype; without the note it counts as bfloat16.
+    The module of a 4-bit parameter has noted the dtype; without the note it counts as bfloat16.
     """
     noted = getattr(owner, "compute_dtype", None)
     if isinstance(noted, torch.dtype):
@@ -339,7 +341,7 @@ def _multiplied_in(owner: nn.Module, parameter: nn.Parameter) -> torch.dtype:
 
 
 def _copies_of(layers: Mapping[int, nn.Module]) -> dict[str, Tensor]:
-    """The tensors of layers and the states of those in 4 bits, as they are now."""
+    """The present tensors of layers, and the states of their 4-bit tensors."""
     return {
         part: _copied(tensor)
         for name, content, state in named_contents(layers)

@@ -1,14 +1,13 @@
 """A worker's way into a run: it dials the coordinator, waits at its door, serves, and dials again.
 
     dial ──▶ Welcome ──▶ wait for the coordinator's Hello ──▶ session ──▶ dial
-     ▲─ a pause that grows ─┘ (nobody answers, or the door closes)
+     ▲── a longer pause ──┘ (silence, or the door closes)
 
-While the coordinator of a session is away, the worker asks at the door which run is there: another
-one tells that the coordinator has ended and does not come back.
+While the coordinator of a session is away, the worker asks at the door for the present run: another
+run means the end of the old coordinator.
 
-So a worker may start before its coordinator, at an address that nobody knows beforehand. The
-coordinator's end is in `launch.join`. A second process of a worker that has joined comes the same
-way, once, for the one session that it takes.
+So a worker may start before its coordinator, at any address. The coordinator's end is in
+`launch.join`. A second process of a joined worker comes the same way, once, for its only session.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS = 0.2
-# Not longer: a coordinator that starts must not wait for its workers.
+# Not longer: a starting coordinator must not wait for its workers.
 _MOST_PAUSE_SECONDS = 5.0
-# How often a worker that waits at the door looks whether it is stopped, and one whose coordinator
-# is away, which run is at the door.
+# How often a waiting worker looks whether it is stopped, and asks at the door for the present run
+# while its coordinator is away.
 _LOOK_SECONDS = 1.0
 
 
 def pauses(draw: Callable[[], float] = random.random) -> Iterator[float]:
-    """Seconds between attempts to dial: each twice the one before, and at most 5 s.
+    """Seconds between attempts to dial: each pause twice as long as the last, and at most 5 s.
 
-    Each is shortened by chance, so that many workers do not all dial at the same moment.
+    Chance shortens each pause, so that many workers do not dial at the same moment.
 
     Args:
         draw: Returns a random number from 0 to 1.
@@ -73,7 +72,7 @@ class Joiner:
 
         Args:
             worker: Serves the sessions.
-            on_alone: Called with a sentence if nobody has let the worker in for too long; it must
+            on_alone: Called with a sentence if the worker has waited too long for a run; it must
                 stop the worker.
         """
         since, waits, told = time.monotonic(), pauses(), ""
@@ -95,7 +94,7 @@ class Joiner:
             worker.wait_until_stopped(next(waits))
 
     def run_beside(self, worker: Worker, session: str) -> None:
-        """Bring a second process into the run that has asked for it, then stop the process.
+        """Bring a second process into its run, then stop the process.
 
         Args:
             worker: Serves the session in the second process.
@@ -125,7 +124,7 @@ class Joiner:
         return join(self.address, self.name, listener, deadlines, identity, session)
 
     def _stay(self, joined: Joined, worker: Worker) -> None:
-        """Wait at the coordinator's door, and serve the session that it opens, if it opens one."""
+        """Wait at the coordinator's door, and serve its session, if it opens one."""
         logger.info("joined %s as %s; %s", self.address, self.name, joined.note)
         if joined.is_spare:
             worker.note_spare("", str(self.address))
@@ -135,13 +134,13 @@ class Joiner:
                 with self._asking(worker, joined.run):
                     worker.serve_joined(joined.connection, message, str(self.address))
         except (OSError, HeteroError) as error:
-            logger.warning("the coordinator at %s took no worker: %s", self.address, error)
+            logger.warning("the coordinator at %s did not take the worker: %s", self.address, error)
         finally:
             worker.note_no_spare()
             joined.connection.close()
 
     def _next_word(self, joined: Joined, worker: Worker) -> m.Message | None:
-        """The first message at the door that is no news; None once the worker is stopped."""
+        """The first message at the door except news; None once the worker is stopped."""
         while True:
             message = await_opening(joined.connection, _LOOK_SECONDS, lambda: worker.is_stopped)
             if not isinstance(message, m.Welcome):
@@ -152,7 +151,9 @@ class Joiner:
 
     @contextmanager
     def _asking(self, worker: Worker, run: str) -> Iterator[None]:
-        """Inside, a session whose coordinator is away ends when another run is at the door."""
+        """Inside, if the coordinator of the session is away, the session ends when another run is
+        at the door.
+        """
         is_over = threading.Event()
         thread = threading.Thread(target=self._ask, args=(worker, run, is_over), daemon=True)
         thread.start()
@@ -169,7 +170,7 @@ class Joiner:
             try:
                 other = run_at(self.address, run, worker.deadlines, worker.identity)
             except (OSError, HeteroError) as error:
-                logger.debug("asking at %s which run is there: %s", self.address, error)
+                logger.debug("asking at %s for the present run: %s", self.address, error)
                 continue
             if other != run:
                 worker.give_up_coordinator(f"Another run takes workers in at {self.address}.")

@@ -18,7 +18,7 @@ from ..protocol.tensor_bytes import TensorSpec, fingerprint_of
 from ..transport.channel import Channel, Handler
 from .owner import Host
 
-# Tensors of a GPU that are on their way at once: each is copied to main memory before it is sent.
+# The most tensors of a GPU on their way at once: each is copied to main memory before sending.
 MOST_COPIES = 2
 
 
@@ -27,12 +27,12 @@ class SessionLayers:
 
     Args:
         coordinator: The channel to the coordinator.
-        host: The worker that serves the session.
+        host: The worker of the session.
 
     Attributes:
         numbered: The present layers by their numbers.
-        leaving: The tensors of former layers that may still go to other processes, by name.
-        handlers: What carries out each kind of message.
+        leaving: The tensors of former layers, by name; they may still go to other processes.
+        handlers: The handler of each kind of message.
     """
 
     def __init__(self, coordinator: Channel, host: Host) -> None:
@@ -51,13 +51,13 @@ class SessionLayers:
         self._missing: set[str] = set()
 
     def build(self, message: m.Deploy) -> list[nn.ModuleDict]:
-        """Build the layers of stages, with the content of the tensors that they go on with.
+        """Build the layers of stages, with the content of their kept tensors.
 
         The other tensors of the layers before are `leaving`, until `check_complete`.
 
         Raises:
-            ModelError: If layers cannot be built, two stages have the same layer, or a tensor to
-                go on with is not here. Nothing has changed then.
+            ModelError: If layers cannot be built, two stages have the same layer, or a kept tensor
+                is not here. The session is then unchanged.
         """
         built = [
             build_described(stage.recipe, stage.parameters, self._host.allowed, self._host.device)
@@ -86,16 +86,16 @@ class SessionLayers:
         """Put a tensor of another worker into its place.
 
         Raises:
-            ModelError: If no such tensor is missing, or it has another shape.
+            ModelError: If the tensor is not missing, or has another shape.
         """
         if name not in self._missing:
-            raise ModelError(f"Another worker has sent the tensor {name!r}, which is not missing.")
+            raise ModelError(f"Another worker has sent the tensor {name!r}, but it is not missing.")
         device = self._host.device
         state = {part: tensor.to(device) for part, tensor in content.state.items()}
         self._put(name, Content(content.tensor.to(device), state))
 
     def free(self, names: Iterable[str]) -> None:
-        """Drop tensors that have left."""
+        """Drop tensors after their departure."""
         for name in names:
             self.leaving.pop(name, None)
 
@@ -105,7 +105,7 @@ class SessionLayers:
 
     @property
     def allowed(self) -> Allowed:
-        """The classes that the worker's owner allows besides those of libraries."""
+        """The classes allowed by the worker's owner, besides the libraries' classes."""
         return self._host.allowed
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -116,7 +116,7 @@ class SessionLayers:
         """The parameters of these names.
 
         Raises:
-            ModelError: If there is no parameter of one of the names.
+            ModelError: If a parameter of one of the names is missing.
         """
         parameters = self.parameters()
         unknown = sorted(set(names) - set(parameters))
@@ -136,7 +136,9 @@ class SessionLayers:
             self._load(name, tensor, {})
 
     def _load(self, name: str, tensor: Tensor, state: State) -> None:
-        """Put what has come into its place; what has no state and should be in 4 bits gets it."""
+        """Put a received tensor into its place; pack it into 4 bits if its place wants this and it
+        came without a state.
+        """
         content = tensor.to(self._host.device)
         state = {key: part.to(self._host.device) for key, part in state.items()}
         owner, leaf, _ = locate(self.numbered, name)
@@ -172,7 +174,7 @@ class SessionLayers:
         """Give a module the attributes of the coordinator's module.
 
         Raises:
-            ModelError: If there is no such module, or it must not have them.
+            ModelError: If the module does not exist, or must not have these attributes.
         """
         layer = self.numbered.get(message.layer_index)
         found = {} if layer is None else dict(layer.named_modules(remove_duplicate=False))
@@ -184,10 +186,10 @@ class SessionLayers:
         set_attributes(module, message.values, message.gone, host.allowed, host.device)
 
     def check_complete(self) -> None:
-        """Refuse to serve before all tensors have come; drop the tensors that have left.
+        """Refuse to serve before all tensors have come; drop the leaving tensors.
 
         Raises:
-            ModelError: With the names of some that are missing.
+            ModelError: With the names of some missing tensors.
         """
         if self._missing:
             raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
@@ -201,7 +203,7 @@ class SessionLayers:
         return Content(tensor, state_of(owner, leaf))
 
     def _put(self, name: str, content: Content) -> None:
-        """Put a tensor into its place, in the dtype that it has there."""
+        """Put a tensor into its place, in the dtype of the place."""
         owner, leaf, place = locate(self.numbered, name)
         if content.tensor.is_floating_point() != place.is_floating_point():
             raise ModelError(

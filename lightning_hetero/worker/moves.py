@@ -1,4 +1,4 @@
-"""The worker's side of a move: layers' tensors go from the worker that has them to the next one."""
+"""The worker's side of a move: layers' tensors go from their present worker to the next one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SessionMoves(SessionPart):
     Args:
         coordinator: The channel to the coordinator.
         layers: The layers of the session.
-        training: Has what belongs to their tensors.
+        training: Has the states and averages of their tensors.
         channel_to: The channel for tensors to the worker of a number.
     """
 
@@ -53,7 +53,7 @@ class SessionMoves(SessionPart):
         except LocalProtocolError:
             if not channel.has_ended:
                 raise
-            return  # the coordinator is told that the neighbor is lost, and why
+            return  # the coordinator gets a report of the lost neighbor, with the reason
         channel.wait_until_sent(MOST_COPIES)
 
     def _on_moved_tensor(self, message: m.MovedTensor, tensors: tuple[Tensor, ...]) -> None:

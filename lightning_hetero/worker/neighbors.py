@@ -20,22 +20,21 @@ from ..transport.connection import Traffic
 # A step, a stage and a key: one forward in one stage.
 Place = tuple[int, int, Key]
 
-# The coordinator learns of each change of what is kept that is larger.
+# Report larger changes in the size of the kept messages to the coordinator.
 _TOLD_BYTES = 2**24
 
 
 class SessionNeighbors:
-    """The channels to the other workers of the run, and which of them a stage's results go over.
+    """The channels to the other workers of the run, and the channel for each result of a stage.
 
-    A worker dials those that it sends activations or tensors to; they dial it the other way round.
-    The arguments of a forward tell where its activation comes from and goes to; gradients go back
-    the same way. Two workers that cannot reach each other exchange all of it over the channel to
-    the coordinator.
+    A worker dials the receivers of its activations and tensors, and its senders dial it. The
+    arguments of a forward name the source and the target of its activation; gradients go back the
+    same way. If two workers cannot reach each other, the coordinator forwards their messages.
 
     Args:
         coordinator: The channel to the coordinator.
-        dial: Opens a channel, not started yet, to the worker at an address that serves the session
-            of that name; this worker has the number that is given.
+        dial: Opens a channel, not started yet, to the worker at an address. Its arguments are the
+            address, the name of the session there, and this worker's number.
     """
 
     def __init__(self, coordinator: Channel, dial: Callable[[str, str, int], Channel]) -> None:
@@ -43,23 +42,23 @@ class SessionNeighbors:
         self._dial = dial
         self._number = 0
         self._peers: dict[int, m.PeerSpec] = {}
-        # The workers that this one dials, and those that have dialled it.
+        # The channels dialled by this worker, and the channels dialled by others.
         self._downstream: dict[int, Channel] = {}
-        # The session of each one that this one has dialled: a later process has another one.
+        # The session of each dialled worker: a later process has another session.
         self._dialled: dict[int, str] = {}
         self._upstream: dict[Channel, int] = {}
-        # By step, stage and key: the way of a forward, and the channel that its activation came by.
+        # By step, stage and key: the way of a forward, and the channel of its activation.
         self._ways: dict[Place, m.Arguments] = {}
         self._came_by: dict[Place, Channel] = {}
-        # What goes to other workers and has come from them, where a lost one is to be replaced.
+        # The messages to and from other workers, if a lost worker is to be replaced.
         self._log: SentLog | None = None
         self._told_bytes = 0
         self._repeats: dict[int, RepeatedMessages] = {}
-        # The channels to lost workers in whose place there are others.
+        # The channels to replaced workers.
         self._former: WeakSet[Channel] = WeakSet()
 
     def keep_sent(self, most_bytes: int) -> None:
-        """Keep what goes to other workers from now on, with so many bytes of it in memory."""
+        """Keep messages to other workers from now on, with at most so many bytes in memory."""
         if self._log is None:
             self._log = SentLog(FrameStore(most_bytes))
         self._log.forget(math.inf, math.inf)  # layers have moved
@@ -67,21 +66,22 @@ class SessionNeighbors:
             self._keep_over(channel, number)
 
     def forget_sent(self, step: int, exchange: int) -> None:
-        """Drop what was kept of the steps, and of the exchanges, up to these."""
+        """Drop the kept messages of the steps, and of the exchanges, up to these numbers."""
         if self._log is not None:
             self._log.forget(step, exchange)
             self._tell_kept()
 
     def _tell_kept(self) -> None:
-        """Tell the coordinator how much is kept, if that has changed much."""
+        """Report the size of the kept messages to the coordinator, if it has changed much."""
         num_bytes = 0 if self._log is None else self._log.store.num_bytes
         if abs(num_bytes - self._told_bytes) > _TOLD_BYTES:
             self._told_bytes = num_bytes
             self._tell(m.SentKept(num_bytes))
 
     def is_former(self, channel: Channel) -> bool:
-        """Whether a channel led to a lost worker in whose place there is another one: it repeats
-        what has not come before."""
+        """Whether the channel belongs to a replaced worker. Ignore its frames: the successor sends
+        them again.
+        """
         return channel in self._former
 
     def _keep_over(self, channel: Channel, number: int) -> None:
@@ -89,21 +89,21 @@ class SessionNeighbors:
             channel.keep = partial(self._log.keep, number)
 
     def is_new(self, message: m.Activation | m.Gradient, channel: Channel) -> bool:
-        """Whether a message has not come before from a worker that is lost by now."""
+        """Whether a message is new: after a loss, the successor repeats earlier messages."""
         if self._log is None:
             return True
         number = self.numbers.get(channel)
         if number is None:
-            return False  # another worker has taken the place of the one that said it
+            return False  # the sender has been replaced by another worker
         if number == 0:
             return True
         return self._repeats.setdefault(number, RepeatedMessages()).takes(message)
 
     def replace(self, message: m.ReplaceNeighbor, start: Callable[[Channel], None]) -> None:
-        """Talk to the worker in the place of a lost one, and send it what was kept.
+        """Talk to the successor of a lost worker, and send it the kept messages.
 
         Args:
-            message: Tells where it is.
+            message: Names its address.
             start: Starts a channel to it.
 
         Raises:
@@ -114,7 +114,7 @@ class SessionNeighbors:
         if number in self._downstream:
             self._peers[number] = peer
             self._leave(number)
-            # If it does not answer, the coordinator asks again with a later one.
+            # If it does not answer, the coordinator asks again with a later process.
             self._open(number, start)
         # Another thread may attach a channel meanwhile.
         upstream = list(self._upstream.items())
@@ -135,14 +135,14 @@ class SessionNeighbors:
                 target.send_again(entry.message, entry.read)
 
     def expect(self, message: m.Deploy) -> None:
-        """Note who this worker is, and whom `connect` may dial."""
+        """Note this worker's number, and the peers for `connect`."""
         self._number = message.member
         self._peers = {peer.member: peer for peer in message.peers}
         self.begin_step(math.inf)
 
     @property
     def peers(self) -> list[int]:
-        """The numbers of the workers that this one sends activations or tensors to."""
+        """The numbers of the receivers of this worker's activations and tensors."""
         return [*self._peers]
 
     def begin_step(self, step: float) -> None:
@@ -155,12 +155,12 @@ class SessionNeighbors:
     def connect(
         self, numbers: Iterable[int], start: Callable[[Channel], None]
     ) -> dict[int, WorkerUnreachable]:
-        """Open the channels to some peers that are not open yet, and start them. One whose process
-        was lost, or whose link broke, while nothing passed to it is dialled again.
+        """Open the missing channels to some peers, and start them. If a peer's process was lost, or
+        its link broke, while the channel was idle, this dials the peer again.
 
         Returns:
-            The errors of workers that do not answer or refuse, by their numbers. From then on the
-            coordinator stands for them.
+            The errors of silent or refusing workers, by their numbers. From then on, the
+            coordinator forwards their messages.
         """
         errors = {}
         for number in numbers:
@@ -178,14 +178,14 @@ class SessionNeighbors:
         return errors
 
     def _leave(self, number: int) -> None:
-        """Take nothing more from the process that was lost in a peer's place."""
+        """Stop taking messages from a peer's lost process."""
         before = self._downstream.get(number, self._coordinator)
         if before is not self._coordinator:
             self._former.add(before)
             before.close()
 
     def _open(self, number: int, start: Callable[[Channel], None]) -> None:
-        """Open the channel to a peer; the coordinator is told when it breaks and comes back."""
+        """Open the channel to a peer; report its breaks and returns to the coordinator."""
         peer = self._peers[number]
         channel = self._dial(peer.address, peer.session, self._number)
         channel.line.on_away = partial(self._tell_away, number)
@@ -198,29 +198,29 @@ class SessionNeighbors:
         self._tell(m.NeighborAway(number, reason))
 
     def _tell(self, message: m.Message) -> None:
-        """Tell the coordinator of a connection; called by the reading thread of its channel."""
-        # Before there is a stage, or after the run, nobody has to know.
+        """Report a connection to the coordinator; called by the reading thread of its channel."""
+        # Before there is a stage, or after the run, the report is not needed.
         with contextlib.suppress(LocalProtocolError):
             self._coordinator.send(message)
 
     @property
     def upstream(self) -> list[Channel]:
-        """The channels that other workers have opened; any thread may ask."""
+        """The channels opened by other workers; any thread may ask."""
         return [*self._upstream]
 
     def make_final(self) -> None:
-        """Let no broken connection come back; any thread may call it."""
+        """Give up all broken connections for good; any thread may call it."""
         for channel in [*self._upstream, *self._downstream.values()]:
             if channel is not self._coordinator:
                 channel.line.make_final()
 
     def attach(self, channel: Channel, number: int) -> None:
-        """Take a channel that another worker has opened."""
+        """Take a channel opened by another worker."""
         self._keep_over(channel, number)
         self._upstream[channel] = number
 
     def let_go(self, channel: Channel) -> None:
-        """End a channel that another worker had opened."""
+        """End a channel opened by another worker."""
         del self._upstream[channel]
         channel.close()
 
@@ -229,17 +229,17 @@ class SessionNeighbors:
         return channel in self._upstream
 
     def has_another(self, channel: Channel) -> bool:
-        """Whether the worker that has opened a channel has opened another one that is open still.
+        """Whether the opener of a channel has another open channel.
 
-        A process in the place of a lost worker dials before the coordinator says so. Nobody else
-        has a reason to dial twice, and the conversation that was there goes on.
+        The successor of a lost worker dials before the coordinator announces it. Other workers do
+        not dial twice, and the earlier conversation goes on.
         """
         number = self._upstream.get(channel)
         same = (other for other, each in self._upstream.items() if each == number)
         return any(other is not channel and not other.is_over for other in same)
 
     def note_way(self, message: m.Arguments) -> None:
-        """Note where the activation of a forward comes from and goes to.
+        """Note the source and the target of a forward's activation.
 
         Raises:
             RemoteProtocolError: If it has come from elsewhere already.
@@ -250,9 +250,9 @@ class SessionNeighbors:
             self._check_activation(place, message.upstream, self._came_by[place])
 
     def check_way(self, message: m.Activation | m.Gradient, channel: Channel) -> None:
-        """Refuse what comes from another process than the arguments have named.
+        """Refuse a message from another process than the one named by the arguments.
 
-        Where an activation comes before its arguments, `note_way` refuses it.
+        If an activation comes before its arguments, `note_way` refuses it.
 
         Raises:
             RemoteProtocolError: With the stage.
@@ -270,20 +270,20 @@ class SessionNeighbors:
                 raise self._wrong_sender("Gradient", place, channel)
 
     def check_source(self, number: int, channel: Channel) -> None:
-        """Refuse what a replica sends under the number of another worker.
+        """Refuse a replica's message under the number of another worker.
 
         Raises:
             RemoteProtocolError: With both numbers.
         """
         found = self.numbers.get(channel)
-        if found not in (number, 0):  # the coordinator passes on what cannot come straight
+        if found not in (number, 0):  # the coordinator forwards messages if there is no direct way
             raise RemoteProtocolError(f"Worker {found} sent something as worker {number}.")
 
     def _check_activation(self, place: Place, upstream: int, channel: Channel) -> None:
-        """Refuse an activation that did not come from the process of a number."""
+        """Refuse an activation from another process than the one of this number."""
         may_come = [other for other, number in self._upstream.items() if number == upstream]
         if upstream != self._number:
-            # The coordinator passes on what comes from a worker that cannot reach this one.
+            # The coordinator forwards for a worker without a way to this one.
             may_come = may_come or [self._coordinator]
         if channel not in may_come:
             raise self._wrong_sender("Activation", place, channel)
@@ -297,12 +297,12 @@ class SessionNeighbors:
         )
 
     def way_down(self, step: int, stage: int, key: Key) -> Channel | None:
-        """The channel for a forward's activation; None if it stays in this process."""
+        """The channel for a forward's activation, if it leaves this process."""
         number = self._ways[step, stage, key].downstream
         return None if number == self._number else self._downstream.get(number, self._coordinator)
 
     def way_up(self, step: int, stage: int, key: Key) -> Channel | None:
-        """The channel for the gradients of a forward's input; None if they stay here."""
+        """The channel for the gradients of a forward's input, if they leave this process."""
         return self._came_by.get((step, stage, key))
 
     def is_last(self, step: int, stage: int, key: Key) -> bool:
@@ -317,18 +317,18 @@ class SessionNeighbors:
         """The channel for tensors to a worker, or to the coordinator, which is number 0.
 
         Raises:
-            ModelError: If it was never dialled.
+            ModelError: If this worker has not dialled it.
         """
         if number == 0:
             return self._coordinator
         if number not in self._downstream:
-            raise ModelError(f"This worker was not told to connect to worker {number}.")
+            raise ModelError(f"This worker was not asked to connect to worker {number}.")
         return self._downstream[number]
 
     def pass_on(self, channel: Channel, content: Content, copies: Copies) -> None:
         """Send an activation downstream, or gradients upstream.
 
-        A neighbor that has said goodbye receives nothing more: it lost the coordinator, or the
+        After a neighbor's goodbye, drop the message: the neighbor lost the coordinator, or the
         coordinator freed it, so the coordinator knows.
         """
         try:
@@ -346,7 +346,7 @@ class SessionNeighbors:
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """The bytes that have gone to the coordinator and to each worker, and come from them."""
+        """The bytes sent to and received from the coordinator and each worker."""
         channels = {**self._upstream, **{c: n for n, c in self._downstream.items()}}
         found = {"coordinator": self._coordinator.traffic}
         for channel, number in sorted(channels.items(), key=lambda item: item[1]):

@@ -32,10 +32,10 @@ _Moved = m.MovedTensor | m.SnapshotTensor
 
 @dataclass(frozen=True)
 class Belongings:
-    """What training has made of parameters besides their content.
+    """The results of training for parameters, besides their content: states and averages.
 
     Args:
-        states: The state of each parameter that has one, by the number of the optimizer.
+        states: The states of parameters, by the number of the optimizer.
         averages: Running averages by the names of their tensors.
     """
 
@@ -47,8 +47,9 @@ class Belongings:
         return {number: own[name] for number, own in self.states.items() if name in own}
 
     def packed(self, packer: Packer, name: str, content: Content) -> dict[str, Any]:
-        """The fields of a `MovedTensor` or a `SnapshotTensor` for a tensor with what belongs to
-        it."""
+        """The fields of a `MovedTensor` or a `SnapshotTensor` for a tensor with its states and
+        average.
+        """
         where = f"the optimizer state of {name}"
         states = self.state_of(name).items()
         return {
@@ -60,7 +61,7 @@ class Belongings:
         }
 
     def restrict_to(self, names: Collection[str]) -> Belongings:
-        """What belongs to the tensors of these names."""
+        """The states and averages of the tensors of these names."""
         states = {
             number: {name: state for name, state in own.items() if name in names}
             for number, own in self.states.items()
@@ -74,7 +75,7 @@ class Belongings:
                 own.pop(name, None)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Drop what belongs to the tensors of these names."""
+        """Drop the states and averages of the tensors of these names."""
         names = [*names]
         self.drop_states(names)
         for name in names:
@@ -87,13 +88,13 @@ class SessionOptimizers:
     Args:
         coordinator: The channel to the coordinator.
         layers: The layers of the session.
-        take_timings: Returns the time that training took since the last optimizer step.
-        dropped: The parameters whose gradients were dropped as the step began.
-        is_owned: Whether this worker answers for a parameter, which replicas share.
+        take_timings: Returns the time of training since the last optimizer step.
+        dropped: The parameters with gradients dropped at the start of the step.
+        is_owned: Whether this worker, among its replicas, owns a parameter.
 
     Attributes:
-        leaving: What belongs to tensors of former layers.
-        handlers: What carries out each kind of message.
+        leaving: The states and averages of former layers' tensors.
+        handlers: The handler of each kind of message.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class SessionOptimizers:
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages({})
         self._is_averaging = False
-        # What belongs to tensors here, until their optimizers are built and averages go on.
+        # The states and averages of tensors here, until their optimizers are built and averages go
+        # on.
         self._awaiting = Belongings()
         self.leaving = Belongings()
         self.handlers: dict[type, Handler] = {
@@ -134,7 +136,7 @@ class SessionOptimizers:
 
     @property
     def present(self) -> Belongings:
-        """What belongs to the present tensors."""
+        """The states and averages of the present tensors."""
         return Belongings(
             {number: self._all_states(number) for number in self._known_optimizers()},
             {**self._awaiting.averages, **self._averages.present},
@@ -144,12 +146,13 @@ class SessionOptimizers:
         """Take optimizers and averages apart; the layers have changed.
 
         Args:
-            kept: The tensors that the layers go on with; what belongs to the others is `leaving`.
+            kept: The kept tensors of the layers; the states and averages of the others are
+                `leaving`.
             stepped: Whether this worker steps a parameter from now on.
         """
         former = self.present
         self._awaiting = former.restrict_to(set(kept))
-        # Also what goes to another worker and stays here.
+        # Also tensors for another worker that stay here too.
         self.leaving = former
         self._awaiting.drop_states([name for name in kept if not stepped(name)])
         self._is_stepped = stepped
@@ -158,8 +161,9 @@ class SessionOptimizers:
         self._is_averaging = False
 
     def take_moved(self, message: _Moved, tensors: tuple[Tensor, ...]) -> None:
-        """Put a tensor that has come from another process into its place, and take what belongs to
-        it; nobody needs the optimizer's state here if another process steps the tensor."""
+        """Put a tensor from another process into its place, and take its states and average. If
+        another process steps the tensor, drop the optimizer's state.
+        """
         name = message.name
         tensor = partial(tensor_in, message, tensors=tensors)
         content = tensor(message.content)
@@ -175,11 +179,11 @@ class SessionOptimizers:
             self._awaiting.averages[name] = average
 
     def forget_leaving(self) -> None:
-        """Drop what belongs to tensors that have left."""
+        """Drop the states and averages of leaving tensors."""
         self.leaving = Belongings()
 
     def check_nothing_waits(self) -> None:
-        """Refuse a step before what has come with tensors is used.
+        """Refuse a step while received states or averages are unused.
 
         Raises:
             ModelError: With the names of some of these tensors.
@@ -188,8 +192,8 @@ class SessionOptimizers:
         waiting.update(self._awaiting.averages)
         if waiting:
             raise ModelError(
-                f"The optimizer's state or average of {sorted(waiting)[:5]} has come here, and no "
-                "optimizer or average that goes on with it."
+                f"The optimizer's state or average of {sorted(waiting)[:5]} has come here, but "
+                "the optimizer or average to use it has not."
             )
 
     def _on_build_optimizer(self, message: m.BuildOptimizer, tensors: tuple[Tensor, ...]) -> None:
@@ -224,8 +228,9 @@ class SessionOptimizers:
         self._coordinator.send(m.Done(request=message.request))
 
     def _had_gradient(self, parameter: Tensor) -> bool:
-        """Whether a gradient was dropped as the step began. A worker in the place of another one
-        has never had it, and knows that an optimizer has stepped the parameter."""
+        """Whether a gradient was dropped at the start of the step. A replacement worker never had
+        the gradient; there, an optimizer's state for the parameter shows it.
+        """
         states = (each.optimizer.state for each in self._optimizers.values())
         was_dropped = any(parameter is each for each in self._dropped())
         return was_dropped or any(state.get(parameter) for state in states)
@@ -241,7 +246,7 @@ class SessionOptimizers:
         clip_gradients(gradients, Clipping(message.factor, message.value))
 
     def apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
-        """Step an optimizer, and tell the coordinator how long training took."""
+        """Step an optimizer, and report the time of training to the coordinator."""
         options = [unpack(value, tensors) for value in message.options]
         self._optimizer(message.optimizer).step(options)
         self._coordinator.send(self._take_timings(message.step))
@@ -278,7 +283,7 @@ class SessionOptimizers:
         self._coordinator.send(m.Done(request=message.request))
 
     def _averaged(self, going_on: Collection[str]) -> dict[str, Tensor]:
-        """The tensors that are averaged: those that train, and those whose averages go on."""
+        """The tensors to average: training tensors, and tensors with running averages."""
         layers = {str(number): layer for number, layer in self._layers.numbered.items()}
         tensors = {n: t for n, t in named_tensors(self._layers.numbered) if n in going_on}
         return averaged_tensors(nn.ModuleDict(layers)) | tensors
@@ -297,11 +302,11 @@ class SessionOptimizers:
         return self._optimizers[number]
 
     def _gradients(self, optimizer: int | None) -> dict[str, Tensor]:
-        """The gradients that an optimizer would use, or all, by their parameters' names."""
+        """The gradients for an optimizer, or all, by their parameters' names."""
         parameters = (
             self._layers.parameters() if optimizer is None else self._optimizer(optimizer).optimized
         )
-        # A parameter that its layer has twice is known by the last of its names.
+        # If a layer has a parameter twice, the last name counts.
         names = {parameter: name for name, parameter in parameters.items()}
         return {name: p.grad for p, name in names.items() if p.grad is not None}
 
@@ -310,7 +315,7 @@ def tensor_in(message: _Moved, value: Value, tensors: tuple[Tensor, ...]) -> Ten
     """A tensor of a message.
 
     Raises:
-        RemoteProtocolError: If the value is none.
+        RemoteProtocolError: If the value is not a tensor.
     """
     found = unpack(value, tensors)
     if not isinstance(found, Tensor):
@@ -319,7 +324,7 @@ def tensor_in(message: _Moved, value: Value, tensors: tuple[Tensor, ...]) -> Ten
 
 
 def _check_state(name: str, state: object, content: Tensor) -> None:
-    """Refuse an optimizer's state that is larger than any of its parameter.
+    """Refuse an optimizer's state if it is too large for its parameter.
 
     Raises:
         RemoteProtocolError: With the parameter's name.

@@ -1,4 +1,4 @@
-"""The owner of a worker: limits, records of runs, and the values that every session shares."""
+"""The owner of a worker: limits, records of runs, and the common values of all sessions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedRun:
-    """One conversation with a coordinator, when it is over.
+    """A past conversation with a coordinator.
 
     Args:
         peer: The coordinator's address.
-        what: The stage's number, its layers and their class; empty if nothing was deployed.
-        num_steps: Steps that the coordinator began, those of evaluation and checks too. The batches
-            of an accumulation window are one step.
+        what: The stage's number, its layers and their class; empty without a deployment.
+        num_steps: Steps begun by the coordinator, including evaluation and checks. The batches of
+            an accumulation window are one step.
         seconds: How long the conversation lasted.
         reason: Why it ended.
     """
@@ -46,7 +46,7 @@ class ServedRun:
 
     @property
     def whose(self) -> str:
-        """Whose conversation it is, and for how long by now."""
+        """The coordinator of the conversation, and its length by now."""
         return f"{self.peer}, for {timedelta(seconds=round(self.seconds))}"
 
 
@@ -59,9 +59,9 @@ class Owner:
     """The wishes of a worker's owner.
 
     Args:
-        memory_bytes: The most that the worker may take of its device's memory; None for all.
+        memory_bytes: The worker's largest share of its device's memory; by default all.
         on_run_end: Called with each conversation when it is over.
-        linger_seconds: The longest time that a session waits for a broken connection.
+        linger_seconds: A session's longest wait for a broken connection.
     """
 
     memory_bytes: int | None = None
@@ -69,31 +69,30 @@ class Owner:
     linger_seconds: float = LINGER_SECONDS
 
     def limit(self, device: torch.device) -> None:
-        """Let the device itself enforce the memory limit, where it can."""
+        """Let the device itself enforce the memory limit, if it can."""
         if self.memory_bytes is not None:
             device_for(device).limit_memory(self.memory_bytes)
 
     def budget(self) -> Budget | None:
-        """Counts what one session takes; None if the owner sets no limit."""
+        """Counts the memory of one session, if the owner sets a limit."""
         return None if self.memory_bytes is None else Budget(self.memory_bytes)
 
     def equipment(self, found: m.Equipment) -> m.Equipment:
-        """The device's equipment as others are told: with no more memory than is allowed."""
+        """The device's equipment as shown to others: with at most the allowed memory."""
         if self.memory_bytes is None:
             return found
         least_bytes = min(self.memory_bytes, found.memory_bytes or self.memory_bytes)
         return msgspec.structs.replace(found, memory_bytes=least_bytes)
 
     def description(self, found: m.DeviceDescribed) -> m.DeviceDescribed:
-        """The device's description as others are told: with no more free memory than is
-        allowed."""
+        """The device's description as shown to others: with at most the allowed free memory."""
         if self.memory_bytes is None:
             return found
         free_bytes = max(0, self.memory_bytes - found.base_bytes)
         return msgspec.structs.replace(found, free_bytes=min(free_bytes, found.free_bytes))
 
     def check_stage(self, parameters: Iterable[m.ParameterSpec]) -> None:
-        """Refuse layers whose weights and gradients alone are too much, before they are built.
+        """Refuse too large layers before they are built, by their weights and gradients alone.
 
         Raises:
             ModelError: With both amounts and the remedy.
@@ -111,13 +110,13 @@ class Owner:
 
 
 class Budget:
-    """Counts what a session takes of the memory that the owner allows.
+    """Counts a session's share of the allowed memory.
 
-    It counts the buffers of all frames that have arrived, as long as anything in them is in use:
-    in a queue, as a weight, as a constant that is kept. Any thread may call it.
+    It counts the buffers of all arrived frames, as long as a part of them is in use: in a queue, as
+    a weight, or as a kept constant. Any thread may call it.
 
     Args:
-        most_bytes: The most that the session may take.
+        most_bytes: The largest memory of the session.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -127,7 +126,7 @@ class Budget:
         self._taken_bytes = self._reserved_bytes = 0
 
     def set_most(self, most_bytes: int) -> None:
-        """Change the most that the session may take; what it has already stays."""
+        """Change the largest memory of the session; its present memory stays."""
         with self._changing:
             self._most_bytes = most_bytes
 
@@ -138,10 +137,10 @@ class Budget:
             self._reserved_bytes = sum(gradients)
 
     def allocate(self, allocate: Callable[[int], Buffer], num_bytes: int) -> Buffer:
-        """A buffer of ``allocate``, which is counted until it is gone.
+        """A buffer of ``allocate``; it counts until it is freed.
 
         Raises:
-            RemoteProtocolError: If the session would take more than the owner allows.
+            RemoteProtocolError: If the session would exceed the owner's limit.
         """
         with self._changing:
             taken_bytes = self._taken_bytes + self._reserved_bytes + num_bytes
@@ -164,13 +163,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Host:
-    """The values that a worker gives to each of its sessions.
+    """A worker's common values for all of its sessions.
 
     Args:
         device: Where stages compute.
         deadlines: How long each kind of waiting may take.
-        allowed: The classes of layers that are allowed besides those of torch and transformers.
-        identity: The equipment and credentials that other workers are shown.
+        allowed: The allowed classes of layers, besides torch's and transformers' classes.
+        identity: The equipment and credentials for other workers.
         owner: The owner's wishes.
         beside: The sessions of the same run in other processes of the worker.
     """
@@ -184,7 +183,7 @@ class Host:
 
 
 def _sized(amount: int) -> str:
-    """An amount of memory with three digits: two amounts that nearly agree are still told apart."""
+    """An amount of memory with three digits: two nearly equal amounts still look different."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if amount >= size:
             return f"{amount / size:.3g} {unit}"

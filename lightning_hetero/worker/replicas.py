@@ -1,14 +1,14 @@
-"""The worker's side of replicas: processes that hold the same stage add up their gradients.
+"""The worker's side of replicas: processes with the same stage add up their gradients.
 
 Every parameter of the stage has one owner among them. The others send it their sums; it adds all of
-them in the plan's order of the processes, and sends back what the stage's optimizer wants:
+them in the plan's order of the processes, and sends back the input of the stage's optimizer:
 
     each     a ─ sums ─▶ owner ─ totals ─▶ a       every replica steps by itself
     split    a ─ sums ─▶ owner ─ weights ─▶ a      the owner steps; then its weights follow
 
-The sums do not depend on who comes first. Those of a layer leave as soon as the last backward has
-left it, while the layers before it still compute. Where the coordinator is one of the replicas, it
-owns all parameters, or with ``split`` a part; it stores the weights that it has stepped as any
+The sums do not depend on the order of arrival. The sums of a layer leave as soon as the last
+backward has left it, while the layers before it still compute. If the coordinator is one of the
+replicas, it owns all parameters, or with ``split`` a part; it stores its stepped weights like any
 others.
 """
 
@@ -35,13 +35,13 @@ from ..transport.channel import Channel, Handler
 from .layers import SessionLayers
 from .parts import SoleHolder
 
-# How many exchanges a replica may be ahead of another one, which waits for its part of each.
+# How many exchanges a replica may be ahead of another one: the other waits for its part of each.
 _MOST_AHEAD = 1
 
 
 @dataclass(frozen=True)
 class _SharedStage:
-    """A stage that other processes hold too.
+    """A stage with several holders.
 
     Args:
         holders: The numbers of its processes, in the plan's order.
@@ -59,21 +59,21 @@ class _SharedStage:
         return COORDINATOR_STAGE in self.holders
 
     def receivers(self, content: m.ReplicaContent) -> Sequence[int]:
-        """The numbers of the processes that get such a thing from others."""
+        """The numbers of the processes that get this content from others."""
         if self.is_hosted and not self.is_split:
             return [COORDINATOR_STAGE] if content == "sums" else []
         has_part = content == "sums" or self.is_split == (content == "weights")
         return self.holders if has_part else []
 
     def senders(self, content: m.ReplicaContent) -> Sequence[int]:
-        """The numbers of the processes from which each of these workers gets such a thing."""
+        """The numbers of the senders of this content to each of these workers."""
         if self.is_hosted and not self.is_split:
             return []
         found = self.receivers(content)
         return found if content == "sums" else [n for n in found if n != COORDINATOR_STAGE]
 
 
-# An exchange, what is exchanged, and the worker that sends it.
+# An exchange, its content, and the sending worker.
 _Part = tuple[int, m.ReplicaContent, int]
 
 
@@ -106,14 +106,14 @@ class SessionReplicas(SoleHolder):
         self._number = 0
         self._shared: list[_SharedStage] = []
         self._owner_of: dict[str, int] = {}
-        # The exchange that runs or was the last to run, and what it waits for.
+        # The present or last exchange, and the content it waits for.
         self._round = 0
         self._waits_for: m.ReplicaContent | None = None
-        # Whether gradients here that other workers own are totals, or gone.
+        # Whether gradients owned by other workers are totals here, or gone.
         self._is_reduced = False
         self._parts: dict[_Part, dict[str, Tensor]] = {}
         self._whole: set[_Part] = set()
-        # What has been sent of the next sums.
+        # The sent part of the next sums.
         self._early: dict[str, Stamp] = {}
 
     @override
@@ -224,8 +224,8 @@ class SessionReplicas(SoleHolder):
             parameter = parameters[name]
             if TensorSpec.of(tensor) != TensorSpec.of(parameter):
                 raise RemoteProtocolError(
-                    f"Worker {message.source} sent {TensorSpec.of(tensor)} as {message.content} of "
-                    f"{name!r}, which is {TensorSpec.of(parameter)} here."
+                    f"Worker {message.source} sent {TensorSpec.of(tensor)} as {message.content} "
+                    f"of {name!r}, but it is {TensorSpec.of(parameter)} here."
                 )
             # The parts of many exchanges wait in main memory.
             found[name] = tensor if self.is_repeating else tensor.to(parameter.device)
@@ -234,7 +234,7 @@ class SessionReplicas(SoleHolder):
         self._go_on()
 
     def _check_part(self, message: m.ReplicaTensors, name: str) -> None:
-        """Refuse what a worker sends of a parameter that it does not share or that another owns.
+        """Refuse a worker's part for a parameter outside its stages or with another owner.
 
         Raises:
             RemoteProtocolError: With the parameter's name.
@@ -248,8 +248,8 @@ class SessionReplicas(SoleHolder):
             or (message.content == "weights" and not shared.is_split)
         ):
             raise RemoteProtocolError(
-                f"Worker {message.source} sent {message.content} of {name!r}, which is not its "
-                "part of what replicas exchange."
+                f"Worker {message.source} sent {message.content} of {name!r}, but this is not "
+                "its part of the replicas' exchange."
             )
 
     def _begin(self, number: int, content: m.ReplicaContent) -> None:
@@ -260,7 +260,7 @@ class SessionReplicas(SoleHolder):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Use what has come when all of it is there."""
+        """Use the received parts when all of them are there."""
         while self._waits_for is not None and self._has_come(self._waits_for):
             if self._waits_for == "sums":
                 self._add_up()
@@ -279,7 +279,7 @@ class SessionReplicas(SoleHolder):
         return all((self._round, content, other) in self._whole for other in others)
 
     def _add_up(self) -> None:
-        """Add the sums of all holders of each parameter that this worker owns, in their order."""
+        """Add the sums of all holders for each parameter of this owner, in their order."""
         for shared in self._shared:
             for name, parameter in self._owned_in(shared):
                 total: Tensor | None = None
@@ -316,7 +316,7 @@ class SessionReplicas(SoleHolder):
             for batch, is_last in in_frames(self._tensors_for(other, content)):
                 self._send(other, self._round, content, batch, is_last)
         self._early.clear()
-        # What has been queued may change in place when the next request is carried out.
+        # The next request may change the queued tensors in place.
         for channel in channels:
             channel.wait_until_sent(0)
 
@@ -332,8 +332,9 @@ class SessionReplicas(SoleHolder):
         self._pass_on(self._channel_to(other), (message, [*batch.values()]), self._copies)
 
     def _tensors_for(self, other: int, content: m.ReplicaContent) -> Iterator[tuple[str, Tensor]]:
-        """What another worker gets from here: gradients of what it owns, or content of what this
-        worker owns."""
+        """The tensors for another worker: the gradients of its own parameters, or the content of
+        this worker's.
+        """
         owner = other if content == "sums" else self._number
 
         def is_wanted(shared: _SharedStage, owned_by: int) -> bool:
@@ -342,7 +343,7 @@ class SessionReplicas(SoleHolder):
         for name, parameter in self._parameters(is_wanted):
             gradient = parameter.grad
             if content == "weights":
-                # A parameter that was frozen within an accumulation window is stepped all the same.
+                # A parameter frozen within an accumulation window is stepped all the same.
                 if parameter.requires_grad or gradient is not None:
                     yield name, parameter.detach()
             elif gradient is not None:
@@ -369,6 +370,6 @@ class SessionReplicas(SoleHolder):
                     yield name, parameter
 
     def _forget_parts(self) -> None:
-        """Drop what has come for exchanges that are over."""
+        """Drop the received parts of past exchanges."""
         self._parts = {part: each for part, each in self._parts.items() if part[0] >= self._round}
         self._whole = {part for part in self._whole if part[0] >= self._round}

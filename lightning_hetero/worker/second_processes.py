@@ -1,14 +1,14 @@
 """A worker's second processes: sessions of one run beside each other on its machine.
 
-When nobody else can take a lost worker's place, a machine of the run takes it beside its own:
+If every idle worker is taken, a machine of the run takes a lost worker's place beside its own:
 
     coordinator ─ OpenSession ─▶ first session ─ "beside" ─▶ warm process ─ starts ─▶ second process
 
 All of these processes accept connections at the worker's one address, and the system gives each
-connection to any of them. A second process answers only those that name its session, and the first
-one all others. Who comes to the wrong process is told to dial again, and that process leaves the
-next connections to the others for a moment. Where the worker has joined its run, a second process
-dials the coordinator too, which may have no way to that address.
+connection to any of them. A second process answers only calls for its session, and the first
+process answers all others. The wrong process asks the caller to dial again, and leaves the next
+connections to the others for a moment. If the worker has joined its run, a second process dials the
+coordinator too, because the coordinator may not reach the worker's address.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ..protocol.fields import FEW, Bytes, StageRange
 MOST_BESIDE = 8
 """So many second processes a worker starts at most."""
 
-_NOBODY = "This worker has no process that could start another one; use another worker."
+_NOBODY = "This worker cannot start another process; use another worker."
 _NOT_BEGUN = "The process of the session ended before it could serve."
-# So long a process leaves connections to the others, which look for new ones all the time.
+# So long a process leaves connections to the others; the others look for new ones all the time.
 _LEAVING_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Second:
-    """What a second process is for.
+    """The purpose of a second process.
 
     Args:
-        session: The name of the only session that it takes.
-        most_bytes: The most of the device's memory that it may take, where the owner sets a limit.
+        session: The name of its only session.
+        most_bytes: Its largest share of the device's memory, if the owner sets a limit.
     """
 
     session: str
@@ -49,17 +49,17 @@ class Second:
 
     @classmethod
     def parse(cls, text: str) -> Second:
-        """What another process has written as text."""
+        """Read the text of another process."""
         session, _, most_bytes = text.partition(":")
         return cls(session, int(most_bytes))
 
     def limit(self, owner_bytes: int | None) -> int | None:
-        """The most that the process may take; None if its owner sets no limit."""
+        """The largest memory of the process, if its owner sets a limit."""
         return None if owner_bytes is None else min(owner_bytes, self.most_bytes)
 
 
 class SecondStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a second process serves, and the bytes of the device's memory that it takes."""
+    """The stages of a second process, and its bytes of the device's memory."""
 
     stages: Annotated[list[StageRange], FEW] = []
     used_bytes: Bytes = 0
@@ -69,22 +69,25 @@ class Beside:
     """The sessions in other processes of the same worker. Any thread may call it.
 
     Attributes:
-        only: The name of the only session that this process takes; empty in a first process.
-        ask: Asks the warm process to start a second one; None if there is no warm process.
+        only: The name of this process's only session; empty in a first process.
+        ask: Asks the warm process to start a second one; None without a warm process.
     """
 
     def __init__(self) -> None:
         self.only = ""
         self.ask: Callable[[Second], None] | None = None
         self._changing = threading.Lock()
-        # Those that were asked for, by their sessions; those that serve or wait; and who is told.
+        # By session: the requested processes, the serving or waiting ones, and the receivers of the
+        # answers.
         self._seconds: dict[str, Second] = {}
         self._statuses: dict[str, SecondStatus] = {}
         self._asking: dict[str, Callable[[str], None]] = {}
         self._leaves_until_seconds = 0.0
 
     def is_elsewhere(self, session: str) -> bool:
-        """Whether another process answers who asks for a session of this name, or for none."""
+        """Whether another process answers callers for this session. An empty name means any
+        session.
+        """
         if self.only:
             return session != self.only
         with self._changing:
@@ -96,29 +99,31 @@ class Beside:
 
     @property
     def leaving_seconds(self) -> float:
-        """So long this process should accept no connection."""
+        """How long this process must leave connections to the others."""
         return max(0.0, self._leaves_until_seconds - time.monotonic())
 
     @property
     def obstacle(self) -> str:
-        """Why no other process can be started, as a sentence; empty if one can."""
+        """Why this worker cannot start another process, as a sentence; empty if it can."""
         if self.ask is None:
             return _NOBODY
         with self._changing:
             num_beside = len(self._seconds)
         if num_beside >= MOST_BESIDE:
-            return f"This worker serves {num_beside} second sessions already, which is the most."
+            return (
+                f"This worker serves {num_beside} second sessions already, and this is the limit."
+            )
         return ""
 
     @property
     def granted_bytes(self) -> int:
-        """What the other processes may take of the memory that the owner allows."""
+        """The other processes' share of the owner's allowed memory."""
         with self._changing:
             return sum(second.most_bytes for second in self._seconds.values())
 
     @property
     def statuses(self) -> list[SecondStatus]:
-        """What the other processes have told last."""
+        """The latest reports of the other processes."""
         with self._changing:
             return [*self._statuses.values()]
 
@@ -126,14 +131,14 @@ class Beside:
         """Start another process.
 
         Args:
-            second: What it is for.
-            on_answer: Called, in any thread, with the reason why it could not be started; the
-                reason is empty if it could.
+            second: Its purpose.
+            on_answer: Called, in any thread, with the reason for a failed start; the reason is
+                empty after a successful start.
         """
         obstacle, name = self.obstacle, second.session
-        # The name travels in words that a space ends.
+        # The name travels in words; a space ends a word.
         if not (name.isascii() and name.isalnum()):
-            obstacle = f"{name!r:.80} is no name of a session: letters and digits are."
+            obstacle = f"{name!r:.80} is not a name of a session: take letters and digits."
         if obstacle or self.ask is None:
             on_answer(obstacle)
             return
@@ -148,7 +153,7 @@ class Beside:
         self._answer(session, "")
 
     def note_refused(self, session: str, reason: str) -> None:
-        """No process could be started for this session."""
+        """The process for this session could not be started."""
         with self._changing:
             self._seconds.pop(session, None)
         self._answer(session, reason)
@@ -160,13 +165,13 @@ class Beside:
         self.note_refused(session, _NOT_BEGUN)
 
     def note_status(self, session: str, status: SecondStatus) -> None:
-        """The process of this session has told what it does."""
+        """The process of this session has reported its status."""
         with self._changing:
             if session in self._statuses:
                 self._statuses[session] = status
 
     def answer_all(self) -> None:
-        """No first process is left: this one answers everybody from now on."""
+        """The first process is gone: this one answers all callers from now on."""
         self.only = ""
 
     def _answer(self, session: str, reason: str) -> None:

@@ -1,7 +1,7 @@
-"""The worker's side of snapshots: it tells its state, and takes that of a lost worker.
+"""The worker's side of snapshots: it reports its state, and takes a lost worker's state.
 
 The state is copied between two steps. A thread of its own sends the copy in small pieces, each when
-nothing else waits to be sent, so that no activation waits for more than one piece.
+the queue is empty. So an activation waits for at most one piece.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .parts import SessionPart, SoleHolder
 
 _PIECE_BYTES = 2**20
 
-# What tells that a tensor has changed: the object, its memory and its version. A stamp would keep
-# layers alive that are built anew, and torch swaps no tensors that have weak references.
+# The object, the memory and the version of a tensor: they show its changes. A stamp would keep
+# replaced layers alive, and torch does not swap tensors with weak references.
 _State = tuple[int, int, int]
 
 
@@ -57,7 +57,7 @@ class SessionSnapshots(SessionPart):
         self._layers = layers
         self._optimizers = training
         self._replicas = replicas
-        # As the layers were launched, and the tensors that a lost worker had changed.
+        # The states at the launch of the layers, and the tensors changed by a lost worker.
         self._launched: dict[str, _State] = {}
         self._changed: set[str] = set()
         self._sending: threading.Thread | None = None
@@ -76,7 +76,7 @@ class SessionSnapshots(SessionPart):
         """Note which tensors may have changed."""
         for name, state in self._states():
             _, _, tensor = locate(self._layers.numbered, name)
-            # Some optimizers change parameters behind torch's back.
+            # Some optimizers change parameters without torch's notice.
             is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
             if state != self._launched.get(name) or not is_frozen:
                 self._changed.add(name)
@@ -96,10 +96,10 @@ class SessionSnapshots(SessionPart):
         self._sending.start()
 
     def _frames(self, with_gradients: bool, also: Collection[str]) -> Iterator[bytes]:
-        """The present state of each tensor that may have changed or is asked for, copied.
+        """Copies of the present state of each tensor that may have changed or is requested.
 
         Raises:
-            ModelError: If a tensor is asked for that is not here.
+            ModelError: If a requested tensor is not here.
         """
         belongings = self._optimizers.present
         if unknown := sorted({*also} - {name for name, _ in self._states()}):
@@ -121,7 +121,7 @@ class SessionSnapshots(SessionPart):
         return b"".join(encode_frame(Frame(message, tuple(packer.tensors))))
 
     def _send(self, number: int, frames: list[bytes]) -> None:
-        """Send the pieces, each when the channel has nothing else to send."""
+        """Send the pieces, each when the channel's queue is empty."""
         with suppress(LocalProtocolError):  # the conversation has ended
             for piece in _pieces(frames):
                 self._coordinator.wait_until_sent(0)
@@ -140,9 +140,9 @@ class SessionSnapshots(SessionPart):
 
 
 def _pieces(frames: list[bytes]) -> Iterator[Tensor]:
-    """All frames behind each other, in pieces; at least one, which may be empty.
+    """All frames after each other, in pieces; at least one piece, which may be empty.
 
-    A frame is freed when it is used up, and with the last piece there is none any more.
+    Each frame is freed when it is used up; with the last piece, all are freed.
     """
     frames.reverse()
     piece = bytearray()

@@ -4,36 +4,37 @@
          │  listens, announces, obeys its owner            │ "over"
          └───fork──▶ process of session 2 ◀────────────────┘
 
-Whatever a session leaves behind in its process (memory, hooks, threads) ends with the process. Each
-process accepts connections itself, so that TLS and everything that a peer says stay in the process
-that answers. The warm process hears nobody and computes nothing: it has no threads of torch and no
-accelerator, so a fork costs milliseconds and is safe. On systems whose libraries do not survive a
-fork, the process of a session starts anew and imports everything again, which takes seconds. So it
-starts one turn early, and waits: the worker takes the memory of one more process, about 400 MiB.
+The remains of a session in its process (memory, hooks, threads) end with the process. Each process
+accepts connections itself, so TLS and all messages of a peer stay in the answering process. The
+warm process does not talk to peers and does not compute: it runs without threads of torch and
+without an accelerator, so a fork costs milliseconds and is safe. If the libraries of a system do
+not survive a fork, the process of a session starts anew and imports everything again. This takes
+seconds. So it starts one turn early, and waits: the worker takes the memory of one more process,
+about 400 MiB.
 
 The two processes talk through a pipe, in words:
 
-    warm process   "go SECRET SECOND EQUIPMENT" (to a process that was not forked), pause, resume,
+    warm process   "go SECRET SECOND EQUIPMENT" (to a process without a fork), pause, resume,
                    drain
     session        "ready DEVICE EQUIPMENT", "failed REASON", "over", "alive" every few seconds,
-                   "alone REASON" (nobody lets it join)
+                   "alone REASON" (it cannot join)
 
-A run may need a second session here, in the place of a worker that it has lost; see
-`second_processes.py`. Then there is a first process, which says "over" before another one follows
-it, and second ones, each for one session of a NAME:
+A run may need a second session here, in the place of a lost worker; see `second_processes.py`. Then
+there is a first process and second ones. The first process says "over" before its successor starts;
+a second process is for one session of a NAME:
 
     first session  "beside NAME:BYTES" asks for a second process
     second one     "does NAME STATUS" now and then
     warm process   "begun NAME", "refused NAME REASON", "gone NAME", "does NAME STATUS" to the
-                   first; to second ones "retire", as the first session is over, and "first" to one
-                   that answers everybody, as no first process is left
+                   first; to second ones "retire" after the first session, and "first" to one that
+                   must answer all callers, because the first process is gone
 
-A process that hangs, in a driver for example, or that was stopped, would keep the worker from every
-later run. So it says "alive" now and then, but not when its session has lost its coordinator and
-does not end. One that says nothing for long, and computes nothing, is ended.
+A hanging process, in a driver for example, or a stopped one, would keep the worker from every later
+run. So a process says "alive" now and then, but not when its session has lost its coordinator and
+does not end. The warm process ends a process after a long silence without CPU time.
 
-The first process of a session looks what its device is and can. Later ones have it from there, so
-that they answer at once: a GPU takes seconds to begin, and memory as long as a process uses it.
+The first process of a session describes its device. Later ones get this description, so they answer
+at once: a GPU takes seconds to begin, and takes memory as long as a process uses it.
 """
 
 from __future__ import annotations
@@ -70,17 +71,17 @@ from .worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# For a process to leave its tensors and to end, after its session is over.
+# For a process to free its tensors and end after its session.
 _ENDING_SECONDS = 120.0
-# Between two looks at processes that should have ended.
+# Between two looks for late processes.
 _LOOKING_SECONDS = 5.0
-# Between two words of a second process on what it does.
+# Between two reports of a second process on its work.
 _TELLING_SECONDS = 1.0
-# Between two words of a process that lives.
+# Between two signs of life of a process.
 _LIVING_SECONDS = 5.0
-# A process that says nothing for so long is ended. Its coordinator has given it up by then.
+# End a process after so long a silence. Its coordinator has given it up by then.
 _SILENT_SECONDS = 2 * Deadlines().frozen_seconds
-# Of the time that it says nothing, the share that a process computes which is only slow.
+# The least share of CPU time, during its silence, of a slow but healthy process.
 _SLOW_SHARE = 0.01
 _PR_SET_PDEATHSIG = 1
 OWNERS_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -88,14 +89,14 @@ OWNERS_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class SessionPlace:
-    """What a session's process has from the warm process.
+    """The values of a session's process from the warm process.
 
     Args:
         listener: The worker's listening socket.
         pipe: Leads to the warm process.
         began_seconds: When the worker began, by the monotonic clock.
-        equipment: What an earlier process has found on the device; None in the first one.
-        second: What a second process is for; None in a first one.
+        equipment: An earlier process's description of the device; None in the first process.
+        second: The purpose of a second process; None in a first process.
     """
 
     listener: socket.socket
@@ -106,7 +107,7 @@ class SessionPlace:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The files that the process must inherit."""
+        """The open files for the process to inherit."""
         return (self.listener.fileno(), self.pipe.fileno())
 
     def __str__(self) -> str:
@@ -114,7 +115,7 @@ class SessionPlace:
 
     @classmethod
     def parse(cls, text: str) -> SessionPlace:
-        """The place that another process has written as text."""
+        """Read the place from another process's text."""
         listener, pipe, began_seconds = text.split(",")
         return cls(
             socket.socket(fileno=int(listener)),
@@ -130,19 +131,19 @@ class _Member:
         self.pid = pid
         self.pipe = pipe
         self.is_ready = False
-        # What a second process is for.
+        # The purpose of a second process.
         self.second = second
-        # The moment by which it has to be gone; None until its session is over.
+        # The deadline for its end; None until its session is over.
         self.end_seconds: float | None = None
         self._silent_seconds = 0.0
         self._cpu_seconds = self._used_seconds()
 
     def note_heard(self) -> None:
-        """It has said something, or was found to compute."""
+        """Note a word or CPU time of the process."""
         self._silent_seconds, self._cpu_seconds = 0.0, self._used_seconds()
 
     def hangs(self, passed_seconds: float) -> bool:
-        """Whether it has said nothing for long, and has computed nothing meanwhile.
+        """Whether it has been silent for long, without CPU time meanwhile.
 
         Args:
             passed_seconds: The time since the last question.
@@ -176,11 +177,11 @@ class Supervisor:
 
     Args:
         listener: The listening socket; the supervisor closes it.
-        serve: Serves one session in the process that calls it.
-        command: The command of a process that serves one session at a place.
+        serve: Serves one session in the calling process.
+        command: The command of a process for one session at a place.
         forks: Whether to fork instead, as long as this process has not used an accelerator.
         stops_with_stdin: Whether the end of standard input ends the worker.
-        secret: What a process that is not forked has to know, and no list of processes may show.
+        secret: The secret for a process without a fork. Lists of processes must not show it.
     """
 
     def __init__(
@@ -202,18 +203,18 @@ class Supervisor:
         self._equipment = ""
         self._began_seconds = time.monotonic()
         self._members: list[_Member] = []
-        # A process that has imported everything and waits for its turn; None where it is forked.
+        # A process that waits for its turn after its imports; None with forks.
         self._spare: _Member | None = None
         self._is_paused = False
         self._is_draining = False
         self._has_served = False
-        # Why the worker ends although nobody has told it to; empty while it does not.
+        # Why the worker ends by itself; empty while it goes on.
         self._alone = ""
         self._looked_seconds = time.monotonic()
         self._events = selectors.DefaultSelector()
 
     def pause(self) -> None:
-        """Finish the present micro-batch, then compute nothing until `resume`."""
+        """Finish the present micro-batch, then pause until `resume`."""
         self._is_paused = True
         self._tell_all("pause")
 
@@ -223,7 +224,7 @@ class Supervisor:
         self._tell_all("resume")
 
     def drain(self) -> None:
-        """Finish the present run, and take no other one."""
+        """Finish the present run, and refuse further runs."""
         self._is_draining = True
         self._tell_all("drain")
 
@@ -239,15 +240,15 @@ class Supervisor:
             on_signal: Called with the number of each signal of the owner.
 
         Raises:
-            HeteroError: If a process cannot serve, with its reason; or if the worker was never
-                let into the run that it should join.
+            HeteroError: If a process cannot serve, with its reason; or if the worker was never let
+                into its run.
         """
         with self._listener, self._events, _noted_signals() as signals:
             self._events.register(signals, selectors.EVENT_READ)
             if self._stops_with_stdin:
                 self._events.register(sys.stdin.fileno(), selectors.EVENT_READ)
             # Garbage collectors of forked processes would write to every object, and so copy the
-            # memory that the processes share.
+            # shared memory.
             gc.freeze()
             try:
                 self._start()
@@ -272,20 +273,19 @@ class Supervisor:
         self._end_hanging()
 
     def _end_hanging(self) -> None:
-        """End processes that hang, and start another one in the place of the first."""
-        # Where this process was stopped too, no time has passed for the others.
+        """End hanging processes, and start another one in the place of the first."""
+        # If this process was stopped too, its clock must not count against the others.
         now_seconds = time.monotonic()
         passed_seconds = min(now_seconds - self._looked_seconds, 2 * _LOOKING_SECONDS)
         self._looked_seconds = now_seconds
         for member in [*self._members]:
             if member.end_seconds is None and member.hangs(passed_seconds):
                 logger.warning(
-                    "a session's process has said nothing for %.0f s and computed nothing; killing "
-                    "it",
+                    "a session's process has been silent for %.0f s, without CPU time; killing it",
                     _SILENT_SECONDS,
                 )
                 os.kill(member.pid, signal.SIGKILL)
-                # The system may take long to end it, and the next one must not wait for that.
+                # The system may take long to end it, and the next process must not wait.
                 member.note_over()
                 if member.second is None:
                     self._follow_first()
@@ -321,7 +321,7 @@ class Supervisor:
             raise HeteroError(rest)
 
     def _hear_second(self, member: _Member, session: str, word: str, rest: str) -> None:
-        """Take the next words of a second process; none of them ends the worker."""
+        """Take the next words of a second process; the worker goes on in any case."""
         if word == "ready":
             member.is_ready = True
             self._tell_first(f"begun {session}")
@@ -331,13 +331,13 @@ class Supervisor:
             self._tell_first(f"refused {session} {rest}")
 
     def _tell_first(self, words: str) -> None:
-        """Tell the process that takes the next session, or serves the first one of a run."""
+        """Send words to the first process, for the next session or the first session of a run."""
         for member in self._members:
             if member.second is None and member.end_seconds is None:
                 member.tell(words)
 
     def _bury(self) -> None:
-        """Take leave of processes that have ended, and end those that are late."""
+        """Forget ended processes, and end late ones."""
         for member in [*self._members]:
             if member.end_seconds is not None and time.monotonic() > member.end_seconds:
                 logger.warning("a session's process did not end in time; killing it")
@@ -355,14 +355,14 @@ class Supervisor:
         if member.second is not None:
             self._tell_first(f"gone {member.second.session}")
             return
-        was_ended = member.end_seconds is not None  # by this process, which has followed it
+        was_ended = member.end_seconds is not None  # by this process
         if not member.is_ready and not self._is_draining and not was_ended:
             raise WorkerError(
-                f"The process of a session ended {how} before it could serve; what it printed says "
-                "why."
+                f"The process of a session ended {how} before it could serve; its output shows "
+                "the reason."
             )
         if not was_ended:
-            logger.warning("the process that serves sessions ended %s; another one serves", how)
+            logger.warning("the serving process ended %s; another process takes its place", how)
             self._follow_first()
 
     def _follow_first(self) -> None:
@@ -393,7 +393,7 @@ class Supervisor:
             self._admit(self._process(second))
 
     def _process(self, second: Second | None) -> _Member:
-        # A forked process could not use an accelerator that this one has used.
+        # A forked process could not use an accelerator after this process has used it.
         if self._forks and not is_any_in_use():
             return self._fork(second)
         member = self._take_spare() or self._spawn()
@@ -413,21 +413,21 @@ class Supervisor:
         return SessionPlace(self._listener, pipe, self._began_seconds, equipment, second)
 
     def _take_spare(self) -> _Member | None:
-        """The process that waits for its turn, if there is one and it has not ended."""
+        """The waiting process, if there is one and it has not ended."""
         spare, self._spare = self._spare, None
         if spare is None or os.waitpid(spare.pid, os.WNOHANG)[0] != 0:
             return None
         return spare
 
     def _spawn(self) -> _Member:
-        """Start a process anew, which imports everything and then waits for its turn."""
+        """Start a process anew; it imports everything and then waits for its turn."""
         ours, theirs = Pipe()
         with theirs:
             place = self._place(theirs)
             return _Member(_spawn(place.descriptors, self._command(place)), ours)
 
     def _fork(self, second: Second | None) -> _Member:
-        """Start a process that has everything which this one has imported."""
+        """Start a process with all imports of this one."""
         ours, theirs = Pipe()
         # A signal for both processes must not reach the new one as the owner's wish.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -479,7 +479,7 @@ class Supervisor:
         self._members.clear()
 
     def _end_at_once(self) -> NoReturn:
-        """End because the coordinator is gone, so nothing is to save or to report."""
+        """End at once: the coordinator is gone, so a report is useless."""
         self._end_all()
         exit_at_once(0)
 
@@ -490,16 +490,16 @@ def serve_one_session(
     joiner: Joiner | None,
     place: SessionPlace,
 ) -> None:
-    """Serve one session in this process, which has to end afterwards.
+    """Serve one session in this process; the process must end afterwards.
 
     Args:
-        make_worker: Makes the worker, which owns the place's listener.
+        make_worker: Makes the worker, the owner of the place's listener.
         on_drain: Called when the owner ends the worker, with whether a run has to end first.
-        joiner: Brings the worker into the run of a coordinator; None if it only listens.
-        place: What this process has from the warm process.
+        joiner: Brings the worker into the run of a coordinator; None for a listening worker.
+        place: The values from the warm process.
     """
     _end_with_parent()
-    # A fault in native code leaves the place where Python was, if there is a log.
+    # After a fault in native code, the log shows Python's place, if there is a log.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
         faulthandler.enable()
     pipe, second = _Voice(place.pipe), place.second
@@ -530,13 +530,13 @@ def serve_one_session_anew(
     joiner: Joiner | None,
     place: SessionPlace,
 ) -> NoReturn:
-    """Serve one session in a process that has not been forked, and end the process.
+    """Serve one session in a process without a fork, and end the process.
 
     Args:
-        make_for: Makes, for the secret of the warm process, the function that makes the worker.
+        make_for: Makes, for the secret of the warm process, the maker of the worker.
         on_drain: As in `serve_one_session`.
         joiner: As in `serve_one_session`.
-        place: What this process has from the warm process.
+        place: The values from the warm process.
     """
     _ignore_signals()
     _end_with_parent()
@@ -549,7 +549,7 @@ def serve_one_session_anew(
 
 
 def hear_turn(place: SessionPlace) -> tuple[str, SessionPlace]:
-    """Wait for the "go" of the warm process; the secret, and the place with what it has told."""
+    """Wait for the "go" of the warm process; the secret, and the place with the received values."""
     _, secret, second, equipment = place.pipe.recv_bytes().decode().split(" ", 3)
     place = replace(place, equipment=_read_equipment(equipment))
     if second:
@@ -562,7 +562,7 @@ def _read_equipment(text: str) -> Equipment | None:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End this process without waiting for threads, which may be deep inside torch."""
+    """End this process without waiting for threads: they may be deep inside torch."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -582,11 +582,11 @@ class _Voice:
 
 
 def _say_nothing(_has_run: bool) -> None:
-    """The first process tells the owner already that the worker ends."""
+    """Do nothing: the first process reports the worker's end to the owner."""
 
 
 def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) -> None:
-    """Carry out the owner's wishes, until the warm process ends and this one with it."""
+    """Carry out the owner's wishes, until the warm process and this one end."""
 
     def drain() -> None:
         # An idle worker, and this process with it, ends at once.
@@ -623,7 +623,7 @@ def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) ->
 
 
 def _live(worker: Worker, pipe: _Voice) -> None:
-    """Tell the warm process that this one lives, unless its session hangs."""
+    """Send signs of life to the warm process, unless the session hangs."""
     while not worker.is_stopped:
         if not worker.has_lost_coordinator:
             pipe.say("alive")
@@ -631,7 +631,7 @@ def _live(worker: Worker, pipe: _Voice) -> None:
 
 
 def _tell(worker: Worker, second: Second, pipe: _Voice) -> None:
-    """Tell the first process now and then what this second one does."""
+    """Report this second process's status to the first process now and then."""
     while not worker.is_stopped:
         status = msgspec.json.encode(worker.own_status).decode()
         pipe.say(f"does {second.session} {status}")
@@ -639,8 +639,9 @@ def _tell(worker: Worker, second: Second, pipe: _Voice) -> None:
 
 
 def _join(worker: Worker, joiner: Joiner, pipe: _Voice, second: Second | None) -> None:
-    """Bring the worker into runs until it is stopped, or nobody lets it in; a second process
-    into its one run."""
+    """Bring the worker into runs until it is stopped, or it cannot join; bring a second process
+    into its one run.
+    """
 
     def leave(reason: str) -> None:
         pipe.say(f"alone {reason}")
@@ -652,20 +653,20 @@ def _join(worker: Worker, joiner: Joiner, pipe: _Voice, second: Second | None) -
         else:
             joiner.run_beside(worker, second.session)
     except Exception as error:
-        # Without this thread the worker would wait for nothing.
+        # Without this thread the worker would wait in vain.
         logger.exception("joining %s failed", joiner.address)
         pipe.say(f"failed Joining {joiner.address} failed: {error!r}.")
 
 
 def _ignore_signals() -> None:
-    """Leave signals to the warm process, which passes the owner's wishes on."""
+    """Leave signals to the warm process; it passes the owner's wishes on."""
     for number in (*OWNERS_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _end_with_parent() -> None:
-    """Let the system kill this process when its parent ends, where the system can do that.
+    """Let the system kill this process when its parent ends, if the system can.
 
     Elsewhere the end of the pipe shows the end of the parent.
     """
@@ -674,7 +675,7 @@ def _end_with_parent() -> None:
 
 
 def _spawn(descriptors: tuple[int, ...], command: list[str]) -> int:
-    """Start a process that inherits open files; returns its number."""
+    """Start a process with inherited open files; returns its number."""
     for descriptor in descriptors:
         os.set_inheritable(descriptor, True)
     try:

@@ -1,4 +1,4 @@
-"""The worker's side of a takeover: the room for a second session, and who starts its process."""
+"""The worker's side of a takeover: the room for a second session, and the start of its process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .second_processes import Second
 def room_bytes(
     untaken_bytes: int, peak_bytes: int, allowed_bytes: int | None, granted_bytes: int
 ) -> int:
-    """The bytes of a device's memory that one more session could take.
+    """The bytes of a device's memory available to one more session.
 
     Args:
-        untaken_bytes: What no process takes.
-        peak_bytes: The most that the first session has taken at once.
-        allowed_bytes: What the owner allows; None for all.
-        granted_bytes: What other second sessions may take.
+        untaken_bytes: The free memory.
+        peak_bytes: The peak of the first session.
+        allowed_bytes: The owner's limit; by default all.
+        granted_bytes: The limits of other second sessions.
     """
     if allowed_bytes is None:
         return max(0, untaken_bytes)
@@ -69,7 +69,7 @@ class SessionTakeover(SessionPart):
         self._host.beside.open(Second(message.name, most_bytes), answer)
 
     def _share_memory(self) -> None:
-        """Take no more than second sessions leave of what the owner allows."""
+        """Limit this process to the rest of the owner's allowed memory after second sessions."""
         allowed_bytes = self._host.owner.memory_bytes
         if allowed_bytes is None:
             return

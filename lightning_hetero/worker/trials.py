@@ -69,7 +69,7 @@ class SessionTrials(SessionPart):
     def _answer(
         self, measure: Callable[[Any, Any], m.Message], message: Any, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Send the measurement, or the reason why there is none."""
+        """Send the measurement, or the reason for its absence."""
         self.is_measuring = True
         found = attempt(partial(measure, message, tensors), self._host.device)
         if isinstance(found, m.NotMeasured):

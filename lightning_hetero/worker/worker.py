@@ -1,6 +1,6 @@
-"""The worker: listens, greets whatever connects, and serves one coordinator at a time.
+"""The worker: listens, greets all connections, and serves one coordinator at a time.
 
-A connection that breaks a rule is told which rule and is ended; the worker lives on.
+If a connection breaks a rule, the worker reports the rule to it and ends it; the worker lives on.
 
 A `Worker` in a process of its own serves a single session (`serve_session`), and the process ends
 with it: see `supervisor.py`. A `Worker` in a thread serves one session after the other
@@ -54,21 +54,22 @@ logger = logging.getLogger(__name__)
 
 # Time for a refused peer to read the reason.
 _LAST_WORD_SECONDS = 1.0
-# Time for those who are in their handshake when the only session ends.
+# Time for running handshakes when the only session ends.
 _FAREWELL_SECONDS = 3.0
-# For so long after the latest look of a run, which comes every five seconds, a worker is its spare.
+# For so long after the latest look of a run, a worker is its spare; the run looks every five
+# seconds.
 _SPARE_SECONDS = 15.0
 
 
 class _ProcessReplaced(WorkerError):
-    """This process takes no session any more; the next one does."""
+    """This process does not take sessions any more; the next process does."""
 
 
 class _Waiting(WorkerError):
-    """The worker waits for a coordinator whose connection broke.
+    """The worker waits for a coordinator after its connection broke.
 
     Args:
-        process: The name of that one's process.
+        process: The name of the coordinator's process.
     """
 
     def __init__(self, reason: str, process: str) -> None:
@@ -82,24 +83,24 @@ class _ServedElsewhere(_ProcessReplaced):
 
 def _unknown_session() -> WorkerError:
     return WorkerError(
-        "this worker does not serve the session that was asked for; its process has ended "
-        "meanwhile, or the address leads to another worker than the one that was meant."
+        "this worker does not serve the session asked for; the session's process has ended "
+        "meanwhile, or the address leads to another worker."
     )
 
 
 class Worker:
-    """A process that can serve a stage.
+    """A process to serve stages.
 
     Args:
         listener: A listening socket; the worker closes it.
         device: Where stages compute.
-        allowed: The classes of layers that are allowed besides those of torch and transformers.
-        credentials: If given, only peers that have the same are served.
+        allowed: The allowed classes of layers, besides torch's and transformers' classes.
+        credentials: If given, the worker serves only peers with the same token.
         owner: The owner's wishes.
-        equipment: What a former process has found on the device; by default this one looks.
+        equipment: A former process's description of the device; by default this process looks.
 
     Raises:
-        ModelError: If the kind of device has no backend.
+        ModelError: If the kind of device lacks a backend.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Worker:
         self._session: StageSession | None = None
         # The name of its coordinator's process.
         self._process = ""
-        # The run for which a free worker waits, and until when.
+        # The run of a waiting free worker, and until when.
         self._spare: tuple[m.SpareStatus, float] | None = None
         self._began_seconds = time.monotonic()
         self._session_changed = threading.Condition()
@@ -170,7 +171,7 @@ class Worker:
         on_over()
         gc.collect()  # the session's own objects would keep the tensors alive
         device_for(self._host.device).free_cache()
-        # Whoever is in the handshake is told to dial again.
+        # Peers in the handshake are asked to dial again.
         self._lobby.wait_until_empty(_FAREWELL_SECONDS)
 
     def _accept(self) -> None:
@@ -183,12 +184,12 @@ class Worker:
         try:
             thread.start()
         except RuntimeError:
-            # The machine has no thread left. The handshake needs none, and a session that needs one
-            # tells its peer so.
+            # The machine is out of threads. The handshake does not need one, and a session reports
+            # the lack to its peer.
             self._greet(connection, *place)
 
     def stop(self) -> None:
-        """Take no more connections."""
+        """Stop taking connections."""
         self._over.set()
         self._stopping.close()  # wakes `serve_forever`
 
@@ -213,7 +214,7 @@ class Worker:
 
     @property
     def identity(self) -> Identity:
-        """What the worker shows to its peers."""
+        """The worker's identity for its peers."""
         return self._host.identity
 
     @property
@@ -228,11 +229,11 @@ class Worker:
 
     @property
     def equipment(self) -> m.Equipment:
-        """What the worker tells its peers of itself."""
+        """The worker's equipment for its peers."""
         return self._host.identity.equipment
 
     def pause(self) -> None:
-        """Finish the present micro-batch, then compute nothing until `resume`."""
+        """Finish the present micro-batch, then pause until `resume`."""
         self._wish(m.Paused())
 
     def resume(self) -> None:
@@ -240,17 +241,17 @@ class Worker:
         self._wish(m.Resumed())
 
     def note_spare(self, run: str, coordinator: str, seconds: float = math.inf) -> None:
-        """Tell watchers for so long, while the worker is free, that it is a spare of a run.
+        """Report the free worker to watchers as a spare of a run, for so long.
 
         Args:
             run: The name of the run; empty if it is not known.
             coordinator: The address of the run's coordinator.
-            seconds: How long that holds.
+            seconds: How long the report holds.
         """
         self._spare = m.SpareStatus(run, coordinator), time.monotonic() + seconds
 
     def note_no_spare(self) -> None:
-        """Tell watchers no longer that the worker is a spare."""
+        """Stop reporting the worker as a spare."""
         self._spare = None
 
     @property
@@ -262,7 +263,7 @@ class Worker:
 
     @property
     def waits_for_coordinator(self) -> bool:
-        """Whether the connection to the coordinator broke, and the session waits for another."""
+        """Whether the session waits for the coordinator after a break of their connection."""
         session = self._session
         return session is not None and session.waits_seconds > 0
 
@@ -273,15 +274,17 @@ class Worker:
         return session is not None and session.has_lost_coordinator
 
     def give_up_coordinator(self, reason: str) -> None:
-        """End the session if it waits for a coordinator, which has ended for this reason."""
+        """End the session if it waits for a coordinator; the reason tells why the coordinator has
+        ended.
+        """
         session = self._session
         if session is not None:
             session.give_up_coordinator(reason)
 
     def drain(self) -> None:
-        """Finish the present run, take no other one, and `stop`.
+        """Finish the present run, refuse further runs, and `stop`.
 
-        The coordinator is told, and may let the worker go before the run ends.
+        The coordinator gets a report, and may let the worker go before the run ends.
         """
         with self._session_changed:
             self.retire()
@@ -289,7 +292,7 @@ class Worker:
                 self._session.wish(m.Leaving())
 
     def retire(self) -> None:
-        """Take no session beside the present one; `stop` at once if there is none."""
+        """Refuse further sessions; `stop` at once if the worker is free."""
         with self._session_changed:
             self._is_draining = True
             if self._session is None:
@@ -302,7 +305,7 @@ class Worker:
                 self._session.wish(message)
 
     def _greet(self, plain: SocketConnection, host: str, port: int) -> None:
-        """Lead a connection through its handshake, and serve the session that it opens."""
+        """Lead a connection through its handshake, and serve its session."""
         session: StageSession | None = None
         try:
             prepare_socket(plain.socket)
@@ -315,7 +318,7 @@ class Worker:
             self._refusals.note(host, port, str(error))
             plain.close_after_last_word(_LAST_WORD_SECONDS)
         except Exception:
-            # Without an end of the connection its peer would wait for an answer, and blame others.
+            # If the connection stayed open, its peer would wait for an answer, and blame others.
             logger.exception("connection from %s:%d failed", host, port)
             plain.close()
         finally:
@@ -326,13 +329,13 @@ class Worker:
     def _talk(
         self, plain: SocketConnection, connection: Connection, peer: str
     ) -> StageSession | None:
-        """Read who the peer is and answer; a refused peer is told the reason."""
+        """Read the peer's Hello and answer; a refused peer gets the reason."""
         try:
             hello = receive_hello(connection, self._host.deadlines, self._host.identity)
             if self.beside.is_elsewhere(hello.session):
                 self.beside.leave_next()
                 raise _ServedElsewhere(
-                    "another process of this worker serves that session; dial again."
+                    "another process of this worker serves this session; dial again."
                 )
             if hello.role == "watcher":
                 if hello.session:
@@ -350,7 +353,7 @@ class Worker:
             raise
 
     def serve_joined(self, connection: Connection, message: m.Message, peer: str) -> None:
-        """Serve the coordinator that has spoken over a connection which this worker has dialled.
+        """Serve the coordinator over a connection dialled by this worker.
 
         Args:
             connection: Connected and, with a token, under TLS.
@@ -358,8 +361,8 @@ class Worker:
             peer: The coordinator's name for people.
 
         Raises:
-            HeteroError: If the message is no Hello, or this end cannot work with the coordinator,
-                which is told the reason.
+            HeteroError: If the message is not a Hello, or this end cannot work with the
+                coordinator. The coordinator gets the reason.
         """
         try:
             hello = check_hello(message, self._host.identity, "the worker", ("coordinator",))
@@ -371,7 +374,7 @@ class Worker:
             self._serve(session)
 
     def _welcome(self, connection: Connection, hello: m.Hello, peer: str) -> StageSession | None:
-        """Answer a Hello; returns the session that it opens, if it opens one."""
+        """Answer a Hello; returns its new session, if it opens one."""
         is_coordinator = hello.role == "coordinator"
         rules = answering_session(hello.role)
         rules.received(hello)
@@ -383,8 +386,8 @@ class Worker:
         with self._session_changed:
             if not is_coordinator:
                 session = self._session_named(hello.session)
-                # The peer may send as soon as it has its Welcome, and the coordinator may tell the
-                # session of the peer, so the session has to know the channel before.
+                # The peer may send as soon as it has its Welcome, and the coordinator may name the
+                # peer to the session. So the session has to know the channel before.
                 attach = partial(session.attach_upstream, channel, hello.member)
                 self._say_welcome(connection, rules, lingering, before_sending=attach)
                 session.start_upstream(channel)
@@ -398,10 +401,10 @@ class Worker:
             return self._session
 
     def _resume(self, connection: Connection, hello: m.Hello) -> None:
-        """Let the conversation go on whose connection has broken.
+        """Let a conversation go on after its connection has broken.
 
         Raises:
-            WorkerError: If there is none, or the peer does not know its secret.
+            WorkerError: If the conversation does not exist, or the peer does not know its secret.
             ChannelError: If the peer has to dial again.
             RemoteProtocolError: If the numbers of frames are wrong.
         """
@@ -420,7 +423,7 @@ class Worker:
         )
 
     def _tell(self, connection: Connection, hello: m.Hello) -> None:
-        """Answer a watcher; the session that runs does not notice."""
+        """Answer a watcher; the running session does not notice."""
         rules = answering_session("watcher")
         rules.received(hello)
         self._say_welcome(connection, rules)
@@ -430,7 +433,7 @@ class Worker:
 
     @property
     def _status(self) -> m.Status:
-        """What this process does, with the stages and the memory of those beside it."""
+        """The status of this process, with the stages and the memory of the processes beside it."""
         own, others, session = self.own_status, self.beside.statuses, self._session
         used_bytes = sum(each.used_bytes for each in (own, *others))
         stage = None if session is None else session.status()
@@ -445,16 +448,16 @@ class Worker:
 
     @property
     def own_status(self) -> SecondStatus:
-        """What this process serves, and the memory that it takes."""
+        """The stages of this process, and its memory."""
         session = self._session
         stages = [] if session is None else session.status().stages
         return SecondStatus(stages, device_for(self._host.device).used_bytes())
 
     def _check_free(self, hello: m.Hello) -> None:
-        """Wait for the end of a run that is about to end; refuse a coordinator if none ends.
+        """Wait for the end of an ending run; refuse a coordinator if the run goes on.
 
         Args:
-            hello: Names the session that the coordinator wants to open.
+            hello: Names the wanted session of the coordinator.
 
         Raises:
             WorkerError: With the reason.
@@ -471,15 +474,15 @@ class Worker:
         if not self._session_changed.wait_for(lambda: self._session is None, busy_seconds):
             raise self._busy(hello.session)
         if self._is_replaced:
-            raise _ProcessReplaced("the process that answered ends with its session.")
+            raise _ProcessReplaced("the answering process ends with its session.")
 
     def _busy(self, wanted: str) -> WorkerError:
         seconds = 0.0 if self._session is None else self._session.waits_seconds
         if seconds > 0:
             return _Waiting(
-                "this worker is busy: the connection to its coordinator broke, and it waits up to "
-                f"{seconds:g} s for it to come back; try again later, use another worker, or "
-                "restart this one if that run is over.",
+                "this worker is busy: the connection to its coordinator broke, and it waits up "
+                f"to {seconds:g} s for it to come back; try again later, use another worker, or "
+                "restart this worker if the other run is over.",
                 self._process,
             )
         if self._session is not None and are_of_one_run(wanted, self._session.name):
@@ -489,8 +492,8 @@ class Worker:
             )
         whose = "" if self._session is None else f" ({self._session.record.whose})"
         return WorkerError(
-            f"this worker is busy with another coordinator{whose}; wait for its run to end, or use "
-            "another worker. `lightning-hetero top` shows what it does."
+            f"this worker is busy with another coordinator{whose}; wait for its run to end, or "
+            "use another worker. `lightning-hetero top` shows its work."
         )
 
     def _session_named(self, name: str) -> StageSession:
@@ -522,7 +525,7 @@ class Worker:
         logger.info("session %s begins in process %d", session.name, os.getpid())
         try:
             session.run()
-        except BaseException:  # the coordinator has been told, and the thread ends here
+        except BaseException:  # the coordinator has the report, and the thread ends here
             logger.exception("session %s failed", session.name)
         finally:
             self._host.owner.on_run_end(session.record)
@@ -535,7 +538,7 @@ class Worker:
 
 
 def _tell_reason(connection: Connection, error: Exception) -> None:
-    """Tell a refused peer why."""
+    """Report the reason to a refused peer."""
     with contextlib.suppress(OSError, ChannelError):
         away = error.process if isinstance(error, _Waiting) else ""
         failure = m.Failure(str(error), is_replaced=isinstance(error, _ProcessReplaced), away=away)

@@ -52,7 +52,7 @@ def test_without_a_command_the_help_is_shown(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["lightning-hetero"])
     cli.main()
-    assert "list the workers" in capsys.readouterr().out
+    assert "list the announced workers" in capsys.readouterr().out
 
 
 def test_the_version_is_shown(
@@ -75,12 +75,12 @@ def test_the_version_is_shown(
         ),
         (
             ["worker", "--listen", "0.0.0.0:70000"],
-            "worker: argument --listen: '0.0.0.0:70000' is no address; write host:port, such as "
-            "strix.local:9999; the highest port is 65535",
+            "worker: argument --listen: '0.0.0.0:70000' is not an address; write host:port, such "
+            "as strix.local:9999; the highest port is 65535",
         ),
         (
             ["top", "10.0.0.1"],
-            "top: argument HOST:PORT: '10.0.0.1' is no address; write host:port, such as "
+            "top: argument HOST:PORT: '10.0.0.1' is not an address; write host:port, such as "
             "strix.local:9999",
         ),
         (["plan"], "plan: the following arguments are required: PROFILE"),

@@ -164,7 +164,7 @@ def test_a_name_that_stands_for_loopback_is_warned_of(
 ) -> None:
     given = None if wanted is None else Address(wanted, 9998)
     cli_worker._warn_of_loopback(given, Address(bound, 9998))
-    expected = "no other machine reaches this worker; start it with `--listen 0.0.0.0:9998`"
+    expected = "other machines cannot reach this worker; start it with `--listen 0.0.0.0:9998`"
     assert (expected in caplog.text) == is_warned
 
 

@@ -483,10 +483,10 @@ def test_the_command_lists_them(
     monkeypatch.setattr("lightning_hetero.cli.workers.Deadlines", lambda: SOON)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv(FILE_VARIABLE)
-    with pytest.raises(SystemExit, match="A search finds workers by the token that they share"):
+    with pytest.raises(SystemExit, match="A search finds workers by their common token"):
         call("workers")
     call("token")
-    with pytest.raises(SystemExit, match="No worker of this token that can be used was found"):
+    with pytest.raises(SystemExit, match="The search found no usable worker of this token"):
         call("workers")
     token_file = find_token_file(None)
     assert token_file is not None

@@ -70,7 +70,7 @@ def test_a_replica_carries_what_its_own_micro_batches_need(
             continue
         assert found.figures["there_bytes_per_step"] == part * 4000 * 16
         assert found.figures["back_bytes_per_step"] == part * 4000 * 16
-        assert "behind the last backward replicas exchange gradients for" in found.text
+        assert "after the last backward, replicas exchange gradients for" in found.text
 
 
 def test_in_a_line_the_first_worker_gets_token_ids_and_the_last_one_sends_most() -> None:
@@ -202,7 +202,7 @@ def test_of_two_ways_to_one_worker_the_faster_one_is_named() -> None:
     [
         (1000.1, "passed", "+0.000 s there"),
         (1090.1, "warned", "+90 s there"),
-        (0.0, "skipped", "does not tell"),
+        (0.0, "skipped", "does not report"),
     ],
 )
 def test_the_clock_is_held_against_the_middle_of_the_round_trip(

@@ -129,7 +129,7 @@ def test_the_port_of_a_coordinator() -> None:
     with door() as opened:
         found = failure(seen(opened.address, WITH_TOKEN.credentials))
     assert found.check == "worker"
-    assert "a coordinator waits here for workers that join it" in found.text
+    assert "a coordinator waits here for joining workers" in found.text
     assert f"`lightning-hetero worker --join {opened.address}`" in found.remedy
 
 

@@ -617,7 +617,7 @@ def flat(num_here: int) -> Act:
 
 BY_HAND = [
     follows(
-        "so they cannot be measured; use a plan of your own in which they stay with the",
+        "so they cannot be measured; use a plan of your own with these layers on the",
         runs(EndingEarly, {"plan": "auto"}),
         equals(EndingEarly, {"plan": ends_here}),
     ),

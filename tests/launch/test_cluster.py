@@ -187,9 +187,9 @@ def test_a_worker_ends_at_once_if_that_is_wanted(cluster: Path) -> None:
     [
         ("machines: []", "`machines` is empty"),
         ("machines: [{name: a}, {name: a}]", "Two machines are called 'a'"),
-        ("machines: [{name: a b}]", "'a b' is no name for a machine"),
-        ("machines: [{name: a, address: '1'}]", "The key `address` of a: '1' is no address"),
-        ("machines: [{name: a, listen: '1'}]", "The key `listen` of a: '1' is no address"),
+        ("machines: [{name: a b}]", "'a b' is not a name for a machine"),
+        ("machines: [{name: a, address: '1'}]", "The key `address` of a: '1' is not an address"),
+        ("machines: [{name: a, listen: '1'}]", "The key `listen` of a: '1' is not an address"),
         ('machines: [{name: a, ssh: "\'"}]', "close each quote"),
         ("machines: [{name: a, command: ''}]", "`command` of a is empty"),
         ("machines: [{name: a, user: me}]", "The key 'user' in machines.* is unknown"),

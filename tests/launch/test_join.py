@@ -54,7 +54,7 @@ def test_who_comes_is_told_who_is_missing_and_begins_in_the_order_of_names() -> 
 
 
 @pytest.mark.follows(
-    "as it has left again; look at what it printed, and start it again",
+    "as it has left again; look at its output, and start it again",
 )
 def test_a_session_opens_over_the_connection_that_the_worker_has_dialled() -> None:
     with door() as opened:
@@ -108,7 +108,7 @@ def test_a_second_process_waits_apart_for_its_session_alone() -> None:
 def test_a_second_process_that_does_not_come_is_named_with_its_worker() -> None:
     with door(deadlines=replace(CALM, connect_seconds=0.05)) as opened:
         expected = f"second process of the worker at {LISTENER} has not dialled {opened.address}"
-        with pytest.raises(WorkerUnreachable, match=expected + ".*; what that worker printed says"):
+        with pytest.raises(WorkerUnreachable, match=expected + ".*; the worker's output shows"):
             opened.admit_beside(LISTENER, "second")
 
 
@@ -135,7 +135,9 @@ def test_those_beyond_most_wait_as_spares_and_so_do_late_ones(
     assert (
         "a (cpu, from 127.0.0.1) waits as a spare: the run takes 2 workers at most" in caplog.text
     )
-    said = "d (cpu, from 127.0.0.1) has joined; the run goes on with b and c, and the new one waits"
+    said = (
+        "d (cpu, from 127.0.0.1) has joined; the run goes on with b and c, and the new worker waits"
+    )
     assert said in caplog.text
 
 
@@ -182,7 +184,7 @@ def test_one_that_comes_while_no_file_can_be_opened_is_let_in_later(
     with door() as opened:
         knock(opened, "a")
         assert opened.names() == ["a"]
-    assert "none can be opened: [Errno 24] Too many open files" in caplog.text
+    assert "this process cannot open it: [Errno 24] Too many open files" in caplog.text
 
 
 def test_fifty_workers_that_come_at_once_are_all_let_in() -> None:
@@ -284,9 +286,9 @@ def test_a_version_that_does_not_fit_is_told_to_both_ends(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("name", ["", "coordinator", "a b", "x" * 65, "a\nb"])
 def test_a_name_that_cannot_stand_in_a_plan_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match="is no name for a worker"):
+    with pytest.raises(PlanError, match="is not a name for a worker"):
         checked_name(name)
-    with door() as opened, pytest.raises(JoinError, match="is no name for a worker"):
+    with door() as opened, pytest.raises(JoinError, match="is not a name for a worker"):
         knock(opened, name)
 
 
@@ -294,7 +296,7 @@ def test_a_name_that_cannot_stand_in_a_plan_is_refused(name: str) -> None:
     "name the address of a worker, or start workers with `lightning-hetero worker --join …`",
 )
 def test_only_workers_that_join_are_talked_to() -> None:
-    told = "a coordinator waits here for workers"
+    told = "a coordinator waits here for joining workers"
     with door() as opened:
         with pytest.raises(WorkerUnreachable, match=told):
             dial(opened.address, "watcher", "", CALM, WITH_TOKEN)
@@ -337,7 +339,7 @@ def test_beyond_loopback_a_door_needs_a_token() -> None:
     told = "A coordinator without a token listens on loopback only, .* `token_file=`"
     with pytest.raises(WorkerError, match=told):
         joins.open_door(Address("0.0.0.0", 0), Identity(), CALM, 1)  # noqa: S104
-    with pytest.raises(JoinError, match="on another machine, which takes a token"):
+    with pytest.raises(JoinError, match="on another machine, so it takes a token"):
         join(Address("192.0.2.1", 7070), "a", LISTENER, CALM, Identity())
     joins.open_door(Address("0.0.0.0", 0), WITH_TOKEN, CALM, 1).close()  # noqa: S104
     joins.open_door(Address("127.0.0.1", 0), Identity(), CALM, 1).close()
@@ -354,9 +356,9 @@ def test_a_port_that_is_in_use_is_an_error_with_the_remedy_for_a_coordinator() -
     ("wrong", "named"),
     [
         ({"least": 0}, "`least` of Joining is 0"),
-        ({"least": 3, "most": 2}, "`most` of Joining is 2; .* `least`, which is 3"),
+        ({"least": 3, "most": 2}, "`most` of Joining is 2; .* `least` .3."),
         ({"wait_seconds": 0}, "`wait_seconds` of Joining is 0"),
-        ({"listen": "7070"}, "'7070' is no address"),
+        ({"listen": "7070"}, "'7070' is not an address"),
     ],
 )
 def test_wrong_arguments_are_named(wrong: dict[str, object], named: str) -> None:

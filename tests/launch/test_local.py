@@ -85,7 +85,7 @@ def test_a_worker_that_imports_for_long_is_waited_for_as_long_as_it_computes() -
 
 
 @pytest.mark.follows(
-    "Look at what it waits for, such as a network drive with the libraries, and start again."
+    "Look for the cause of its wait, such as a network drive with the libraries, and start again."
 )
 def test_a_worker_that_hangs_while_it_starts_is_named() -> None:
     with (

@@ -115,7 +115,7 @@ def test_an_srun_that_fails_is_told_with_what_it_printed(srun: Path) -> None:
 def test_one_that_waits_in_the_queue_too_long_is_told_and_ended(srun: Path) -> None:
     srun.write_text("#!/bin/sh\necho 'srun: job 7 queued' >&2\nexec sleep 60\n")
     launcher = SlurmWorkers(["-n1"], listen="127.0.0.1:0", wait_seconds=0.5)
-    told = r"Missing: one more worker\. srun still runs; `squeue` tells .*`wait_seconds`"
+    told = r"Missing: one more worker\. srun still runs; `squeue` shows .*`wait_seconds`"
     with pytest.raises(JoinError, match=told):
         fit(TinyModule(), HeteroPipelineStrategy(launcher, "even"))
     assert not launcher._commands

@@ -215,7 +215,7 @@ def test_names_are_those_of_the_machines() -> None:
 
 @pytest.mark.parametrize("hosts", [[], [""], ["-oProxyCommand=sh"], ["two words"]])
 def test_what_is_no_machine_is_refused(hosts: list[str]) -> None:
-    with pytest.raises(PlanError, match="`hosts` of SshWorkers is empty|is no machine for ssh"):
+    with pytest.raises(PlanError, match="`hosts` of SshWorkers is empty|is not a machine for ssh"):
         SshWorkers(hosts)
 
 

@@ -95,7 +95,7 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
     with caplog.at_level(logging.INFO):
         profiled(module, strategy, path)
     assert f"measuring coordinator, {workers[0]}, {workers[1]}, for up to about" in caplog.text
-    assert f"what was measured is kept in {path}" in caplog.text
+    assert f"the measurements are kept in {path}" in caplog.text
     assert "tokens/s" in capsys.readouterr().out
     plain = fit(TinyModule(), data=loader(8, 4))
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
@@ -272,7 +272,7 @@ def test_an_unusable_file_is_ignored_with_a_log_line(
     with caplog.at_level(logging.INFO):
         profiled(TinyModule(), strategy(), path)
     assert said in caplog.text
-    assert "measured is kept" in caplog.text
+    assert "the measurements are kept" in caplog.text
     assert Profile.from_yaml(path).batch_size == 4
 
 

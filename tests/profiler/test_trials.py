@@ -249,8 +249,8 @@ def test_the_shorter_time_is_kept_and_a_correction_says_so() -> None:
     kept = with_shorter(first, second)
     assert kept == [second[0], first[1], first[2]]
     assert correction("here", first, second) == (
-        "here took 417 ms for a head on 1 sample, which was doubtful, and 19 ms when it was "
-        "measured again; the shorter time is kept"
+        "here took 417 ms for a head on 1 sample, a doubtful time, and 19 ms in a second "
+        "measurement; the shorter time is kept"
     )
     assert correction("here", first, [second[1]]) is None
 
@@ -259,8 +259,8 @@ def test_one_sentence_tells_of_all_corrections() -> None:
     first = [timed("head", 0.4), timed("full", 0.5), timed("full", 0.020, 2)]
     told = correction("here", first, [timed("head", 0.2), timed("full", 0.1)])
     assert told == (
-        "here took 500 ms for a full on 1 sample, which was doubtful, and 100 ms when it was "
-        "measured again; the shorter time is kept, as are those of 1 more of its 3 timings"
+        "here took 500 ms for a full on 1 sample, a doubtful time, and 100 ms in a second "
+        "measurement; the shorter time is kept, and so are the times of 1 more of its 3 timings"
     )
 
 

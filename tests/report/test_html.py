@@ -212,7 +212,7 @@ def test_lost_workers_are_told_with_their_times_and_reasons(run: Path) -> None:
         one.words
     )
     assert "bob:9999 in step 812: It was <cut>." in one.words
-    said = "Once a worker was lost and replaced (bob:9999); no step was lost by that."
+    said = "Once a worker was lost and replaced (bob:9999); all steps were kept."
     assert any(sentence.startswith(said) for sentence in findings(read_run(run)))
     two = with_facts(run, msgspec.structs.replace(FACTS, losses=[LOST, ended]))
     assert "bob:9999 in step 812, bob:9999 in step 900: It was <cut>." in two.words

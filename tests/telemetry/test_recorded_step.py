@@ -69,7 +69,7 @@ def test_between_two_times_a_drift_is_followed() -> None:
 
 
 def test_without_a_ping_there_is_no_clock_map() -> None:
-    with pytest.raises(ChannelError, match="has answered no ping"):
+    with pytest.raises(ChannelError, match="has not answered any ping"):
         align([])
 
 

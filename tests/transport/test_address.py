@@ -59,7 +59,7 @@ def test_the_three_forms_are_read_and_printed(text: str, host: str, port: int) -
     ],
 )
 def test_any_other_text_is_refused_with_an_example(text: str) -> None:
-    expected = f"{re.escape(repr(text))} is no address.*strix.local:9999"
+    expected = f"{re.escape(repr(text))} is not an address.*strix.local:9999"
     with pytest.raises(PlanError, match=expected):
         Address.parse(text)
 

@@ -257,8 +257,8 @@ def test_a_process_here_that_computes_is_slow_and_not_frozen(
     error = inbox.get(timeout=PATIENCE_SECONDS).content
     channel.close()
     assert list(mine.cpu_seconds) == [num_waits - 1]
-    assert "for 0.3 s: its process is frozen, since it has computed next to nothing" in str(error)
-    assert caplog.text.count("upstream has said nothing for 0.3 s, and its process on this") == 1
+    assert "for 0.3 s: its process is frozen, since it has used almost no CPU time" in str(error)
+    assert caplog.text.count("upstream has said nothing for 0.3 s, but its process on this") == 1
     caplog.clear()
     mine, _theirs = memory_pair()  # with less to do it computes for less than that silence
     mine.cpu_seconds.extend([0.0, 1.0])

@@ -79,7 +79,7 @@ def test_another_server_is_no_worker() -> None:
 def test_a_neighbor_of_an_unknown_session_is_refused() -> None:
     with (
         worker_thread() as address,
-        pytest.raises(WorkerUnreachable, match="than the one that was meant"),
+        pytest.raises(WorkerUnreachable, match="or the address leads to another worker"),
     ):
         dial(address, "neighbor", "unknown", QUICK, Identity())
 

@@ -131,13 +131,13 @@ def test_a_named_pipe_is_refused_at_once(path: Path) -> None:
     path.parent.mkdir()
     os.mkfifo(path, 0o600)
     with pytest.raises(
-        TokenError, match=r"'.*token' is no plain file but a pipe.*lightning-hetero"
+        TokenError, match=r"'.*token' is not a plain file, but a pipe.*lightning-hetero"
     ):
         read_token_file(path)
 
 
 def test_a_device_is_refused() -> None:
-    with pytest.raises(TokenError, match="'/dev/null' is no plain file"):
+    with pytest.raises(TokenError, match="'/dev/null' is not a plain file"):
         read_token_file(Path("/dev/null"))
 
 

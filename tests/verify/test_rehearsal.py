@@ -211,7 +211,7 @@ def test_the_worker_that_computes_wrongly_is_named(
     assert judged[workers[0]] == judged[workers[1]] == "ok"
     assert judged[wrong.address] == judged["all"] == "WRONG"
     # Each is judged by itself: what the wrong one does is not held against those behind it.
-    assert shown.count("the gradient that is furthest off") == 1
+    assert shown.count("the least exact gradient") == 1
 
 
 @repeats(

@@ -166,14 +166,16 @@ def test_a_wrong_number_ends_the_conversation_with_the_rule(received: int) -> No
         assert "does not serve the session" in str(found.error())
 
 
-@pytest.mark.follows("try again later, use another worker, or restart this one if that run is over")
+@pytest.mark.follows(
+    "try again later, use another worker, or restart this worker if the other run is over"
+)
 def test_another_coordinator_is_told_why_the_worker_is_busy() -> None:
     with talk() as found:
         found.relay.pull()
         answer = found.say()
         assert isinstance(answer, m.Failure)
         assert "the connection to its coordinator broke, and it waits up to 60 s" in answer.reason
-        assert "restart this one if that run is over" in answer.reason
+        assert "restart this worker if the other run is over" in answer.reason
         found.relay.plug()
         assert found.is_answered()
         found.channel.close(m.Goodbye())
@@ -209,7 +211,10 @@ def test_the_run_behind_a_killed_one_gets_the_worker(
             channel = found.dialled()
         channel.start(SimpleQueue())
         channel.close()
-        assert f"the worker at {found.address} has waited for the coordinator of an" in caplog.text
+        assert (
+            f"the worker at {found.address} has waited for the killed coordinator of an"
+            in caplog.text
+        )
 
 
 def test_a_worker_is_free_when_the_time_is_over() -> None:

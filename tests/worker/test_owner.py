@@ -275,9 +275,7 @@ class NoThreads(threading.Thread):
         super().start()
 
 
-@pytest.mark.follows(
-    "raise the number of processes and threads that the system allows it (`ulimit -u`, or"
-)
+@pytest.mark.follows("raise its allowed number of processes and threads (`ulimit -u`, or")
 def test_a_worker_without_threads_says_so_to_its_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -291,11 +289,11 @@ def test_a_worker_without_threads_says_so_to_its_coordinator(
             told = receive_opening(neighbor.line.connection, PATIENCE_SECONDS)
         neighbor.close()
         assert isinstance(told, m.Failure)
-        assert "can start no thread for the connection with 127.0.0.1" in told.reason
+        assert "cannot start a thread for the connection with 127.0.0.1" in told.reason
         # The system allows more of them.
         neighbor, _ = dial(address, "neighbor", worker._session.name, QUICK, Identity())
         neighbor.close()
-        with pytest.raises(StageFailed, match="can start no thread .*`ulimit -u`"):
+        with pytest.raises(StageFailed, match="cannot start a thread .*`ulimit -u`"):
             coordinator.stages.receive()
         coordinator.close()
         assert records.get(timeout=PATIENCE_SECONDS).reason == "goodbye"
@@ -312,4 +310,4 @@ def test_a_worker_without_threads_says_so_to_a_new_coordinator(
             told = receive_opening(channel.line.connection, PATIENCE_SECONDS)
         channel.close()
         assert isinstance(told, m.Failure)
-        assert "can start no thread" in records.get(timeout=PATIENCE_SECONDS).reason
+        assert "cannot start a thread" in records.get(timeout=PATIENCE_SECONDS).reason

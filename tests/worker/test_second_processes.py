@@ -57,8 +57,8 @@ def test_why_no_second_process_can_be_started_is_told() -> None:
     asked.beside.note_end("died")
     alone = Beside()
     alone.open(Second("b", 1), asked.answers.append)
-    expected = ["'a name' is no name", "The worker ends.", "ended before it could serve"]
-    expected.append("no process that could start another one")
+    expected = ["'a name' is not a name", "The worker ends.", "ended before it could serve"]
+    expected.append("This worker cannot start another process")
     for found, part in zip(asked.answers, expected, strict=True):
         assert part in found
     assert [second.session for second in asked.wanted] == ["refused", "died"]
@@ -72,7 +72,7 @@ def test_a_worker_starts_some_second_processes_and_no_more() -> None:
     assert not asked.answers
     assert asked.beside.granted_bytes == 10 * MOST_BESIDE
     asked.open("another")
-    assert "which is the most" in asked.answers[0]
+    assert "and this is the limit" in asked.answers[0]
 
 
 def test_what_second_processes_do_is_known_while_they_live() -> None:
@@ -107,7 +107,7 @@ def test_a_second_session_gets_what_the_owner_allows_beside_the_first(
 
 
 @pytest.mark.follows(
-    "another process of this worker serves that session; dial again",
+    "another process of this worker serves this session; dial again",
 )
 def test_a_peer_at_the_wrong_process_is_told_to_dial_again() -> None:
     with serving_worker() as (worker, address), ExitStack() as stack:

@@ -72,7 +72,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 @pytest.mark.follows(
-    "wait for its run to end, or use another worker. `lightning-hetero top` shows what it does.",
+    "wait for its run to end, or use another worker. `lightning-hetero top` shows its work.",
 )
 def test_one_coordinator_at_a_time_and_then_the_next() -> None:
     with worker_thread() as address:

@@ -1,0 +1,148 @@
+"""How the docstrings of the package read: long chains of clauses, and negations.
+
+Prints the measures of every room, and ends with 1 if a room is above its ceiling:
+
+    python -m tests.prose
+
+A relative word joins a clause to another one; a negative word is a denial in place of a fact. Both
+are counted per 100 words of the docstrings of modules, classes and functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parents[1] / "lightning_hetero"
+
+RELATIVES = frozenset({"that", "which", "what", "whose", "those"})
+NEGATIVES = frozenset({"no", "none", "nobody", "nothing", "nor"})
+_WORD = re.compile(r"[a-z']+")
+_END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\n")
+_BAD_OPENING = re.compile(r"\s*(?:What|Those|Who)\b")
+
+
+class Ceiling(NamedTuple):
+    """The most that a room may have: words per 100 words, and sentences."""
+
+    relatives: float
+    negatives: float
+    openings: int
+
+
+GOAL = Ceiling(relatives=2.0, negatives=0.4, openings=0)
+
+# The rooms still above the goal. Ceilings only shrink.
+CEILINGS = {
+    "coordinator": Ceiling(5.1, 1.4, 36),
+    "model": Ceiling(4.4, 1.1, 52),
+    "pipeline": Ceiling(3.8, 1.1, 26),
+    "planner": Ceiling(3.5, 1.2, 20),
+    "protocol": Ceiling(4.6, 1.2, 21),
+    "strategy": Ceiling(4.5, 1.4, 40),
+    "worker": Ceiling(2.0, 0.4, 3),
+}
+# A ceiling has to be lowered when it is further above its room.
+SLACK = Ceiling(relatives=0.4, negatives=0.4, openings=10)
+
+
+def ceiling_of(room: str) -> Ceiling:
+    return CEILINGS.get(room, GOAL)
+
+
+@dataclass(frozen=True)
+class Prose:
+    """Counts over docstrings.
+
+    Args:
+        words: All words.
+        relatives: The words of `RELATIVES`.
+        negatives: The words of `NEGATIVES`.
+        openings: Sentences with What, Those or Who as their first word.
+    """
+
+    words: int = 0
+    relatives: int = 0
+    negatives: int = 0
+    openings: int = 0
+
+    def __add__(self, other: Prose) -> Prose:
+        return Prose(
+            self.words + other.words,
+            self.relatives + other.relatives,
+            self.negatives + other.negatives,
+            self.openings + other.openings,
+        )
+
+    def per_100_words(self, count: int) -> float:
+        return 100 * count / max(self.words, 1)
+
+    def is_within(self, ceiling: Ceiling) -> bool:
+        return (
+            self.per_100_words(self.relatives) <= ceiling.relatives
+            and self.per_100_words(self.negatives) <= ceiling.negatives
+            and self.openings <= ceiling.openings
+        )
+
+    def is_far_below(self, ceiling: Ceiling) -> bool:
+        """Whether a ceiling above the goal is above this room by more than the slack."""
+        relatives, negatives, openings = map(max, ceiling, GOAL)
+        return (
+            max(self.per_100_words(self.relatives), GOAL.relatives) < relatives - SLACK.relatives
+            or max(self.per_100_words(self.negatives), GOAL.negatives) < negatives - SLACK.negatives
+            or self.openings < openings - SLACK.openings
+        )
+
+
+def prose_of(text: str) -> Prose:
+    """The counts of one docstring."""
+    words = _WORD.findall(text.lower())
+    return Prose(
+        len(words),
+        sum(word in RELATIVES for word in words),
+        sum(word in NEGATIVES for word in words),
+        sum(bool(_BAD_OPENING.match(s)) for s in _END_OF_SENTENCE.split(text)),
+    )
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def rooms(package: Path = PACKAGE) -> dict[str, Prose]:
+    """The counts of each room: a folder of the package."""
+    found: dict[str, Prose] = {}
+    for file in sorted(package.rglob("*.py")):
+        room = "/".join(file.relative_to(package).parts[:-1])
+        tree = ast.parse(file.read_text("utf-8"))
+        found[room] = sum(map(prose_of, docstrings(tree)), found.get(room, Prose()))
+    return found
+
+
+def line(name: str, prose: Prose) -> str:
+    relatives = prose.per_100_words(prose.relatives)
+    negatives = prose.per_100_words(prose.negatives)
+    return f"{name:<12}{prose.words:>7,}{relatives:>11.2f}{negatives:>11.2f}{prose.openings:>10}"
+
+
+def main() -> int:
+    measured = rooms()
+    total = sum(measured.values(), Prose())
+    print(f"{'room':<12}{'words':>7}{'relatives':>11}{'negatives':>11}{'openings':>10}")
+    print(*(line(room, prose) for room, prose in measured.items()), sep="\n")
+    print(line("all", total))
+    above = [room for room, prose in measured.items() if not prose.is_within(ceiling_of(room))]
+    if above:
+        print(f"Above the ceiling in tests/prose.py: {', '.join(above)}. Write shorter clauses.")
+    return int(bool(above))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
