@@ -17,7 +17,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Protocol, runtime_checkable
 
@@ -34,6 +35,8 @@ _FAR_AWAY = "192.0.2.1"
 # For a command to end after its input has ended, and then after SIGTERM.
 STOP_SECONDS = 5.0
 _MOST_TOLD_BYTES = 1500
+# What ends at once, as ssh to a machine that is starting, is started again after this time.
+BETWEEN_STARTS_SECONDS = 3.0
 # Lets the system end a process with its parent by SIGTERM (PR_SET_PDEATHSIG), then runs a program.
 # The parent may have ended before.
 _ENDING_WITH_PARENT = """
@@ -165,13 +168,15 @@ class Command:
         process: The process.
         printed: Its output.
         about: Its purpose in words.
+        started_seconds: The moment of its start, by `time.monotonic`.
     """
 
     name: str
     words: Sequence[str]
     process: subprocess.Popen[bytes]
     printed: IO[bytes]
-    about: str = ""
+    about: str
+    started_seconds: float
 
     def say(self, line: str) -> None:
         """Send a line to its standard input, and keep the input open."""
@@ -254,7 +259,29 @@ def start_command(
             f"{words[0]!r} cannot be started: {error.strerror or error}. Install it, or name its "
             "path."
         ) from error
-    return Command(name, words, process, printed, about)
+    return Command(name, words, process, printed, about, time.monotonic())
+
+
+def start_ended_again(
+    command: Command, start: Callable[[], Command], worker: str
+) -> tuple[Command, str]:
+    """Start a command once more if it has ended, at most every few seconds.
+
+    Args:
+        command: The command.
+        start: Starts it.
+        worker: The name of the worker that the run misses.
+
+    Returns:
+        The command that runs, and a sentence with the reason and the last printed lines; the given
+        command and an empty text if nothing was started.
+    """
+    is_early = time.monotonic() < command.started_seconds + BETWEEN_STARTS_SECONDS
+    if command.status is None or is_early:
+        return command, ""
+    said = f"`{command.name}` has ended with status {command.status}.{command.printed_words}"
+    command.stop()
+    return start(), f"{said} It is started once more, for the worker {worker}."
 
 
 def _ending_with_us(words: Sequence[str]) -> Sequence[str]:

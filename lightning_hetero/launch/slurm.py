@@ -3,23 +3,33 @@
     srun --gres=gpu:a100:1 -n4 worker … : --gres=gpu:v100:1 -n8 worker …
 
 SLURM starts the tasks and ends them; it does not carry tensors. Each task is a joining worker; its
-shell starts the worker again if it is killed.
+shell starts the worker again if it is killed. If srun itself ends, for example after the end of its
+allocation on a node, all workers are lost, and srun is started once more.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..errors import PlanError
 from ..transport.address import Address
 from ..transport.token import Token
-from .launcher import Command, check_wishes, reachable, start_command, stop_commands
+from .launcher import (
+    Command,
+    check_wishes,
+    reachable,
+    start_command,
+    start_ended_again,
+    stop_commands,
+)
 
 # If the coordinator is gone and srun goes on, the worker ends by itself after this time.
 _REJOIN_SECONDS = 60
+_NAME = "slurm-"
 # Counts the tasks of all components of a step from 0 on.
 _TASK = "$SLURM_PROCID"
 # Runs a command in the shell of a task, and again if a signal has ended it. srun ends a step by
@@ -77,7 +87,9 @@ class SlurmWorkers:
         if self.join is not None:
             Address.parse(self.join)
         check_wishes(self)
+        # srun, once it has been started.
         self._commands: list[Command] = []
+        self._start: Callable[[], Command] | None = None
 
     def start(self, join: Address, token: Token | None) -> None:
         """Start srun; it waits for its nodes.
@@ -87,11 +99,24 @@ class SlurmWorkers:
         """
         where = Address.parse(self.join) if self.join else reachable(join)
         # srun goes on when its input ends, also in the queue.
-        self._commands.append(start_command("srun", self._words(where), ends_with_us=True))
+        self._start = partial(start_command, "srun", self._words(where), ends_with_us=True)
+        self._commands.append(self._start())
+
+    def start_again(self, name: str) -> str:
+        """Start srun once more if it has ended, at most every few seconds. All workers that it
+        starts come again, by their names.
+
+        Returns:
+            A sentence on that; empty if srun still runs, or the worker is none of its tasks.
+        """
+        if not self._commands or self._start is None or not name.startswith(_NAME):
+            return ""
+        self._commands[0], said = start_ended_again(self._commands[0], self._start, name)
+        return said
 
     def stop(self) -> None:
         """End srun, and with it the workers. May be called twice."""
-        commands, self._commands = self._commands, []
+        commands, self._commands, self._start = self._commands, [], None
         for command in commands:
             command.process.terminate()  # srun passes it on to each task
         stop_commands(commands)
@@ -117,7 +142,7 @@ class SlurmWorkers:
         """The command line, with a colon between two components."""
         words = ["worker", "--join", str(join), "--rejoin-seconds", str(_REJOIN_SECONDS)]
         words += ["--log-level", "WARNING", *self.options]
-        task = _AGAIN.format(f'{self.command} {shlex.join(words)} --name "slurm-{_TASK}"')
+        task = _AGAIN.format(f'{self.command} {shlex.join(words)} --name "{_NAME}{_TASK}"')
         line: list[str] = [*self.srun]
         for number, component in enumerate(self.components):
             colon = [":"] if number else []

@@ -13,7 +13,6 @@ import contextlib
 import re
 import shlex
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,15 +21,20 @@ from functools import partial
 from ..errors import PlanError, WorkerError
 from ..transport.address import Address
 from ..transport.token import Token
-from .launcher import Command, check_wishes, reachable, start_command, stop_commands
+from .launcher import (
+    Command,
+    check_wishes,
+    reachable,
+    start_command,
+    start_ended_again,
+    stop_commands,
+)
 
 # ssh must not wait for an answer: the user does not see its questions.
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 # If the coordinator is gone and ssh has not noticed, the worker ends by itself after this time.
 _REJOIN_SECONDS = 60
 _CONFIG_SECONDS = 10.0
-# A booting machine refuses at once; ask again after this time.
-_BETWEEN_STARTS_SECONDS = 3.0
 # Exit statuses: of ssh for its own failures, and of a shell for an unknown command.
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
@@ -90,8 +94,6 @@ class SshWorkers:
         # By the workers' names; and what starts the worker of a machine and a name.
         self._commands: dict[str, Command] = {}
         self._start: Callable[[str, str], Command] | None = None
-        # When a worker may be started once more.
-        self._again_seconds: dict[str, float] = {}
 
     def start(self, join: Address, token: Token | None) -> None:
         """Start ssh for each machine.
@@ -109,16 +111,13 @@ class SshWorkers:
         Returns:
             A sentence on the start; empty if ssh still runs, or belongs to another launcher.
         """
-        command, now_seconds = self._commands.get(name), time.monotonic()
-        is_early = now_seconds < self._again_seconds.get(name, 0.0)
-        if command is None or command.status is None or is_early or self._start is None:
+        command = self._commands.get(name)
+        if command is None or self._start is None:
             return ""
-        self._again_seconds[name] = now_seconds + _BETWEEN_STARTS_SECONDS
         host = dict(zip(names_of(self.hosts), self.hosts, strict=True))[name]
-        said = f"`{command.name}` has ended with status {command.status}.{command.printed_words}"
-        command.stop()
-        self._commands[name] = self._start(host, name)
-        return f"{said} It is started once more, for the worker {name}."
+        start = partial(self._start, host, name)
+        self._commands[name], said = start_ended_again(command, start, name)
+        return said
 
     def stop(self) -> None:
         """End ssh, and with it the workers. May be called twice."""

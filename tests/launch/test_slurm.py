@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import psutil
@@ -9,6 +10,7 @@ import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Recovery, SlurmWorkers
 from lightning_hetero.errors import JoinError, PlanError, WorkerError
+from lightning_hetero.launch import launcher as launcher_module
 from lightning_hetero.launch.slurm import tasks_of
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.token import Token, write_token_file
@@ -80,6 +82,64 @@ def test_a_worker_that_is_killed_starts_again_in_its_task(
     assert found.losses == expected.losses
     assert not differing(found, expected)
     assert not processes_of("slurm-0")
+
+
+@pytest.mark.usefixtures("srun")
+def test_workers_whose_srun_ends_come_back_by_another_one(
+    workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a lost node: srun and all its tasks are killed at once. The run has the bits of the
+    undisturbed one."""
+    expected = fit(TinyModule(), HeteroPipelineStrategy(workers[:2], "even", micro_batches=4))
+
+    class Killing(TinyModule):
+        def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+            if batch_idx == 1:
+                srun = psutil.Process(launcher._commands[0].process.pid)
+                for process in [srun, *srun.children(recursive=True)]:
+                    process.kill()
+
+    token = tmp_path / "token"
+    write_token_file(token, Token.new())
+    options = ["--threads", "1", "--token-file", str(token)]
+    launcher = SlurmWorkers(["-n1", "-n1"], COMMAND, options, listen="127.0.0.1:0")
+    recovery = Recovery(folder=tmp_path / "recovery", every_seconds=3600.0, wait_seconds=60.0)
+    strategy = HeteroPipelineStrategy(
+        launcher, "even", micro_batches=4, token_file=token, recovery=recovery
+    )
+    with caplog.at_level(logging.INFO):
+        found = fit(Killing(), strategy)
+    assert found.losses == expected.losses
+    assert not differing(found, expected)
+    assert caplog.text.count("It is started once more, for the worker slurm-") == 1
+    assert not processes_of("slurm-0")
+
+
+def test_an_srun_that_ends_again_is_started_every_few_seconds_and_told(
+    srun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_module, "BETWEEN_STARTS_SECONDS", 0.0)
+    srun.write_text("#!/bin/sh\necho 'srun: error: Job has expired' >&2; exit 1\n")
+    launcher = SlurmWorkers(["-n1"])
+    assert launcher.start_again("slurm-0") == ""
+    launcher.start(Address("127.0.0.1", 1), None)
+    try:
+        first = launcher._commands[0]
+        first.process.wait(20)
+        assert launcher.start_again("somebody's own") == ""
+        assert launcher.start_again("slurm-0") == (
+            "`srun` has ended with status 1. It printed: srun: error: Job has expired It is "
+            "started once more, for the worker slurm-0."
+        )
+        (second,) = launcher._commands
+        assert second.words == first.words
+        second.process.wait(20)
+        monkeypatch.setattr(launcher_module, "BETWEEN_STARTS_SECONDS", 3600.0)
+        assert launcher.start_again("slurm-0") == ""
+        assert launcher._commands == [second]
+    finally:
+        launcher.stop()
+    assert launcher.start_again("slurm-0") == ""
 
 
 def test_the_command_line_is_one_srun_with_a_colon_between_components() -> None:

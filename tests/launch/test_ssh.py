@@ -12,6 +12,7 @@ import torch
 from lightning_hetero import HeteroPipelineStrategy, Recovery, SshWorkers
 from lightning_hetero.coordinator.fleet import LaunchedWorkers
 from lightning_hetero.errors import JoinError, PlanError, WorkerError
+from lightning_hetero.launch import launcher as launcher_module
 from lightning_hetero.launch.ssh import names_of
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
@@ -151,6 +152,7 @@ def test_what_a_late_worker_has_printed_and_where_it_dials_is_in_the_error(tmp_p
 def test_a_worker_is_started_again_only_when_its_ssh_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launcher_module, "BETWEEN_STARTS_SECONDS", 0.0)
     launcher = SshWorkers(["gpu1", "gpu1"], "sleep 60; :", ssh=stand_in(tmp_path))
     launcher.start(Address("127.0.0.1", 1), Token.new())
     try:
@@ -168,8 +170,9 @@ def test_a_worker_is_started_again_only_when_its_ssh_has_ended(
         assert second.words == first.words
         second.process.kill()
         second.process.wait(20)
+        monkeypatch.setattr(launcher_module, "BETWEEN_STARTS_SECONDS", 3600.0)
         assert launcher.start_again("gpu1-2") == ""  # too early
-        monkeypatch.setattr(launcher, "_again_seconds", {})
+        monkeypatch.setattr(launcher_module, "BETWEEN_STARTS_SECONDS", 0.0)
         assert launcher.start_again("gpu1-2")
     finally:
         for command in launcher._commands.values():
