@@ -1,4 +1,4 @@
-"""What each worker of a run is at a moment: one value, which one table changes.
+"""The state of each worker of a run: one value, changed by one table.
 
     JOINED ─▶ idle ──PLACED──▶ loading ──LAUNCHED──▶ serving ◀──CAUGHT_UP── repeating
                │ ▲                │                     │                    │      ▲
@@ -8,12 +8,12 @@
               gone           FAILED, REFUSED, UNDONE ───┘          │ SERVED         ▲ LOADED
                                                                    └──▶ restoring ──┘
 
-A worker that the run needs and nobody replaces is given up, and the run is over. An owner's pause,
-a broken connection and a link that is forwarded are notes on a row: they change no phase.
+A needed worker without a replacement is given up, and the run is over. A pause by the owner, a
+broken connection and a forwarded link are notes on a row: the phase stays.
 
-`after` is pure: it makes the next state of the last one and an event. `Roster` has the present
-state, and nobody else writes it. A run with logs keeps the events in its record, so `replay` shows
-every state of a run that is over, and what was to be done next in each.
+`after` is pure: it makes the next state from the last one and an event. `Roster` has the present
+state, and is its only writer. A run with logs keeps the events in its record, so `replay` shows
+every state of a past run, and the next thing to do in each.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from ..events import Event, Noted
 
 
 class Phase(str, Enum):
-    """What a worker is at a moment."""
+    """The phase of a worker."""
 
     IDLE = "idle"
-    """There is a conversation with it, and it has no stage."""
+    """It has a conversation, and no stage."""
     LOADING = "loading"
     """It gets layers, or gives some away."""
     SERVING = "serving"
     LOST = "lost"
     """Its process has ended, and another one is awaited."""
     RESTORING = "restoring"
-    """Another process has its place, and gets its layers."""
+    """Another process has taken its place, and gets its layers."""
     LINKING = "linking"
-    """That process has its layers, and its neighbors learn of it."""
+    """The new process has the layers, and its neighbors learn of it."""
     REPEATING = "repeating"
-    """That process repeats what the lost one had done."""
+    """The new process repeats the work of the lost one."""
     GIVEN_UP = "given up"
-    """The run needs it, and nobody takes its place."""
+    """The run needs it, and cannot replace it."""
     GONE = "gone"
-    """It is no member any more."""
+    """It has left the run."""
 
 
 class What(str, Enum):
-    """What can happen: to one worker, or from `KEPT` on to all of them."""
+    """Kinds of events: of one worker, or from `KEPT` on of all of them."""
 
     JOINED = "joined"
     LOST = "lost"
@@ -58,15 +58,15 @@ class What(str, Enum):
     SERVED_BESIDE = "served beside"
     """The same, on the machine of another worker."""
     REFUSED = "refused"
-    """The process in its place lacks what the layers need; the text is the name before."""
+    """The process in its place cannot hold the layers; the text is the name before."""
     LOADED = "loaded"
     CAUGHT_UP = "caught up"
     GIVEN_UP = "given up"
-    """Nobody takes its place; the text is the sentence of the error."""
+    """The run cannot replace it; the text is the sentence of the error."""
     MISSED = "missed"
     """The same, and the run needs it although it has no layers."""
     LEFT = "left"
-    """It is no member any more; the text says why, if it may not join again."""
+    """It has left the run; the text says why, if it may not join again."""
     PAUSED = "paused"
     RESUMED = "resumed"
     LEAVING = "leaving"
@@ -75,9 +75,9 @@ class What(str, Enum):
     """Its connection to the worker of a number broke, and may come back."""
     BACK = "back"
     FORWARDED = "forwarded"
-    """What it and the worker of a number say to each other passes through the coordinator."""
+    """Messages between it and the worker of a number pass through the coordinator."""
     KEPT = "kept"
-    """The named ones stay, with numbers in this order; the others are free again."""
+    """The named workers stay, with numbers in this order; the others are free again."""
     PLACED = "placed"
     """The workers with stages, and the named ones, get layers or give some away."""
     EMPTIED = "emptied"
@@ -88,21 +88,21 @@ class What(str, Enum):
     RESTORED = "restored"
     """The processes in the places of lost workers know their neighbors."""
     FAILED = "failed"
-    """They do not, and are dialled once more."""
+    """These processes are dialled once more, since one of them failed."""
     MOVING = "moving"
     """Layers are about to move."""
     UNDONE = "undone"
-    """The named ones get back what they had before the move."""
+    """The named workers get back their layers from before the move."""
     SETTLED = "settled"
     """Layers are where a plan has them."""
     LINK_LOST = "link lost"
-    """Two workers that both answer cannot reach each other any more; the text is a sentence."""
+    """Two living workers have lost each other for good; the text is a sentence."""
     TORN = "torn"
     """A worker has failed inside an optimizer's step."""
     CLOSED = "closed"
 
 
-# By phase and by what happens, the next phase; nothing else is possible.
+# By phase and event, the next phase; all other pairs are impossible.
 TABLE: Mapping[tuple[Phase, What], Phase] = {
     (Phase.IDLE, What.KEPT): Phase.IDLE,
     (Phase.IDLE, What.PLACED): Phase.LOADING,
@@ -152,7 +152,7 @@ TABLE: Mapping[tuple[Phase, What], Phase] = {
     (Phase.GONE, What.LEFT): Phase.GONE,
 }
 
-# What is done next for the workers in a phase; the first one goes first.
+# The next thing to do for the workers in a phase; the first entry comes first.
 NEXT: Mapping[Phase, str] = {
     Phase.LOST: "dial a process in its place",
     Phase.RESTORING: "load its layers and its state",
@@ -162,22 +162,21 @@ NEXT: Mapping[Phase, str] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What a worker is.
+    """The state of a worker.
 
     Args:
         name: Its name in plans.
         number: From 1 on; it stays when layers move.
-        own_name: The name by which it is reached; that of a spare in the place of a lost worker.
+        own_name: The name for reaching it. In the place of a lost worker, it is the spare's name.
         phase: Its phase.
-        stages: The numbers of the stages that it serves, or is about to.
+        stages: The numbers of its present or coming stages.
         why: Why it is given up or gone, as a sentence.
-        is_beside: Whether it is a second process on the machine of another worker, in the place of
-            the one that is reached by its own name.
+        is_beside: Whether it is a second process on the machine of another worker, because the
+            worker of its own name is lost.
         is_paused: Whether its owner keeps the device for another use at present.
         is_leaving: Whether its owner wants it to end.
-        is_apart_from: The numbers of the workers to which its connection broke, and may come back.
-        cannot_reach: The numbers of the workers to which its messages are forwarded, and whose
-            messages are forwarded to it.
+        is_apart_from: The numbers of workers; the connection to each broke, and may come back.
+        cannot_reach: The numbers of workers; messages to and from them are forwarded.
     """
 
     name: str
@@ -194,21 +193,21 @@ class Row:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the run ends if nobody takes its place."""
+        """Whether the run ends without it or a replacement."""
         return bool(self.stages) or self.phase in (Phase.LOADING, Phase.GIVEN_UP)
 
 
 @dataclass(frozen=True)
 class State:
-    """What all workers are.
+    """The state of all workers.
 
     Args:
-        rows: By name, in the order of their numbers; gone ones too, but for those that the first
-            plan has freed.
-        before: The rows before the move that is under way; None if there is none.
-        is_placed: Whether layers have been placed on workers; before, all of them are needed.
+        rows: By name, in the order of their numbers, with the gone ones, and without the workers
+            freed by the first plan.
+        before: The rows before the present move; None between moves.
+        is_placed: Whether a plan has placed layers on workers; before, the run needs all of them.
         is_torn: Whether a worker has failed inside an optimizer's step.
-        link_loss: Which link between two workers is lost, as a sentence; empty if all are there.
+        link_loss: A sentence on a lost link between two workers; empty while all links are there.
     """
 
     rows: Mapping[str, Row] = field(default_factory=dict)
@@ -219,23 +218,23 @@ class State:
 
     @property
     def members(self) -> list[Row]:
-        """The workers with which there is a conversation, or will be one again."""
+        """The workers with a conversation, or with a coming one."""
         return [row for row in self.rows.values() if row.phase is not Phase.GONE]
 
     @property
     def needed(self) -> list[Row]:
-        """The members without which the run cannot go on."""
+        """The members needed by the run."""
         return [row for row in self.members if row.is_needed or not self.is_placed]
 
     @property
     def next(self) -> Phase | None:
-        """The phase of the workers for which something is to be done next; None if all is done."""
+        """The phase of the workers with the next thing to do; None if all is done."""
         phases = {row.phase for row in self.needed}
         return next((phase for phase in NEXT if phase in phases), None)
 
 
 class ImpossibleEvent(HeteroError):
-    """Something was noted of a worker that cannot happen to it: a mistake in this package."""
+    """An impossible event of a worker was noted: a mistake in this package."""
 
 
 def after(state: State, event: Noted) -> State:
@@ -274,7 +273,7 @@ def after(state: State, event: Noted) -> State:
 
 
 def cell(row: Row, what: What) -> tuple[Phase, What]:
-    """Where the table has what follows for a row."""
+    """The place of a row and an event in the table."""
     return row.phase, What.SERVED if what is What.SERVED_BESIDE else what
 
 
@@ -296,14 +295,14 @@ def _with_rows(state: State, rows: Iterable[Row]) -> State:
 
 
 def _joined(state: State, event: Noted) -> Row:
-    """A worker with which there is a conversation, perhaps once more."""
+    """The row of a worker with a new conversation."""
     if (former := state.rows.get(event.name)) is not None:
         _moved_on(former, What.JOINED)
     return Row(event.name, event.number, event.text or event.name)
 
 
 def _told(row: Row, what: What, event: Noted) -> Row:
-    """A row after something has happened to its worker alone."""
+    """A row after an event of its worker alone."""
     if what in (What.PAUSED, What.RESUMED):
         return replace(row, is_paused=what is What.PAUSED)
     if what is What.LEAVING:
@@ -332,7 +331,7 @@ def _told(row: Row, what: What, event: Noted) -> Row:
 
 
 def _changed(row: Row, what: What, event: Noted) -> Row:
-    """A row after something has happened to all workers."""
+    """A row after an event of all workers."""
     if what is What.PLACED:
         stages = tuple(event.stages.get(row.name, ()))
         is_part = stages or row.name in event.names
@@ -349,7 +348,7 @@ def _changed(row: Row, what: What, event: Noted) -> Row:
 
 
 def _undone(state: State, event: Noted) -> State:
-    """The state in which the named workers are about to get what they had before a move."""
+    """The state after a move was undone: the named workers wait for their former layers."""
     former = state.before or {}
     rows = []
     for name in event.names:
@@ -366,7 +365,7 @@ def _undone(state: State, event: Noted) -> State:
 
 
 class Roster:
-    """The present state, and the events that have led to it. Not thread-safe, but for reading.
+    """The present state, with the events before it. Not thread-safe, but for reading.
 
     Attributes:
         state: The present state.
@@ -390,7 +389,7 @@ class Roster:
             self._publish(event)
 
     def publish_to(self, publish: Callable[[Event], None]) -> None:
-        """Publish all events: those that were noted before, and each further one at once."""
+        """Publish all events: the past ones now, and each further one at once."""
         self._publish = publish
         for event in self._log:
             publish(event)

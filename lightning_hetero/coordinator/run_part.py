@@ -1,4 +1,4 @@
-"""What the coordinator calls of a part that a run need not have: recovery.
+"""The seam of recovery: the coordinator calls these methods at each turn of a run.
 
 The core has one such object, which does nothing; `Coordinator.replace_lost_by` takes another one.
 """
@@ -23,16 +23,16 @@ Contents = Iterator[tuple[str, Tensor, State]]
 
 
 class RunPart:
-    """A part of a run that does nothing: a lost worker ends the run.
+    """A run without recovery: a lost worker ends it.
 
     Attributes:
-        losses: All of the run, in their order; None if lost workers are not replaced.
+        losses: All of the run, in their order; None without recovery.
     """
 
     losses: Sequence[Any] | None = None
 
     def begin(self) -> None:
-        """The workers have their layers, and no step has run."""
+        """The workers have their layers, before the first step."""
 
     def connect_again(self, cause: WorkerLost, num_losses: int) -> None:
         """Open a session anew with each worker, since one was lost while the layers were sent.
@@ -42,7 +42,7 @@ class RunPart:
             num_losses: How many there were, this one included.
 
         Raises:
-            WorkerLost: If lost workers are not replaced, or nobody comes.
+            WorkerLost: Without recovery, or if a worker does not come back.
         """
         raise cause
 
@@ -50,14 +50,14 @@ class RunPart:
         """Put another process in the place of a lost worker.
 
         Returns:
-            Why that is not possible, as a sentence that may be empty; None if the run can go on.
+            The obstacle, as a sentence or an empty text; None if the run can go on.
         """
         return ""
 
     def spooled(
         self, _worker: int, contents: Contents, _is_wanted: Callable[[str], bool]
     ) -> Contents:
-        """Pass the tensors on that the worker of a number gets; those that are wanted are in no
+        """Pass on the tensors for the worker of a number. The wanted ones are missing in every
         checkpoint."""
         return contents
 
@@ -65,14 +65,14 @@ class RunPart:
         """Layers are about to move."""
 
     def after_move(self, _kept: Names, _got: Names) -> None:
-        """Layers have moved: each worker has kept some tensors, and got some that no checkpoint
-        has."""
+        """Layers have moved: each worker has kept tensors, and got tensors missing in every
+        checkpoint."""
 
     def on_failed_move(self, _error: BaseException) -> None:
         """A move has failed."""
 
     def before_step(self, _keeps_gradients: bool) -> None:
-        """A step is about to begin; gradients from before it may stay."""
+        """A step is about to begin, perhaps on top of earlier gradients."""
 
     def close(self) -> None:
         """The run is over. May be called twice."""
