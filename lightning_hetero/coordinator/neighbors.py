@@ -57,8 +57,8 @@ class RemoteNeighbors:
             f"{worker} cannot reach {other}, and the coordinator reaches both. So the coordinator "
             "forwards what passes between the two: the numbers stay the same, but each activation "
             "and gradient between the two passes through the coordinator's network twice. "
-            "A network on which the two reach each other is faster; `lightning-hetero mesh` makes "
-            f"one. The cause, as {worker.name} tells it: {message.reason}"
+            "A network on which the two reach each other is faster; docs/networks.md has a script "
+            f"for one. The cause, as {worker.name} tells it: {message.reason}"
         )
 
     def _forward(self, source: Member, frame: Frame) -> bool:

@@ -42,6 +42,17 @@ def test_help_lists_the_commands(
     assert "worker" in capsys.readouterr().out
 
 
+def test_every_command_named_in_a_text_is_in_the_list() -> None:
+    root = Path(cli.__file__).parents[2]
+    texts = [*root.glob("lightning_hetero/**/*.py"), *root.glob("docs/**/*.md"), root / "README.md"]
+    named = {
+        (command, text.name)
+        for text in texts
+        for command in re.findall(r"`lightning-hetero\s+([a-z]+)", text.read_text())
+    }
+    assert {(command, name) for command, name in named if command not in cli.COMMANDS} == set()
+
+
 def test_every_module_with_a_command_is_in_the_list() -> None:
     files = Path(cli.__file__).parent.glob("*.py")
     assert {file.stem for file in files if "\ndef run(" in file.read_text()} == {*cli.COMMANDS}
