@@ -294,6 +294,7 @@ class Candidate:
         numbers = {name: number for number, name in enumerate(self.processes)}
         own, behind = self.seats[0], self.seats[-1]
         loss_seconds = self.holder(behind).end_seconds(HEAD) + sum(behind.layer_seconds)
+        loss_seconds += self._own_software
         head = self.holder(behind).ends[HEAD].cost
         return Pipeline(
             [self._times(seat) for seat in self.seats[:-1]],
@@ -408,9 +409,16 @@ class Candidate:
         if seat is self.seats[0]:
             last = self.seats[-1]
             optimizer += self.holder(last).optimizer_seconds(*last.layers)
-        return StageTimes(
-            forward + before.forward_seconds, backward + before.backward_seconds, optimizer
-        )
+        forward, backward = forward + before.forward_seconds, backward + before.backward_seconds
+        software = self._own_software if seat is self.seats[0] else holder.software_seconds / 2
+        return StageTimes(forward + software, backward + software, optimizer)
+
+    @property
+    def _own_software(self) -> float:
+        """What the coordinator's software adds to each of its three actions of a micro-batch:
+        start, loss and last backward. Without workers no micro-batch goes anywhere."""
+        ends = self.costs.both_ends(self.size, self.embedding_left)
+        return ends.software_seconds / 3 if self.workers else 0.0
 
     @property
     def process_seconds(self) -> dict[str, float]:

@@ -280,9 +280,20 @@ class Holder:
         """Forward and backward of an end; infinite if it does not fit, 0 if it is elsewhere."""
         return self.ends[end].seconds if end in self.ends else 0.0
 
+    @property
+    def fixed_seconds(self) -> float:
+        """The seconds of one micro-batch besides the layers: ends, and a worker's software. The
+        coordinator's software counts once, for all its seats."""
+        return self.software_seconds + sum(each.seconds for each in self.ends.values())
+
+    @property
+    def software_seconds(self) -> float:
+        """The seconds of a worker's software for one micro-batch of one stage."""
+        return 0.0 if self.is_coordinator else self.device.software_seconds or 0.0
+
     def seconds(self, option: Option, first: Index, end: Index) -> Numbers:
-        """The seconds of one micro-batch here, ends included."""
-        return option.seconds(first, end) + sum(each.seconds for each in self.ends.values())
+        """The seconds of one micro-batch here, ends and software included."""
+        return option.seconds(first, end) + self.fixed_seconds
 
     def optimizer_seconds(self, first: int, end: int) -> float:
         """The optimizer step of the layers and the ends."""
@@ -339,8 +350,7 @@ class Holder:
         """For bounds: the seconds of the cheapest layer here, and how many layers fit at most."""
         held = np.argwhere(np.isfinite(self.matrix(in_flight=1)))
         most = int((held[:, 1] - held[:, 0]).max(initial=0))
-        fixed = sum(each.seconds for each in self.ends.values())
-        return Speed(self.least_layer_seconds, fixed, most)
+        return Speed(self.least_layer_seconds, self.fixed_seconds, most)
 
     @property
     def least_layer_seconds(self) -> float:
@@ -451,6 +461,11 @@ class BothEnds:
         return self.front.usable_bytes
 
     @property
+    def software_seconds(self) -> float:
+        """What the coordinator's software takes for a micro-batch that goes to workers."""
+        return self.front.device.software_seconds or 0.0
+
+    @property
     def end_seconds(self) -> float:
         """Forward and backward of what is not a decoder layer; infinite if it does not fit."""
         ends = (*self.front.ends.values(), *self.behind.ends.values())
@@ -480,6 +495,7 @@ class BothEnds:
         is_fitting = self.need(options, first, end, in_flight).total <= self.usable_bytes
         seconds = self.front.seconds(options[0], 0, first)
         seconds = seconds + self.behind.seconds(options[1], end, self._num_layers)
+        seconds = seconds + np.where(first < end, self.software_seconds, 0.0)
         matrix = np.full((num, num), np.inf)
         matrix[rows] = np.where((first <= end) & is_fitting, seconds, np.inf)
         return matrix

@@ -149,6 +149,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         base_bytes: The memory that the framework takes before any layer is there.
         timings: All measurements. A kind of layer without a timing cannot run here.
         optimizer_seconds: The optimizer step of one layer of a kind, or of an end, by its name.
+        software_seconds: The time of the process's own software for one micro-batch that goes from
+            process to process, besides computing: messages, arguments, turns. None was not
+            measured, and counts as 0.
         largest_micro_batch: The largest micro-batch that fits, if a larger one ran out of memory.
         versions: Libraries and drivers for which the times hold.
         stale: Why the next start measures the device again; empty if it need not.
@@ -164,6 +167,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     base_bytes: Count = 0
     timings: list[Timing] = []
     optimizer_seconds: dict[str, Seconds] = {}
+    software_seconds: Seconds | None = None
     largest_micro_batch: Count | None = None
     versions: dict[str, str] = {}
     stale: str = ""
@@ -231,6 +235,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     def workers(self) -> list[str]:
         """The names of all devices except the coordinator's."""
         return [device.name for device in self.devices if device.name != COORDINATOR]
+
+    @property
+    def without_software(self) -> Profile:
+        """The profile of computing alone, as a run records actions."""
+        devices = [msgspec.structs.replace(each, software_seconds=None) for each in self.devices]
+        return msgspec.structs.replace(self, devices=devices)
 
     @property
     def of_one_batch(self) -> Profile:

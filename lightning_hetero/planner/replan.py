@@ -162,7 +162,7 @@ def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
     """The profile's seconds of each process for a micro-batch, as in `StageSeconds`; None if they
     are not known."""
     try:
-        candidate = candidate_of(plan, profile)
+        candidate = candidate_of(plan, profile.without_software)
     except PlanError:
         return None
     found = candidate.process_seconds

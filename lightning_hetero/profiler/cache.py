@@ -141,6 +141,11 @@ def read_known(path: Path | None, identity: ModelIdentity) -> Profile | None:
     if differing:
         rank_zero_info(f"The profile {path} is measured again: other {', '.join(differing)}.")
         return None
+    if unknown := [each.name for each in profile.devices if each.software_seconds is None]:
+        rank_zero_info(
+            f"The profile {path} has no `software_seconds` of {', '.join(unknown)}, so plans count "
+            f"none there; {TO_MEASURE_AGAIN}."
+        )
     return profile
 
 

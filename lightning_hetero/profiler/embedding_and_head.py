@@ -377,6 +377,13 @@ class EndsRunner:
             ),
         }
 
+    def calling_seconds(self, batch: Any) -> float:
+        """What calling all layers takes for a micro-batch while they compute nothing."""
+        passed = _Pass(self.device)
+        self._forward(batch, passed)
+        _, first, last = passed.moments
+        return last - first
+
     def _run(self, batch: Any, meter: MemoryMeter | None) -> _Pass:
         passed = _Pass(self.device, meter)
         loss, _ = self._forward(batch, passed)

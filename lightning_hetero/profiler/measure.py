@@ -34,6 +34,7 @@ from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
 from .embedding_and_head import parameters_of_ends
 from .measured_model import LayerJob, ModelIdentity, ModelSighting, Subject, model_profile
+from .software import measure_software
 from .trials import (
     DeviceResult,
     LayerSchedule,
@@ -331,6 +332,10 @@ class Measuring:
             self._settle(model, results, ends)
         if COORDINATOR in names:
             results[COORDINATOR] = _with_ends(results[COORDINATOR], ends)
+        software = measure_software(self.sighting)
+        for name in names:
+            is_here = name == COORDINATOR
+            results[name].software_seconds = software.coordinator if is_here else software.worker
         memory_bytes = usable_memory(self.described)
         return Profile(
             version=VERSION,

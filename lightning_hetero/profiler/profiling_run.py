@@ -87,15 +87,18 @@ class NewcomerTrials:
     Args:
         subject: The model, with one example of how it calls its layers.
         prepared: The message for a worker to build the layers.
+        software_seconds: The time of a worker's software for a micro-batch.
     """
 
     subject: Subject
     prepared: Content
+    software_seconds: float | None
 
     @classmethod
-    def of(cls, subject: Subject) -> NewcomerTrials:
+    def of(cls, subject: Subject, profile: Profile) -> NewcomerTrials:
         """The trials of a model with all sizes of micro-batches."""
-        return cls(subject, subject.blueprint.for_workers())
+        of_workers = (profile.device(name).software_seconds for name in profile.workers)
+        return cls(subject, subject.blueprint.for_workers(), next(of_workers, None))
 
     def at_size(self, size: int) -> NewcomerTrials:
         """The trials for micro-batches of this many samples, or of the next known size."""
@@ -133,6 +136,7 @@ class NewcomerTrials:
             except StopIteration as end:
                 result: DeviceResult = end.value
                 break
+        result.software_seconds = self.software_seconds
         return result.profile(worker.name, described, _usable_bytes(described))
 
 
@@ -343,7 +347,7 @@ class ProfilingRun:
                 measuring = self._measuring(sample, optimizer, described, identity)
                 found = measuring.measure(missing, pairs)
                 known = merged(found if kept is None else compared(found, kept), known)
-                self.later = NewcomerTrials.of(measuring.sighting.subject)
+                self.later = NewcomerTrials.of(measuring.sighting.subject, known)
             write_known(path, known)
         else:
             rank_zero_info(

@@ -367,6 +367,7 @@ class DeviceResult:
     timings: list[Timing] = field(default_factory=list)
     optimizers: dict[str, m.OptimizerMeasured] = field(default_factory=dict)
     largest_micro_batch: int | None = None
+    software_seconds: float | None = None
 
     def profile(self, name: str, described: m.DeviceDescribed, memory_bytes: int) -> DeviceProfile:
         """The profile of the device, for a process with so much of its memory."""
@@ -377,6 +378,7 @@ class DeviceResult:
             base_bytes=described.base_bytes,
             timings=self.timings,
             optimizer_seconds={k: found.step_seconds for k, found in self.optimizers.items()},
+            software_seconds=self.software_seconds,
             largest_micro_batch=self.largest_micro_batch,
             versions=described.versions,
         )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lightning_hetero.errors import PlanError, ProfileError
-from lightning_hetero.plan import Plan
+from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.feasibility import candidate_of, shortages
 from lightning_hetero.planner.profile import Link, Part, Profile
 from lightning_hetero.planner.simulation import SimulatedRun, Simulation
@@ -143,6 +143,43 @@ def test_a_start_up_cost_makes_larger_microbatches() -> None:
 
     assert pieces(0) == 64
     assert pieces(0.5) > pieces(20)
+
+
+LINE = Wishes(replicas=False)
+
+
+def with_software(profile_: Profile, seconds: float) -> Profile:
+    """The profile with so much software per micro-batch in each process."""
+    devices = [replace(each, software_seconds=seconds) for each in profile_.devices]
+    return replace(profile_, devices=devices)
+
+
+def test_software_makes_steps_of_many_micro_batches_longer() -> None:
+    known = profile(8, [device("a", 0.001, 0.002)], batch_size=64)
+    plan = Plan([StagePlan(["a"], (0, 8))], 64)
+    added = with_software(known, 0.006)
+    for count in (4, 64):
+        pieces = dataclasses.replace(plan, micro_batches=count, in_flight=count)
+        # The worker is the slowest process; the first start and the last backward are not its own.
+        more = count * 0.006 + 2 * 0.002
+        found = candidate_of(pieces, added).step_seconds
+        assert found == pytest.approx(candidate_of(pieces, known).step_seconds + more)
+
+
+def test_software_makes_fewer_micro_batches() -> None:
+    known = profile(8, [device(name, 0.001, 0.002) for name in "ab"], batch_size=64)
+    assert solve(known, LINE).plan.micro_batches == 64
+    assert 1 < solve(with_software(known, 0.006), LINE).plan.micro_batches < 64
+
+
+def test_where_layers_are_tiny_beside_the_software_one_device_has_all() -> None:
+    timings = [*ends(), *device("", 0.001, 0.002).timings]
+    known = profile(8, [device("a", 0.001, 0.002)], coordinator(timings), batch_size=16)
+    assert solve(known).chosen.workers == ("a",)
+    alone = solve(with_software(known, 0.5)).chosen
+    assert alone.workers == ()
+    # Nothing goes anywhere.
+    assert alone.step_seconds == pytest.approx(8 * 16 * 0.003)
 
 
 def test_the_coordinator_takes_layers_where_it_has_time() -> None:
