@@ -55,7 +55,7 @@ class SlurmWorkers:
         command: How the nodes call this package's command: words of their shell.
         options: More options of ``lightning-hetero worker``.
         srun: srun with options for all components, such as ``["srun", "--partition=gpu"]``.
-        join: The ``host:port`` at which the nodes reach this process; found by itself by default.
+        join: The ``host:port`` at which the nodes reach this process; found by default.
         listen: Where this process waits for the workers, as ``host:port``; port 0 takes a free
             port.
         least: How many workers the run needs; 0 for all, as counted by ``-n`` or ``--ntasks``.
