@@ -65,7 +65,7 @@ def ask_to_end(worker: WorkerProcess) -> Callable[[Any], None]:
         connections = strategy.deployment.coordinator.connections
         [member] = [m for m in connections.members if str(m.address) == worker.address]
         os.kill(worker.process.pid, signal.SIGTERM)
-        while not member.is_leaving:
+        while not member.row.is_leaving:
             connections.hear()
 
     return ask
