@@ -40,6 +40,7 @@ class Steps(NamedTuple):
         played: The fewest of these that are simulated, if so many are worth it.
         passed: How often, for each worker, micro-batches pass stages in all that are simulated:
             many short steps take as long as few long ones.
+        passed_by_many: The same for all workers together, if they are more than `MANY_WORKERS`.
     """
 
     first: int = 100
@@ -48,7 +49,11 @@ class Steps(NamedTuple):
     last: int = 4000
     played: int = 40
     passed: int = 2_000
+    passed_by_many: int = 480_000
 
+
+MANY_WORKERS = 32
+"""Up to so many workers, planning takes seconds; beyond, a minute is allowed."""
 
 LEAST_GAIN_OF_CHANGE = 1e-9
 """Share of the step that a change must save; less is rounding of sums."""
@@ -157,6 +162,8 @@ class TeamWalk:
         limit = self._estimates.step_seconds(here) * NEAR
         num_played, num_passed, tried = 0, 0, {here}
         enough = self.steps.passed * len(self.by_speed)
+        if len(self.by_speed) > MANY_WORKERS:
+            enough = self.steps.passed_by_many
         for _ in range(self.steps.last):
             changed = self._changed(here)
             if changed is None or changed in tried:

@@ -23,11 +23,8 @@ from ..models import TinyModule, fit, loader
 def example() -> Example:
     """Two layers that get a tensor besides the hidden states."""
     calls = {n: LayerCall(n, True, (torch.ones(1, 3),), {"flag": None}) for n in range(2)}
-    return Example({0: torch.empty(1, 3, 4, device="meta")}, False, _around(), calls)
-
-
-def _around() -> object:
-    return surroundings_here(torch.zeros(1), [])
+    around = surroundings_here(torch.zeros(1), [])
+    return Example({0: torch.empty(1, 3, 4, device="meta")}, False, around, calls)
 
 
 def test_both_ends_take_time_and_nothing_is_left() -> None:
