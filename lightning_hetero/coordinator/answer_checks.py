@@ -294,11 +294,21 @@ class _SentForward:
             )
         if found.requires_grad and not self.surroundings.grad_enabled:
             raise RemoteProtocolError("It wants gradients of a forward that runs without them.")
-        hidden = found.hidden
+        came = TensorSpec.of(found.hidden)
+        if came != self._usual(layers):
+            form = self._form_with(came)
+            if form not in forms:
+                self._check_other_form(found.hidden, layers, dtypes)
+                forms.add(form)
+
+    def _check_other_form(
+        self,
+        hidden: Tensor,
+        layers: Mapping[int, nn.Module],
+        dtypes: Callable[[], Collection[torch.dtype]],
+    ) -> None:
+        """Refuse what the layers cannot have made of the hidden states."""
         usual, came = self._usual(layers), TensorSpec.of(hidden)
-        form = self._form_with(came)
-        if came == usual or form in forms:
-            return  # as nearly always
         may_be = {*dtypes(), self.spec.torch_dtype, torch.float32}
         may_be.add(self.surroundings.autocast_dtype or torch.float32)
         expected = self._tried(layers)
@@ -312,7 +322,6 @@ class _SentForward:
                 f"For hidden states of {self.spec} it sent {came}; the expected "
                 f"shape is {shape}, and the dtype one of {sorted(map(dtype_name, may_be))}."
             )
-        forms.add(form)
 
     def check_gradients(self, found: Gradients) -> None:
         """Refuse gradients that are not those of these hidden states.

@@ -367,9 +367,7 @@ class RemoteStages:
             return None
         with connections.blaming(worker):
             if isinstance(message, m.Activation):
-                way = self._way_from(message, worker, max)
-                narrowing = self._layers.holdings.stages[max(way)].narrowing
-                check_narrowed(message.narrowed, narrowing.activation_dtype)
+                way = self._way_from(message, worker)
                 decode = partial(decode_activation, message)
                 activation = self.copies.to_device(frame.tensors, decode)
                 self._due.take_activation(message.key, activation, holdings.layers, holdings.dtypes)
@@ -378,9 +376,7 @@ class RemoteStages:
                     self._counts.due_back.update(way.values())
                 return Returned(message.key, activation)
             if isinstance(message, m.Gradient):
-                way = self._way_from(message, worker, min)
-                narrowing = self._layers.holdings.stages[min(way)].narrowing
-                check_narrowed(message.narrowed, narrowing.gradient_dtype)
+                way = self._way_from(message, worker)
                 decoding = partial(decode_gradients, message)
                 gradients = self.copies.to_device(frame.tensors, decoding)
                 self._due.take_gradients(message.key, gradients)
@@ -388,26 +384,25 @@ class RemoteStages:
                 return Returned(message.key, gradients)
         return None
 
-    def _way_from(
-        self,
-        message: m.Activation | m.Gradient,
-        sender: Member,
-        end: Callable[[Iterable[int]], int],
-    ) -> dict[int, Member]:
+    def _way_from(self, message: m.Activation | m.Gradient, sender: Member) -> dict[int, Member]:
         """The way of a micro-batch that has come back; refuses what another stage than the one at
-        its end has sent."""
+        its end has sent, or has rounded otherwise than the plan says."""
         kind, way = type(message).__name__, self._connections.ways.get(message.key)
         if way is None:
             raise RemoteProtocolError(
                 f"Nobody waits for its {kind} of micro-batch {message.microbatch}, visit "
                 f"{message.visit}."
             )
-        stage, expected = end(way), way[end(way)]
+        is_forward = isinstance(message, m.Activation)
+        stage = max(way) if is_forward else min(way)
+        narrowing, expected = self._layers.holdings.stages[stage].narrowing, way[stage]
         if sender is not expected or message.stage != COORDINATOR_STAGE:
             raise RemoteProtocolError(
                 f"{kind} should come from stage {stage}, which {expected.name} "
                 f"serves, and for stage {COORDINATOR_STAGE}; it is for stage {message.stage}."
             )
+        dtype = narrowing.activation_dtype if is_forward else narrowing.gradient_dtype
+        check_narrowed(message.narrowed, dtype)
         return way
 
     def take_timings(self) -> list[tuple[str, m.Timings]]:

@@ -90,16 +90,16 @@ class GivenTensors:
     """The tensors that a forward has given to layers on workers, and what they held then."""
 
     def __init__(self) -> None:
-        # By its id, what the model did with a tensor, in words, and the tensor as it was then.
-        self._noted: dict[int, tuple[str, Stamp]] = {}
+        # By its id, the layer that got a tensor, and the tensor as it was then.
+        self._noted: dict[int, tuple[int | None, Stamp]] = {}
         self._flags: list[tuple[int, list[Tensor], list[bool]]] = []
 
-    def note(self, tensors: Iterable[Tensor], user: str) -> None:
-        """Note tensors; the user is what the model does with them, in words."""
+    def note(self, tensors: Iterable[Tensor], number: int | None) -> None:
+        """Note tensors that the model gives a layer, or computes with between two layers."""
         for tensor in tensors:
             is_away = isinstance(tensor, HiddenStatesAway) or tensor.is_meta
             if not is_away and id(tensor) not in self._noted:
-                self._noted[id(tensor)] = user, Stamp.of(tensor, is_exact=True)
+                self._noted[id(tensor)] = number, Stamp.of(tensor, is_exact=True)
 
     def note_flags(self, number: int, parameters: Iterable[Tensor]) -> None:
         """Note which parameters of a layer train."""
@@ -120,9 +120,11 @@ class GivenTensors:
                     "the forward and leave it until the backward, or keep the layer with the "
                     "coordinator."
                 )
-        for user, stamp in self._noted.values():
+        for layer, stamp in self._noted.values():
             if stamp.has_changed:
-                tensor = stamp.tensor
+                tensor, user = stamp.tensor, "the model had computed with it between two layers"
+                if layer is not None:
+                    user = f"the model had called {describe_layer(layer)} with it"
                 raise ModelError(
                     f"A {tensor.dtype} of the shape {tuple(tensor.shape)} was changed in place "
                     f"after {user}, and workers get it later. Change a copy of it (`clone`; "

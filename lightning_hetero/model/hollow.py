@@ -481,25 +481,9 @@ class HollowLayers:
 
     def _check_continues(self, number: int, hidden: Tensor) -> None:
         calls = self._records.calls
-        if not calls or calls[-1].layer_index != number - 1:
-            if torch._C._current_graph_task_id() != -1:
-                raise ModelError(
-                    "A backward that calls layers again (checkpointing without "
-                    f"`use_reentrant=False`) has called layer {number} alone, which is on a "
-                    "worker. Pass `use_reentrant=False`."
-                )
-            raise ModelError(
-                f"Layer {number} was called without {describe_layer(number - 1)} before it. Call "
-                "the layers on workers one after the other, in their order, or "
-                f"{_with_the_one_before(number)[1]}."
-            )
         name = self._records.name_of(hidden)
-        if name is None:
-            both, remedy = _with_the_one_before(number)
-            raise ModelError(
-                f"Something between {both} changed the hidden states, and both live on workers; "
-                f"{remedy}."
-            )
+        if not calls or calls[-1].layer_index != number - 1 or name is None:
+            raise _breaks_off(number, is_next=bool(calls) and calls[-1].layer_index == number - 1)
         before = calls[-1]
         results = {
             returned(before.layer_index, at): at for at in (before.hidden_at, *before.others)
@@ -593,12 +577,27 @@ class _Unmoved(MethodOverride):
         return self.module
 
 
-def _with_the_one_before(number: int) -> tuple[str, str]:
-    """Two neighboring layers in words, and the remedy if they cannot both be away."""
-    if number - 1 == EMBEDDING_LAYER:
-        return "the input embedding and layer 0", "take `embedding: true` out of the plan"
+def _breaks_off(number: int, is_next: bool) -> ModelError:
+    """The error for a layer that does not go on with what the one before it has returned."""
+    both = f"layers {number - 1} and {number}"
     remedy = "put the layers before and after it into the coordinator's stage"
-    return f"layers {number - 1} and {number}", remedy
+    if number - 1 == EMBEDDING_LAYER:
+        both = "the input embedding and layer 0"
+        remedy = "take `embedding: true` out of the plan"
+    if is_next:
+        return ModelError(
+            f"Something between {both} changed the hidden states, and both live on workers; "
+            f"{remedy}."
+        )
+    if torch._C._current_graph_task_id() != -1:
+        return ModelError(
+            "A backward that calls layers again (checkpointing without `use_reentrant=False`) has "
+            f"called layer {number} alone, which is on a worker. Pass `use_reentrant=False`."
+        )
+    return ModelError(
+        f"Layer {number} was called without {describe_layer(number - 1)} before it. Call the "
+        f"layers on workers one after the other, in their order, or {remedy}."
+    )
 
 
 def _form_of(hidden: Tensor) -> Callable[[], Form]:

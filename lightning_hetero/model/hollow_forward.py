@@ -20,7 +20,7 @@ from ..errors import ModelError
 from .argument_changes import GivenTensors, Modes
 from .carried_tensors import ENTERED, Arithmetic, Carried, Wanted, computed, entering
 from .layer_call import LayerCall
-from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer
+from .layers import EMBEDDING_LAYER, DecoderLayer
 from .partial_layers import is_second_half
 from .placeholders import (
     Assumptions,
@@ -149,7 +149,7 @@ class Records(threading.local):
             ModelError: If it is called in another mode of torch than the layers before it.
         """
         Modes.here(self.sent.device.type).check(self._modes, number)
-        self._given.note(tensors, f"the model had called {describe_layer(number)} with it")
+        self._given.note(tensors, number)
         self._given.note_flags(number, parameters)
 
     def check_given(self) -> None:
@@ -173,7 +173,7 @@ class Records(threading.local):
             return Carried(ENTERED)
         if not isinstance(operand, Tensor):
             return operand
-        self._given.note([operand], "the model had computed with it between two layers")
+        self._given.note([operand], None)
         if operand.ndim and operand.ndim != self.sent.ndim:
             # Its dimensions meet the last ones of the others.
             away = next(each for each in wanted.operands if isinstance(each, HiddenStatesAway))

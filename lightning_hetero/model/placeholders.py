@@ -480,38 +480,44 @@ class _Away:
                 known = function(*args)
                 if not isinstance(known, Tensor):
                     return known
-            if reader := _reader(function):
-                raise ModelError(f"{reader} {_SENTENCE}")
-            name, kwargs = _name_of(function), kwargs or {}
-            if name in _ADDRESSES:
-                raise ModelError(f"`{name}` {_SENTENCE}")
-            if name == "__reduce_ex__":
-                raise ModelError(
-                    "A parameter or buffer of a layer that lives on a worker cannot be copied or "
-                    "pickled; do it before `fit` or after it, or use `module.state_dict()`."
-                )
-            # It would be used where nobody knows any more what it is a copy of. A deep copy asks
-            # for a memory format, and ends at what holds the layers, which says more.
-            if name == "clone" and not kwargs:
-                raise ModelError(
-                    "A parameter or buffer of a layer that lives on a worker, or what is computed "
-                    "from it, cannot be cloned or logged; do it before `fit` or after it, use "
-                    f"`module.state_dict()`, {_COPIES}."
-                )
-            if _is_loading(name, args):
-                return function(*args, **kwargs)
-            given = tensors_in((args, kwargs))
-            if _changes(name, kwargs) or any(not tensor.is_meta for tensor in given):
-                _refuse_content(function, name, given)
-            try:
-                # A graph would hold the parameter, which could not get its content back then.
-                with torch.no_grad():
-                    result = function(*args, **kwargs)
-            except (RuntimeError, NotImplementedError) as error:
-                raise ModelError(f"`{name}` {_SENTENCE}") from error
-            result = mapped(result, Tensor, _apart)
-            mark_as_away(tensor for tensor in tensors_in(result) if tensor.is_meta)
-            return result
+            return _of_forms(function, args, kwargs or {})
+
+
+def _of_forms(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a function makes of tensors that are away, unless it would have no effect or wants their
+    content."""
+    if reader := _reader(function):
+        raise ModelError(f"{reader} {_SENTENCE}")
+    name = _name_of(function)
+    if name in _ADDRESSES:
+        raise ModelError(f"`{name}` {_SENTENCE}")
+    if name == "__reduce_ex__":
+        raise ModelError(
+            "A parameter or buffer of a layer that lives on a worker cannot be copied or "
+            "pickled; do it before `fit` or after it, or use `module.state_dict()`."
+        )
+    # It would be used where nobody knows any more what it is a copy of. A deep copy asks
+    # for a memory format, and ends at what holds the layers, which says more.
+    if name == "clone" and not kwargs:
+        raise ModelError(
+            "A parameter or buffer of a layer that lives on a worker, or what is computed "
+            "from it, cannot be cloned or logged; do it before `fit` or after it, use "
+            f"`module.state_dict()`, {_COPIES}."
+        )
+    if _is_loading(name, args):
+        return function(*args, **kwargs)
+    given = tensors_in((args, kwargs))
+    if _changes(name, kwargs) or any(not tensor.is_meta for tensor in given):
+        _refuse_content(function, name, given)
+    try:
+        # A graph would hold the parameter, which could not get its content back then.
+        with torch.no_grad():
+            result = function(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"`{name}` {_SENTENCE}") from error
+    result = mapped(result, Tensor, _apart)
+    mark_as_away(tensor for tensor in tensors_in(result) if tensor.is_meta)
+    return result
 
 
 class TensorAway(_Away, Tensor):

@@ -292,18 +292,8 @@ class LayerState:
             for name, each in self._buffers()
             if (before[name].differs(each) if name in before else each is not None)
         }
-        if changed := sorted(updated & self._constants):
-            raise ModelError(
-                f"A forward updated {changed[0]}, which other layers or the coordinator share: "
-                "each of them has a copy on its own machine, and the copies would differ. Keep the "
-                "layers that share it with the coordinator."
-            )
-        if updated and self._is_shared:
-            raise ModelError(
-                f"A forward updated the buffers {sorted(updated)[:3]} of layers that several "
-                "processes hold, and each of them would keep other ones. Give the stage to one "
-                "worker, or put these modules into evaluation mode."
-            )
+        if updated:
+            self._check_updated(updated)
         if is_again:  # it may be a micro-batch of an earlier batch
             self._note(updated, is_again=True)
             return
@@ -311,6 +301,21 @@ class LayerState:
         self._updated |= updated
         if len(self._microbatches) > 1:
             self._note(self._updated, is_again=False)
+
+    def _check_updated(self, updated: set[str]) -> None:
+        """Refuse an update of what other processes have too."""
+        if changed := sorted(updated & self._constants):
+            raise ModelError(
+                f"A forward updated {changed[0]}, which other layers or the coordinator share: "
+                "each of them has a copy on its own machine, and the copies would differ. Keep the "
+                "layers that share it with the coordinator."
+            )
+        if self._is_shared:
+            raise ModelError(
+                f"A forward updated the buffers {sorted(updated)[:3]} of layers that several "
+                "processes hold, and each of them would keep other ones. Give the stage to one "
+                "worker, or put these modules into evaluation mode."
+            )
 
     def take_updates(self) -> list[Updates]:
         """The reports since the last call; each set of buffers is reported once."""
@@ -561,7 +566,7 @@ class Stage:
                     if tries_backward:
                         tried = tried_backward(layer, call, hidden)
                         answers += [(TRIED, each) for each in tried]
-                    if (kind := kind_of(call.layer_index)) in twins:
+                    if twins and (kind := kind_of(call.layer_index)) in twins:
                         tensors, answer = answer_of(layer, layer, call, hidden, along.values(names))
                         answers += [(kind, each) for each in answer.encoded()]
                     else:
