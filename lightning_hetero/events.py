@@ -3,7 +3,7 @@
     RunBegan ─▶ Deployed ─▶ Deployed again: layers moved, or replicas share in another way
                             Lost ─▶ Restored ─▶ Recovered
                             Entered, Departed: workers join and leave
-                            Noted: what each worker is has changed
+                            Noted: the state of a worker has changed
                             Progressed: a transfer of tensors, such as a checkpoint
              ─▶ Failed, if an error ends the run ─▶ RunEnded
 
@@ -174,16 +174,16 @@ class Departed(Event, frozen=True):
 
 
 class Noted(Event, frozen=True):
-    """The coordinator has noted something of one worker, or of all; its roster knows what follows.
+    """The coordinator's roster has noted an event of one worker, or of all.
 
     Args:
-        what: What has happened, as one of `coordinator.roster.What`.
+        what: The kind of the event, a value of `coordinator.roster.What`.
         name: The name of the worker in the plan; empty for all.
-        text: A sentence, or the name by which a process is reached.
+        text: A sentence, or the name for reaching a process.
         number: The number of this worker, or of the other one.
-        names: The workers that are named.
-        stages: By name, the stages that a worker serves from now on.
-        moment_seconds: When it was noted.
+        names: The workers of the event, if it is of some of them.
+        stages: By name, the new stages of a worker.
+        moment_seconds: The moment of the note.
     """
 
     what: str

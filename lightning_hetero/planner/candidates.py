@@ -415,7 +415,7 @@ class Candidate:
 
     @property
     def _own_software(self) -> float:
-        """What the coordinator's software adds to each of its three actions of a micro-batch:
+        """The seconds of the coordinator's software in each of its three actions of a micro-batch:
         start, loss and last backward. Without workers no micro-batch goes anywhere."""
         ends = self.costs.both_ends(self.size, self.embedding_left)
         return ends.software_seconds / 3 if self.workers else 0.0

@@ -462,7 +462,7 @@ class BothEnds:
 
     @property
     def software_seconds(self) -> float:
-        """What the coordinator's software takes for a micro-batch that goes to workers."""
+        """The seconds of the coordinator's software for a micro-batch on its way to workers."""
         return self.front.device.software_seconds or 0.0
 
     @property

@@ -378,7 +378,7 @@ class EndsRunner:
         }
 
     def calling_seconds(self, batch: Any) -> float:
-        """What calling all layers takes for a micro-batch while they compute nothing."""
+        """The seconds of calling all layers for a micro-batch, without their computing."""
         passed = _Pass(self.device)
         self._forward(batch, passed)
         _, first, last = passed.moments

@@ -85,7 +85,7 @@ def measure_software(sighting: ModelSighting) -> Software:
 
 
 def between_layers(example: Example) -> Software:
-    """What goes on where micro-batches leave the coordinator, and where they are taken."""
+    """The two ends of a boundary: micro-batches leave the coordinator, and a worker takes them."""
     form = example.hidden
     hidden = torch.zeros(form.shape, dtype=form.dtype, requires_grad=True)
     calls = [_on_cpu(call) for _, call in sorted(example.calls.items())]
@@ -126,7 +126,7 @@ class _StageHere:
         layers: The layers whose arguments are sent.
 
     Attributes:
-        seconds: What the worker's end has taken.
+        seconds: The time of the worker's end so far.
     """
 
     def __init__(self, layers: Container[int]) -> None:
