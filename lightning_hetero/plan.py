@@ -111,7 +111,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Narrowing:
-    """The dtypes to which activations and gradients are rounded; None for no rounding."""
+    """The dtypes for rounding activations and gradients; None to keep theirs."""
 
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None
@@ -203,7 +203,7 @@ class Plan:
         ]
 
     def differs_in_shares_only(self, other: Plan) -> bool:
-        """Whether another plan moves no layer, and changes nothing but shares of replicas."""
+        """Whether another plan changes the shares of replicas alone."""
         stages = [replace(stage, shares=None) for stage in self.stages]
         others = [replace(stage, shares=None) for stage in other.stages]
         return self != other and replace(self, stages=stages) == replace(other, stages=others)
