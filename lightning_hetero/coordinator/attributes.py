@@ -71,7 +71,6 @@ class PlainAttributes:
             )
         present = self._connections.step, self._connections.first_microbatch
         is_first, self._latest = present != self._latest, present
-        self._held.end_forward()
         if self._held.unsent:
             self._send(self._held.unsent, is_first)
             self._held.unsent = []

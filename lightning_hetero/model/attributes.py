@@ -292,47 +292,47 @@ class _Seen:
         self.inside: dict[int, Snapshot] = {}
         self._modules = [*modules.values()]
         self._kinds = [*map(type, self._modules)]
-        # Dictionaries to which nothing may be added, and where each object is in them.
-        self._whole: list[dict[str, Any]] = []
+        # What cannot grow, and where each object is in it.
+        whole: list[dict[str, Any]] = []
         places: list[tuple[dict[str, Any], str, Any]] = []
+        tables: list[dict[str, Any]] = []
+        parts: list[tuple[dict[str, Any], str, Any]] = []
         self._tensors: list[Tensor] = []
         for path, module in modules.items():
             self.content[path, "attributes", "__class__"] = type(module)
             if is_followed(module):
-                self._whole.append(vars(module))
+                whole.append(vars(module))
                 for name, value in own_attributes(module).items():
                     found = memory.get(id(value)) or memory.setdefault(id(value), Snapshot(value))
                     self.content[path, "attributes", name] = found.content
                     places.append((vars(module), name, value))
                     if found.held:
                         self.inside[id(value)] = found
-            for table in _TABLES if are_held is not None else ():
-                parts = vars(module)[table]
-                self._whole.append(parts)
-                places += [
-                    (vars(module), table, parts),
-                    *((parts, *each) for each in parts.items()),
-                ]
-                for name, part in parts.items():
-                    if table == "_modules":
+            for kind in _TABLES if are_held is not None else ():
+                table = vars(module)[kind]
+                tables.append(table)
+                parts += [(vars(module), kind, table), *((table, *each) for each in table.items())]
+                for name, part in table.items():
+                    if kind == "_modules":
                         self.content[path, "children", name] = Same(part)
                         continue
                     self.content[path, "names", name] = None
                     if are_held and part is not None:
                         self.content[path, "tensors", name] = Same(part), part.is_meta
                         self._tensors.append(part)
-        self._sizes = [*map(len, self._whole)]
-        self._held = Held(places)
+        self._attributes, self._parts = Held(places, whole), Held(parts, tables)
+
+    def has_same_attributes(self) -> bool:
+        """Whether classes and attributes are the same objects; their content may have changed."""
+        return all(map(is_, map(type, self._modules), self._kinds)) and self._attributes.is_same()
 
     def is_same(self) -> bool:
         """Whether all are the same objects; their content may have changed."""
+        if not self._tensors:
+            return self.has_same_attributes() and self._parts.is_same()
         with torch._C.DisableTorchFunctionSubclass():  # otherwise `is_meta` is slow
-            return (
-                [*map(len, self._whole)] == self._sizes
-                and all(map(is_, map(type, self._modules), self._kinds))
-                and self._held.is_same()
-                and all(map(_IS_META, self._tensors))
-            )
+            are_away = all(map(_IS_META, self._tensors))
+        return are_away and self.has_same_attributes() and self._parts.is_same()
 
 
 class ModuleState:
@@ -372,13 +372,15 @@ class ModuleState:
             for n, each in self._modules.items()
         }
 
-    def is_same(self, layer_index: int | None = None) -> bool:
-        """Whether a layer, or each of them, is as it was."""
-        parts = self._parts
-        if layer_index is not None:
-            seen = self._seen[layer_index]
-            parts = [seen, *seen.inside.values()]
-        return all([each.is_same() for each in parts])  # noqa: C419 - a list is faster
+    def is_same(self) -> bool:
+        """Whether all layers are as they were."""
+        return all([each.is_same() for each in self._parts])  # noqa: C419 - a list is faster
+
+    def has_same_attributes(self, layer_index: int) -> bool:
+        """Whether the attributes of one layer, and the classes in it, are as they were."""
+        seen = self._seen[layer_index]
+        inside = [each.is_same() for each in seen.inside.values()]
+        return seen.has_same_attributes() and all(inside)
 
     def changes(self) -> list[Change]:
         """The changes since `note`."""

@@ -230,6 +230,7 @@ class HollowLayers:
         if number != min(self._kept):
             return args, kwargs
         self.check_finished()
+        self.held.end_forward()
         self._follow()
         hidden, rest, others, place = take_hidden(number, args, kwargs)
         if place == 0 and "hidden_states" in kwargs:
@@ -306,7 +307,6 @@ class HollowLayers:
         given = tensors_in((args, kwargs))
         if any(map(is_back, given)):
             return self.call(number, *come_back((args, kwargs)))
-        self.held.note_call(number)
         is_first = number in self._span.firsts
         comes_from_layer = _never if is_first else partial(records.is_behind, number - 1)
         hidden, args, kwargs, place = take_hidden(number, args, kwargs, comes_from_layer)
@@ -342,6 +342,7 @@ class HollowLayers:
             found = self._leave(given)
         else:
             found = self._behind(call, hidden, sent.device)
+            self.held.note_call(number)
             self._pass_by(number)
         return ResultForm(length, found).fill(found.__getitem__)
 
@@ -415,6 +416,7 @@ class HollowLayers:
         entering, assumptions = self._records.entering, self._records.assumptions
         still_there = self._records.still_there(given)
         self._records.check_given()
+        self.held.end_forward()
         self.forget_calls()
         names = dict.fromkeys(content.name for content in still_there)
         if names:
@@ -450,6 +452,7 @@ class HollowLayers:
         flags = [(k, v) for k, v in named if isinstance(v, _FLAGS) and type(v) is not Carried]
         key = (number, layer.training, len(call.args), tuple(flags))
         if key not in self._result_forms:
+            self.held.take_changes()
             if isinstance(hidden, HiddenStatesAway):
                 hidden = hidden.form().on_meta
             with self._tried(number):

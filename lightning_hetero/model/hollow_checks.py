@@ -92,7 +92,7 @@ class HeldLayers:
         modules = {number: layer.module for number, layer in self._layers.items()}
         self._state = ModuleState(modules, is_followed, self._emptied)
         kinds = {type(inner) for module in modules.values() for inner in module.modules()}
-        self._methods = Held(_methods_of(kinds), getattr)
+        self._methods = Held(_methods_of(kinds), read=getattr)
         # The number of hooks of this process so far.
         self._num_hooks = RemovableHandle.next_id
 
@@ -100,27 +100,31 @@ class HeldLayers:
         """Note that a forward calls a layer, which a worker computes later, as it is now.
 
         Raises:
-            ModelError: If a layer has changed as no worker can follow, or a layer that was called
-                before it has changed meanwhile.
+            ModelError: If the attributes of a layer that was called before it have changed
+                meanwhile.
         """
         if number <= max(self._called, default=number - 1):
             self._called = set()
-        if not self._state.is_same(number):
-            self._take_changes()
+        if not self._state.has_same_attributes(number):
+            self.take_changes()
         self._called.add(number)
 
     def end_forward(self) -> None:
         """Note that the forward has called all layers that workers compute next.
 
         Raises:
-            ModelError: As for `note_call`.
+            ModelError: As for `note_call`, or if a layer has changed as no worker can follow.
         """
-        self._take_changes()
+        self.take_changes()
         self._called = set()
 
-    def _take_changes(self) -> None:
+    def take_changes(self) -> None:
         """Note changes of attributes as unsent: they stay so after an error, which a check may
-        catch."""
+        catch.
+
+        Raises:
+            ModelError: As for `end_forward`.
+        """
         changes = self._state.take_changes()
         for change in changes:
             if change.kind != "attributes":

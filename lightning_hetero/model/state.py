@@ -4,7 +4,7 @@ put back a change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
@@ -98,6 +98,7 @@ class Held:
 
     Args:
         places: Holders, names in them, and what is there.
+        whole: Dictionaries to which nothing may be added.
         read: Gives what a holder has under a name, or a third argument.
 
     Attributes:
@@ -105,9 +106,13 @@ class Held:
     """
 
     def __init__(
-        self, places: Iterable[tuple[Any, str, Any]], read: Callable[..., Any] = dict.get
+        self,
+        places: Iterable[tuple[Any, str, Any]],
+        whole: Sequence[dict[str, Any]] = (),
+        read: Callable[..., Any] = dict.get,
     ) -> None:
         self.places = [*places]
+        self._whole, self._sizes = whole, [*map(len, whole)]
         self._read = read
         columns = [*zip(*self.places, strict=True)] or [(), (), ()]
         self._holders, self._names, self._values = columns
@@ -116,7 +121,7 @@ class Held:
         """Whether each place holds the very same object."""
         # In C, and so in half of the time: this runs for each layer of each micro-batch.
         present = map(self._read, self._holders, self._names, repeat(MISSING))
-        return all(map(is_, present, self._values))
+        return [*map(len, self._whole)] == self._sizes and all(map(is_, present, self._values))
 
     def changed(self) -> Iterator[tuple[int, Any]]:
         """The numbers of places with another object, and the object; None where nothing is left."""

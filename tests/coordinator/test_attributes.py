@@ -31,6 +31,14 @@ def held_of(layer: DecoderLayer) -> HeldLayers:
     return held
 
 
+class Following(PlainAttributes):
+    """At the end of a forward."""
+
+    def follow(self) -> None:
+        self._held.end_forward()
+        super().follow()
+
+
 def attributes_of(
     layer: DecoderLayer, connections: Any = None, held: HeldLayers | None = None
 ) -> PlainAttributes:
@@ -40,7 +48,7 @@ def attributes_of(
     )
     holdings = SimpleNamespace(stages={object(): stage}, holders=lambda _stage: ["worker"])
     remote = SimpleNamespace(holdings=holdings)
-    return PlainAttributes(
+    return Following(
         {0: layer},
         cast(Connections, connections),
         cast(RemoteLayers, remote),

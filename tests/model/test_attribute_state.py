@@ -172,11 +172,12 @@ def test_a_question_takes_no_change_away(code: str) -> None:
     layer = Layer()
     state = watched(layer)
     change(layer, code)
-    assert [state.is_same(3) for _ in range(3)] == [False] * 3
+    assert [state.has_same_attributes(3) for _ in range(3)] == [False] * 3
     found = state.changes()
     assert found == state.changes()
     assert found == state.take_changes() != []
-    assert state.is_same(3)
+    assert state.has_same_attributes(3)
+    assert state.is_same()
 
 
 @pytest.mark.parametrize(

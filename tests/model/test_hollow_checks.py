@@ -23,11 +23,11 @@ def held_with(module: nn.Module, is_emptied: bool = False) -> HeldLayers:
 def test_one_buffer_in_the_place_of_another_is_refused() -> None:
     norm = nn.BatchNorm1d(2)
     held = held_with(norm)
-    held.note_call(3)
+    held.end_forward()
     count = norm.num_batches_tracked
     del norm.num_batches_tracked
     norm.register_buffer("num_seen", torch.zeros(()))
-    for ask in (lambda: held.note_call(3), held.end_forward):
+    for ask in (held.take_changes, held.end_forward):
         with pytest.raises(ModelError, match=r"layers\.3\.0\.num_\w+ was added to its layer or re"):
             ask()
     del norm.num_seen
@@ -39,17 +39,17 @@ def test_a_dictionary_in_the_place_of_another_is_looked_into() -> None:
     linear = nn.Linear(2, 2, device="meta")
     held = held_with(linear, is_emptied=True)
     linear._parameters = {**linear._parameters}
-    held.note_call(3)
+    held.end_forward()
     linear._parameters = {**linear._parameters, "weight": nn.Parameter(torch.zeros(2, 2))}
     with pytest.raises(ModelError, match=r"layers\.3\.0\.weight was replaced by another tensor"):
-        held.note_call(3)
+        held.end_forward()
 
 
 def test_a_tensor_of_a_layer_that_is_here_too_may_be_replaced() -> None:
     linear = nn.Linear(2, 2)
     held = held_with(linear)
     linear.weight = nn.Parameter(torch.zeros(2, 2))
-    held.note_call(3)
+    held.end_forward()
     linear.bias = None
     held.end_forward()
     assert held.unsent == []
@@ -80,5 +80,5 @@ def test_what_no_worker_can_follow_stays_refused(
     linear.in_features = 3  # type: ignore[assignment]
     for _ in range(2):
         with pytest.raises(ModelError, match=error):
-            held.note_call(3)
+            held.end_forward()
     assert held.unsent == []
