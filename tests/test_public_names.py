@@ -121,6 +121,7 @@ COMMANDS = {
     "check": "--device --output -o",
     "top": "--interval --once --patience --token-file workers",
     "report": "--output -o folder",
+    "replay": "record",
 }
 
 

@@ -77,8 +77,50 @@ print("digest", found.hexdigest())
 """
 
 
-def digest_without(folder: Path, *modules: str) -> str:
-    """What the weights are after three steps over a worker, without these modules."""
+# Prints a line for each sentence that a run without some modules ends with, or warns of.
+REFUSED = (
+    TRAINING[: TRAINING.index("try:")]
+    + """
+import warnings
+
+from lightning.pytorch.callbacks import Callback
+
+
+class Moves(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        trainer.strategy.move_layers(Plan([StagePlan([address], (0, 5))], 3))
+
+
+def said(plan, *callbacks, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            strategy = HeteroPipelineStrategy([address], plan, **options)
+            fit(TinyModule(), strategy, callbacks=[*callbacks])
+        except Exception as error:
+            print("said", " ".join(str(error).split()))
+    for each in caught:
+        print("said", each.message)
+
+
+given = Plan([StagePlan([address], (0, 5))], 3)
+half = Plan([StagePlan(["coordinator"], (0, 2)), StagePlan([address], (2, 5))], 3)
+try:
+    for plan in ("even", given):
+        said(plan, replan=plan is given)
+    said(given)
+    said(half, Moves(), check_first_batch="off")
+    said(Plan([StagePlan(["coordinator", address], (0, 5))], 3), check_first_batch="off")
+    print("trained")
+    said(given, check_first_batch="off")
+finally:
+    os.kill(worker, 9)
+"""
+)
+
+
+def words_without(folder: Path, script: str, *modules: str) -> str:
+    """What a script prints where these modules are missing."""
     package = folder / "lightning_hetero"
     shutil.copytree(ROOT / package.name, package, ignore=shutil.ignore_patterns("__pycache__"))
     for module in modules:
@@ -87,10 +129,15 @@ def digest_without(folder: Path, *modules: str) -> str:
             shutil.rmtree(place)
         else:
             place.with_suffix(".py").unlink()
-    with running_script(TRAINING, str(folder)) as script:
-        output, errors = script.communicate(timeout=100)
-    words = output.split()
-    assert "digest" in words, errors[-3000:]
+    with running_script(script, str(folder)) as process:
+        output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors[-3000:]
+    return output
+
+
+def digest_without(folder: Path, *modules: str) -> str:
+    """What the weights are after three steps over a worker, without these modules."""
+    words = words_without(folder, TRAINING, *modules).split()
     return words[words.index("digest") + 1]
 
 
@@ -103,3 +150,31 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("wing", WINGS)
 def test_the_core_trains_without_a_wing(wing: str, whole: str, tmp_path: Path) -> None:
     assert digest_without(tmp_path, *WINGS[wing]) == whole
+
+
+@pytest.mark.follows("this installation lacks them: install the whole package, or give a Plan.")
+@pytest.mark.follows("install the whole package, or leave `replan` out.")
+@pytest.mark.follows("install the whole package, or set `check_first_batch='off'`.")
+@pytest.mark.follows("install the whole package, or leave layers where they are.")
+@pytest.mark.follows("install the whole package, or take 'coordinator' out of the stage.")
+@pytest.mark.follows("install the whole package there.")
+def test_what_is_missing_is_named(whole: str, tmp_path: Path) -> None:
+    """With the whole package all of it trains, as other tests show."""
+    missing = ["planner", "replan", "guard", "coordinator.moves"]
+    of_worker = words_without(tmp_path / "worker", REFUSED, *missing, "worker.replicas")
+    of_coordinator = words_without(tmp_path / "here", REFUSED, *missing, "coordinator.replicas")
+    for output, last in (
+        (of_worker, "no part for a stage with replicas; install the whole package there."),
+        (of_coordinator, "the coordinator cannot be a replica, since `coordinator.replicas`"),
+    ):
+        before, after = output.split("trained")
+        wanted = (
+            "plan='even' needs `lightning_hetero.replan`",
+            "`replan=True` needs `lightning_hetero.replan`",
+            "Nothing checks this run for wrong numbers",
+            "cannot move layers, since `coordinator.moves` is missing",
+            last,
+        )
+        assert [text for text in wanted if text not in before] == []
+        assert "said" not in after
+    assert whole

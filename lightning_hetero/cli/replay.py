@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from ..coordinator.roster import NEXT, Row, State, replay
+from ..coordinator.roster import NEXT, RosterState, Row, replay
 from ..errors import HeteroError
 from ..events import Noted, read_events
 
@@ -33,7 +33,7 @@ def lines_of(path: Path) -> Iterator[str]:
             f"{str(path)!r} is no record of a run: {error}; name the file `events.jsonl` beside "
             "the run's logs."
         ) from error
-    before, start_seconds = State(), None
+    before, start_seconds = RosterState(), None
     for event, state in replay(events):
         start_seconds = event.moment_seconds if start_seconds is None else start_seconds
         yield f"{event.moment_seconds - start_seconds:10.3f} s  {_words(event)}"

@@ -391,6 +391,8 @@ class Connections:
             also: Another sentence for the error.
             is_needed: Whether the run cannot go on, also if the worker has no layers.
         """
+        if worker.row.phase is Phase.GIVEN_UP:
+            return WorkerLost(worker.row.why)
         if isinstance(cause, ProtocolError):
             text = f"{worker} broke the rules {self.when}: {cause}"
         else:
@@ -530,7 +532,10 @@ class Connections:
 
     def _why_not_replaced(self, worker: Member, cause: HeteroError) -> str | None:
         """Put another worker in the place of a lost one, or say why not; None if that is done."""
-        if worker not in self.workers or isinstance(cause, ProtocolError | CheckpointError):
+        is_given_up = worker.row.phase is Phase.GIVEN_UP
+        if is_given_up or worker not in self.workers:
+            return ""
+        if isinstance(cause, ProtocolError | CheckpointError):
             return ""  # the next process would be lost by the same
         try:
             return self.part.replace(worker, cause)

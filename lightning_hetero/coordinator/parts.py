@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from .session import Coordinator
     from .steps import RemoteStages
 
-_NO_PART = (
-    "This installation of lightning-hetero has no part that {}; install the whole package, or use "
-    "another plan."
-)
-
 
 class NoTwins:
     """Compares no layer on a worker with that of this process."""
@@ -102,7 +97,11 @@ class DeploymentParts:
         Raises:
             ModelError: If nothing here can.
         """
-        raise ModelError(_NO_PART.format("moves layers"))
+        raise ModelError(
+            "This installation of lightning-hetero cannot move layers, since "
+            "`coordinator.moves` is missing; install the whole package, or leave layers where they "
+            "are."
+        )
 
     def hosted(
         self,
@@ -116,4 +115,8 @@ class DeploymentParts:
         Raises:
             ModelError: If nothing here can.
         """
-        raise ModelError(_NO_PART.format("lets the coordinator be a replica"))
+        raise ModelError(
+            "In this installation of lightning-hetero the coordinator cannot be a replica, since "
+            "`coordinator.replicas` is missing; install the whole package, or take 'coordinator' "
+            "out of the stage."
+        )

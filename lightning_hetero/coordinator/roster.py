@@ -146,7 +146,6 @@ TABLE: Mapping[tuple[Phase, What], Phase] = {
     (Phase.REPEATING, What.GIVEN_UP): Phase.GIVEN_UP,
     (Phase.GIVEN_UP, What.PLACED): Phase.GIVEN_UP,
     (Phase.GIVEN_UP, What.AGAIN): Phase.LOST,
-    (Phase.GIVEN_UP, What.GIVEN_UP): Phase.GIVEN_UP,
     (Phase.GONE, What.JOINED): Phase.IDLE,
     (Phase.GONE, What.UNDONE): Phase.LOST,
     (Phase.GONE, What.LEFT): Phase.GONE,
@@ -198,7 +197,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class State:
+class RosterState:
     """The state of all workers.
 
     Args:
@@ -237,7 +236,7 @@ class ImpossibleEvent(HeteroError):
     """An impossible event of a worker was noted: a mistake in this package."""
 
 
-def after(state: State, event: Noted) -> State:
+def after(state: RosterState, event: Noted) -> RosterState:
     """The next state.
 
     Raises:
@@ -289,12 +288,12 @@ def _moved_on(row: Row, what: What) -> Row:
         ) from None
 
 
-def _with_rows(state: State, rows: Iterable[Row]) -> State:
+def _with_rows(state: RosterState, rows: Iterable[Row]) -> RosterState:
     all_rows = {**state.rows, **{row.name: row for row in rows}}
     return replace(state, rows=dict(sorted(all_rows.items(), key=lambda pair: pair[1].number)))
 
 
-def _joined(state: State, event: Noted) -> Row:
+def _joined(state: RosterState, event: Noted) -> Row:
     """The row of a worker with a new conversation."""
     if (former := state.rows.get(event.name)) is not None:
         _moved_on(former, What.JOINED)
@@ -347,7 +346,7 @@ def _changed(row: Row, what: What, event: Noted) -> Row:
     return row
 
 
-def _undone(state: State, event: Noted) -> State:
+def _undone(state: RosterState, event: Noted) -> RosterState:
     """The state after a move was undone: the named workers wait for their former layers."""
     former = state.before or {}
     rows = []
@@ -372,7 +371,7 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        self.state = State()
+        self.state = RosterState()
         self._log: list[Noted] = []
         self._publish: Callable[[Event], None] | None = None
 
@@ -395,13 +394,13 @@ class Roster:
             publish(event)
 
 
-def replay(events: Iterable[Event]) -> Iterator[tuple[Noted, State]]:
+def replay(events: Iterable[Event]) -> Iterator[tuple[Noted, RosterState]]:
     """The state after each event of a roster, among the events of a run.
 
     Raises:
         ImpossibleEvent: If the table has no such event in the phase of a worker.
     """
-    state = State()
+    state = RosterState()
     for event in events:
         if isinstance(event, Noted):
             state = after(state, event)

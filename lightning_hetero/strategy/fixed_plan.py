@@ -14,11 +14,6 @@ from ..plan import NAMED_PLANS, GivenPlan, Plan
 from .deploy import Move, Site
 from .training_run import PlanFollower, TrainingRun
 
-_NO_PLANNER = (
-    "{} needs `lightning_hetero.replan` and `lightning_hetero.planner`, which this installation "
-    "does not have; install the whole package, or {}."
-)
-
 
 class FixedPlan:
     """A `PlanSource` that only gives the user's plan.
@@ -35,7 +30,10 @@ class FixedPlan:
 
     def __init__(self, plan: str | Path | Plan, micro_batches: int | None) -> None:
         if plan in NAMED_PLANS:
-            raise PlanError(_NO_PLANNER.format(f"plan={plan!r}", "give a Plan"))
+            raise PlanError(
+                f"plan={plan!r} needs `lightning_hetero.replan` and `lightning_hetero.planner`; "
+                "this installation lacks them: install the whole package, or give a Plan."
+            )
         self._given = GivenPlan(plan, micro_batches)
 
     def named_workers(self) -> Sequence[str]:
@@ -67,7 +65,10 @@ class FixedPlan:
             PlanError: If layers are to move.
         """
         if site.may_move:
-            raise PlanError(_NO_PLANNER.format("`replan=True`", "take `replan` away"))
+            raise PlanError(
+                "`replan=True` needs `lightning_hetero.replan` and `lightning_hetero.planner`; "
+                "this installation lacks them: install the whole package, or leave `replan` out."
+            )
         return Unfollowed(run)
 
 

@@ -45,10 +45,12 @@ class SessionPart:
         """The session is over."""
 
 
-NO_PART = (
-    "The installation of lightning-hetero on this worker has no part that carries out {}; install "
-    "the whole package."
-)
+def no_part(what: str) -> ModelError:
+    """The error of a session without the part for a message or a stage."""
+    return ModelError(
+        f"The installation of lightning-hetero on this worker has no part for {what}; install the "
+        "whole package there."
+    )
 
 
 class SoleHolder:
@@ -80,7 +82,7 @@ class SoleHolder:
             ModelError: If there are such stages, and nothing here can add up gradients.
         """
         if any(len(stage.holders) > 1 for stage in message.stages):
-            raise ModelError(NO_PART.format("a stage with replicas"))
+            raise no_part("a stage with replicas")
 
     def is_owned(self, name: str) -> bool:
         """Whether this worker answers for a parameter."""

@@ -72,7 +72,7 @@ from .layers import SessionLayers
 from .neighbors import SessionNeighbors
 from .optimizers import SessionOptimizers
 from .owner import Host, ServedRun
-from .parts import NO_PART, SessionSite
+from .parts import SessionSite, no_part
 from .timing import SessionTiming
 from .wings import holder_of, session_parts
 
@@ -343,8 +343,7 @@ class StageSession:
             answer = partial(self._answers[type(message)], arrival.channel)
             self._carry_out(answer, arrival, content)
         elif not isinstance(message, m.Goodbye):
-            kind = type(message).__name__
-            self._report(ModelError(NO_PART.format(kind)), message)
+            self._report(no_part(type(message).__name__), message)
         elif arrival.channel is self._coordinator:
             raise SessionOver("goodbye")
         else:

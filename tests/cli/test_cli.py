@@ -649,6 +649,7 @@ def test_a_plan_is_drawn_with_and_without_measurements(
     assert "cannot be written" in str(run(monkeypatch, "diagram", "plan.yaml", "-o", "no/a.svg"))
 
 
+@pytest.mark.follows("name the file `events.jsonl` beside the run's logs.")
 def test_a_record_is_replayed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

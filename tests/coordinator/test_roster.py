@@ -14,8 +14,8 @@ from lightning_hetero.coordinator.roster import (
     ImpossibleEvent,
     Phase,
     Roster,
+    RosterState,
     Row,
-    State,
     What,
     after,
     replay,
@@ -31,14 +31,14 @@ JOINED = [noted(What.JOINED, name, number=n) for n, name in enumerate("abc", sta
 SERVING = [*JOINED, noted(What.PLACED, stages={"a": [1], "b": [2]}), noted(What.LAUNCHED)]
 
 
-def state_after(*events: Noted) -> State:
+def state_after(*events: Noted) -> RosterState:
     roster = Roster()
     for event in events:
         roster.note(event)
     return roster.state
 
 
-def phases(state: State) -> dict[str, str]:
+def phases(state: RosterState) -> dict[str, str]:
     return {row.name: row.phase.value for row in state.rows.values()}
 
 

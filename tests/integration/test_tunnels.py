@@ -42,10 +42,6 @@ from .yardstick import (
 )
 
 
-# By `lightning-hetero mesh` hosts reach each other in `test_namespaces.py`.
-@pytest.mark.follows(
-    "A network on which the two reach each other is faster; `lightning-hetero mesh` makes one."
-)
 @pytest.mark.parametrize("num_stages", keeping([4], [3, 4]))
 def test_weights_over_tunnels_are_bit_equal_to_accumulation(
     workers: list[str], num_stages: int

@@ -31,6 +31,8 @@ HANDED_ON = {
     "self._alone",
     "rest",
     "traceback",
+    "why",
+    "worker.row.why",
 }
 
 
