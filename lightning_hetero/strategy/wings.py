@@ -121,9 +121,11 @@ class InstalledParts(DeploymentParts):
         seed: int,
         is_on_disk: Callable[[str], bool],
     ) -> None:
+        if not _has("coordinator.moves"):
+            return super().move(remote, stages, placement, seed, is_on_disk)
         from ..coordinator.moves import move
 
-        move(remote, stages, placement, seed, is_on_disk)
+        return move(remote, stages, placement, seed, is_on_disk)
 
     @override
     def hosted(
@@ -133,6 +135,8 @@ class InstalledParts(DeploymentParts):
         layers: Mapping[int, nn.Module],
         hollow: HollowLayers,
     ) -> HostedReplicas:
+        if not _has("coordinator.replicas"):
+            return super().hosted(coordinator, placement, layers, hollow)
         from ..coordinator.replicas import HostedReplicas
 
         remote, stages, recorder = coordinator.layers, coordinator.stages, coordinator.recorder
