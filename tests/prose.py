@@ -40,13 +40,13 @@ GOAL = Ceiling(relatives=2.0, negatives=0.4, openings=0)
 # The rooms still above the goal. Ceilings only shrink.
 CEILINGS = {
     "coordinator": Ceiling(4.9, 1.3, 41),
-    "guard": Ceiling(5.1, 1.0, 19),
+    "guard": Ceiling(4.3, 0.9, 7),
     "model": Ceiling(4.4, 1.1, 54),
     "pipeline": Ceiling(3.8, 1.1, 26),
     "planner": Ceiling(3.5, 1.2, 20),
     "protocol": Ceiling(4.6, 1.2, 21),
-    "replan": Ceiling(4.3, 2.1, 9),
-    "strategy": Ceiling(4.0, 1.4, 12),
+    "replan": Ceiling(3.0, 1.9, 0),
+    "strategy": Ceiling(3.7, 1.3, 1),
     "worker": Ceiling(2.0, 0.4, 6),
 }
 # A ceiling has to be lowered when it is further above its room.

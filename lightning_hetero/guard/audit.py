@@ -62,7 +62,7 @@ class Audit:
     """Audits one layer at scheduled batches.
 
     Args:
-        mode: What happens at a difference.
+        mode: The answer to a difference.
 
     Attributes:
         schedule: Tells which batches are audited; nothing is new to it, so it has no others.
@@ -82,7 +82,7 @@ class Audit:
 
         Args:
             deployment: Where the layers are.
-            optimizers: Those with parameters on workers.
+            optimizers: The optimizers with parameters on workers.
         """
         if not self.schedule.begin_batch(may_check=True):
             return

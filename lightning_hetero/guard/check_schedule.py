@@ -43,7 +43,7 @@ class KeptBatch:
 
     Args:
         number: Its number in the run.
-        found: What it has had.
+        found: The kinds so far.
         batch: The batch as it is cut, and the other arguments of ``training_step``.
     """
 
@@ -58,7 +58,7 @@ class RunChecks:
 
     Attributes:
         schedule: Tells which batches are checked.
-        said: What was said, each thing once: differences, and what `training_step` changes.
+        said: The sentences so far, each once: differences, and changes by `training_step`.
         kept: The batch that the next check is of, if that is not the present one.
         takes_few: Whether a whole batch was too large for a check.
         needs_gradients: Whether ``training_step`` fails without gradients.

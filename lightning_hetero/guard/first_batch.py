@@ -160,7 +160,7 @@ _NOBODY = _Observer()
 
 
 class _Whole(_Observer):
-    """What a batch logs and returns.
+    """The logs and results of a batch.
 
     Args:
         metrics: Those of the module, as they are before the batch.
@@ -182,13 +182,13 @@ class _Whole(_Observer):
     def differing(
         self, other: _Whole, rounding: float = 0.0
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """What differs in words, by its name: what is logged, and what is returned."""
+        """The differences in words, by name, of logs and results."""
         logs = differing(self.logged, other.logged, rounding)
         return logs, dict(differing_results(self.result, other.result, rounding))
 
 
 class _Pieces(_Observer):
-    """What the micro-batches of a batch log and return.
+    """The logs and results of the micro-batches of a batch.
 
     Args:
         log: Merges what they log.
@@ -212,7 +212,7 @@ class _Pieces(_Observer):
         self._metrics.compute_metrics()
 
     def together(self, shares: Sequence[float]) -> _Whole:
-        """What they log and return as one batch, by their shares of it."""
+        """Their logs and results as of one batch, by their shares."""
         found = _Whole({})
         found.logged.metrics.update(self._metrics.metrics)
         self.log.publish(found.logged.note)
@@ -236,7 +236,7 @@ class FirstBatchCheck:
         weighting: How micro-batch losses combine.
         rest: The other arguments of ``training_step``.
         begin_again: Begins a trial step, after something in it has failed.
-        checks: Those of the run, this one included.
+        checks: All of the run, with this one.
         one_run: A block in which ``training_step`` runs and leaves nothing behind.
     """
 
@@ -346,7 +346,7 @@ class FirstBatchCheck:
         return problem or self._compare_values(batch, whole, pieces.together(shares))
 
     def _compare_values(self, batch: CutBatch, whole: _Whole, cut: _Whole) -> _Problem | None:
-        """What the batch logs and returns otherwise than its micro-batches together."""
+        """The differences of logs and results between the batch and its micro-batches together."""
         logs, results = self._differing(whole, cut)
         if not logs and not results:
             return None
@@ -378,7 +378,7 @@ class FirstBatchCheck:
         return _Problem(" ".join(texts)) if texts else None
 
     def _differing(self, whole: _Whole, cut: _Whole) -> tuple[dict[str, str], dict[str, str]]:
-        """What differs in words, by name, if it was not said: what is logged, and returned."""
+        """The new differences in words, by name, of logs and results."""
         logs, results = whole.differing(cut, self._rounding())
         return (
             {name: text for name, text in logs.items() if not self.checks.was_said("log", name)},

@@ -95,9 +95,9 @@ class Backward:
     """The gradients that a backward has found.
 
     Args:
-        for_hidden: Those for the hidden states that the layers gave, one for each hand-over.
+        for_hidden: The gradients for the hidden states of the layers, one for each hand-over.
         noise: The norms below which these may be noise.
-        for_parameters: Those for parameters.
+        for_parameters: The gradients for parameters.
     """
 
     for_hidden: Sequence[Tensor] = ()
@@ -156,10 +156,10 @@ class RunGradients:
     """The gradients that one run of a batch has.
 
     Args:
-        of_loss: Those of the loss.
+        of_loss: The gradients of the loss.
         of_outputs: Those of the loss for collected outputs that came back, by the kind.
-        of_sent: Those of what was sent to the layers.
-        of_layers: What layers with code of the user's own make of made-up gradients.
+        of_sent: The gradients of the tensors sent to the layers.
+        of_layers: The answers of layers with code of the user's own to made-up gradients.
         sent: The shapes of what was sent.
         factor: The gradient of a number that was sent, relative to another such number.
     """
@@ -187,7 +187,7 @@ class RunGradients:
             loss: The loss; None where ``training_step`` skips the batch.
             tried: The hand-overs.
             weight: How much the loss counts.
-            scale: What scales all losses, so that no gradient is too small for half precision.
+            scale: The scale of all losses, so that no gradient is too small for half precision.
             parameters: Those of the coordinator that train.
             whole: Those of the whole batch for one of two micro-batches.
         """

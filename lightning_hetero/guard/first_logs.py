@@ -1,4 +1,4 @@
-"""What a checked batch logs and returns, as a whole and by its micro-batches together."""
+"""The logs and results of a checked batch, as a whole and by its micro-batches together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Logged:
         values: By name.
         batch_sizes: By the names for which ``batch_size`` was given.
         resolutions: The relative distance of two numbers of a value's dtype, by its name.
-        metrics: What metrics had seen when the run ended, by name.
+        metrics: The state of metrics at the end of the run, by name.
         logged_metrics: The metrics that were logged, by name.
         others: Metrics that may be updated and not logged, by name, with the number of their
             updates before the run.
@@ -97,11 +97,11 @@ def metrics_of(module: nn.Module) -> dict[str, Metric]:
 
 
 def differing(whole: Logged, cut: Logged, rounding: float = 0.0) -> dict[str, str]:
-    """What differs in words, by the name of the value.
+    """The differences in words, by the name of the value.
 
     Args:
-        whole: What the batch has logged.
-        cut: What its micro-batches have logged together.
+        whole: The logs of the batch.
+        cut: The logs of its micro-batches together.
         rounding: The relative difference of a loss that rounding explains.
     """
     found: dict[str, str] = {}
@@ -138,7 +138,7 @@ def form_of(result: Any) -> Any:
 def differing_results(
     whole: Any, cut: Any, rounding: float = 0.0, name: str = "result"
 ) -> Iterator[tuple[str, str]]:
-    """What the batch has returned otherwise than its micro-batches, merged: its name, and words.
+    """The difference between the results of the batch and of its micro-batches: a name, and words.
 
     Of tensors the shapes are compared, and of lists the lengths.
     """

@@ -99,7 +99,7 @@ class InterleavingCheck:
     Args:
         module: Attached to its Trainer.
         deployment: Where its layers are.
-        mode: What happens at a difference.
+        mode: The answer to a difference.
 
     Attributes:
         alone: The losses that the step is to be compared with; None if it is not to be.
@@ -200,7 +200,7 @@ class InterleavingCheck:
 
         Args:
             checks: Those of the run.
-            results: What ``training_step`` has returned for the micro-batches.
+            results: The results of ``training_step`` for the micro-batches.
 
         Raises:
             BatchError: If a loss differs by more than a little, the mode is ``"stop"``, and it is

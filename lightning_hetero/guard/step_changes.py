@@ -1,4 +1,4 @@
-"""What a ``training_step`` changes in the modules of this process whenever it runs.
+"""The changes of a ``training_step`` in the modules of this process at each run.
 
 On one device such a change happens once for each batch, and here once for each micro-batch.
 """
@@ -266,7 +266,7 @@ def _are_frozen_and_equal(one: Any, other: Any) -> bool:
 
 
 def _added(others: Any, before: Any, value: Any) -> Any:
-    """What an attribute becomes that a micro-batch has changed: a count of others is added to."""
+    """The new value of an attribute after a micro-batch: counts of others are added up."""
     if all(type(each) in (int, float) for each in (others, before, value)):
         return others + (value - before)
     return value

@@ -46,7 +46,7 @@ class RunGuard:
             self._audit.begin_batch(deployment, optimizers)
 
     def watch(self, deployment: Deployment) -> DeploymentAudit | None:
-        """What looks at the optimizers' steps; None if nothing does."""
+        """The watch over the optimizers' steps, if there is one."""
         return None if self._audit is None else DeploymentAudit(self._audit, deployment)
 
     def of_steps(self, deployment: Deployment) -> CheckedSteps:

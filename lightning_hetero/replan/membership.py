@@ -65,7 +65,7 @@ class Terms:
         joins: Whether workers join: the plan is the strategy's own, or may change.
         recovery: How the run gets over lost workers; None if it does not.
         measured: The profile of the run, and its file; None if nothing is measured.
-        newcomers: What is known of workers that come; None if nothing is measured.
+        newcomers: The measurements for new workers; None without measurements.
     """
 
     joins: bool
@@ -80,7 +80,7 @@ class Membership:
 
     Args:
         site: The module and the workers.
-        terms: Who may join and leave.
+        terms: The workers' rights to join and leave.
         run: The plan of the training.
         move: Moves layers to where a plan has them.
     """
@@ -234,7 +234,7 @@ class Membership:
 
     @property
     def _departure(self) -> str:
-        """What becomes of a worker that goes now, behind its name."""
+        """The fate of a worker leaving now, after its name."""
         return f"has left the run before step {self._next_step}"
 
     def _say_goodbye(self, worker: Member) -> None:
@@ -305,7 +305,7 @@ class Membership:
         return False
 
     def _lack_of(self, other: Member, worker: Member, plan: Plan, profile: Profile | None) -> str:
-        """What memory an idle worker lacks for the layers of another one; empty if it has it."""
+        """The memory missing on an idle worker for another one's layers; empty if it has enough."""
         if profile is not None:
             return "" if fits(plan, profile) else "by what was measured, they do not fit there"
         needed, each = 0, layer_bytes(self.run.deployment)
@@ -395,7 +395,7 @@ class Replanner:
     Args:
         run: The training.
         site: Its module and workers, and how the run gets over faults.
-        terms: What was measured, and who may join and leave.
+        terms: The measurements, and the workers' rights to join and leave.
         move: Moves layers to where a plan has them.
     """
 

@@ -114,7 +114,7 @@ class PlanChoice:
     def follow(
         self, run: TrainingRun, site: Site, recovery: Recovery | None, move: Move
     ) -> Replanner:
-        """What may change the plan of a training between two steps; see `PlanSource`."""
+        """The follower of a training's plan, with changes between two steps; see `PlanSource`."""
         newcomers, self._newcomers = self._newcomers, None
         may_change = site.may_move or self.is_of_strategy
         joins = may_change and site.module.automatic_optimization
@@ -216,7 +216,7 @@ def _profiling(
     workers: Sequence[str],
     options: ProfilingOptions | None,
 ) -> ProfilingRun:
-    """What measures the devices of a run, by default with the default options."""
+    """The profiler of a run's devices, by default with the default options."""
     from ..profiler.measure import ProfilingOptions
     from ..profiler.profiling_run import ProfilingRun
 

@@ -58,7 +58,7 @@ def layer_bytes(deployment: Deployment) -> list[int]:
 
 
 def room_bytes(deployment: Deployment) -> Mapping[str, float]:
-    """What each process may take, where nothing is measured; those of one machine share it."""
+    """The memory for each process without measurements; processes of one machine share it."""
     connections = deployment.coordinator.connections
     equipment = {worker.name: worker.equipment for worker in connections.workers}
     equipment[COORDINATOR] = connections.equipment
@@ -70,7 +70,7 @@ def room_bytes(deployment: Deployment) -> Mapping[str, float]:
 
 
 def costs_of(deployment: Deployment) -> MoveCosts:
-    """What a move of layers takes, by what is known of the deployment."""
+    """The cost of a move of layers, by the facts of the deployment."""
     rate = deployment.bytes_per_second
     return MoveCosts(layer_bytes(deployment), room_bytes(deployment), rate)
 
@@ -97,7 +97,7 @@ def most_accumulated(trainer: pl.Trainer) -> int:
 
 @dataclass
 class Horizon:
-    """What a run knows of itself, over all its deployments.
+    """The facts of a run, over all its deployments.
 
     Args:
         num_batches: The batches of an accumulation window that are one pipeline.
@@ -126,15 +126,15 @@ class Watch:
 
     Args:
         deployment: Its stages report their times.
-        measured: What was measured before the run; without it, the first steady steps are the
+        measured: The measurements before the run; without them, the first steady steps are the
             reference of what drifts.
         recorder: Sums up this process's own work; None if that work cannot be told from waiting.
         moves: Whether layers are to move.
-        run: What is known of the run; None if a move costs nothing.
+        run: The facts of the run; None if a move is free.
         balance: Decides when layers move; None for a new run.
 
     Attributes:
-        profile: What was measured; after a move, with the times that caused it.
+        profile: The measurements; after a move, with the times of its cause.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Watch:
         return dataclasses.replace(drift, stage=stage, slowest=slowest)
 
     def _look(self) -> Judged | None:
-        """What follows from the steps that every stage has reported; drifts are reported."""
+        """The conclusion from the steps reported by every stage; drifts are logged."""
         for name, said in self._deployment.coordinator.stages.take_timings():
             if said.num_microbatches > 0:
                 seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches

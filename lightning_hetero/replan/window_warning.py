@@ -48,7 +48,7 @@ class SmallBatch:
         return f"A batch of {batch} gives {given}, and the plan counts on {self.plan.micro_batches}"
 
     def warning(self, times_as_long: float | None) -> str:
-        """What the small batches cost, and the settings that do the same work in a pipeline.
+        """The cost of small batches, and settings for the same work in a pipeline.
 
         Args:
             times_as_long: The predicted step over the predicted step with all batches at once.
@@ -104,7 +104,7 @@ class WindowWarning:
         trainer: Gives the batches.
         plan: The plan at the start of the training.
         cuts_step: Whether ``training_step`` runs on each micro-batch.
-        profile: What was measured; None if nothing was.
+        profile: The measurements, if there are any.
     """
 
     def __init__(

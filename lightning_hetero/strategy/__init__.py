@@ -1,4 +1,4 @@
-"""What Lightning calls: the strategy and its hooks."""
+"""The strategy and its hooks, as Lightning calls them."""
 
 from .strategy import HeteroPipelineStrategy
 

@@ -42,7 +42,7 @@ class StepOptions:
     Args:
         micro_batching: ``"step"`` or ``"boundary"``.
         loss_weighting: How micro-batch losses combine.
-        batches: What the user said of batches.
+        batches: The user's options for batches.
     """
 
     micro_batching: Literal["step", "boundary"]

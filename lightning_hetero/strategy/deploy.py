@@ -48,7 +48,7 @@ class PlanSource(Protocol):
     """Where the plans of a strategy's runs come from.
 
     Attributes:
-        profile: What is measured of the devices; None if nothing is.
+        profile: The measurements of the devices, if there are any.
     """
 
     @property

@@ -86,9 +86,9 @@ def _behind_closure(act: Callable[[], object], args: Any, kwargs: Any) -> Any:
     """Let something happen in an optimizer's step, when its closure has run if it has one.
 
     Args:
-        act: What is to happen.
-        args: Those of the step; the first one is the optimizer itself.
-        kwargs: Those of the step.
+        act: The coming act.
+        args: The arguments of the step; the first one is the optimizer itself.
+        kwargs: The keyword arguments of the step.
 
     Returns:
         Other arguments for the step; None to keep them.
@@ -500,7 +500,7 @@ _READERS = frozenset(
 
 
 def _caller() -> FrameType:
-    """What has called the function that calls this one."""
+    """The caller of the function that calls this one."""
     return sys._getframe(2)
 
 

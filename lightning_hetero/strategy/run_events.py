@@ -1,4 +1,4 @@
-"""What a run publishes of itself: where its logs are, who takes part, what each process holds."""
+"""The facts published by a run: the place of its logs, its members, the layers of each process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def publish_deployed(
     """Publish where the layers of a training are.
 
     Args:
-        profile: What is measured of the devices; None if nothing is.
+        profile: The measurements of the devices, if there are any.
     """
     if module.trainer.state.fn == TrainerFn.FITTING:
         ends = [name for name, tensors in _ends(module, deployment) if _are_frozen(tensors)]

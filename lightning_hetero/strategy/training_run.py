@@ -91,7 +91,7 @@ class PlanFollower(Protocol):
     """Looks after the plan of one training, from step to step.
 
     Attributes:
-        profile: What is measured of the devices; None if nothing is.
+        profile: The measurements of the devices, if there are any.
         bottleneck: The slowest stage, in words; empty while it is not known.
     """
 
@@ -121,10 +121,10 @@ class Guard(Protocol):
         """Count a batch before its step."""
 
     def watch(self, deployment: Deployment) -> StepWatch | None:
-        """What looks at the optimizers' steps; None if nothing does."""
+        """The watch over the optimizers' steps, if there is one."""
 
     def of_steps(self, deployment: Deployment) -> StepGuard:
-        """What looks at the training steps of a deployment."""
+        """The watch over the training steps of a deployment."""
 
 
 class TrainingRun(Run):

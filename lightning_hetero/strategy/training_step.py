@@ -59,7 +59,7 @@ from .loaders import sizes_of
 
 @dataclass(frozen=True)
 class Collated:
-    """What is known of a batch besides its tensors.
+    """The facts of a batch besides its tensors.
 
     Args:
         num_samples: How many samples were collated; None if that is not known.
@@ -71,7 +71,7 @@ class Collated:
 
 
 def collated_by(loader: Any, batch_idx: int) -> Collated:
-    """What a data loader knows of one of its batches: nothing, unless it is a loader of torch."""
+    """The facts of a batch by its data loader, if the loader is one of torch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     size = getattr(batch_sampler, "batch_size", None)
     if not isinstance(size, int):
@@ -283,8 +283,8 @@ class StepGuard(Protocol):
         """Say what the micro-batches have changed, and note what they have had.
 
         Args:
-            log: What they have logged.
-            results: What ``training_step`` has returned for each.
+            log: Their logs.
+            results: The results of ``training_step`` for each.
             gradients: Returns the parameters that have got a gradient, as far as that is known.
         """
 
@@ -652,7 +652,7 @@ def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
 
 
 def loss_scale_of(trainer: pl.Trainer) -> float:
-    """What Lightning multiplies a batch's loss by before its backward."""
+    """Lightning's factor for a batch's loss before its backward."""
     scaler = scaler_of(trainer.precision_plugin)
     return (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
 

@@ -170,7 +170,7 @@ class WindowsAlone:
 
 
 def training_step_of(module: pl.LightningModule, batch: Any, rest: Sequence[Any]) -> Any:
-    """What the user's ``training_step`` returns for a batch, under the Trainer's precision."""
+    """The result of the user's ``training_step`` for a batch, under the Trainer's precision."""
     with torch.enable_grad(), module.trainer.precision_plugin.train_step_context():
         return module.training_step(batch, *rest)
 

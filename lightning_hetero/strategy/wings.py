@@ -156,7 +156,7 @@ def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 
 def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
-    """What looks for silent mistakes in a training."""
+    """The watch for silent mistakes in a training."""
     if not _has("guard"):
         if options.batches.check != "off":
             rank_zero_warn(
@@ -188,7 +188,7 @@ def replace_lost(
 
 
 def observers_of(trainer: pl.Trainer) -> Observers:
-    """Who reads the events of a Trainer's run: record, pictures, bars, callbacks."""
+    """The readers of the events of a Trainer's run: record, pictures, bars, callbacks."""
     return Observers([RecordFile(_run_files), Bars(trainer), CallbackObserver(trainer)])
 
 
