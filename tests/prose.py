@@ -39,7 +39,7 @@ GOAL = Ceiling(relatives=2.0, negatives=0.4, openings=0)
 
 # The rooms still above the goal. Ceilings only shrink.
 CEILINGS = {
-    "coordinator": Ceiling(4.9, 1.3, 41),
+    "coordinator": Ceiling(4.3, 1.3, 7),
     "guard": Ceiling(4.3, 0.9, 7),
     "model": Ceiling(4.4, 1.1, 54),
     "pipeline": Ceiling(3.8, 1.1, 26),
@@ -47,7 +47,7 @@ CEILINGS = {
     "protocol": Ceiling(4.6, 1.2, 21),
     "replan": Ceiling(3.0, 1.9, 0),
     "strategy": Ceiling(3.7, 1.3, 1),
-    "worker": Ceiling(2.0, 0.4, 6),
+    "worker": Ceiling(2.0, 0.4, 1),
 }
 # A ceiling has to be lowered when it is further above its room.
 SLACK = Ceiling(relatives=0.4, negatives=0.4, openings=10)

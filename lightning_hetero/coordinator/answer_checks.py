@@ -252,7 +252,7 @@ class DueAnswers:
 
 @dataclass(frozen=True)
 class _SentForward:
-    """What went to the first stage, the hidden states first, and the arguments of the layers."""
+    """The tensors for the first stage, the hidden states first, and the arguments of the layers."""
 
     specs: Sequence[TensorSpec]
     surroundings: Surroundings
@@ -275,10 +275,10 @@ class _SentForward:
         where that is not possible, only the number of samples must be the same.
 
         Args:
-            found: What came back.
+            found: The answer.
             layers: All that it went through.
-            dtypes: What layers may make of hidden states.
-            forms: Those that passed before; gets this one if it passes.
+            dtypes: The possible dtypes of the layers' results.
+            forms: The forms passed before; gets this one if it passes.
 
         Raises:
             RemoteProtocolError: With what came and what should have.
@@ -340,7 +340,7 @@ class _SentForward:
                 )
 
     def _usual(self, layers: Mapping[int, nn.Module]) -> TensorSpec:
-        """What was sent, or what the embedding makes of it: most layers keep that form."""
+        """The sent tensor, or the embedding of it: most layers keep its form."""
         calls = self.surroundings.calls
         if not calls or calls[0].layer_index != EMBEDDING_LAYER:
             return self.spec

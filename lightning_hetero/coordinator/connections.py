@@ -72,13 +72,13 @@ class Connections:
         names: The names of the workers.
         source: Where the workers are found.
         deadlines: How long each kind of waiting may take.
-        equipment: What this process runs on, as it tells the workers.
+        equipment: The hardware and software of this process, for the workers.
         receive_pool: Makes the memory into which a channel reads tensors.
 
     Attributes:
-        roster: What each worker is at present.
+        roster: The present state of each worker.
         members: The connected workers, by their numbers; an idle one that is lost is left out.
-        workers: Those that the run needs, as they serve stages; before `assign`, all of them.
+        workers: The needed ones, with stages; before `assign`, all of them.
         neighbors: The pairs of names of workers between which something passes; before `assign`,
             all pairs.
         ways: By micro-batch and visit of the present step, the worker of each stage on its way.
@@ -245,7 +245,7 @@ class Connections:
 
         Args:
             worker: The worker.
-            why: What has become of it, for those who ask for it later; empty if it may join again.
+            why: The fate of it, for later questions; empty if it may join again.
         """
         self.note(What.LEFT, worker, text=why)
         self.requests.forget(worker)
@@ -333,7 +333,7 @@ class Connections:
         """Note the stages that each worker is about to serve; workers without any are idle.
 
         Args:
-            placement: Who is to serve which stage.
+            placement: The coming holders of each stage.
             giving: The workers that give layers away meanwhile.
         """
         stages = {each.name: [*placement.stages_of(each.name)] for each in self.members}
@@ -387,7 +387,7 @@ class Connections:
 
         Args:
             worker: The lost one.
-            cause: What ended its conversation.
+            cause: The end of its conversation.
             also: Another sentence for the error.
             is_needed: Whether the run cannot go on, also if the worker has no layers.
         """
@@ -620,7 +620,7 @@ class Connections:
         return "The run was interrupted" if is_cut_off and self.is_interrupted() else ""
 
     def leaving(self) -> Callable[[], None]:
-        """What a wait for a channel calls once a second.
+        """The function for a wait for a channel to call once a second.
 
         It raises `WorkerLost` when this process is to end and has waited long enough.
         """

@@ -624,7 +624,7 @@ def slowest_rate(
     """The lowest rate at which the tensors of a stage were sent, in bytes per second.
 
     Args:
-        names: Those of each stage.
+        names: The names of each stage.
         sizes: Their bytes.
         moments: When each was sent. The first one of a stage waited until its layers were built.
     """

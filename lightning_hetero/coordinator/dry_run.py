@@ -126,7 +126,7 @@ class Runs:
     Args:
         module: Attached to its Trainer.
         before: The attributes before all runs.
-        outside: What was outside of modules before all runs.
+        outside: The state outside of modules before all runs.
         contents: The tensors that are watched.
         draws: The states of random generators before all runs.
     """
@@ -504,12 +504,12 @@ _MOST_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """What `StageOptimizer` is built from.
+    """The parts of a `StageOptimizer`.
 
     Args:
         class_name: The name that `optimizer_class_name` returns.
         defaults: The optimizer's own.
-        options: Those of its first parameter group.
+        options: The options of its first parameter group.
     """
 
     class_name: str

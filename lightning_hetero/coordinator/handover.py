@@ -253,7 +253,7 @@ class WholeBatches:
         return fits
 
     def _form_of(self, call: LayerCall, request: Request) -> Tensor | None:
-        """What a call makes of a request's hidden states, on ``meta``; None if it fails."""
+        """The result of a call with a request's hidden states, on ``meta``; None if it fails."""
         carried = request.surroundings.carried
         if not carried.keys() >= {*call.carried}:
             return None  # an earlier layer makes what it gets
@@ -365,7 +365,7 @@ class TriedHandOver:
         sent: The hidden states that were sent, and the tensors that went along.
         back: The hidden states that came back, a leaf of a graph that wants gradients.
         outputs: The collected outputs that came back, such as router logits, leaves like those.
-        backwards: What layers make of made-up gradients.
+        backwards: The answers of layers to made-up gradients.
     """
 
     sent: Sequence[Tensor]
@@ -382,7 +382,7 @@ def _as_leaf(each: Collected) -> Collected:
 
 
 def _as_leaves(found: Activation) -> Activation:
-    """What came back as leaves that want gradients, while gradients are on."""
+    """The returned tensors as leaves with gradients, while gradients are on."""
     if not torch.is_grad_enabled():
         return found
     collected = tuple(map(_as_leaf, found.collected))

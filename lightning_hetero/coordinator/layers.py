@@ -68,7 +68,7 @@ class RemoteLayers:
         connections: As given.
         interrupts: Holds Ctrl-C back at the end of a move.
         holdings: The stages of the workers, and their tensors.
-        deployed: What each worker would be asked to build if it had nothing.
+        deployed: The complete request to build for each worker.
     """
 
     def __init__(self, connections: Connections, observers: Observers) -> None:
@@ -101,7 +101,7 @@ class RemoteLayers:
 
         Args:
             stages: The stages on workers, in the order of their numbers.
-            placement: Who serves them; by default each worker serves one, in their order.
+            placement: Their holders; by default each worker serves one, in their order.
             seed: Start of all dropout masks.
         """
         connections = self.connections

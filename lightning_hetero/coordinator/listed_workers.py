@@ -43,10 +43,10 @@ class ListedWorkers:
         token_file: The file of the token, if the user named one. The token itself is read for each
             run and not kept, so that no copy of this object contains it.
         make_lookout: Makes what looks for free workers, when somebody asks for them.
-        start_command: What starts the workers, if a command does.
+        start_command: The command for starting the workers, if there is one.
 
     Attributes:
-        restart: What the user has to do before another run can use the workers.
+        restart: The user's next act before another run can use the workers.
     """
 
     restart: Sequence[str] = ("start the worker again",)
@@ -123,7 +123,7 @@ class ListedWorkers:
         return coordinator
 
     def _credentials(self) -> Credentials | None:
-        """What proves that this process has the token; None without one.
+        """The proof of this process's token; None without a token.
 
         Raises:
             TokenError: If the token cannot be used.

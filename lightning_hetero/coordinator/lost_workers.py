@@ -20,7 +20,7 @@ class Loss:
     Args:
         worker: The worker; its name and number are those of the process in its place too.
         step: The step in which it was lost, as the log counts steps.
-        reason: What ended its conversation.
+        reason: The end of its conversation.
         began_seconds: When the loss was noted.
         place: The name of the worker and, where it is another one, its address.
 
@@ -32,7 +32,7 @@ class Loss:
         end_seconds: When it had caught up, or was lost in its turn; None until then.
         has_caught_up: Whether the process has repeated all that the lost one had done.
         first_step: The first step that the process repeats.
-        num_bytes: What was sent to the process before it began to repeat.
+        num_bytes: The bytes sent to the process before it began to repeat.
         num_failed: The processes that were lost while they got the layers.
     """
 
@@ -66,7 +66,7 @@ class Loss:
 
     @property
     def repeated(self) -> str:
-        """What the process repeats, in words."""
+        """The repeated steps, in words."""
         if self.first_step > self.step:
             return "nothing"
         if self.first_step == self.step:

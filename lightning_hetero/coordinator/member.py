@@ -26,9 +26,9 @@ class Member:
         roster: Knows what it is at present.
         address: Where it listens.
         channel: The conversation.
-        equipment: What it runs on.
+        equipment: Its hardware and software.
         session: The name of the conversation, by which a neighbor shows that it means this worker.
-        journal: What was said to it since its latest snapshot; None if nothing is kept.
+        journal: The messages to it since its latest snapshot; None if they are not kept.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Member:
 
     @property
     def row(self) -> Row:
-        """What it is at present."""
+        """Its present state."""
         return self.roster.state.rows[self.name]
 
     @property

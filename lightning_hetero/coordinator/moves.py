@@ -74,12 +74,12 @@ def move(
 class LayerMove:
     """One move of layers between workers, and from this process to workers.
 
-    What comes home must have been fetched before.
+    Fetch the tensors on their way home before.
 
     Args:
         remote: The layers that the workers hold.
         stages: The stages on workers, in the order of their numbers.
-        placement: Who serves them.
+        placement: Their holders.
         seed: Start of all dropout masks.
         is_on_disk: Whether the content of a tensor of that name is what its checkpoint has; such a
             tensor is read again where it gets another dtype, instead of rounded twice.
@@ -195,7 +195,7 @@ class LayerMove:
         return self._after.deploy_message(worker, self._seed, kept, [*receivers])
 
     def _load_of(self, worker: Member) -> TensorLoad:
-        """What goes from this process to a worker."""
+        """The tensors from this process to a worker."""
         names = {
             n for (n, target), source in self._sources.items() if target is worker and not source
         }
@@ -205,7 +205,7 @@ class LayerMove:
         return TensorLoad(worker, contents, self._remote.connections.requests.send, is_packed_there)
 
     def _passed_on(self) -> list[PassedOn]:
-        """What each worker gets from other workers."""
+        """The tensors from worker to worker."""
         arrived: dict[Member, list[str]] = {}
         found: dict[Member, PassedOn] = {}
         for (name, target), source in self._sources.items():
@@ -235,7 +235,7 @@ class LayerMove:
 def _holdings(
     stages: Sequence[RemoteStage], placement: Placement, members: Sequence[Member]
 ) -> Holdings:
-    """What the workers hold when all tensors of a plan have come."""
+    """The holdings of the workers after all tensors of a plan have come."""
     named = {member.name: member for member in members}
     numbered = numbered_stages(stages, placement, named)
     tensors, owner_of = {}, {}

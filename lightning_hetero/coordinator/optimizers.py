@@ -396,7 +396,7 @@ class RemoteOptimizer:
     Args:
         optimizer: Holds parameters, those of hollow layers too.
         number: Tells the stages which of the optimizers is meant.
-        parts: Those on the stages.
+        parts: The parts on the stages.
         names_of: Names of the hollow layers' parameters.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a deployment has besides its steps: comparisons, moves, and replicas in this process."""
+"""The parts of a deployment besides its steps: comparisons, moves, replicas in this process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NoTwins:
 
         Args:
             num_microbatches: How many the step has.
-            stays: Those of which this process runs the layers.
+            stays: The micro-batches with their layers in this process.
             request: The hand-over; None for those of a training step.
         """
         return []
@@ -81,7 +81,7 @@ class DeploymentParts:
         mode: CheckFirstBatch,
         told: Callable[[], Mapping[Tensor, bool]],
     ) -> NoTwins:
-        """What compares layers on workers with those of this process; see `Twins`."""
+        """The comparison of layers on workers with the layers of this process; see `Twins`."""
         return NoTwins()
 
     def move(
@@ -110,7 +110,7 @@ class DeploymentParts:
         layers: Mapping[int, nn.Module],
         hollow: HollowLayers,
     ) -> HostedReplicas:
-        """What runs the layers of which this process is a replica.
+        """The layers of this process as a replica.
 
         Raises:
             ModelError: If nothing here can.

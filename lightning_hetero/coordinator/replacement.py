@@ -1,4 +1,4 @@
-"""What brings a lost worker back: another process gets its layers, its state and its messages.
+"""The way back of a lost worker: another process gets its layers, its state and its messages.
 
     lost       its channel has ended for good
     dialled    the same worker, of which another process may serve by now; else an idle worker; else
@@ -8,7 +8,7 @@
     repeated   it gets again what the lost one was told since the snapshot, in the same order
 
 All others just wait. Only while layers move, they begin anew too: each worker gets the layers and
-the state that it had before the move. What a new process tells again is dropped, so each step is
+the state that it had before the move. Repeated messages of a new process are dropped: each step is
 seen once. All of this happens in the thread that waits for the workers, inside its wait.
 """
 
@@ -65,12 +65,12 @@ _MOST_HELD_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class _Before:
-    """What was before a move, so that it can be again.
+    """The state before a move, for going back to it.
 
     Args:
-        holdings: What each worker held.
-        deployed: What each worker was asked to build.
-        journals: What was said to each worker since the latest snapshot.
+        holdings: The tensors of each worker.
+        deployed: The request to build for each worker.
+        journals: The messages to each worker since the latest snapshot.
         store: Keeps the frames of these journals.
     """
 
@@ -84,7 +84,7 @@ class Replacements(RunPart):
     """Puts other workers in the place of lost ones.
 
     Args:
-        settings: What the user wants.
+        settings: The user's wishes.
         folder: Where files may lie; a folder for this run is made in it.
         connections: The workers.
         layers: The layers that they hold.
@@ -295,7 +295,7 @@ class Replacements(RunPart):
         """Let all workers have what they had before a move.
 
         Args:
-            before: What was before the move.
+            before: The state before the move.
             worker: The one that was lost; None if all are there.
             cause: Why the move has ended.
 
@@ -337,7 +337,7 @@ class Replacements(RunPart):
         """Note that all workers are to get what they had before a move; see `_undo`.
 
         Returns:
-            Those that had no layers, and were about to get some.
+            The workers without layers, about to get some.
         """
         connections = self._connections
         self._snapshots.forget_coming()
@@ -371,7 +371,7 @@ class Replacements(RunPart):
     def _lost(self) -> list[Member]:
         """The workers that are being replaced, and are not restored yet.
 
-        Those whose processes have ended come first: nobody waits in vain for the others.
+        Workers with an ended process come first: the others are there.
         """
         found = [worker for worker in self._connections.workers if worker.row.phase in NEXT]
         return sorted(found, key=lambda worker: self._loss[worker] not in self.losses)

@@ -52,13 +52,13 @@ _Part = tuple[m.ReplicaContent, int, Member]
 
 
 class ReplicaExchange:
-    """What this process exchanges with workers that hold a stage as it does.
+    """The exchange between this process and the workers with the same stage.
 
         this process ─ sums ─▶ worker       of the parameters that the worker owns, if it owns any
         worker ─ sums ─▶ this process       of those that this process owns
         worker ─ weights ─▶ this process    of those that the worker owns, when it has stepped them
 
-    What this process steps goes to workers as any tensor does that has changed here.
+    Stepped parameters of this process go to workers like any tensor changed here.
 
     Args:
         remote: Knows the form and the owner of each tensor.
@@ -180,7 +180,7 @@ class HostedReplicas:
     Attributes:
         placement: As given; other shares may take its place between two steps.
         names_of: The name of each parameter on the workers.
-        given: Those that workers own and step.
+        given: The parameters owned and stepped by workers.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ Wanted = TypeVar("Wanted", bound=m.Message)
 
 
 class Talk(Protocol):
-    """What the table needs of `Connections`."""
+    """The table's view of `Connections`."""
 
     workers: list[Member]
 
@@ -56,7 +56,7 @@ class Answer:
         worker: The worker that answers.
 
     Attributes:
-        arrived: What has come, and nobody has used yet.
+        arrived: The unused arrivals.
         is_over: Whether nothing more comes.
         error: Why the last message does not come; None if it comes.
         is_dropped: Whether nobody waits for it any more.
@@ -188,7 +188,7 @@ class Requests:
     ) -> Iterator[tuple[Member, Wanted, tuple[Tensor, ...]]]:
         """Yield the messages of a class in several answers as they come, until all are over.
 
-        What has not come when you leave the loop is dropped.
+        Messages after the end of the loop are dropped.
 
         Raises:
             StageFailed: If a worker's code raised. If it raised in one of these requests, the

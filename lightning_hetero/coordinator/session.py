@@ -46,7 +46,7 @@ class Listening:
     Args:
         addresses: By the workers' own names.
         deadlines: How long each kind of waiting may take.
-        identity: What this process shows to the workers.
+        identity: The identity of this process for the workers.
     """
 
     addresses: Mapping[str, Address]
@@ -127,7 +127,7 @@ class Coordinator:
 
     @property
     def replacements(self) -> RunPart:
-        """What puts other workers in the place of lost ones, if anything does."""
+        """The part for replacing lost workers, if there is one."""
         return self.connections.part
 
     def replace_lost_by(self, part: RunPart) -> None:

@@ -295,7 +295,7 @@ class Snapshots:
     """Takes snapshots of the workers' state between two steps.
 
     Args:
-        settings: What the user wants.
+        settings: The user's wishes.
         folder: Where files may lie; a folder for this run is made in it.
         connections: The workers.
         layers: The layers that they hold.
@@ -342,7 +342,7 @@ class Snapshots:
         """Take a snapshot before a step, if it is time.
 
         Args:
-            kept_bytes: What was said since the latest one.
+            kept_bytes: The bytes of messages since the latest one.
             with_gradients: Whether the step adds to gradients that are there.
         """
         self._use_if_whole()

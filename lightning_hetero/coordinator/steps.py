@@ -223,7 +223,7 @@ class RemoteStages:
         return {"forwards": counts.returned[worker], "backwards": counts.gone_back[worker]}
 
     def stamp_of_all(self, worker: Member) -> dict[str, int]:
-        """What was sent through a worker's stages in the present step, forwards and backwards."""
+        """The forwards and backwards sent through a worker's stages in the present step."""
         counts = self._counts
         return {"forwards": counts.sent[worker], "backwards": counts.sent_back[worker]}
 
@@ -327,7 +327,7 @@ class RemoteStages:
             send_copied(way[last].channel, content, self.copies)
 
     def _finished(self, workers: Iterable[Member], unsent: Collection[int]) -> list[Member]:
-        """Those of these workers that none of these micro-batches passes."""
+        """The workers without any of these micro-batches on their way."""
         holdings = self._layers.holdings
         if not holdings.placement.has_replicas:
             return []
@@ -421,10 +421,10 @@ class _Counts:
     Attributes:
         sent: The forwards that were sent through each worker's stages.
         sent_back: The backwards that were sent through them.
-        returned: Those that have returned to this process.
+        returned: The ones already back in this process.
         gone_back: The backwards that have returned.
         due_back: The backwards that belong to the forwards that have returned.
-        due_earlier: Those of the batches before the present one.
+        due_earlier: The ones of batches before the present one.
     """
 
     sent: Counter[Member] = field(default_factory=Counter)

@@ -24,7 +24,7 @@ def needed_bytes(parameters: Iterable[m.ParameterSpec], snapshot_bytes: int) -> 
     """The least memory that a worker's layers take: weights, gradients and optimizer state.
 
     Args:
-        parameters: Those of its stages.
+        parameters: The parameters of its stages.
         snapshot_bytes: The size of the worker's latest snapshot, which holds what trains with its
             optimizer state; 0 if there is none.
     """
@@ -45,7 +45,7 @@ def those_that_fit(
 
     Args:
         offers: Each machine, with its free bytes; of equal ones the first stays first.
-        wanted_bytes: What the layers need.
+        wanted_bytes: The need of the layers.
     """
     fitting = [offer for offer in offers if offer[1] >= wanted_bytes]
     return sorted(fitting, key=lambda offer: -offer[1])

@@ -68,7 +68,7 @@ class TensorLoad:
 
     @property
     def answers(self) -> list[Answer]:
-        """Those that are open."""
+        """The open ones."""
         return [*filter(None, [self.built]), *(answer for *_, answer in self._under_way)]
 
     def send_next(self) -> Iterator[str]:
@@ -136,7 +136,7 @@ class PassedOn:
 
     @property
     def answers(self) -> list[Answer]:
-        """Those that are open."""
+        """The open ones."""
         return [answer for *_, answer in self._under_way]
 
     def send_next(self) -> Iterator[str]:

@@ -107,7 +107,7 @@ class Twins(NoTwins):
         remote: Fetches the tensors of the others.
         stages: Runs them on the workers.
         seed: Start of all random numbers of the run.
-        mode: What happens at a difference.
+        mode: The answer to a difference.
         told: Whether parameters train, as workers know it: what a step freezes here, they learn
             when it hands over with a backward.
     """
@@ -382,7 +382,7 @@ class Twins(NoTwins):
 
 
 def _form_of(layer: nn.Module) -> tuple[Any, ...]:
-    """What layers that are alike have in common: classes, plain attributes, forms of tensors."""
+    """The common facts of layers of one kind: classes, plain attributes, forms of tensors."""
     modules = layer.named_modules()
     inside = tuple(
         (path, type(module), tuple(_plain_attributes(module))) for path, module in modules

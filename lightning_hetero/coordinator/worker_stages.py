@@ -94,7 +94,7 @@ class RemoteStage:
     def spec(
         self, number: int, holders: Sequence[int] = (), owner_of: Mapping[str, int] = NOBODY
     ) -> m.StageSpec:
-        """What a worker builds.
+        """The layers for a worker to build.
 
         Args:
             number: The stage's number.
@@ -124,7 +124,7 @@ def shortcomings(
     dtypes: Iterable[torch.dtype],
     has_four_bit: bool = False,
 ) -> list[str]:
-    """What a worker lacks for layers with tensors of these dtypes, each with its remedy."""
+    """The missing abilities of a worker for tensors of these dtypes, each with its remedy."""
     wanted = {dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point}
     found = [
         f"its device {equipment.device} does not compute in {name}; give its stage another `dtype`."
@@ -238,7 +238,7 @@ class Holdings:
         members: The workers by their names.
         tensors: How the workers hold each tensor, by its name.
         owner_of: For each tensor that has been sent, the worker that answers for it.
-        placement: Who serves which stage.
+        placement: The holders of each stage.
     """
 
     stages: Mapping[int, RemoteStage] = field(default_factory=dict)
@@ -299,7 +299,7 @@ class Holdings:
         )
 
     def _spec(self, number: int) -> m.StageSpec:
-        """What the workers of a stage build."""
+        """The layers for the workers of a stage to build."""
         stage, placed = self.stages[number], self.placement.stage(number)
         if len(placed.processes) == 1:
             return stage.spec(number)
@@ -398,7 +398,7 @@ def numbered_stages(
 
 
 def kind_of(equipment: m.Equipment) -> tuple[str, ...]:
-    """What the last bits of an optimizer's step may depend on."""
+    """The facts behind the last bits of an optimizer's step."""
     device, torch_version = equipment.device.partition(":")[0], equipment.versions.get("torch", "")
     return device, equipment.device_name, torch_version
 

@@ -54,7 +54,7 @@ def no_part(what: str) -> ModelError:
 
 
 class SoleHolder:
-    """What a session asks about the other holders of its stages; here there are none.
+    """The other holders of a session's stages; here there are none.
 
     Attributes:
         handlers: The function that carries out each kind of the replicas' messages.
@@ -121,7 +121,7 @@ class SoleHolder:
 
 @dataclass(frozen=True)
 class SessionSite:
-    """What a session gives to its parts.
+    """A session, as its parts see it.
 
     Args:
         coordinator: The channel to the coordinator.

@@ -112,7 +112,7 @@ class SessionOver(Exception):
 
 
 def _failure(error: BaseException, message: m.Message | None = None, where: str = "") -> m.Failure:
-    """What the coordinator is told of an error, which a message may have raised."""
+    """The report of an error to the coordinator, perhaps of an error in a message."""
     after = where + (_IF_MEMORY_IS_SHORT if is_out_of_memory(error) else "")
     reason = f"{type(error).__name__}: {error}"[: _MOST_TEXT - len(after)] + after
     trace = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
@@ -179,7 +179,7 @@ class StageSession:
         self._answers = {kind: answer for p in self._parts for kind, answer in p.answers.items()}
 
     def _handler_of_each(self) -> dict[type, Handler]:
-        """What carries out each kind of message."""
+        """The handler of each kind of message."""
         return {
             **{kind: handler for p in self._parts for kind, handler in p.handlers.items()},
             **self._optimizers.handlers,

@@ -39,7 +39,7 @@ def session_parts(site: SessionSite) -> list[SessionPart]:
 
 
 def holder_of(layers: SessionLayers, copies: Copies, neighbors: SessionNeighbors) -> SoleHolder:
-    """What a session asks about the other holders of its stages."""
+    """The other holders of a session's stages."""
     if not _has("replicas"):
         return SoleHolder()
     from .replicas import SessionReplicas
