@@ -387,7 +387,7 @@ class Connections:
 
         Args:
             worker: The lost one.
-            cause: The end of its conversation.
+            cause: The error at the end of its conversation.
             also: Another sentence for the error.
             is_needed: Whether the run cannot go on, also if the worker has no layers.
         """

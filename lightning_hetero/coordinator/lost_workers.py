@@ -20,7 +20,7 @@ class Loss:
     Args:
         worker: The worker; its name and number are those of the process in its place too.
         step: The step in which it was lost, as the log counts steps.
-        reason: The end of its conversation.
+        reason: The error at the end of its conversation, in words.
         began_seconds: When the loss was noted.
         place: The name of the worker and, where it is another one, its address.
 

@@ -45,7 +45,7 @@ def those_that_fit(
 
     Args:
         offers: Each machine, with its free bytes; of equal ones the first stays first.
-        wanted_bytes: The need of the layers.
+        wanted_bytes: The bytes needed by the layers.
     """
     fitting = [offer for offer in offers if offer[1] >= wanted_bytes]
     return sorted(fitting, key=lambda offer: -offer[1])
