@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_hetero.coordinator import deployment, moves
+from lightning_hetero.coordinator import moves
 from lightning_hetero.coordinator.lost_workers import MOST_LOSSES_IN_A_STEP
 from lightning_hetero.coordinator.replacement import Replacements
 from lightning_hetero.coordinator.snapshots import SnapshotFiles
@@ -124,7 +124,7 @@ def test_training_goes_on_where_a_move_was_undone(
         tried.append(arguments)
         raise MoveUndone("A worker was lost.")
 
-    monkeypatch.setattr(deployment, "move", undone)
+    monkeypatch.setattr(moves, "move", undone)
     found = run(Net(0), plan, "staying", tmp_path, Faults(), recovery=False)
     assert len(tried) == len(MOVES)
     assert_same(found, undisturbed(plan, "plain"))

@@ -179,7 +179,7 @@ def test_one_whose_version_does_not_fit_is_told_of_in_the_run_s_error(
     with (
         worker_process(*options, before=OTHER_TRANSFORMERS),
         pytest.raises(
-            JoinError, match=r"The worker old was refused: .* has 1\.0\.0, .* same major"
+            JoinError, match=r"The worker old was refused: .* has 1\.0\.0: .* same major"
         ),
     ):
         fit(TinyModule(), strategy)
