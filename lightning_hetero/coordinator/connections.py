@@ -156,10 +156,12 @@ class Connections:
         """Note what has happened to a worker, or to all of them; the facts are those of `Noted`."""
         moment_seconds = time.perf_counter()
         name = "" if worker is None else worker.name
-        self.roster.note(Noted(what.value, name, moment_seconds=moment_seconds, **facts))
-        state = self.roster.state
-        self.members = [self._known[row.name] for row in state.members]
-        self.workers = [self._known[row.name] for row in state.needed]
+        try:
+            self.roster.note(Noted(what.value, name, moment_seconds=moment_seconds, **facts))
+        finally:  # also after an error of a callback that reads the event
+            state = self.roster.state
+            self.members = [self._known[row.name] for row in state.members]
+            self.workers = [self._known[row.name] for row in state.needed]
 
     def _add(self, number: int, name: str) -> Member:
         """Open a session with a worker, which becomes a member."""
@@ -247,8 +249,11 @@ class Connections:
             worker: The worker.
             why: The fate of it, for later questions; empty if it may join again.
         """
-        self.note(What.LEFT, worker, text=why)
+        if worker.row.phase is Phase.IDLE:  # else it is gone, or the run is over by it
+            self.note(What.LEFT, worker, text=why)
         self.requests.forget(worker)
+        # Its name may join again; the end of this conversation is no end of the next one.
+        self._by_channel.pop(worker.channel, None)
         worker.channel.close(m.Goodbye())
 
     def forget_reports_of(self, workers: Collection[Member]) -> None:
@@ -304,14 +309,14 @@ class Connections:
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
         self._end = str(self.lost or "The coordinator has ended the session.")
-        members = self.members
-        self.note(What.CLOSED)
         try:
-            say_goodbye(members)
+            say_goodbye(self.members)
         except KeyboardInterrupt:
             # The process may live on, as that of a notebook does, and would keep the workers.
-            say_goodbye(members)
+            say_goodbye(self.members)
             raise
+        finally:
+            self.note(What.CLOSED)
 
     def named(self, name: str) -> Member:
         """The worker of that name."""
@@ -402,6 +407,7 @@ class Connections:
         if is_idle and not is_needed:
             self.note(What.LEFT, worker, text=f"was lost {self.when}")
             self.requests.forget(worker)
+            self._by_channel.pop(worker.channel, None)
             rank_zero_warn(f"{text} It had no layers, so the run goes on without it.")
         elif worker.row.phase is not Phase.GONE:
             what = What.GIVEN_UP if worker.row.is_needed else What.MISSED
@@ -655,7 +661,10 @@ class Connections:
 
     def numbered(self, number: int) -> Member | None:
         """The worker of a number, also one that is gone; None if there is none."""
-        return next((each for each in self._known.values() if each.number == number), None)
+        # Threads that read from channels ask too, and no state of the roster changes.
+        rows = self.roster.state.rows.values()
+        name = next((row.name for row in rows if row.number == number), None)
+        return None if name is None else self._known[name]
 
     def take_end_of(self, lost: Member) -> None:
         """Hear how a worker's channel has ended. Other arrivals are heard later.

@@ -148,7 +148,6 @@ TABLE: Mapping[tuple[Phase, What], Phase] = {
     (Phase.GIVEN_UP, What.AGAIN): Phase.LOST,
     (Phase.GONE, What.JOINED): Phase.IDLE,
     (Phase.GONE, What.UNDONE): Phase.LOST,
-    (Phase.GONE, What.LEFT): Phase.GONE,
 }
 
 # The next thing to do for the workers in a phase; the first entry comes first.

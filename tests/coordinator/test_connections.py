@@ -12,12 +12,15 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_hetero.coordinator.connections import Connections
 from lightning_hetero.coordinator.member import Member
 from lightning_hetero.coordinator.neighbors import RemoteNeighbors
+from lightning_hetero.coordinator.roster import Phase
 from lightning_hetero.coordinator.session import Listening
-from lightning_hetero.errors import WorkerLost, WorkerUnreachable
+from lightning_hetero.errors import ChannelError, WorkerLost, WorkerUnreachable
+from lightning_hetero.events import Event
 from lightning_hetero.pipeline.placement import Placement
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.tensor_bytes import BufferPool
 from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.channel import Arrival
 from lightning_hetero.transport.compatibility import Identity
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.worker.owner import Owner
@@ -141,6 +144,50 @@ def test_a_report_may_be_of_a_worker_without_layers_that_does_not_come_back() ->
         connections.lose(second, caught.value)
         connections.asides[m.NeighborLost](first, m.NeighborLost(second.number, "It has ended."))
         assert connections.members == [first]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.filterwarnings("ignore:.*It had no layers, so the run goes on without it")
+def test_the_late_end_of_a_former_conversation_is_no_end_of_the_next_one(is_lost: bool) -> None:
+    with connected(deadlines=Deadlines()) as (connections, _):
+        first, second = connections.workers
+        connections.assign(Placement.line([first.name], [[0]]))
+        late = Arrival(second.channel, ChannelError("It has ended."))
+        if is_lost:
+            connections.lose(second, ChannelError("It has ended."))
+        connections.release(second)
+        again = connections.admit(second.name)
+        connections._inbox.put(late)
+        connections.hear()
+        assert again.row.phase is Phase.IDLE
+        assert connections.lost is None
+
+
+def test_a_worker_that_has_ended_the_run_may_be_released() -> None:
+    """Who has let it in cleans up, and must not hide the error."""
+    with connected() as (connections, _):
+        first, second = connections.workers
+        connections.assign(Placement.line([first.name], [[0]]), [first, second])
+        error = connections.lose(second, ChannelError("It has ended."))
+        connections.release(second)
+        assert str(connections.lost) == str(error)
+
+
+def test_a_callback_that_raises_leaves_who_is_a_member_right() -> None:
+    def raises(_event: Event) -> None:
+        raise RuntimeError("not today")
+
+    with connected() as (connections, _):
+        first, second = connections.workers
+        with pytest.raises(RuntimeError, match="not today"):
+            connections.roster.publish_to(raises)
+        with pytest.raises(RuntimeError, match="not today"):
+            connections.assign(Placement.line([first.name], [[0]]))
+        assert connections.workers == [first]
+        with pytest.raises(RuntimeError, match="not today"):
+            connections.close()
+        assert all(each.channel.is_over for each in (first, second))
+        connections.roster.publish_to(lambda _event: None)
 
 
 def test_a_run_that_was_interrupted_does_not_wait_for_a_connection() -> None:
