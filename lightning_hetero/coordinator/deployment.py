@@ -188,8 +188,15 @@ class Deployment:
             before.hosted.detach()
         self.hosted: HostedReplicas | None = None
         if hosted:
-            placement = Placement.of(plan)
-            self.hosted = self._parts.hosted(coordinator, placement, hosted, self._hollow)
+            self.hosted = self._parts.hosted(
+                Placement.of(plan),
+                hosted,
+                remote_layers,
+                coordinator.stages,
+                recorder,
+                self._hollow,
+                coordinator.optimizers.open_exchange,
+            )
         self.coordinator.optimizers.hosted = self.hosted
         self._hooks = self._hollow_out()
         stamp = coordinator.stages.stamp_of_earlier

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
-
-from torch import Tensor, nn
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ModelError
-from ..model.hollow import HollowLayers
 from ..pipeline.handover import Request
-from ..pipeline.microbatch import CheckFirstBatch
-from ..pipeline.placement import Placement
 from ..pipeline.rule import Key
-from .layers import RemoteLayers
-from .worker_stages import RemoteStage
 
 if TYPE_CHECKING:
     from .replicas import HostedReplicas
-    from .session import Coordinator
-    from .steps import RemoteStages
 
 
 class NoTwins:
@@ -68,55 +60,35 @@ class NoTwins:
         """
 
 
+def _no_twins(*_: Any) -> NoTwins:
+    return NoTwins()
+
+
+def _no_move(*_: Any) -> None:
+    raise ModelError(
+        "This installation of lightning-hetero cannot move layers, since `coordinator.moves` is "
+        "missing; install the whole package, or leave layers where they are."
+    )
+
+
+def _no_hosting(*_: Any) -> NoReturn:
+    raise ModelError(
+        "In this installation of lightning-hetero the coordinator cannot be a replica, since "
+        "`coordinator.replicas` is missing; install the whole package, or take 'coordinator' out "
+        "of the stage."
+    )
+
+
+@dataclass(frozen=True)
 class DeploymentParts:
-    """Makes the parts of a deployment; here those that the core alone has."""
+    """The parts of a deployment; by default those of the core alone.
 
-    def twins(
-        self,
-        layers: Mapping[int, nn.Module],
-        kept: Collection[int],
-        remote: RemoteLayers,
-        stages: RemoteStages,
-        seed: int,
-        mode: CheckFirstBatch,
-        told: Callable[[], Mapping[Tensor, bool]],
-    ) -> NoTwins:
-        """The comparison of layers on workers with the layers of this process; see `Twins`."""
-        return NoTwins()
+    Args:
+        twins: Compares layers on workers with the layers of this process: `Twins`.
+        move: Moves layers between workers: `coordinator.moves.move`.
+        hosted: Runs the layers of this process as a replica: `HostedReplicas`.
+    """
 
-    def move(
-        self,
-        remote: RemoteLayers,
-        stages: Sequence[RemoteStage],
-        placement: Placement,
-        seed: int,
-        is_on_disk: Callable[[str], bool],
-    ) -> None:
-        """Move layers between workers; see `coordinator.moves.move`.
-
-        Raises:
-            ModelError: If nothing here can.
-        """
-        raise ModelError(
-            "This installation of lightning-hetero cannot move layers, since "
-            "`coordinator.moves` is missing; install the whole package, or leave layers where they "
-            "are."
-        )
-
-    def hosted(
-        self,
-        coordinator: Coordinator,
-        placement: Placement,
-        layers: Mapping[int, nn.Module],
-        hollow: HollowLayers,
-    ) -> HostedReplicas:
-        """The layers of this process as a replica.
-
-        Raises:
-            ModelError: If nothing here can.
-        """
-        raise ModelError(
-            "In this installation of lightning-hetero the coordinator cannot be a replica, since "
-            "`coordinator.replicas` is missing; install the whole package, or take 'coordinator' "
-            "out of the stage."
-        )
+    twins: Callable[..., NoTwins] = _no_twins
+    move: Callable[..., None] = _no_move
+    hosted: Callable[..., HostedReplicas] = _no_hosting

@@ -59,7 +59,7 @@ from .run_events import failure, now, publish_begin, publish_deployed
 from .training_run import Run, TrainingRun, check_move
 from .window_step import WindowsAlone
 from .wings import (
-    InstalledParts,
+    deployment_parts,
     halves_of_layers,
     moving_averages,
     observers_of,
@@ -585,7 +585,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             deadlines=dataclasses.replace(self.deadlines, linger_seconds=linger_seconds),
             recover=recover,
             observers=self._observers,
-            parts=InstalledParts(),
+            parts=deployment_parts(),
         )
 
     def _leave_weights(self) -> None:

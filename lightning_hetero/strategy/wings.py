@@ -6,26 +6,21 @@ Each function imports its wing when it is called, so a room that nobody chooses 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
-from typing_extensions import override
 
 from .._lightning import pl
 from ..coordinator.deployment import Deployment
-from ..coordinator.parts import DeploymentParts, NoTwins
+from ..coordinator.parts import DeploymentParts
 from ..coordinator.progress import Bars
 from ..errors import PlanError
 from ..events import Observers, RecordFile, RunObserver
-from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer
-from ..pipeline.microbatch import CheckFirstBatch
-from ..pipeline.placement import Placement
 from ..plan import Plan
 from ..recovery import Recovery, too_few
 from ..worker_sources import ClusterFile
@@ -37,12 +32,8 @@ from .training_run import Guard
 from .unguarded import Unguarded
 
 if TYPE_CHECKING:
-    from ..coordinator.layers import RemoteLayers
     from ..coordinator.listed_workers import ListedWorkers
-    from ..coordinator.replicas import HostedReplicas
     from ..coordinator.session import Coordinator
-    from ..coordinator.steps import RemoteStages
-    from ..coordinator.worker_stages import RemoteStage
 
 
 def _has(wing: str) -> bool:
@@ -92,56 +83,22 @@ def _lookout(*run: Any) -> Any:
     return Lookout(*run)
 
 
-class InstalledParts(DeploymentParts):
-    """Makes the parts of a deployment, as far as they are installed."""
-
-    @override
-    def twins(
-        self,
-        layers: Mapping[int, nn.Module],
-        kept: Collection[int],
-        remote: RemoteLayers,
-        stages: RemoteStages,
-        seed: int,
-        mode: CheckFirstBatch,
-        told: Callable[[], Mapping[Tensor, bool]],
-    ) -> NoTwins:
-        if not _has("coordinator.twins"):
-            return super().twins(layers, kept, remote, stages, seed, mode, told)
+def deployment_parts() -> DeploymentParts:
+    """The parts of a deployment, as far as they are installed."""
+    parts: dict[str, Any] = {}
+    if _has("coordinator.twins"):
         from ..coordinator.twins import Twins
 
-        return Twins(layers, kept, remote, stages, seed, mode, told)
-
-    @override
-    def move(
-        self,
-        remote: RemoteLayers,
-        stages: Sequence[RemoteStage],
-        placement: Placement,
-        seed: int,
-        is_on_disk: Callable[[str], bool],
-    ) -> None:
-        if not _has("coordinator.moves"):
-            return super().move(remote, stages, placement, seed, is_on_disk)
+        parts["twins"] = Twins
+    if _has("coordinator.moves"):
         from ..coordinator.moves import move
 
-        return move(remote, stages, placement, seed, is_on_disk)
-
-    @override
-    def hosted(
-        self,
-        coordinator: Coordinator,
-        placement: Placement,
-        layers: Mapping[int, nn.Module],
-        hollow: HollowLayers,
-    ) -> HostedReplicas:
-        if not _has("coordinator.replicas"):
-            return super().hosted(coordinator, placement, layers, hollow)
+        parts["move"] = move
+    if _has("coordinator.replicas"):
         from ..coordinator.replicas import HostedReplicas
 
-        remote, stages, recorder = coordinator.layers, coordinator.stages, coordinator.recorder
-        number_of = coordinator.optimizers.open_exchange
-        return HostedReplicas(placement, layers, remote, stages, recorder, hollow, number_of)
+        parts["hosted"] = HostedReplicas
+    return DeploymentParts(**parts)
 
 
 def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
@@ -157,12 +114,14 @@ def halves_of_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 def run_guard(module: pl.LightningModule, options: StepOptions) -> Guard:
     """The watch for silent mistakes in a training."""
-    if not _has("guard"):
-        if options.batches.check != "off":
-            rank_zero_warn(
-                "Nothing checks this run for wrong numbers, since `lightning_hetero.guard` is not "
-                "installed; install the whole package, or set `check_first_batch='off'`."
-            )
+    missing = [name for name in ("guard", "coordinator.twins") if not _has(name)]
+    if missing and options.batches.check != "off":
+        rank_zero_warn(
+            "Nothing checks this run for wrong numbers, or not all of it, since lightning_hetero "
+            f"lacks {' and '.join(missing)}; install the whole package, or set "
+            "`check_first_batch='off'`."
+        )
+    if "guard" in missing:
         return Unguarded()
     from ..guard.step_guard import RunGuard
 
