@@ -33,6 +33,7 @@ WINGS = {
         "worker.snapshots",
         "worker.takeover",
     ],
+    "reconnection": ["transport.reconnection", "transport.resumption"],
     "replan": ["replan"],
     "replicas": ["coordinator.replicas", "worker.replicas"],
     "report": ["report"],

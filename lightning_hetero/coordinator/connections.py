@@ -43,6 +43,7 @@ from ..transport.address import Address
 from ..transport.channel import LOOK_SECONDS, Arrival, Channel, Inbox
 from ..transport.compatibility import differences
 from ..transport.deadlines import Deadlines
+from ..transport.wings import linger_seconds
 from .member import Member, Source, say_goodbye
 from .requests import Answer, Requests
 from .roster import Phase, Roster, What
@@ -229,7 +230,7 @@ class Connections:
         self.requests.forget(worker, worker.journal.requests if worker.journal else ())
         worker.channel.close(m.Goodbye())  # it may be a process that was not restored in time
         yield
-        worker.channel.on_sent = on_sent
+        worker.channel.report_sent(on_sent)
         self._by_channel[worker.channel] = worker
 
     def admit(self, own_name: str) -> Member:
@@ -271,7 +272,8 @@ class Connections:
 
     def _note_lingering(self, worker: Member) -> None:
         """Tell of a worker that allows less time for broken connections than this run wants."""
-        asked_seconds, lingering = self.deadlines.linger_seconds, worker.channel.line.lingering
+        lingering = worker.channel.line.lingering
+        asked_seconds = linger_seconds(self.deadlines.linger_seconds)
         seconds = 0.0 if lingering is None else lingering.seconds
         if seconds < asked_seconds:
             rank_zero_warn(

@@ -52,7 +52,7 @@ class RemoteNeighbors:
             return
         for source, target in ((worker, other), (other, worker)):
             self._connections.note(What.FORWARDED, source, number=target.number)
-            source.channel.forward = partial(self._forward, source)
+            source.channel.forward_by(partial(self._forward, source))
         rank_zero_warn(
             f"{worker} cannot reach {other}, and the coordinator reaches both. So the coordinator "
             "forwards what passes between the two: the numbers stay the same, but each activation "

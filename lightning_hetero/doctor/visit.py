@@ -24,11 +24,11 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader
 from ..protocol.session import Session, opening_session
 from ..transport.address import Address
-from ..transport.channel import Channel, Inbox, exchange_over
+from ..transport.channel import Channel, Inbox
 from ..transport.connection import Connection, SocketConnection, prepare_socket
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import greet
-from ..transport.link_probe import Exchange, measure_link
+from ..transport.link_probe import Exchange, exchange_over, measure_link
 from ..transport.tls import Credentials, credentials_of, secured
 from .checks import (
     COPY_ITS_FILE,

@@ -7,8 +7,8 @@ While the writing thread waits for the device to finish a tensor, the reading th
 of life. All arrivals, and the channel's end, go to one inbox: the computing thread never waits for
 the network.
 
-Below a channel is its line. The line may replace a broken connection; the users of the channel do
-not notice.
+Below a channel is its line (`line`). The line may replace a broken connection; the users of the
+channel do not notice.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from ..protocol.session import Session
 from ..protocol.tensor_bytes import BufferPool
 from .connection import MOST_BYTES_AT_ONCE, Connection, PeerWork, Traffic
 from .deadlines import Deadlines
-from .link_probe import Exchange, PeerClock, payload
-from .reconnection import Line, Lingering, reason_of
+from .line import Lingering, reason_of
+from .peer_clock import PeerClock
+from .wings import line_over
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ Queued = tuple[m.Message, Callable[[], list[memoryview]]]
 # Keeps a message before it is queued. Its arguments are the message, the encoder of the frame, and
 # whether the encoder may be called at once. It returns the encoder for the channel.
 Keep = Callable[[m.Message, Encode, bool], Encode]
+
+# Gets a sent message, the bytes of its frame, and the start of sending.
+OnSent = Callable[[m.Message, int, float], None]
 
 # How often a waiting thread looks whether this process has to end.
 LOOK_SECONDS = 1.0
@@ -103,10 +107,6 @@ class Channel:
         activity: The present work of this end, in words for people at the other end.
         peer_activity: The peer's latest report of its activity; empty at first.
         clock: Compares the peer's clock with ours.
-        on_sent: Called after each message, in a thread of the channel or in the sender's thread,
-            with the message, the bytes of its frame, and the start of sending.
-        forward: Called in the reading thread with each frame. If it returns true, the frame does
-            not reach the inbox.
         keep: Keeps sent messages for a process in the peer's place, if there may be one.
     """
 
@@ -120,7 +120,7 @@ class Channel:
         lingering: Lingering | None = None,
     ) -> None:
         self.peer = peer
-        self.line = Line(connection, peer, deadlines, lingering)
+        self.line = line_over(connection, peer, deadlines, lingering)
         self._frozen_seconds = frozen_seconds or deadlines.silence_seconds
         self.activity = ""
         self.peer_activity = ""
@@ -133,8 +133,9 @@ class Channel:
         # The error of an encoder, if it has ended the channel.
         self._encode_error: HeteroError | None = None
         self.clock = PeerClock(self.send)
-        self.on_sent: Callable[[m.Message, int, float], None] | None = None
-        self.forward: Callable[[Frame], bool] | None = None
+        self._on_sent: OnSent | None = None
+        self._forward: Callable[[Frame], bool] | None = None
+        self._on_break: Callable[[str], None] = _ignore
         self.keep: Keep | None = None
         self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
         self._is_encoding = False
@@ -166,6 +167,26 @@ class Channel:
             except RuntimeError as error:
                 raise self._without_threads(error) from error
             self._threads.append(thread)
+
+    def report_sent(self, on_sent: OnSent | None) -> None:
+        """Report each message after it is sent, in a thread of the channel or in the sender's
+        thread; None ends the reports."""
+        self._on_sent = on_sent
+
+    @property
+    def on_sent(self) -> OnSent | None:
+        """The receiver of reports of sent messages."""
+        return self._on_sent
+
+    def report_breaks(self, on_break: Callable[[str], None]) -> None:
+        """Report in the reading thread why the connection broke, as a sentence, and by an empty
+        text that another connection has taken its place."""
+        self._on_break = on_break
+
+    def forward_by(self, forward: Callable[[Frame], bool]) -> None:
+        """Offer each frame in the reading thread; a frame that is taken does not reach the
+        inbox."""
+        self._forward = forward
 
     def _without_threads(self, cause: RuntimeError) -> ChannelError:
         """Report to the peer why this end cannot talk, and end the channel."""
@@ -271,8 +292,8 @@ class Channel:
         except (OSError, HeteroError) as error:
             self._end_writing(error)
             return True
-        if is_sent and self.on_sent is not None:
-            self.on_sent(message, num_bytes, start)
+        if is_sent and self._on_sent is not None:
+            self._on_sent(message, num_bytes, start)
         return is_sent
 
     def wait_until_sent(self, most_queued: int, look: Callable[[], None] | None = None) -> None:
@@ -377,14 +398,16 @@ class Channel:
             self._end(inbox, error)
 
     def _forwards(self, frame: Frame) -> bool:
-        return self.forward is not None and self.forward(frame)
+        return self._forward is not None and self._forward(frame)
 
     def _next_frame(self, reader: FrameReader) -> Frame:
         while True:
             try:
                 frame = self._receive(reader)
             except (OSError, ChannelError) as error:
-                self.line.recover(error)
+                self._on_break(self.line.leave(error))
+                self.line.come_back()
+                self._on_break("")
                 reader.begin_again()
                 self._num_silent_waits, self._peer_work = 0, None
                 # It wakes the writing thread, which repeats the frames not yet received.
@@ -534,8 +557,8 @@ class Channel:
         buffers = self._encoded(encode)
         start, num_bytes = time.perf_counter(), sum(map(len, buffers))
         self.line.send(type(message).__name__, buffers)
-        if self.on_sent is not None:
-            self.on_sent(message, num_bytes, start)
+        if self._on_sent is not None:
+            self._on_sent(message, num_bytes, start)
 
     def _encoded(self, encode: Encode) -> list[memoryview]:
         self._is_encoding = True
@@ -559,37 +582,16 @@ class Channel:
             self._progress.notify_all()
 
 
+def _ignore(_reason: str) -> None:
+    """The breaks of a connection interest nobody."""
+
+
 def _reason_of_silence(since_answer: float | None, is_cut_off: bool) -> str:
     if since_answer is None:
         return ""
     if is_cut_off:
         return ", nor from its machine: it is off, or the network between is cut"
     return ": its machine answers, so its process is frozen, or a tunnel to it is cut"
-
-
-def exchange_over(channel: Channel, inbox: Inbox, patience_seconds: float) -> Exchange:
-    """Probes over a channel; the caller is the only reader of its inbox.
-
-    Raises:
-        ChannelError: When used, if the peer does not answer.
-    """
-
-    def exchange(there_bytes: int, back_bytes: int) -> None:
-        channel.send(m.Probe(back_bytes), *payload(there_bytes))
-        try:
-            content = inbox.get(timeout=patience_seconds).content
-        except Empty:
-            raise ChannelError(
-                f"{channel.peer} did not answer a probe within {patience_seconds:.0f} s."
-            ) from None
-        if isinstance(content, HeteroError):
-            raise content
-        if isinstance(content.message, m.Paused):
-            raise ChannelError(f"{channel.peer} is paused by its owner.")
-        if not isinstance(content.message, m.ProbeAnswer):
-            raise ChannelError(f"{channel.peer} answered a probe with {content.message}.")
-
-    return exchange
 
 
 def send_copied(channel: Channel, content: Content, copies: Copies) -> None:
@@ -616,7 +618,7 @@ def _encode_copied(head: memoryview, copy: HostCopy) -> list[memoryview]:
 
 def observe(channel: Channel, peer: int, recorder: Recorder | None) -> None:
     """Report each message from this channel to process ``peer`` to a recorder; None stops this."""
-    channel.on_sent = None if recorder is None else partial(_note_sent, recorder, peer)
+    channel.report_sent(None if recorder is None else partial(_note_sent, recorder, peer))
 
 
 def _note_sent(

@@ -36,9 +36,10 @@ from .connection import (
     send_buffers,
 )
 from .deadlines import Deadlines
+from .line import Lingering, PeerGone, receive_some
 from .process_names import has_ended, own_name
-from .reconnection import Lingering, PeerGone, receive_some
 from .tls import Credentials, secured
+from .wings import linger_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ def dial(
     Raises:
         WorkerUnreachable: If a worker does not answer there, or one end refuses the other.
     """
-    asked_seconds = deadlines.linger_seconds
+    asked_seconds = linger_seconds(deadlines.linger_seconds)
     hello = m.Hello(
         m.PROTOCOL_VERSION,
         role,
@@ -329,7 +330,7 @@ def open_over(
         "coordinator",
         session_name,
         identity.equipment,
-        linger_seconds=deadlines.linger_seconds,
+        linger_seconds=linger_seconds(deadlines.linger_seconds),
         process=own_name(),
     )
     began_seconds, session = time.monotonic(), opening_session(hello.role)

@@ -1,22 +1,21 @@
-"""Round trips over a link: probes to measure its speed, and questions for the peer's clock."""
+"""Round trips over a link: probes to measure its speed."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from queue import Empty
 
 import torch
 
+from ..errors import ChannelError, HeteroError
 from ..protocol import messages as m
-from ..protocol.fields import ClockSample
+from .channel import Channel, Inbox
 
 # From small sizes, which only measure the latency, to large sizes, which only measure the
 # bandwidth.
 PROBE_BYTES = (2**10, 2**16, 2**20, 2**22, 2**24, 2**26)
 _REPEATS = 5
-_MOST_CLOCK_SAMPLES = 512
 
 # Sends the first number of bytes and waits for the second number of bytes back.
 Exchange = Callable[[int, int], None]
@@ -57,53 +56,26 @@ def payload(num_bytes: int) -> tuple[torch.Tensor, ...]:
     return (torch.zeros(num_bytes, dtype=torch.uint8),) if num_bytes else ()
 
 
-class PeerClock:
-    """Compares a peer's clock with ours, both `time.perf_counter`.
+def exchange_over(channel: Channel, inbox: Inbox, patience_seconds: float) -> Exchange:
+    """Probes over a channel; the caller is the only reader of its inbox.
 
-    The peer's channel answers at once, even while the peer computes.
-
-    Args:
-        send: Sends a message to the peer.
+    Raises:
+        ChannelError: When used, if the peer does not answer.
     """
 
-    def __init__(self, send: Callable[[m.Message], None]) -> None:
-        self._send = send
-        self._asked = (0, 0.0)
-        self._num_left = 0
-        self._samples: deque[ClockSample] = deque(maxlen=_MOST_CLOCK_SAMPLES)
-        self._answered = threading.Condition()
+    def exchange(there_bytes: int, back_bytes: int) -> None:
+        channel.send(m.Probe(back_bytes), *payload(there_bytes))
+        try:
+            content = inbox.get(timeout=patience_seconds).content
+        except Empty:
+            raise ChannelError(
+                f"{channel.peer} did not answer a probe within {patience_seconds:.0f} s."
+            ) from None
+        if isinstance(content, HeteroError):
+            raise content
+        if isinstance(content.message, m.Paused):
+            raise ChannelError(f"{channel.peer} is paused by its owner.")
+        if not isinstance(content.message, m.ProbeAnswer):
+            raise ChannelError(f"{channel.peer} answered a probe with {content.message}.")
 
-    def compare(self, times: int) -> None:
-        """Ask so many times, one question after the other; does not wait for the answers."""
-        self._num_left = times
-        self._ask()
-
-    def samples(self, patience_seconds: float) -> list[ClockSample]:
-        """The latest answers; waits for the first one, but not longer than ``patience_seconds``."""
-        with self._answered:
-            self._answered.wait_for(lambda: self._samples, patience_seconds)
-            return list(self._samples)
-
-    def take(self, message: m.Message) -> None:
-        """Answer a question, or note an answer; called by the channel's reading thread."""
-        if isinstance(message, m.AskClock):
-            self._send(m.ClockTold(message.number, time.perf_counter()))
-        elif isinstance(message, m.ClockTold):
-            self._on_told(message)
-
-    def _ask(self) -> None:
-        self._num_left -= 1
-        number = self._asked[0] + 1
-        self._asked = number, time.perf_counter()
-        self._send(m.AskClock(number))
-
-    def _on_told(self, message: m.ClockTold) -> None:
-        now = time.perf_counter()
-        number, asked = self._asked
-        if message.number != number:
-            return  # the answer to an earlier comparison
-        with self._answered:
-            self._samples.append(ClockSample(asked, message.moment_seconds, now))
-            self._answered.notify_all()
-        if self._num_left > 0:
-            self._ask()
+    return exchange

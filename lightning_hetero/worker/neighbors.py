@@ -188,14 +188,13 @@ class SessionNeighbors:
         """Open the channel to a peer; report its breaks and returns to the coordinator."""
         peer = self._peers[number]
         channel = self._dial(peer.address, peer.session, self._number)
-        channel.line.on_away = partial(self._tell_away, number)
-        channel.line.on_back = partial(self._tell, m.NeighborBack(number))
+        channel.report_breaks(partial(self._tell_break, number))
         start(channel)
         self._downstream[number], self._dialled[number] = channel, peer.session
         self._keep_over(channel, number)
 
-    def _tell_away(self, number: int, reason: str) -> None:
-        self._tell(m.NeighborAway(number, reason))
+    def _tell_break(self, number: int, reason: str) -> None:
+        self._tell(m.NeighborAway(number, reason) if reason else m.NeighborBack(number))
 
     def _tell(self, message: m.Message) -> None:
         """Report a connection to the coordinator; called by the reading thread of its channel."""

@@ -77,7 +77,7 @@ from .timing import SessionTiming
 from .wings import holder_of, session_parts
 
 if TYPE_CHECKING:
-    from ..transport.reconnection import Line
+    from ..transport.line import Line
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class StageSession:
         # Whether each action is reported as it begins: it may end this process as it ended others.
         self._reports_actions = False
         self._coordinator = coordinator
-        coordinator.forward = self._let_neighbors_go
+        coordinator.forward_by(self._let_neighbors_go)
         self._neighbors = SessionNeighbors(coordinator, self._dial_neighbor)
         self._copies = device_for(host.device).copies()
         self._inbox: Inbox = SimpleQueue()

@@ -17,8 +17,8 @@ from ..errors import ModelError, WorkerUnreachable
 from ..pipeline.bench import Bench, LayerTrial, OptimizerTrial, attempt
 from ..pipeline.stage_layers import build_for_values
 from ..protocol import messages as m
-from ..transport.channel import Channel, Handler, Inbox, exchange_over
-from ..transport.link_probe import measure_link, payload
+from ..transport.channel import Channel, Handler, Inbox
+from ..transport.link_probe import exchange_over, measure_link, payload
 from .owner import Host
 from .parts import Answer, SessionPart
 

@@ -44,8 +44,9 @@ from ..transport.connection import (
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import address_of, check_hello, receive_hello
 from ..transport.handshake_limits import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
-from ..transport.reconnection import Lingering
+from ..transport.line import Lingering
 from ..transport.tls import Credentials, secured
+from ..transport.wings import linger_seconds
 from .owner import Host, Owner
 from .second_processes import Beside, SecondStatus
 from .session import StageSession
@@ -380,7 +381,7 @@ class Worker:
         rules.received(hello)
         deadlines = self._host.deadlines
         patience_seconds = deadlines.frozen_seconds if is_coordinator else None
-        seconds = min(hello.linger_seconds, self._host.owner.linger_seconds)
+        seconds = linger_seconds(min(hello.linger_seconds, self._host.owner.linger_seconds))
         lingering = Lingering(seconds) if seconds > 0 else None
         channel = Channel(connection, rules, peer, deadlines, patience_seconds, lingering)
         with self._session_changed:

@@ -136,7 +136,7 @@ class NetChannel(Channel):
             end.queue.clear()
             end.line.is_away = True
         for end in (self, self.other):
-            end.line.on_away("It was cut.")
+            end._on_break("It was cut.")
 
     def come_back(self) -> None:
         """Another connection takes the place of the broken one."""
@@ -145,7 +145,7 @@ class NetChannel(Channel):
             end.line.is_away = False
         for end in (self, self.other):
             end.send_due()
-            end.line.on_back()
+            end._on_break("")
 
     def deliver(self) -> None:
         """Bring the next frame to the other end."""

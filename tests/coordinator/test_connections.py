@@ -69,7 +69,7 @@ def later(relay: Relay) -> threading.Timer:
 def cut(relay: Relay, worker: Member) -> None:
     """Cut the connection to a worker, and wait until both threads of its channel know."""
     noticed = threading.Event()
-    worker.channel.line.on_away = lambda _reason: noticed.set()
+    worker.channel.report_breaks(lambda _reason: noticed.set())
     relay.pull()
     assert noticed.wait(60)
 

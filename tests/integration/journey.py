@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Channel
-from lightning_hetero.transport.reconnection import Line
+from lightning_hetero.transport.reconnection import LingeringLine
 
 from ..models import TinyModule, fit, loader
 
@@ -208,7 +208,7 @@ class Returns(logging.Handler):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, it counts."""
-        note, line = Channel._note, logging.getLogger(Line.__module__)
+        note, line = Channel._note, logging.getLogger(LingeringLine.__module__)
 
         def noting(channel: Channel, message: m.Message) -> None:
             note(channel, message)

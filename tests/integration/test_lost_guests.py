@@ -273,7 +273,7 @@ def test_one_that_nobody_can_dial_joins_again_when_its_broken_connection_is_give
         right = scene.strategy.deployment.coordinator.connections.named("right")
         line = right.channel.line
         assert line.lingering is not None
-        line._lingering = replace(line.lingering, redial=unreachable)
+        line.lingering = replace(line.lingering, redial=unreachable)
         line.connection.shut_down()
 
     assert_same(scene.run({3: break_connection}, linger_seconds=1.0), undisturbed)

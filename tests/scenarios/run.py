@@ -23,7 +23,7 @@ from lightning_hetero import (
 )
 from lightning_hetero.planner.profile import Measured
 from lightning_hetero.profiler.profiling_run import ProfilingRun
-from lightning_hetero.transport.reconnection import Line
+from lightning_hetero.transport.reconnection import LingeringLine
 
 from ..conftest import WorkerProcess, worker_process
 from ..integration.lost_runs import kill_session
@@ -274,7 +274,7 @@ class Listening(logging.Handler):
         """Inside, it does."""
         # Lightning's logger belongs to the module, of lightning or pytorch_lightning, that another
         # test has imported last.
-        loggers = [logging.getLogger(Line.__module__), rank_zero.log]
+        loggers = [logging.getLogger(LingeringLine.__module__), rank_zero.log]
         for each in loggers:
             each.addHandler(self)
         try:

@@ -12,7 +12,7 @@ from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.connection import Connection
-from lightning_hetero.transport.reconnection import Lingering
+from lightning_hetero.transport.line import Lingering
 
 from .pairs import (
     PATIENCE_SECONDS,

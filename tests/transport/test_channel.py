@@ -80,7 +80,7 @@ def senders_of(end: End) -> dict[int, list[int]]:
         if isinstance(message, m.Activation):
             senders.setdefault(threading.get_ident(), []).append(message.microbatch)
 
-    end.channel.on_sent = note
+    end.channel.report_sent(note)
     return senders
 
 
@@ -193,15 +193,19 @@ def test_garbage_ends_the_channel() -> None:
         assert isinstance(end.next().content, RemoteProtocolError)
 
 
+# A sign of life to an end that has gone would cut the connection.
+SELDOM = Deadlines(heartbeat_seconds=PATIENCE_SECONDS, silence_seconds=10 * PATIENCE_SECONDS)
+
+
 def test_an_end_inside_a_frame_differs_from_an_end_between_frames() -> None:
     [frame] = encode_frame(Frame(activation(0)))
-    with one_end() as (end, upstream):
+    with one_end(SELDOM) as (end, upstream):
         upstream.sendall(frame[:-1])
         upstream.close()
         error = end.next().content
         assert isinstance(error, ChannelError)
         assert "upstream ended the connection in the middle of a message" in str(error)
-    with one_end() as (end, upstream):
+    with one_end(SELDOM) as (end, upstream):
         upstream.sendall(frame)
         upstream.close()
         assert isinstance(end.next().content, Frame)

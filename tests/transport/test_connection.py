@@ -20,7 +20,7 @@ from lightning_hetero.transport.connection import (
     awaited_bytes,
     prepare_socket,
 )
-from lightning_hetero.transport.reconnection import receive_some
+from lightning_hetero.transport.line import receive_some
 from lightning_hetero.transport.tls import Credentials, secured
 from lightning_hetero.transport.token import Token
 

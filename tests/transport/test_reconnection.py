@@ -17,7 +17,7 @@ from lightning_hetero.errors import ChannelError, HeteroError, RemoteProtocolErr
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport import reconnection
-from lightning_hetero.transport.reconnection import PeerGone
+from lightning_hetero.transport.line import Line, PeerGone
 
 from .lingering import Switch, Weather, lingering_pair
 from .pairs import PATIENCE_SECONDS, End, channel_pair, memory_pair
@@ -249,7 +249,6 @@ def test_a_channel_that_breaks_for_good_keeps_nothing() -> None:
     with channel_pair() as (up, down):
         up.channel.send(activation(0), torch.zeros(10))
         received(down, 1)
-        assert not up.channel.line._ledger._sent
-        assert not up.channel.line._ledger._due
+        assert type(up.channel.line) is Line
         down.channel.line.connection.shut_down()
         assert "without a Goodbye" in str(error_of(up))

@@ -276,8 +276,8 @@ def test_a_break_is_told_also_behind_a_replacement(monkeypatch: pytest.MonkeyPat
         neighbors.expect(deploy(2))
         assert neighbors.connect([2], lambda _channel: None) == {}
         neighbors.replace(m.ReplaceNeighbor(2, "2:1", "session 3"), lambda _channel: None)
-        behind.channel.line.on_away("It broke.")
-        behind.channel.line.on_back()
+        behind.channel._on_break("It broke.")
+        behind.channel._on_break("")
     assert told == [m.NeighborAway(2, "It broke."), m.NeighborBack(2)]
 
 
