@@ -7,7 +7,7 @@ have a rule of the planner and what carries it out (`planner/membership.py`,
     strategy/      what Lightning calls: the strategy, its hooks, plan, checkpoints
     callbacks/     what a user adds: monitor, timeline, weight average, profiler
     pipeline/      how a step runs: driver, turns, hand-over, rule, stages; no socket, no Trainer
-    model/         what is cut: decoder layers, hollow layers, recipes, checkpoints
+    model/         what is cut: decoder layers, hollow layers, recipes; no file per family
     devices/       what computes: one class per backend, and copies between devices
     protocol/      what is said: messages, frames, sessions; no I/O
     transport/     how it travels: connections, channels, TLS, handshakes
@@ -18,7 +18,7 @@ have a rule of the planner and what carries it out (`planner/membership.py`,
     planner/       who gets what: pure functions from a profile to a plan
     replan/        which plan a run has: measured at its start, changed between steps
     profiler/      how fast it is: measurements of a model on its devices
-    telemetry/     what happened: recorded steps and their predictions
+    telemetry/     what happened: the timeline of recorded steps, and its predictions
     report/        what is shown: charts, diagrams, the page on a run
     doctor/        why a worker cannot be used
     guard/         whether a step is still right: checks of the user's code
@@ -34,11 +34,24 @@ have a rule of the planner and what carries it out (`planner/membership.py`,
     units.py        amounts as a person writes them
     optional.py     libraries that are an extra
     atomic_file.py  files that are written whole or not at all
+    written_blocks.py  blocks of a file with their checksums
     yaml_file.py    YAML files: read, and what is wrong with one
     version.py      the version of this package
 
     pytorch_lightning.py   the door for projects that import `pytorch_lightning`
     _lightning.py          Lightning, by the name that the project imports
+
+A wing is a part that may be missing; the files called ``wings.py`` import it. Some changes pass
+through several rooms:
+
+    an option of a stage   plan.py -> coordinator/worker_stages.py -> protocol/values.py
+                           (StageSpec) -> worker/session.py -> the file that acts
+    a metric of a stage    protocol/fields.py (Totals), pipeline/recorder.py, callbacks/monitor.py;
+                           a sensor: devices/device.py (health)
+    a transport            beside transport/connection.py; transport/handshake.py dials,
+                           worker/worker.py and launch/join.py accept
+    a format of weights    beside model/four_bit.py; model/stored.py lists the formats
+    the objective of plans planner/candidates.py (step_seconds)
 
 Imports point one way: cli -> verify -> strategy -> callbacks, guard, replan -> profiler -> report,
 coordinator -> telemetry, doctor, launch -> worker, discovery -> planner, transport -> pipeline ->
