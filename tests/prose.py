@@ -45,7 +45,6 @@ CEILINGS = {
     "pipeline": Ceiling(3.8, 1.1, 26),
     "planner": Ceiling(3.5, 1.2, 20),
     "replan": Ceiling(3.0, 1.9, 0),
-    "strategy": Ceiling(3.7, 1.3, 1),
     "worker": Ceiling(2.0, 0.4, 1),
 }
 # A ceiling has to be lowered when it is further above its room.
