@@ -42,11 +42,9 @@ CEILINGS = {
     "coordinator": Ceiling(4.3, 1.3, 7),
     "guard": Ceiling(4.3, 0.9, 7),
     "model": Ceiling(4.4, 1.1, 54),
-    "pipeline": Ceiling(3.8, 1.1, 26),
+    "pipeline": Ceiling(2.0, 0.4, 9),
     "planner": Ceiling(3.5, 1.2, 20),
-    "protocol": Ceiling(4.6, 1.2, 21),
     "replan": Ceiling(3.0, 1.9, 0),
-    "strategy": Ceiling(3.7, 1.3, 1),
     "worker": Ceiling(2.0, 0.4, 1),
 }
 # A ceiling has to be lowered when it is further above its room.

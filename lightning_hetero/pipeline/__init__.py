@@ -1,1 +1,1 @@
-"""How a step runs. Knows no socket and no Trainer."""
+"""How a step runs, without sockets and without a Trainer."""

@@ -1,4 +1,4 @@
-"""Parameters whose gradients are on their way: code that looks at one of them waits.
+"""Parameters with gradients on their way: code waits when it looks at one of them.
 
 Inside an accumulation window the backwards of a batch go on while Lightning ends this batch and
 begins the next one. Until they have run, the parameters of this process have other classes:
@@ -6,7 +6,7 @@ begins the next one. Until they have run, the parameters of this process have ot
     while other code runs          `ParameterAwaited`   waits before anything but its form is read
     while `training_step` runs     `GradientAwaited`    waits before its gradient is read or set
 
-So a hook, a callback or a logger needs no list: it finds what it would find on one device. Each
+So a list of hooks, callbacks and loggers is not needed: each finds the same as on one device. Each
 parameter stays the same object.
 """
 
@@ -32,7 +32,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-# Reads what no backward changes, and nobody can change anything by it.
+# They read what a backward leaves unchanged, and cannot be used for a change.
 _OF_FORM = frozenset(
     {
         *_getters("dtype", "device", "shape", "requires_grad", "is_leaf", "grad_fn", "ndim"),
@@ -51,7 +51,7 @@ class GradientAwaited(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, when all backwards that add to it have run."""
+        """The gradient, after all backwards that add to it."""
         _wait_for(self)
         with torch._C.DisableTorchFunctionSubclass():
             found: Tensor | None = _GRADIENT.__get__(self)
@@ -94,7 +94,8 @@ def _wait_for(parameter: nn.Parameter) -> None:
 
 
 def may_be_awaited(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether all of these parameters that train can wait: a class of its own cannot be changed."""
+    """Whether all of these parameters that train can wait: a parameter of a user's own class
+    cannot."""
     kinds = (nn.Parameter, GradientAwaited, ParameterAwaited)
     return all(type(each) in kinds for each in parameters if each.requires_grad)
 
@@ -138,13 +139,13 @@ class AwaitedGradients:
 def asking_for_gradients(
     note: Callable[[], None], observe: Callable[[str], None]
 ) -> Iterator[None]:
-    """Look out for code of a micro-batch that wants the gradient of a tensor.
+    """Look out for code of a micro-batch as it asks for the gradient of a tensor.
 
     Args:
-        note: Called where it asks, by `register_hook` or `retain_grad`: nobody knows when it looks
-            at what it gets.
-        observe: Called with the name of the function when it gets a gradient that it leaves as it
-            is, or is to keep it.
+        note: Called where it asks, by `register_hook` or `retain_grad`: when it looks at the
+            gradient is unknown.
+        observe: Called with the name of the function when it gets a gradient and leaves it as it
+            is, or asks to keep it.
     """
     own = {name: vars(Tensor).get(name) for name in ("register_hook", "retain_grad")}
     for name in own:
@@ -177,7 +178,7 @@ def _noted(ask: Any, note: Callable[[], None], observe: Callable[[], None]) -> A
                 observe()
             hooks = tuple(map(observed, hooks))
             named = {name: observed(hook) for name, hook in named.items()}
-        # Subclasses know the function of torch, and not this one.
+        # Subclasses know the function of torch, and not this function.
         if has_torch_function((tensor,)):
             return handle_torch_function(ask, (tensor,), tensor, *hooks, **named)
         return ask(tensor, *hooks, **named)

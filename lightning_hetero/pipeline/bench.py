@@ -1,8 +1,8 @@
 """The bench: it measures layers with made-up values on one device.
 
 It runs the code of `Stage` and measures seconds, saved bytes and peak bytes of one forward and one
-backward. Seconds are medians over blocks of runs. A block is long enough to contain several time
-slices of a processor that a quota or a scheduler interrupts. Blocks that differ are repeated.
+backward. Seconds are medians over blocks of runs. A block is long enough for several time slices of
+a processor under a quota or a scheduler. Differing blocks are repeated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST_TEXT = 2**16
 # Any number of a remote stage; the coordinator's is 0.
 _STAGE_INDEX = 1
 _NUM_BLOCKS = 3
-# Blocks that differ are followed by others, up to this number and this multiple of the patience.
+# Differing blocks are followed by others, up to this number and this multiple of the patience.
 _MOST_BLOCKS = 6
 _MOST_PATIENCE = 2.0
 _MOST_RUNS_OF_BLOCK = 100
@@ -72,15 +72,15 @@ def measure_stage(
 
 
 MOST_SPREAD = 0.25
-"""The share by which equal runs may differ on a device that nothing else uses."""
+"""The share by which equal runs may differ on an otherwise idle device."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """What repeated runs took.
+    """The seconds of repeated runs.
 
     Args:
-        seconds: The median of each of the seconds that a run returns.
+        seconds: The median of each of a run's seconds.
         spread: The share by which the median block took longer than the fastest block.
     """
 
@@ -143,7 +143,7 @@ def _run(
 
 
 def _memory(stage: Stage, hidden: Tensor, surroundings: Surroundings) -> tuple[int, int]:
-    """Bytes that are saved between forward and backward, and the most bytes taken at once."""
+    """Bytes saved between forward and backward, and the most bytes taken at once."""
     input_bytes = hidden.nbytes
     with device_for(stage.device).metering() as meter:
         outgoing = stage.forward(_KEY, Activation(hidden), surroundings)
@@ -164,7 +164,7 @@ def gradients_like(outgoing: Activation) -> Gradients:
 
 
 def attempt(measure: Callable[[], Found], device: torch.device) -> Found | m.NotMeasured:
-    """Return a measurement, or why it has failed; a failed one leaves no memory taken."""
+    """Return a measurement, or why it has failed; a failed one frees its memory."""
     try:
         return measure()
     except Exception as error:
@@ -178,7 +178,7 @@ def attempt(measure: Callable[[], Found], device: torch.device) -> Found | m.Not
 
 @dataclass(frozen=True)
 class LayerTrial:
-    """A layer that is to be measured; `m.MeasureLayer` carries it to a worker.
+    """A layer to measure; `m.MeasureLayer` carries it to a worker.
 
     Args:
         number: The layer's number.
@@ -188,7 +188,7 @@ class LayerTrial:
         surroundings: How the model calls the layer.
         recompute: Whether the backward runs the forward again, as in a plan.
         dtype: The compute dtype, as in a plan.
-        converts_weights: Whether the weights get that dtype too.
+        converts_weights: Whether the weights get this dtype too.
         patience_seconds: The time to spend.
     """
 
@@ -222,7 +222,7 @@ class LayerTrial:
 
     @classmethod
     def decode(cls, message: m.MeasureLayer, tensors: tuple[Tensor, ...]) -> LayerTrial:
-        """The trial that a message asks for; its tensors are on their device.
+        """The trial of a message; its tensors are on their device.
 
         Raises:
             RemoteProtocolError: If the message breaks a rule.
@@ -246,7 +246,7 @@ class LayerTrial:
 
 @dataclass(frozen=True)
 class OptimizerTrial:
-    """An optimizer that is to step over one layer; `m.MeasureOptimizer` carries it to a worker.
+    """An optimizer to step over one layer; `m.MeasureOptimizer` carries it to a worker.
 
     Args:
         number: The layer's number.
@@ -278,7 +278,7 @@ class OptimizerTrial:
 
     @classmethod
     def decode(cls, message: m.MeasureOptimizer, tensors: tuple[Tensor, ...]) -> OptimizerTrial:
-        """The trial that a message asks for."""
+        """The trial of a message."""
         return cls(
             message.layer_index,
             message.class_name,
@@ -296,8 +296,8 @@ class Bench:
         device: Computes the layers.
         build: Returns the layers on ``meta``, by number.
         buffers: Values of buffers, by name; missing ones are made up.
-        clock: Returns seconds that only grow.
-        allowed: The classes of optimizers that are allowed besides those of libraries.
+        clock: Returns seconds; they only grow.
+        allowed: The allowed classes of optimizers besides the libraries' classes.
     """
 
     device: torch.device
@@ -312,7 +312,7 @@ class Bench:
         """Measure one forward and one backward; afterwards the layer has gradients.
 
         Raises:
-            ModelError: If there is no such layer.
+            ModelError: If the layer is missing.
         """
         hidden = torch.randn(trial.hidden_shape, device=self.device).to(trial.hidden_dtype)
         hidden.requires_grad_(trial.wants_gradient and trial.surroundings.grad_enabled)
@@ -320,7 +320,7 @@ class Bench:
         return measure_stage(stage, hidden, around, trial.patience_seconds, self.clock)
 
     def collected(self, trial: LayerTrial) -> Sequence[Collected]:
-        """The outputs that one forward of a layer collects."""
+        """The collected outputs of one forward of a layer."""
         hidden = torch.randn(trial.hidden_shape, device=self.device).to(trial.hidden_dtype)
         around = replace(trial.surroundings, grad_enabled=False)
         with torch.no_grad():

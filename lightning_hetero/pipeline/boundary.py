@@ -1,7 +1,8 @@
 """The boundary between stages: hidden states and collected outputs cross it, gradients return.
 
 A model may ask its layers for more than hidden states, such as the router logits of a mixture of
-experts. Each stage adds its own outputs to those of earlier stages. All of them carry gradients:
+experts. Each stage adds its own outputs to the outputs of earlier stages. All of them carry
+gradients:
 
     stage 1 ── hidden, logits 0-3 ──▶ stage 2 ── hidden, logits 0-3, logits 4-7 ──▶ coordinator
 
@@ -26,8 +27,8 @@ from ..protocol.fields import Numerics
 
 
 class Collected(NamedTuple):
-    """A tensor that goes along with the hidden states: a collected output under transformers' name
-    for its kind, or another one under its own name; see `model/layer_call.py`."""
+    """A tensor besides the hidden states: a collected output under transformers' name for its kind,
+    or another tensor under its own name; see `model/layer_call.py`."""
 
     kind: str
     tensor: Tensor
@@ -51,7 +52,7 @@ class Activation:
 
     @property
     def carried(self) -> dict[str, Tensor]:
-        """The tensors that go along, without the collected outputs, by name."""
+        """The tensors besides the hidden states, without the collected outputs, by name."""
         return {kind: tensor for kind, tensor in self.collected if is_carried(kind)}
 
     @property
@@ -61,7 +62,7 @@ class Activation:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a backward will want a gradient of any tensor."""
+        """Whether a later backward needs a gradient of any tensor."""
         return any(tensor.requires_grad for tensor in self.tensors)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Activation:
@@ -75,9 +76,9 @@ class Gradients:
     """One gradient, or None, for each tensor of an activation, in its order.
 
     With ``keeps_graph`` another backward of the same activation may follow. ``places`` has a number
-    for the stage that takes the gradients, and for each one before it: the backwards that its
-    process runs in it before this one; nothing means those that have come. Call ``land`` before you
-    compute with the gradients.
+    for the receiving stage and for each stage before it: its process's backwards in the stage
+    before this one. Without ``places``, gradients run in the order of their arrival. Call ``land``
+    before you compute with the gradients.
     """
 
     tensors: tuple[Tensor | None, ...]
@@ -87,12 +88,12 @@ class Gradients:
 
 
 def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
-    """Join the activations of a batch's pieces, which are in the order of their samples.
+    """Join the activations of a batch's pieces, given in the order of their samples.
 
     ``dim`` counts the samples of the hidden states; it must be 0 if outputs are collected.
 
     Raises:
-        BatchError: If something without samples that goes along differs from piece to piece.
+        BatchError: If a tensor without samples differs from piece to piece.
     """
     first = pieces[0]
     joined = []
@@ -110,8 +111,8 @@ def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
 
 
 def along_samples(pieces: Sequence[Activation], tensors: Sequence[Tensor], dim: int) -> int | None:
-    """The dimension of tensors, one for each piece, that counts the piece's samples; None if there
-    is none. ``dim`` counts those of the hidden states."""
+    """The dimension of samples in some tensors, one for each piece, if there is one. ``dim`` is the
+    dimension in the hidden states."""
     sizes = [piece.hidden.shape[dim] for piece in pieces]
     for along in (dim, 0):
         if [t.shape[along] if t.ndim > along else None for t in tensors] == sizes:
@@ -120,12 +121,12 @@ def along_samples(pieces: Sequence[Activation], tensors: Sequence[Tensor], dim: 
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, as a leaf that requires a gradient if the tensor did."""
+    """The tensor without its graph, as a leaf; it requires a gradient if the tensor did."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class BatchNumbers(NamedTuple):
-    """The numbers by which the calls of a batch's layers draw random numbers.
+    """The numbers that seed the calls of a batch's layers.
 
     Args:
         dropout_step: The number of the batch in the training, for dropout masks.
@@ -144,21 +145,21 @@ class Surroundings:
         grad_enabled: torch's grad mode.
         autocast_dtype: The dtype of autocast; None without autocast.
         calls: The arguments of each layer.
-        collect: The kinds of outputs that the model collects besides the hidden states.
+        collect: The kinds of outputs to collect besides the hidden states.
         land: Call this before you compute with the tensors.
-        is_trial: Whether the forward leaves nothing behind; see `on_trial`.
+        is_trial: Whether the forward leaves the layers unchanged; see `on_trial`.
         keeps_modes: Whether a trial computes in the modes of its calls and with the random numbers
             of its micro-batch, and not in evaluation mode.
         place: How many forwards of the same visit the stage's process runs in it before this one;
-            None for those whose arguments have come.
-        numerics: The settings that change numbers.
-        default_dtype: What torch makes tensors of that layers make without a dtype; Lightning's
+            None for the order of arrival.
+        numerics: The settings with an effect on numbers.
+        default_dtype: The dtype that torch gives to new tensors by default; Lightning's
             ``precision="64-true"`` and ``"bf16-true"`` set it for the forward.
-        carried: What enters the first layer besides the hidden states, by name; only the
-            coordinator has it here.
-        passes: The names of what leaves the stage along with the hidden states.
-        entering: The name of the hidden states that enter the stage.
-        batch: The numbers of the batch, which the stages give it on its way out.
+        carried: The tensors into the first layer besides the hidden states, by name; only the
+            coordinator has them here.
+        passes: The names of the tensors that leave the stage with the hidden states.
+        entering: The name of the hidden states into the stage.
+        batch: The numbers of the batch; `Stages` sets them as it sends.
     """
 
     grad_enabled: bool
@@ -178,7 +179,7 @@ class Surroundings:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The tensors among the layers' arguments and the operands behind them."""
+        """The tensors among the layers' arguments and the operands after them."""
         of_layers = [(call.args, call.kwargs) for call in self.calls]
         operands = [step.operands for call in self.calls for step in call.arithmetic]
         return tensors_in((of_layers, operands))
@@ -189,9 +190,10 @@ class Surroundings:
         return any(call.cache is not None for call in self.calls)
 
     def passes_behind(self, layers: Container[int]) -> list[str]:
-        """The names of what leaves the stage with these layers along with the hidden states.
+        """The names of the tensors that leave the stage of these layers with the hidden states.
 
-        It is what later layers get; behind the last layer, what the model gets of its result.
+        These are the tensors that later layers get or, after the last layer, the results that the
+        model gets.
         """
         later = [call for call in self.calls if call.layer_index not in layers]
         own = [call for call in self.calls if call.layer_index in layers]
@@ -200,13 +202,13 @@ class Surroundings:
             last = own[-1]
             others = [returned(last.layer_index, position) for position in last.others]
             return [*others, *(name for name in last.comes_back if name not in others)]
-        # The hidden states themselves go once, whatever else they are wanted for.
+        # The hidden states themselves go once, even if they are wanted for more.
         there = {name for call in later for name in call.made} | {c.name_behind for c in own[-1:]}
         wanted = dict.fromkeys(str(name) for call in later for name in call.wanted)
         return [name for name in wanted if name not in there]
 
     def name_before(self, layers: Container[int]) -> str:
-        """The name of the hidden states that enter the stage with these layers."""
+        """The name of the hidden states into the stage with these layers."""
         first = next((call.layer_index for call in self.calls if call.layer_index in layers), 0)
         before = [call for call in self.calls if call.layer_index < first]
         return before[-1].name_behind if before else ENTERED

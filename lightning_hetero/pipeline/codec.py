@@ -1,7 +1,7 @@
 """The codec of the pipeline: it encodes its values as messages with tensors, and decodes them.
 
-Tensors that cross a boundary may be narrowed, for links that are slower than the devices. bfloat16
-and float16 round each number. int8 rounds the numbers of a block to 255 steps of its greatest one:
+Tensors across a boundary may be narrowed, for links slower than the devices. bfloat16 and float16
+round each number. int8 rounds the numbers of a block to 255 steps of its greatest number:
 
     scale = max |x| / 127            an error of at most scale / 2
 """
@@ -30,7 +30,7 @@ from .rule import Key
 _STEPS = 127
 
 
-# Those that `torch.set_default_dtype` takes.
+# The dtypes of `torch.set_default_dtype`.
 _DEFAULT_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -46,7 +46,7 @@ def narrow(tensor: Tensor, wire_dtype: WireDtype | None) -> list[Tensor]:
 
 
 def widen(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Decode the parts that `narrow` has made of a tensor.
+    """Decode the parts of a tensor from `narrow`.
 
     Raises:
         ValueError: If the parts do not fit each other.
@@ -76,7 +76,7 @@ def _to_steps(tensor: Tensor) -> list[Tensor]:
 
 
 def _spread(scales: Tensor, length: int) -> Tensor:
-    """The scale of each number, which is that of its block."""
+    """The scale of each number: its block's scale."""
     return scales.repeat_interleave(INT8_BLOCK, dim=-1)[..., :length]
 
 
@@ -86,9 +86,9 @@ class Leg:
 
     Args:
         stage: The stage's number.
-        upstream: The number of the process that the hidden states come from.
-        downstream: The number of the process that they go to.
-        place: How many forwards of the same visit the process runs in this stage before.
+        upstream: The number of the process that sends the hidden states.
+        downstream: The number of the process that gets them.
+        place: How many forwards of the same visit the process runs in this stage before this one.
     """
 
     stage: int = 0

@@ -10,17 +10,17 @@ waits inside the autograd engine:
 Lightning's order is forward, `zero_grad`, backward. The driver runs backwards inside that forward,
 so `StepGradients` hides their gradients from `zero_grad` until Lightning's own backward.
 
-The user's code runs in the order of the micro-batches, whichever comes back first: what it counts,
-collects in a list or adds up in a metric has one order under every timing.
+The user's code runs in the order of the micro-batches, whichever comes back first: its counts,
+lists and metrics have one order under every timing.
 
 Inside an accumulation window a batch may be left as soon as its results are there: its backwards go
 on, and the micro-batches of the next batch come into the same step. They are numbered through the
-window. `finish` waits for what is left.
+window. `finish` waits for the left backwards.
 
 Where the coordinator is a replica of the only stage, some micro-batches never leave it. Such a
-micro-batch stops before the stage's layers and behind them all the same, so that the layers run
-when no stage waits for anything else, and the user's code keeps its order. Its graph is cut before
-the layers: what is before them adds up in the order of micro-batches.
+micro-batch still stops before the stage's layers and after them, so the layers run when stages do
+not wait for other actions, and the user's code keeps its order. Its graph is cut before the layers:
+gradients before them add up in the order of micro-batches.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from .turns import Finished, HandedOver, Turn, TurnThreads, current_turn
 
 @dataclass(frozen=True)
 class MicrobatchStep:
-    """What the driver runs for one micro-batch.
+    """The driver's work for one micro-batch.
 
     Args:
         run: Calls the user's ``training_step``; `Driver.run` returns its result.
-        loss_factor: Returns the factor of the loss for its backward. At 0 the driver runs no
+        loss_factor: Returns the factor of the loss for its backward. At 0 the driver skips the
             backward, because the loss of a micro-batch without counted labels is NaN. The driver
             calls it when the loss is there; it may wait for the device.
     """
@@ -68,14 +68,14 @@ class MicrobatchStep:
 
 @dataclass(frozen=True)
 class BatchWork:
-    """What the driver runs for one batch.
+    """The driver's work for one batch.
 
     Args:
         microbatches: One entry per micro-batch.
         dropout_step: The number of the batch for dropout masks.
         accumulates: Whether the batch adds to the present gradients.
         first: The number of its first micro-batch in the accumulation window.
-        name: Names the batch in an error of a backward that runs later.
+        name: Names the batch in an error of a later backward.
     """
 
     microbatches: Sequence[MicrobatchStep]
@@ -104,7 +104,7 @@ class Limits:
 
 
 class HostedLayers(Protocol):
-    """The layers of the stage of which the coordinator is a replica."""
+    """The layers of the stage with a replica on the coordinator."""
 
     def stays(self, microbatch: int) -> bool:
         """Whether the coordinator runs these layers for a micro-batch."""
@@ -118,18 +118,17 @@ class HostedLayers(Protocol):
         """Inside, the layers run here.
 
         Args:
-            enter: Called with the hidden states before the layers if a micro-batch never leaves,
-                and whether another tensor beside them carries a gradient; its result goes into the
-                layers.
-            leave: Called behind the layers then.
+            enter: Called before the layers if a micro-batch never leaves, with the hidden states
+                and whether another tensor carries a gradient; its result goes into the layers.
+            leave: Called after the layers then.
         """
 
     def note_tokens(self, hidden: Tensor) -> None:
         """Count the tokens of a micro-batch that never leaves."""
 
     def sending_early(self) -> AbstractContextManager[None]:
-        """Inside, the last backward of a step through these layers runs, and adds to gradients of
-        theirs for the last time."""
+        """Inside, the last backward of a step through these layers runs. It adds to their gradients
+        for the last time."""
 
 
 @dataclass
@@ -141,17 +140,17 @@ class Driver:
         gradients: The coordinator's own gradients.
         loss_of: Returns the loss in a result of ``training_step``; None skips the backward.
         draws: The coordinator's own random numbers.
-        threads: Run the micro-batches. Whoever has made them closes them.
+        threads: Run the micro-batches. Their maker closes them.
         starts_first: Whether micro-batches begin as early as they may; see `choose`.
         recorder: Sums up the coordinator's own actions.
         check_piece: Called with a micro-batch's number after each piece of its forward; it may
-            refuse what that has done.
+            refuse the piece's changes.
         part: Gives a context in which such a piece runs, from a micro-batch's number.
-        hosted: The layers that run here for some micro-batches; None if there are none.
-        as_left: Gives a context for a backward that runs after its batch was left, from the number
-            of the batch's first micro-batch. Inside, the module is as the batch has left it.
-        loss_waits: Whether the last loss of a batch that is left waits with its backward
-            until the first micro-batch of the next batch has started.
+        hosted: The layers that run here for some micro-batches, if there are any.
+        as_left: Gives a context for a backward after its batch was left, from the number of the
+            batch's first micro-batch. Inside, the module is as the batch has left it.
+        loss_waits: Whether the last loss of a left batch waits with its backward until the first
+            micro-batch of the next batch has started.
     """
 
     stages: Stages
@@ -166,13 +165,13 @@ class Driver:
     hosted: HostedLayers | None = None
     as_left: Callable[[int], AbstractContextManager[None]] = lambda _first: nullcontext()
     loss_waits: bool = False
-    # The step of which backwards are left, and the one that runs at present.
+    # The step with left backwards, and the present step.
     _left: _RunningStep | None = field(default=None, init=False)
     _running: _RunningStep | None = field(default=None, init=False)
 
     @property
     def has_left(self) -> bool:
-        """Whether backwards of batches that were left have still to run."""
+        """Whether backwards of left batches have still to run."""
         return self._left is not None
 
     def run(
@@ -187,7 +186,7 @@ class Driver:
             batch: The batch.
             limits: How many micro-batches may be under way.
             has_begun: Whether the stages have begun the step already.
-            may_leave: Whether to return when all results are there, though backwards are left.
+            may_leave: Whether to return when all results are there, even if backwards are left.
         """
         running = self._left
         if running is None:
@@ -208,7 +207,7 @@ class Driver:
             return running.run(may_leave)
 
     def finish(self) -> None:
-        """Wait for the backwards that are left, if there are any."""
+        """Wait for the left backwards, if there are any."""
         if (running := self._left) is not None:
             self.gradients.go_on()
             # Other code may look at a gradient in any mode.
@@ -217,13 +216,14 @@ class Driver:
                 running.finish()
 
     def drop(self) -> None:
-        """Forget the backwards that are left, after an error."""
+        """Forget the left backwards, after an error."""
         if self._running is None and self._left is not None:
             self._left = None
             self.gradients.finish()
 
     def stay(self) -> bool:
-        """Leave no backward of the batch that runs at present; returns whether some might be."""
+        """Do not leave backwards of the present batch; returns whether some might have been
+        left."""
         running = self._running
         if running is None or not running.may_leave:
             return False
@@ -231,8 +231,8 @@ class Driver:
         return True
 
     def wait_for_earlier(self) -> None:
-        """Wait until the backwards of the batches before have run. Code of a `training_step` that
-        looks at gradients calls it, in the turn of its micro-batch."""
+        """Wait until the backwards of the batches before have run. A `training_step` calls it when
+        its code looks at gradients, in the turn of its micro-batch."""
         turn = current_turn()
         if turn is not None and self._left is not None:
             # Others draw meanwhile.
@@ -264,14 +264,14 @@ class Driver:
 
 @dataclass(frozen=True)
 class _Stop:
-    """The request of a micro-batch that stops here, before layers that run here or behind them."""
+    """The request of a micro-batch to stop here, before or after layers in this process."""
 
     is_behind: bool
 
 
 @dataclass(frozen=True)
 class _WaitForEarlier:
-    """The request of a micro-batch that waits for the backwards of the batches before."""
+    """The request of a micro-batch to wait for the backwards of the batches before."""
 
 
 @dataclass
@@ -279,7 +279,7 @@ class _HandedOver:
     """One hand-over of a micro-batch: the tensors where its graph ends, the hidden states first,
     and the leaves where it goes on.
 
-    With ``is_here`` nothing was handed over: the layers that follow run in this process.
+    With ``is_here`` the next layers run in this process, without a hand-over.
     """
 
     key: Key
@@ -292,9 +292,9 @@ class _HandedOver:
 class _Microbatch:
     """A micro-batch in flight.
 
-    It belongs to ``batch``; ``has_result`` tells that its code has ended. With ``stop`` it waits
-    here. ``num_behind`` counts how often its code went on behind layers.
-    ``is_summed_apart`` tells that several of its backwards add to the same gradients.
+    It belongs to ``batch``; with ``has_result`` its code has ended. With ``stop`` it waits here.
+    ``num_behind`` counts how often its code went on after layers. With ``is_summed_apart`` several
+    of its backwards add to the same gradients.
     """
 
     turn: Turn
@@ -330,16 +330,16 @@ class _RunningStep:
         self._results: dict[int, Any] = {}
         self._activations: dict[Key, Activation] = {}
         self._gradients: dict[Key, Gradients] = {}
-        # The visits whose gradients are away, in the order in which they were sent.
+        # The visits with gradients away, in the order of sending.
         self._sent_back: deque[Key] = deque()
         # The number of the next micro-batch to start.
         self._next = self.first
         self._losses_have_graphs: list[bool] = []
-        # The losses of micro-batches whose forward has ended, until their backward runs.
+        # The losses of micro-batches after their forward, until their backward runs.
         self._losses: dict[int, Tensor | None] = {}
         self._order = GradientOrder(self.first, max(1, self.max_started // 2), self.first)
-        # The micro-batches whose last gradients have not been sent, and those that never leave and
-        # have had no backward.
+        # The micro-batches with gradients still to send, and the micro-batches that never leave,
+        # before their backward.
         self._unsent: set[int] = set()
         self._not_back: set[int] = set()
 
@@ -363,7 +363,7 @@ class _RunningStep:
         return [self._results[index] for index in self._batch.numbers]
 
     def finish(self) -> None:
-        """Run the backwards that are left."""
+        """Run the left backwards."""
         self.may_leave = False
         self._batch = replace(self._batch, microbatches=[], first=self._next)
         self._run_while(lambda: self.is_left)
@@ -379,14 +379,14 @@ class _RunningStep:
             self._check_graphs()
 
     def _look(self) -> list[Action]:
-        """Take what has come back; returns the ready actions."""
+        """Take returned activations and gradients; returns the ready actions."""
         # The rule prefers a returned micro-batch to a new one, so look for returned ones first.
         for returned in self.driver.stages.take_arrived():
             self._take(returned)
         return self._ready()
 
     def _act(self, ready: Sequence[Action]) -> None:
-        """Carry out the most urgent of these actions, or wait until something comes back."""
+        """Carry out the most urgent of these actions, or wait for the next return."""
         action = choose(
             ready,
             self._in_flight,
@@ -419,17 +419,17 @@ class _RunningStep:
         self.driver.gradients.join_earlier()
 
     def _is_earlier(self, index: int) -> bool:
-        """Whether a micro-batch is of a batch that was left."""
+        """Whether a micro-batch is of a left batch."""
         return index < self._batch.first
 
     def end(self) -> None:
-        """Unwind the micro-batches that an error has left in flight."""
+        """Unwind the micro-batches still in flight after an error."""
         for microbatch in self._in_flight.values():
             microbatch.turn.abandon()
 
     def _ready(self) -> list[Action]:
         ready = [Action(COORDINATOR_STAGE, "F", key) for key in self._ready_forwards()]
-        # In the order in which they were sent, so that sums have one order.
+        # In the order of sending, so sums have one order.
         if self._sent_back and self._sent_back[0] in self._gradients:
             ready.append(Action(COORDINATOR_STAGE, "B", self._sent_back[0]))
         index = self._order.next_loss
@@ -456,7 +456,7 @@ class _RunningStep:
                 yield Key(index, len(microbatch.visits))
 
     def _may_go_on(self, index: int) -> bool:
-        """Whether all earlier micro-batches are as far as this one will be behind its layers."""
+        """Whether all earlier micro-batches are as far as this one will be after its layers."""
         num_behind = self._in_flight[index].num_behind
         return all(
             earlier.num_behind > num_behind
@@ -482,7 +482,7 @@ class _RunningStep:
         return None if microbatch is None else microbatch.stop
 
     def _kind_of(self, action: Action) -> ActionKind:
-        """A forward that goes on behind the layers computes the head and the loss."""
+        """The kind of an action. A forward after the layers computes the head and the loss."""
         if action.kind == "B":
             return "backward"
         stop = self._stop_of(action.key.microbatch)
@@ -491,7 +491,7 @@ class _RunningStep:
         return "loss" if stop.is_behind else "layers"
 
     def _land(self, action: Action) -> None:
-        """Let the device wait for what an action computes with, before its time is taken."""
+        """Let the device wait for an action's inputs, before its time is taken."""
         content: Activation | Gradients | None = self._gradients.get(action.key)
         if action.kind == "F":
             content = self._activations.get(action.key)
@@ -580,14 +580,14 @@ class _RunningStep:
         return hosted.running(enter, leave)
 
     def _enter(self, index: int, hidden: Tensor, has_more: bool) -> Tensor:
-        """Cut the graph of a micro-batch before layers that run here, and stop it there."""
+        """Cut the graph of a micro-batch before layers in this process, and stop it there."""
         microbatch = self._in_flight[index]
-        # What goes around the cut gets its gradient with the loss.
+        # A tensor around the cut gets its gradient with the loss.
         microbatch.is_summed_apart |= has_more
         if self.driver.hosted is not None and not microbatch.is_counted:
             self.driver.hosted.note_tokens(hidden)
             microbatch.is_counted = True
-        # Without a gradient nothing before the layers trains.
+        # Without a gradient the part before the layers does not train.
         if torch.is_grad_enabled() and hidden.requires_grad:
             out, hidden = hidden, _leaf_on(hidden.device, hidden)
             visits = microbatch.visits
@@ -619,7 +619,7 @@ class _RunningStep:
     def _go_back(self, chosen: int | None = None) -> None:
         """Run the backwards of losses and send gradients, as far as their order allows.
 
-        The backward of a loss with all layers is an action of its own: it runs if it is ``chosen``.
+        The backward of a loss through all layers is a separate action: it runs if it is ``chosen``.
         """
         order = self._order
         while True:
@@ -649,7 +649,7 @@ class _RunningStep:
                 self._run_backward(index, [loss], [torch.full_like(loss, factor)])
 
     def _sending_early(self, index: int) -> AbstractContextManager[None]:
-        """The context of the backward of a micro-batch: that of the last one through hosted layers,
+        """The context of a micro-batch's backward. The last one through hosted layers sends early,
         unless sums of gradients wait for the end of their micro-batch."""
         is_apart = self.driver.gradients.is_all_apart or self._in_flight[index].is_summed_apart
         if self.driver.hosted is None or not self._stays(index) or self._not_back or is_apart:
@@ -657,12 +657,12 @@ class _RunningStep:
         return self.driver.hosted.sending_early()
 
     def _has_gradients_of(self, key: Key) -> bool:
-        """Whether the backward behind a visit has run; visits count from 0 without gaps here."""
+        """Whether the backward after a visit has run; visits count from 0 without gaps here."""
         visits = self._in_flight[key.microbatch].visits
         return len(visits) == key.visit + 1 and bool(visits[-1].leaves)
 
     def _backward(self, key: Key) -> None:
-        """Run the backward of the piece before a hand-over, whose gradient has come."""
+        """Run the backward of the piece before a hand-over, after its gradient has come."""
         index = key.microbatch
         if index in self._losses:
             self._go_back(chosen=index)
@@ -686,7 +686,7 @@ class _RunningStep:
     def _run_backward(
         self, index: int, starts: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Run a piece's backward, and retain the graph that earlier pieces may share."""
+        """Run a piece's backward, and retain the graph if earlier pieces may share it."""
         microbatch = self._in_flight[index]
         has_more = bool(microbatch.visits)
         apart = self.driver.gradients.of_microbatch(index, microbatch.is_summed_apart)
@@ -696,7 +696,7 @@ class _RunningStep:
 
     @contextmanager
     def _late(self, batch: BatchWork) -> Iterator[None]:
-        """Inside, a backward runs, perhaps of a batch that was left."""
+        """Inside, a backward runs, perhaps of a left batch."""
         if batch.first >= self._batch.first:
             yield
             return
@@ -731,30 +731,31 @@ class _RunningStep:
 
 
 def _leaf_on(device: torch.device, tensor: Tensor) -> Tensor:
-    """The tensor on a device, as a leaf where the micro-batch's graph goes on."""
+    """The tensor on a device, as the leaf of the next part of the micro-batch's graph."""
     return tensor.to(device).detach().requires_grad_(tensor.requires_grad)
 
 
 class StepGradients:
     """Gradients of the coordinator's own parameters while a step's micro-batches run.
 
-    A loss may use what was computed before its micro-batch left, as a head behind each layer does.
-    How many losses have had their backward when the gradients of a micro-batch come back depends on
-    the timing. So losses and what comes back have sums of their own, which are added at the end.
+    A loss may use tensors from before its micro-batch left, for example with a head after each
+    layer. How many losses have had their backward when the gradients of a micro-batch come back
+    depends on the timing. So losses and the backwards of returned gradients have separate sums,
+    added at the end.
 
-        begin ─▶ backwards ─▶ finish           a step whose backwards have all run
+        begin ─▶ backwards ─▶ finish           a step after all its backwards
         begin ─▶ backwards ─▶ leave ─▶ go_on ─▶ backwards ─▶ finish
 
     Between `leave` and `go_on` other code runs while backwards are left: Lightning's `zero_grad`,
-    the backward that publishes, and hooks. The gradients from before `begin` are in `.grad` then,
-    until the batch's own are published.
+    the publishing backward, and hooks. The gradients from before `begin` are in `.grad` then, until
+    the batch's own are published.
 
     Args:
         parameters: The coordinator's parameters.
-        tied: Parameters that several parts of the model use, such as an embedding that is also
-            the head. One micro-batch adds to their gradients in several backwards. These parts
-            are summed per micro-batch first, as a single backward does, so sums are bit-equal. So
-            are all gradients from the first micro-batch on of which several backwards add to one.
+        tied: Parameters of several parts of the model, such as an embedding that is also the head.
+            One micro-batch adds to their gradients in several backwards. These parts are summed per
+            micro-batch first, as a single backward does, so sums are bit-equal. All gradients are
+            summed so from the first micro-batch on with several backwards for one gradient.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
@@ -762,25 +763,25 @@ class StepGradients:
         self._tied = tied
         apart = {*tied}
         self._untied = [parameter for parameter in parameters if parameter not in apart]
-        # Those of them that train in the present step.
+        # The untied parameters that train in the present step.
         self._others: list[nn.Parameter] = []
-        # The parameters whose gradients of a step are kept apart until they are published.
+        # The parameters with a step's gradients kept apart until they are published.
         self._kept_apart: Sequence[nn.Parameter] = parameters
         self._hooks = ParameterHooks()
         self._before: list[Tensor | None] | None = None
         self._pending: list[Tensor | None] | None = None
-        # Whether a step has ended, and whether a loss and what comes back add to one gradient.
+        # Whether a step has ended, and whether a loss and returned gradients add to one gradient.
         self._has_ended = self._has_mixed = False
         self._kept_hooks: Sequence[nn.Parameter] = ()
         self._begin_sums()
 
     def _begin_sums(self) -> None:
-        # The sums of each micro-batch, and of those that have ended, until all before them have.
+        # The sums of each micro-batch, and of ended ones, until all before them have ended.
         self._partial: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._ended: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._first = self._num_added = 0
         self._first_apart: int | None = None
-        # What has come back has added up to these, and what was there before the step.
+        # The sums of returned gradients, and the gradients from before the step.
         self._back: dict[nn.Parameter, Tensor] = {}
         self._former: dict[nn.Parameter, Stamp] = {}
 
@@ -794,8 +795,8 @@ class StepGradients:
     def obstacle(self) -> str:
         """Why backwards cannot be left, in words; empty if they can.
 
-        All of a batch would no longer be added before the next batch, where a loss and what comes
-        back add to the same gradient. Hooks on parameters want the batch's whole gradient.
+        If a loss and returned gradients add to the same gradient, not all of a batch would be added
+        before the next batch. Hooks on parameters want the batch's whole gradient.
         """
         if self._kept_hooks:
             return "a parameter here has a hook"
@@ -805,7 +806,7 @@ class StepGradients:
 
     @property
     def adds_to_former(self) -> bool:
-        """Whether the gradients that are about to be published add to others."""
+        """Whether the gradients to publish next add to others."""
         pending = zip(self._kept_apart, self._pending or (), strict=False)
         return any(parameter.grad is not None for parameter, _ in pending)
 
@@ -836,7 +837,7 @@ class StepGradients:
         self._former = {p: Stamp.of(grad) for p, grad in former if grad is not None}
 
     def go_on(self) -> None:
-        """Let backwards run again that `leave` has left."""
+        """Let backwards go on after `leave`."""
         known = {*self._others}
         for parameter in self._untied:
             if parameter.requires_grad and parameter not in known:  # it was frozen before
@@ -864,14 +865,14 @@ class StepGradients:
         self._has_ended = True
 
     def join_earlier(self) -> None:
-        """All that has come back is of batches before: let it be in the gradients of now."""
+        """All returned gradients are of batches before: add them to the present gradients."""
         self._join()
         former = ((parameter, parameter.grad) for parameter in self._others)
         self._former = {p: Stamp.of(grad) for p, grad in former if grad is not None}
 
     @property
     def found(self) -> list[int]:
-        """The numbers of the parameters that have gradients behind the step."""
+        """The numbers of the parameters with gradients after the step."""
         pending = dict(zip(self._kept_apart, self._pending or (), strict=False))
         gradients = [pending.get(each, each.grad) for each in self._parameters]
         return [number for number, each in enumerate(gradients) if each is not None]
@@ -890,8 +891,8 @@ class StepGradients:
         """Inside, backwards of this micro-batch may run.
 
         Args:
-            is_summed_apart: Whether several of its backwards add to the same gradients, as where it
-                visits the stages several times.
+            is_summed_apart: Whether several of its backwards add to the same gradients, for example
+                after several visits to the stages.
         """
         if is_summed_apart and self._first_apart is None:
             self._first_apart = microbatch
@@ -907,7 +908,7 @@ class StepGradients:
 
     @contextmanager
     def come_back(self, microbatch: int) -> Iterator[None]:
-        """Inside, a backward of this micro-batch begins with gradients which have come back."""
+        """Inside, a backward of this micro-batch begins with returned gradients."""
         others = () if self._is_apart(microbatch) else self._others
         of_losses = self._take(others)
         self._put(others, [*map(self._back.get, others)])
@@ -923,13 +924,14 @@ class StepGradients:
                 is_former = former is not None and not former.differs(of_loss)
                 self._has_mixed |= of_loss is not None and not is_former
                 if former is not None and is_former:
-                    # No loss adds to it, so what comes back adds to what was there, as on one
-                    # device.
+                    # Losses do not add to it, so returned gradients add to the former one, as on
+                    # one device.
                     parameter.grad, found = None, former.tensor.add_(found)
                 self._back[parameter] = found
 
     def finish_microbatch(self, microbatch: int) -> None:
-        """Note that a micro-batch's backwards have all run; sums are added up in their order."""
+        """Note the end of a micro-batch's backwards; sums are added up in the order of
+        micro-batches."""
         self._ended[microbatch] = self._partial.pop(microbatch, {})
         while self._num_added in self._ended:
             if self._is_apart(self._num_added):

@@ -40,7 +40,7 @@ NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Returned:
-    """An activation, or gradients, that came back from the stages."""
+    """An activation, or gradients, returned from the stages."""
 
     key: Key
     content: Activation | Gradients
@@ -81,19 +81,18 @@ class Stages(Protocol):
             key: The micro-batch and visit.
             hidden: The hidden states.
             surroundings: The arguments.
-            is_whole: Whether it is a piece of a whole batch, whose layers only workers run.
+            is_whole: Whether it is a piece of a whole batch; only workers run its layers.
         """
 
     def send_backward(
         self, key: Key, gradients: Gradients, unsent: Collection[int] | None = None
     ) -> None:
-        """Send the gradients of an activation that has come back to the last stage.
+        """Send the gradients of a returned activation to the last stage.
 
         Args:
             key: The micro-batch and visit.
             gradients: Of the activation.
-            unsent: The micro-batches of the step that will send more gradients behind these; None
-                if that is not known.
+            unsent: The micro-batches of the step with more gradients after these, if known.
         """
 
     def note_last_backward(self) -> None:
@@ -103,19 +102,19 @@ class Stages(Protocol):
         """Wait for the next activation or gradients to come back."""
 
     def take_arrived(self) -> list[Returned]:
-        """All activations and gradients that have come back by now; does not wait."""
+        """All activations and gradients returned by now; does not wait."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Hidden states that are to go through the stages."""
+    """Hidden states on their way through the stages."""
 
     hidden: Tensor
     surroundings: Surroundings
 
     @property
     def entering(self) -> Activation:
-        """All that enters the first layer, as it crosses the boundary."""
+        """All tensors into the first layer, as they cross the boundary."""
         carried = self.surroundings.carried.items()
         return Activation(self.hidden, tuple(Collected(*each) for each in carried))
 
@@ -126,8 +125,8 @@ def surroundings_here(
     collect: Sequence[str] = (),
     carried: Mapping[str, Tensor] = NOTHING,
 ) -> Surroundings:
-    """The settings of this thread's forward, with the arguments of the layers, and what enters the
-    first one besides the hidden states."""
+    """The settings of this thread's forward, with the arguments of the layers, and the tensors into
+    the first one besides the hidden states."""
     device = hidden.device.type
     grad_enabled = torch.is_grad_enabled()
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -149,9 +148,9 @@ class Exchange:
     Args:
         stages: The remote stages.
         visit: The number of the visit.
-        most_under_way: The most pieces away at once, which bounds the memory of a slow stage. In a
-            driver's step the rule does that.
-        dim: The dimension of the hidden states that counts samples.
+        most_under_way: The most pieces away at once, to bound the memory of a slow stage. In a
+            driver's step the rule bounds it.
+        dim: The hidden states' dimension of samples.
     """
 
     stages: Stages
@@ -186,7 +185,7 @@ class Exchange:
                 send(Key(num_sent, self.visit))
                 num_sent += 1
             returned = self.stages.receive()
-            # An exchange that has failed may have left pieces of another visit under way.
+            # A failed exchange may have left pieces of another visit under way.
             if isinstance(returned.content, kind) and returned.key.visit == self.visit:
                 returned.content.land()
                 found[returned.key.microbatch] = returned.content
@@ -196,26 +195,26 @@ class Exchange:
 def exchange_whole(
     hidden: Tensor, exchange: Exchange, pieces: list[Request], others: Sequence[Tensor] = ()
 ) -> Activation:
-    """The hand-over of a whole batch as one differentiable function of its hidden states, and of
-    what goes along with them.
+    """The hand-over of a whole batch as one differentiable function of its hidden states and its
+    other tensors.
 
     Three nodes of autograd share a `_Crossing`, and only tokens pass between them:
 
         hidden ── _Entry ── token ── _Stages ── token ── _Exit ── outputs
                   device           main memory           device
 
-    autograd runs the backward of a node whose gradient is on a device in a thread of that device,
-    while the caller of ``backward`` can handle no signal. A gradient in main memory comes to the
-    caller's own thread, so that is where `_Stages` waits for the stages.
+    autograd runs a node's backward in a thread of its gradient's device; meanwhile the caller of
+    ``backward`` cannot handle signals. A gradient in main memory comes to the caller's own thread,
+    so `_Stages` waits for the stages there.
 
     Args:
         hidden: The hidden states.
         exchange: The visit.
         pieces: The pieces of the request with these hidden states.
-        others: What goes along with them, in the order of the request.
+        others: The other tensors, in the order of the request.
     """
     crossing = _Crossing(exchange, pieces, hidden.device, ThreadDevice.present())
-    # Without an anchor no backward would reach the stages if all before them is frozen.
+    # Without an anchor a backward would miss the stages if all before them is frozen.
     anchor = torch.zeros((), device="cpu", requires_grad=True)
     entered = _Entry.apply(crossing, hidden, *others)  # type: ignore[no-untyped-call]
     crossed = _Stages.apply(entered, anchor, crossing)  # type: ignore[no-untyped-call]
@@ -225,13 +224,14 @@ def exchange_whole(
 
 @dataclass
 class _Crossing:
-    """What the nodes of one hand-over share; a pass of tensors between them empties its field.
+    """The common state of the nodes of one hand-over; a pass of tensors between them empties its
+    field.
 
     Args:
         exchange: The visit.
         pieces: The pieces.
         device: The device of the hidden states.
-        thread_device: Where the thread of the forward computes.
+        thread_device: The device and stream of the forward's thread.
     """
 
     exchange: Exchange
@@ -245,7 +245,7 @@ class _Crossing:
 
 
 class _Entry(torch.autograd.Function):
-    """Where hidden states leave, and what goes along; its backward returns their gradients."""
+    """Where hidden states and other tensors leave; its backward returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, crossing: _Crossing, hidden: Tensor, *others: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class _Entry(torch.autograd.Function):
 
 
 class _Stages(torch.autograd.Function):
-    """The visit to the stages, forward and backward, in the threads that ask for them."""
+    """The visit to the stages, forward and backward, in the asking threads."""
 
     @staticmethod
     def forward(ctx: Any, entered: Tensor, _anchor: Tensor, crossing: _Crossing) -> Tensor:
@@ -299,7 +299,7 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _crossed: Tensor, crossing: _Crossing) -> tuple[Tensor, ...]:
         ctx.crossing = crossing
-        # None, and not zeros, for outputs that no loss depends on.
+        # None, and not zeros, for outputs without a loss.
         ctx.set_materialize_grads(False)
         outputs, crossing.outputs = crossing.outputs, ()
         return outputs
@@ -331,8 +331,8 @@ class _Cuts:
     """How the tensors of an activation were cut into pieces along the samples.
 
     Args:
-        dims: For each tensor the dimension that counts samples; None for one without samples, which
-            is whole in every piece.
+        dims: For each tensor the dimension of samples; None for a tensor without samples: it is
+            whole in every piece.
         sizes: For each tensor its samples in each piece.
     """
 
@@ -341,7 +341,7 @@ class _Cuts:
 
     @classmethod
     def of(cls, pieces: Sequence[Activation], dim: int) -> _Cuts:
-        """The cuts between pieces; ``dim`` counts the samples of the hidden states."""
+        """The cuts between pieces; ``dim`` is the hidden states' dimension of samples."""
         dims: list[int | None] = []
         sizes = []
         columns = zip(*(piece.tensors for piece in pieces), strict=True)
@@ -354,8 +354,8 @@ class _Cuts:
         return cls(dims, sizes)
 
     def split(self, gradients: Sequence[Tensor | None], keeps_graph: bool) -> list[Gradients]:
-        """The gradients of each piece. That of a tensor without samples goes to the first piece:
-        the tensor is the same in all."""
+        """The gradients of each piece. The gradient of a tensor without samples goes to the first
+        piece: the tensor is the same in all pieces."""
         columns: list[Sequence[Tensor | None]] = []
         for gradient, dim, sizes in zip(gradients, self.dims, self.sizes, strict=True):
             if gradient is None or dim is None:
@@ -365,7 +365,7 @@ class _Cuts:
         return [Gradients(piece, keeps_graph) for piece in zip(*columns, strict=True)]
 
     def join(self, pieces: Sequence[Gradients]) -> list[Tensor | None]:
-        """The gradient of each tensor: that of one without samples is the sum over the pieces."""
+        """The gradient of each tensor: without samples it is the sum over the pieces."""
         joined: list[Tensor | None] = []
         for place, dim in enumerate(self.dims):
             tensors = [
@@ -380,13 +380,13 @@ class _Cuts:
 
 
 class SampleDimension:
-    """Finds the dimension of hidden states that counts samples.
+    """Finds the dimension of samples in hidden states.
 
     A batch with as many samples as positions does not show the dimension, so the class remembers
     the dimension of earlier batches.
 
     Args:
-        choice: The dimension that the user has named, or None.
+        choice: The user's dimension, if named.
         is_sequence_first: Whether a module of the layers has ``batch_first=False``.
     """
 
@@ -396,14 +396,14 @@ class SampleDimension:
         self._shown: int | None = None
 
     def find(self, hidden: Tensor, num_samples: int | None) -> int | None:
-        """The dimension, or None if it is unknown and the batch must stay in one piece.
+        """The dimension; None if it is unknown and the batch must stay in one piece.
 
         Args:
             hidden: Hidden states, or token ids for an embedding.
-            num_samples: How many samples the batch has; None if unknown.
+            num_samples: How many samples the batch has, if known.
 
         Raises:
-            BatchError: If no dimension fits the samples, or more than one does.
+            BatchError: If not exactly one dimension fits the samples.
         """
         dims = range(hidden.ndim - 1 if hidden.is_floating_point() else hidden.ndim)
         if not dims:
@@ -431,15 +431,15 @@ class SampleDimension:
 
 
 def takes_sequence_first(layer: nn.Module) -> bool:
-    """Whether a module inside a layer says that its second dimension counts samples.
+    """Whether a module inside a layer declares its second dimension as the dimension of samples.
 
-    torch's attention, transformer and recurrent modules say so by default.
+    torch's attention, transformer and recurrent modules do so by default.
     """
     return any(getattr(module, "batch_first", None) is False for module in layer.modules())
 
 
-# By the name of an argument, the rows of each sample in it where they are not one: none in an
-# argument without samples, however many rows it has; one per head in a mask of torch's attention.
+# By the name of an argument, its rows for each sample, if not one: zero in an argument without
+# samples, whatever its number of rows; one per head in a mask of torch's attention.
 Rows = Mapping[str, int]
 _ONE_EACH: Rows = MappingProxyType({})
 
@@ -452,8 +452,8 @@ def cut_request(
     Args:
         request: A request of a whole batch.
         num_pieces: The most pieces.
-        dim: The dimension of the hidden states that counts samples.
-        rows: The rows of each sample in arguments that have not one.
+        dim: The hidden states' dimension of samples.
+        rows: The rows of each sample in arguments, if not one.
 
     Raises:
         BatchError: If an argument is ambiguous, or collected outputs could not be joined.
@@ -489,12 +489,12 @@ def first_of_request(request: Request, count: int, dim: int = 0, rows: Rows = _O
 
 @dataclass(frozen=True)
 class _Cutting:
-    """Where the samples are in what goes beside the hidden states.
+    """Where the samples are in the tensors besides the hidden states.
 
     Args:
         size: How many samples there are.
-        dim: The dimension of the hidden states that counts them.
-        rows: By the identity of a tensor, the rows of each sample in it, if they are not one.
+        dim: The hidden states' dimension of samples.
+        rows: By the identity of a tensor, its rows for each sample, if not one.
     """
 
     size: int
@@ -509,7 +509,7 @@ class _Cutting:
         return cls(request.hidden.shape[dim], dim, found)
 
     def along(self, tensor: Tensor) -> int | None:
-        """The dimension along which an argument is cut; None for one that stays whole."""
+        """The dimension along which an argument is cut; None if it stays whole."""
         rows = self.rows_of(tensor)
         if rows == 1:
             return _dim_of_samples(tensor, self.size, self.dim)
@@ -550,10 +550,10 @@ def _named_tensors(request: Request) -> Iterator[tuple[str, Tensor]]:
 
 
 def other_rows(request: Request, dim: int) -> Rows:
-    """How many rows each sample may have in arguments of which that is in doubt.
+    """How many rows each sample may have in ambiguous arguments.
 
-    None where there are as many rows as samples by chance, and several where there are a multiple:
-    a mask of torch's attention has the shape (samples x heads, length, length).
+    Zero if there are as many rows as samples, perhaps by chance, and several if there are a
+    multiple: a mask of torch's attention has the shape (samples x heads, length, length).
     """
     size = request.hidden.shape[dim]
     found: dict[str, int] = {}
@@ -566,14 +566,14 @@ def other_rows(request: Request, dim: int) -> Rows:
 
 
 def listed_arguments(request: Request, dim: int) -> list[str]:
-    """The names of the arguments that are lists of as many numbers as the batch has samples."""
+    """The names of arguments that are lists with a number for each of the batch's samples."""
     size = request.hidden.shape[dim]
     named = (pair for call in request.surroundings.calls for pair in call.named_lists())
     return list(dict.fromkeys(name for name, numbers in named if len(numbers) == size))
 
 
 def how_cut(request: Request, dim: int, rows: Rows = _ONE_EACH) -> tuple[int | None, ...]:
-    """For each tensor that goes beside the hidden states, the dimension along which it is cut."""
+    """For each tensor besides the hidden states, the dimension along which it is cut."""
     cutting = _Cutting.of(request, dim, rows)
     found: list[int | None] = []
 
@@ -598,7 +598,7 @@ def _operand_has_samples(tensor: Tensor, size: int, dim: int) -> bool:
 
 
 def _dim_of_samples(tensor: Tensor, size: int, dim: int) -> int | None:
-    """The dimension of an argument that counts samples; None if it holds no samples.
+    """The dimension of samples in an argument; None without samples.
 
     It is ``dim`` if the argument has positions and features too, and otherwise the first one.
     """
@@ -612,7 +612,7 @@ def _has_rows(tensor: Tensor, count: int) -> bool:
 
 
 def _check_clear(name: str, tensor: Tensor, hidden: Tensor) -> None:
-    """Refuse an argument whose rows may be samples or positions, as there are as many of both."""
+    """Refuse an argument if its rows may be samples or positions: there are as many of both."""
     size, length = hidden.shape[0], hidden.shape[1] if hidden.ndim > 1 else 0
     if size == length and 1 <= tensor.ndim <= 2 and tensor.shape[0] == size:
         raise BatchError(
@@ -624,9 +624,8 @@ def _check_clear(name: str, tensor: Tensor, hidden: Tensor) -> None:
 
 @dataclass
 class LoneMicrobatch:
-    """A micro-batch that runs alone: it computes what it computes in its step, in the modes of its
-    calls and with the random numbers of its place. It leaves nothing behind on the stages, and has
-    no backward.
+    """A micro-batch that runs alone: it computes the same as in its step, in the modes of its calls
+    and with the random numbers of its place. It leaves the stages unchanged, and has no backward.
 
     Args:
         index: Its number in the step.
@@ -642,8 +641,8 @@ class LoneMicrobatch:
     _num_visits: int = 0
 
     def exchange(self, stages: Stages, request: Request) -> Activation:
-        """Send hidden states through the stages; returns the activation that comes back."""
-        # The stages draw by the visit in the step, and no other visit has this number.
+        """Send hidden states through the stages; returns the resulting activation."""
+        # The stages draw by the visit in the step, and this number is unique among visits.
         key = Key(self.index, (1 + self.run) * FIRST_TRIAL + self._num_visits)
         self._num_visits += 1
         around = replace(request.surroundings, is_trial=True, keeps_modes=True, grad_enabled=False)
@@ -661,9 +660,9 @@ class LoneMicrobatch:
 
 
 def received(stages: Stages, key: Key) -> Activation:
-    """Wait for what comes back of a trial, and drop what another trial has left."""
+    """Wait for the activation of a trial, and drop left-over returns of another trial."""
     while True:
-        # A trial that has failed may have left others under way.
+        # A failed trial may have left others under way.
         returned = stages.receive()
         if returned.key == key and isinstance(returned.content, Activation):
             return returned.content

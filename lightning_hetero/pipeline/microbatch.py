@@ -29,7 +29,7 @@ GO_ON = "To go on all the same, set `check_first_batch='warn'`."
 
 
 def inner_backward() -> ModelError:
-    """Refuses gradients that a ``training_step`` takes through layers on workers."""
+    """The error for a ``training_step`` that takes gradients through layers on workers."""
     return ModelError(
         "`training_step` takes gradients through layers on workers by itself, as an adversarial "
         "step or a gradient penalty does. Under automatic optimization these layers run the "
@@ -43,7 +43,7 @@ class BatchOptions:
     """The user's options for batches.
 
     Args:
-        dim: The dimension that counts samples; None if the strategy must find it.
+        dim: The dimension of samples; None if the strategy must find it.
         check: Whether a difference between a batch and its pieces stops the run.
     """
 
@@ -60,8 +60,8 @@ class Samples:
 
     Args:
         count: How many samples there are.
-        dim: The dimension of tensors that counts samples. A tensor in which only the first
-            dimension fits, such as one label per sample, is cut along the first one.
+        dim: The dimension of samples in tensors. If only the first dimension of a tensor fits, as
+            with one label per sample, the tensor is cut along it.
         are_listed: Whether the batch is a list with one entry per sample.
         is_told: Whether the data loader gives the same count.
     """
@@ -79,14 +79,14 @@ def find_samples(
 
     Args:
         batch: A batch of the data loader.
-        expected: How many samples the data loader has put into the batch; None if unknown.
-        dim: The dimension of tensors that counts samples, if it is known. Otherwise it is the
-            dimension of size ``expected``, or else the first one.
-        may_be_listed: Whether a list may hold one entry per sample. torch's collate function
-            makes no such list.
+        expected: How many samples the data loader has put into the batch, if known.
+        dim: The dimension of samples in tensors, if known. Otherwise it is the dimension of size
+            ``expected``, or else the first one.
+        may_be_listed: Whether a list may hold one entry per sample. torch's collate function does
+            not make such a list.
 
     Raises:
-        BatchError: If there is no tensor with a dimension.
+        BatchError: If a tensor with a dimension is missing.
     """
     shapes = [tensor.shape for tensor in _tensors(batch) if tensor.ndim > 0]
     if _is_list_of_samples(batch) and not _is_of_parts(batch, shapes, expected):
@@ -111,7 +111,7 @@ class SampleFinder:
     A batch with as many samples as positions does not show the dimension, so earlier ones decide.
 
     Args:
-        dim: The dimension that counts samples, if it is known.
+        dim: The dimension of samples, if known.
     """
 
     def __init__(self, dim: int | None) -> None:
@@ -134,7 +134,7 @@ def _is_of_parts(batch: Any, shapes: Sequence[torch.Size], expected: int | None)
 def _lists_samples(batch: Any, shapes: Sequence[torch.Size], expected: int) -> bool:
     """Whether a list has one entry per sample.
 
-    A list of two tensors that each hold all samples is as long as a batch of two samples.
+    A list of two tensors, each with all samples, is as long as a batch of two samples.
     """
     is_long_enough = isinstance(batch, list) and len(batch) == expected
     return is_long_enough and not all(shape[0] == expected for shape in shapes)
@@ -143,7 +143,7 @@ def _lists_samples(batch: Any, shapes: Sequence[torch.Size], expected: int) -> b
 def _holds_lists(batch: Any, expected: int | None) -> bool:
     """Whether all tensors of a batch are in lists with one entry per sample, or hold all samples.
 
-    Such as a list of images, and one of targets: the first image does not tell how many there are.
+    For example a list of images and a list of targets: the first image does not show their number.
     """
     lists = [part for part in _parts(batch) if isinstance(part, (list, tuple))]
     listed = [part for part in lists if len(part) == expected and [*_tensors(part)]]
@@ -153,7 +153,7 @@ def _holds_lists(batch: Any, expected: int | None) -> bool:
 
 
 def _dim_of(shapes: Sequence[torch.Size], expected: int | None, dim: int | None) -> int:
-    """The dimension that counts samples: the known one, that of the expected size, or the first."""
+    """The dimension of samples: the known one, the one of the expected size, or the first."""
     wide = [shape for shape in shapes if len(shape) > 1]
     if expected is None or not wide:
         return dim or 0
@@ -184,7 +184,7 @@ def split_batch(
         samples: Where the samples are; None looks for them.
 
     Raises:
-        BatchError: If something in the batch cannot be cut; the message names it.
+        BatchError: If a part of the batch cannot be cut; the message names it.
     """
     if of_several_loaders and isinstance(batch, list):
         return _split_each(batch, num_microbatches)
@@ -224,13 +224,13 @@ def batch_size(batch: Any) -> int:
     """The number of samples: the first dimension of the first tensor, or the length of a list.
 
     Raises:
-        BatchError: If there is no tensor with a dimension.
+        BatchError: If a tensor with a dimension is missing.
     """
     return find_samples(batch).count
 
 
 def spans(size: int, num_pieces: int) -> list[tuple[int, int]]:
-    """Half-open ranges that cut ``size`` into at most ``num_pieces``, longer ones first."""
+    """Half-open ranges of ``size``, at most ``num_pieces`` of them, longer ones first."""
     num_pieces = max(1, min(size, num_pieces))
     quotient, remainder = divmod(size, num_pieces)
     ends = [(i + 1) * quotient + min(i + 1, remainder) for i in range(num_pieces)]
@@ -255,7 +255,7 @@ class LossWeights:
         return self._find()
 
     def of(self, index: int, scale: float = 1.0) -> Callable[[], float]:
-        """A function that returns the weight of one micro-batch, multiplied by ``scale``.
+        """A function for the weight of one micro-batch, multiplied by ``scale``.
 
         Only the function may wait for the device.
         """
@@ -274,7 +274,7 @@ def loss_weights(
     labels if the batch has them. ``"sum"`` adds the losses up.
 
     Raises:
-        BatchError: If labels are wanted and the batch has none, or a weight is negative.
+        BatchError: If labels are wanted but missing in the batch, or a weight is negative.
     """
     if callable(weighting):
         counts = [float(weighting(microbatch)) for microbatch in microbatches]
@@ -331,13 +331,13 @@ def _shares(counts: Sequence[float], sample_counts: Sequence[int]) -> list[float
 
 
 def counted_labels(batch: Any) -> Tensor:
-    """Count the labels of a token mean, which are not -100; does not wait for the device.
+    """Count the labels of a token mean, all except -100; does not wait for the device.
 
     If all counted labels equal ``input_ids``, the loss shifts them itself, as every causal language
     model of Hugging Face does. Then the first label of each row does not count.
 
     Raises:
-        BatchError: If the batch has no labels.
+        BatchError: If the batch lacks labels.
     """
     holder = _holder_of_labels(batch)
     if holder is None:
@@ -356,7 +356,7 @@ def counted_labels(batch: Any) -> Tensor:
 def _holder_of_labels(batch: Any) -> Any:
     """The part of a batch with an entry ``labels`` of whole numbers.
 
-    None if there is no such part, or several below the top: the loss may count any of them.
+    None without such a part, or if several are below the top: the loss may count any of them.
     """
     if _has_labels(batch):
         return batch
@@ -431,13 +431,13 @@ def _cut_tensor(tensor: Tensor, start: int, end: int, samples: Samples) -> Tenso
 
 
 def _dim_in(tensor: Tensor, samples: Samples) -> int | None:
-    """The dimension of a tensor that counts samples; None if no dimension does."""
+    """The dimension of samples in a tensor, if it has one."""
     dims = (d for d in (samples.dim, 0) if d < tensor.ndim and tensor.shape[d] == samples.count)
     return next(dims, None)
 
 
 def _cut_sequence(part: Sequence[Any], start: int, end: int, samples: Samples) -> Any:
-    """Cut a sequence with one entry per sample, or the entries of one that holds batched values."""
+    """Cut a sequence with one entry per sample, or the entries of a sequence of batched values."""
     if samples.are_listed or (_is_list_of_samples(part) and len(part) == samples.count):
         return part[start:end]
     tensors = list(_tensors(part))
@@ -453,7 +453,7 @@ def _cut_sequence(part: Sequence[Any], start: int, end: int, samples: Samples) -
 
 
 def _is_list_of_samples(part: Any) -> bool:
-    """Whether a batch is a list of samples that were not collated."""
+    """Whether a batch is a list of uncollated samples."""
     return isinstance(part, list) and bool(part) and all(isinstance(i, Mapping) for i in part)
 
 
@@ -486,7 +486,7 @@ class CutBatch:
         """
         pieces = split_batch(batch, num_microbatches, samples is None, samples)
         if samples is None:
-            # A loader that has ended gives None.
+            # A loader gives None after its end.
             present = [next(part for part in piece if part is not None) for piece in pieces]
             return cls(batch, pieces, [batch_size(part) for part in present], None)
         lengths = [end - start for start, end in spans(samples.count, num_microbatches)]
@@ -499,7 +499,7 @@ class CutBatch:
 
     @property
     def to_check(self) -> CutBatch:
-        """The batch of which something was cut."""
+        """The batch to check: this one."""
         return self
 
     @property
@@ -508,7 +508,7 @@ class CutBatch:
         return [0] * len(self.microbatches)
 
     def first(self, count: int) -> CutBatch:
-        """The first micro-batches, with the part of the batch that they make up."""
+        """The first micro-batches, with their part of the batch."""
         if count >= len(self.microbatches):
             return self
         lengths = self.num_samples[:count]
@@ -526,7 +526,7 @@ class CutBatch:
 
 @dataclass(frozen=True)
 class CutWindow:
-    """A window and its micro-batches: its pieces, or what these are cut into.
+    """A window and its micro-batches: its pieces, or the parts of cut pieces.
 
     Args:
         pieces: The batches of the loader, each as it is cut.
@@ -538,7 +538,7 @@ class CutWindow:
 
     @classmethod
     def uncut(cls, window: Window) -> CutWindow:
-        """A window of which each piece is a micro-batch."""
+        """A window with its pieces as micro-batches."""
         return cls([CutBatch.uncut(piece) for piece in window.pieces], window.size)
 
     @property
@@ -553,11 +553,11 @@ class CutWindow:
 
     @property
     def to_check(self) -> CutBatch:
-        """The first piece of which something was cut, or one of which nothing was."""
+        """The first cut piece; without a cut piece, the first piece."""
         return next((each for each in self.pieces if len(each.microbatches) > 1), self.pieces[0])
 
     def weights(self, weighting: LossWeighting, copies: Copies) -> LossWeights:
         """How much each micro-batch's loss counts: each piece as much as a batch of accumulation,
-        and in a short window no more."""
+        even in a short window."""
         found = [piece.weights(weighting, copies) for piece in self.pieces]
         return LossWeights(lambda: [part / self.size for each in found for part in each.all])

@@ -1,9 +1,9 @@
 """A stage's part of the optimizer: its class and groups, for the stage's own parameters.
 
-A class of the user's own must step each parameter by itself, which is tried on small parameters.
+A user's own class must step each parameter by itself; this is tried on small parameters.
 
-The file also has what comes before a step, sums of gradients that leave layer by layer, norms and
-clipping, and running averages of weights, which are updated after it.
+The file also has the parts around a step: before it sums of gradients, sent layer by layer, norms
+and clipping; after it running averages of weights.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ..errors import ModelError
 from ..model.allowed_imports import Allowed, ImportPath, find_class, path_of
 from ..optional import bitsandbytes
 
-# Before the name of a class that is not one of torch.optim.
+# Before the name of a class of bitsandbytes.
 _BITSANDBYTES = "bitsandbytes."
-# Between the module and the name of a class of the user's own.
+# Between the module and the name of a user's own class.
 _OWN = ":"
 _LIBRARIES = frozenset({"bitsandbytes", "torch"})
 NOTHING_ALLOWED = Allowed()
 
 # Optimizers of bitsandbytes keep a code book of so many numbers beside any parameter.
 _MOST_BESIDE = 256
-# Optimizers with preconditioners make none for a larger dimension.
+# Optimizers with preconditioners skip a larger dimension.
 _LARGEST_PRECONDITIONED = 2**14
 
 
@@ -84,25 +84,24 @@ def _cannot_be_cut(optimizer: Optimizer, cause: str) -> ModelError:
 
 
 def is_of_torch(class_name: str) -> bool:
-    """Whether a name that `optimizer_class_name` has returned is that of one of torch.optim."""
+    """Whether a name from `optimizer_class_name` is of a class of torch.optim."""
     return _OWN not in class_name and not class_name.startswith(_BITSANDBYTES)
 
 
 def is_of_a_library(kind: type[Optimizer]) -> bool:
-    """Whether an optimizer's class is one of libraries that every worker knows."""
+    """Whether an optimizer's class is of a library known to every worker."""
     return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
 def most_in_state(parameter: Tensor) -> int:
-    """How many numbers a tensor may have in an optimizer's state of a parameter: as many as that
-    has, those of a code book, or the square of a dimension, as preconditioners have."""
+    """The most numbers that a tensor in an optimizer's state of a parameter may have: the
+    parameter's number, a code book's, or the square of a dimension, for preconditioners."""
     squares = [size**2 for size in parameter.shape if size <= _LARGEST_PRECONDITIONED]
     return max(parameter.numel(), _MOST_BESIDE, *squares)
 
 
 def own_optimizer_modules() -> set[str]:
-    """The modules of all optimizer classes that were imported, besides those of libraries that
-    every worker knows."""
+    """The modules of all imported optimizer classes, except of libraries known to every worker."""
     found, left = set(), Optimizer.__subclasses__()
     while left:
         kind = left.pop()
@@ -116,17 +115,17 @@ def own_optimizer_modules() -> set[str]:
 # A parameter of a trial has at most so many rows, columns and so on, and steps so often.
 _MOST_PER_DIMENSION = 4
 _NUM_TRIAL_STEPS = 5
-# An optimizer may clip by the common norm of gradients, or do so below some norm: nobody knows it
-# here, and these sizes are far apart. The audit looks at real gradients.
+# An optimizer may clip by the common norm of gradients, or do so below some norm. The norm is
+# unknown here, so these sizes are far apart. The audit looks at real gradients.
 _SIZES_OF_GRADIENTS = (1e-4, 1e4, 1.0)
 
 
 def _check_steps_alone(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step of one parameter depends on other parameters.
+    """Refuse an optimizer if its step of one parameter depends on other parameters.
 
-    Small parameters with made-up gradients are stepped together, and again as if some of them were
-    on a worker, which steps with the options that are here when the closure has run, and as if they
-    moved to another worker between two steps.
+    Small parameters with made-up gradients are stepped together. They are stepped again as if some
+    were on a worker, with the options from here after the closure, and as if they moved to another
+    worker between two steps.
 
     Raises:
         ModelError: With the cause.
@@ -175,7 +174,7 @@ def _looks_before_closure(
     places: Sequence[tuple[int, tuple[int, ...]]],
     options: Sequence[Mapping[str, Any]],
 ) -> bool:
-    """Whether it alone makes a difference that gradients come in the closure, and not before."""
+    """Whether results differ only because gradients come in the closure, and not before."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         inside, again, before = (
             _stepped(optimizer, places, options, set(), calls_closure=each)
@@ -190,7 +189,7 @@ def _are_close(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _trial_shapes(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """The shapes of a group's parameters, made small, each once; one that is alone comes twice."""
+    """The shapes of a group's parameters, made small, each once; a single shape comes twice."""
     shapes = sorted({tuple(min(n, _MOST_PER_DIMENSION) for n in p.shape) for p in parameters})
     return shapes * 2 if len(shapes) == 1 else shapes
 
@@ -204,15 +203,15 @@ def _stepped(
     moves: bool = False,
     calls_closure: bool = True,
 ) -> list[Tensor]:
-    """Trial parameters after some steps, of which some may be stepped elsewhere.
+    """Trial parameters after some steps; some of them may be stepped elsewhere.
 
     Args:
         optimizer: Its class and defaults are tried.
         places: The group and the shape of each parameter.
-        options: Those of each group.
+        options: The options of each group.
         away: The parameters that another optimizer steps.
         size: About how large the numbers of gradients are.
-        moves: Whether these move between two steps, with the state that the optimizer has of them.
+        moves: Whether these move between two steps, with their state in the optimizer.
         calls_closure: Whether gradients come in the closure, as in Lightning's loop, or before.
     """
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
@@ -261,7 +260,7 @@ def optimizer_defaults(optimizer: Optimizer) -> dict[str, Any]:
     # Optimizers of bitsandbytes keep a part of the arguments in ``args``.
     arguments = dict(vars(optimizer.args)) if hasattr(optimizer, "args") else {}
     if type(optimizer).__name__.endswith("bit"):
-        del arguments["optim_bits"]  # implied by the class, whose constructor has no such argument
+        del arguments["optim_bits"]  # implied by the class: its constructor lacks it
     return {**optimizer.defaults, **arguments}
 
 
@@ -270,7 +269,7 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-# Settings of how a step is computed, which some devices lack.
+# Settings of a step's kernels; some devices lack them.
 _KERNELS = ("fused", "foreach", "capturable")
 
 
@@ -280,8 +279,8 @@ class Stepped:
 
     Args:
         weight: The parameter's content.
-        state: The optimizer's state of it; empty if it has none.
-        options: Those of its group.
+        state: The optimizer's state of it; empty without one.
+        options: The options of its group.
     """
 
     weight: Tensor
@@ -292,9 +291,9 @@ class Stepped:
         """Step this parameter by itself, with an optimizer as it would be made now.
 
         Args:
-            optimizer: Its class, defaults and plain attributes are those of the step; it does not
-                step itself.
-            gradient: The parameter's gradient; None if it has none.
+            optimizer: The step takes its class, defaults and plain attributes; it does not step
+                itself.
+            gradient: The parameter's gradient, if it has one.
             group: The number of the parameter's group.
         """
         parameter = nn.Parameter(self.weight.detach().clone())
@@ -326,7 +325,7 @@ class Stepped:
 
         Args:
             other: The other result.
-            before: What both began with.
+            before: The common state before the step.
         """
         found = [_apart(self.weight, other.weight, before.weight)]
         for key in self.state.keys() | other.state.keys():
@@ -342,7 +341,7 @@ class Stepped:
         return max(found)
 
     def changed_options(self, other: Mapping[str, Any]) -> list[str]:
-        """The numbers of the group that are others than here."""
+        """The names of the group's options with other numbers than here."""
         return [
             key
             for key, value in self.options.items()
@@ -358,7 +357,7 @@ _ROUNDINGS_OF_WEIGHT = 4
 
 
 def _apart(one: Tensor, other: Tensor, before: Any) -> float:
-    """The difference of two tensors that a step has made, relative to the change."""
+    """The difference of a step's two results, relative to the change."""
     if one.shape != other.shape:
         return math.inf
     first, second = (each.detach().cpu().double() for each in (one, other))
@@ -378,13 +377,13 @@ class StageOptimizer:
     """An optimizer over a stage's parameters.
 
     Args:
-        class_name: A name that `optimizer_class_name` has returned.
-        defaults: The defaults of the whole optimizer. The constructor gets those that it takes,
-            because it reads some, like Adagrad's initial value, from its arguments only.
-        groups: All groups of the whole optimizer, with the stage's parameters among theirs. All
-            stages have as many groups in the same order, so options can be sent by position.
+        class_name: A name from `optimizer_class_name`.
+        defaults: The defaults of the whole optimizer. The constructor gets its own arguments among
+            them, because it reads some, like Adagrad's initial value, only there.
+        groups: All groups of the whole optimizer, each with only the stage's parameters. All stages
+            have equally many groups in the same order, so options can be sent by position.
         parameters: The stage's parameters by name.
-        allowed: The classes that are allowed besides those of torch and bitsandbytes.
+        allowed: The allowed classes besides the classes of torch and bitsandbytes.
 
     Raises:
         ModelError: If the class or a parameter does not exist, or the class is not allowed.
@@ -404,7 +403,7 @@ class StageOptimizer:
             raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
         self._parameters = parameters
         self.optimizer = _make(kind, defaults, groups, parameters)
-        # A parameter that the optimizer does not step has no group, but may have a state.
+        # A parameter outside of the optimizer's groups may still have a state.
         self._group_of = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
 
     @property
@@ -420,7 +419,7 @@ class StageOptimizer:
         self.optimizer.step()
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The state of each parameter that has one, by name."""
+        """The state of each parameter with a state, by name."""
         state = self.optimizer.state
         return {name: state[p] for name, p in self._parameters.items() if state.get(p)}
 
@@ -428,7 +427,7 @@ class StageOptimizer:
         """Replace the state of one parameter.
 
         Raises:
-            ModelError: If the stage has no such parameter.
+            ModelError: If the stage lacks the parameter.
         """
         if name not in self._parameters:
             raise ModelError(f"The stage has no parameter {name!r} to load optimizer state for.")
@@ -513,7 +512,8 @@ def leaving_by_layer(
 
     Args:
         parameters: Their names begin with the number of their layer.
-        send: Called with the gradients of a layer when those of the next one come, and at the end.
+        send: Called with the gradients of a layer when the next layer's gradients come, and at the
+            end.
     """
     layer: dict[str, Tensor] = {}
 
@@ -536,13 +536,13 @@ def leaving_by_layer(
 
 
 def optimizer_gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients here that the optimizer's next step would use."""
+    """The gradients here for the optimizer's next step."""
     groups = optimizer.param_groups
     return gradients_here(p for group in groups for p in group["params"])
 
 
 def gradients_here(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients of parameters that are in this process."""
+    """The gradients of parameters in this process."""
     return [p.grad for p in parameters if not p.is_meta and p.grad is not None]
 
 
@@ -572,7 +572,7 @@ def clip_gradients(gradients: Sequence[Tensor], clipping: Clipping) -> None:
 def total_norm(norms: Sequence[float]) -> float:
     """The norm of all gradients together: the root of the sum of the squared norms.
 
-    It is summed by size, so that it depends neither on the plan nor on whose norms come first.
+    It is summed by size, so it depends neither on the plan nor on the order of arrival.
     """
     return math.sqrt(sum(sorted(norm * norm for norm in norms)))
 
@@ -592,7 +592,7 @@ class WeightAverages:
 
     Args:
         tensors: Parameters and buffers of floating-point numbers, by name.
-        present: Averages that go on, by the names of their tensors.
+        present: Averages to go on with, by the names of their tensors.
     """
 
     def __init__(
@@ -609,7 +609,7 @@ class WeightAverages:
         return [(tensor, self.present[name]) for name, tensor in self._tensors.items()]
 
     def include(self, tensors: Mapping[str, Tensor]) -> None:
-        """Average these too; call it before the first step of what was frozen, which equals its
+        """Average these too; call it before the first step of unfrozen tensors, which equal their
         average until then."""
         added = {name: tensor for name, tensor in tensors.items() if name not in self._tensors}
         self._tensors.update(added)
@@ -621,7 +621,7 @@ class WeightAverages:
 
         Args:
             num_averaged: How many updates came before; the first update copies the weights.
-            decay: The share of the average that stays; None weighs all updates equally.
+            decay: The staying share of the average; None weighs all updates equally.
         """
         for tensor, average in self._pairs:
             if num_averaged == 0:
@@ -632,7 +632,7 @@ class WeightAverages:
                 average.copy_(decay * average + (1 - decay) * tensor)
 
     def swap(self) -> None:
-        """Exchange the weights and their averages; this copies nothing."""
+        """Exchange the weights and their averages, without a copy."""
         for tensor, average in self._pairs:
             tensor.data, average.data = average.data, tensor.data
 
@@ -644,7 +644,7 @@ class WeightAverages:
 
 
 def averaged_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module that are averaged: trained parameters and buffers held here.
+    """The tensors of a module to average: trained parameters and buffers held here.
 
     A frozen parameter equals its average.
     """

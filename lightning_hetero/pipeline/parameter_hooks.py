@@ -1,4 +1,4 @@
-"""Hooks on parameters of this process, which see the gradient of a whole batch as on one device."""
+"""Hooks on parameters of this process. They see the gradient of a whole batch, as on one device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 class ParameterHooks:
     """Takes hooks off while micro-batches run, and calls them once with the batch's gradient.
 
-    A hook that clips would clip the gradient of each micro-batch, and one that steps would step
-    with it.
+    A clipping hook would clip the gradient of each micro-batch, and a stepping hook would step with
+    it.
     """
 
     def __init__(self) -> None:
         self._taken: dict[nn.Parameter, tuple[dict[int, Any], dict[int, Any]]] = {}
 
     def take_off(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Take off the hooks of these parameters; returns the parameters that have some."""
+        """Take off the hooks of these parameters; returns the parameters with hooks."""
         for parameter in parameters:
             hooks = (_of_gradient(parameter), _behind_gradient(parameter))
             if any(hooks):
@@ -30,7 +30,7 @@ class ParameterHooks:
         return [*self._taken]
 
     def put_back(self) -> None:
-        """Put them back, before those that came meanwhile."""
+        """Put them back, before any hooks added meanwhile."""
         for parameter, taken in self._taken.items():
             present = (_of_gradient(parameter), _behind_gradient(parameter))
             for hooks, before in zip(present, taken, strict=True):
@@ -39,7 +39,7 @@ class ParameterHooks:
                 hooks.update({**before, **later})
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient to that of a parameter, as a backward does."""
+        """Add a gradient to a parameter's gradient, as a backward does."""
         of_gradient, behind = self._taken.get(parameter, ({}, {}))
         with torch.no_grad():
             for hook in [*of_gradient.values()]:
@@ -55,7 +55,7 @@ class ParameterHooks:
 
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add a gradient to that of a parameter, in place if there is one."""
+    """Add a gradient to a parameter's gradient, in place if there is one."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -1,14 +1,14 @@
-"""The placement: which process runs which stage on which micro-batch. Plain data, without torch.
+"""The placement: the process of each stage for each micro-batch. Plain data, without torch.
 
-Coordinator, workers, planner, simulator and drawings ask it; nothing else decides who runs what,
-and nothing is decided while a step runs. So every run adds the same numbers in the same order.
+Coordinator, workers, planner, simulator and drawings ask it. Only the placement decides who runs a
+stage, and it decides before a step. So every run adds the same numbers in the same order.
 
     layers [0,2] coordinator · [2,4] a · [4,6] b · [6,8] a · [8,9] coordinator
 
     stage      0 ──▶ 1 ──▶ 2 ──▶ 3 ──▶ 0       the coordinator's layers are stage 0, wherever
     process    0     1     2     1     0       they are; a is process 1, b is process 2
 
-Two placements tell what changes hands when layers move from one to the other (`transfers`).
+Two placements give the layers to transfer in a move from one to the other (`transfers`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def turns(shares: Sequence[int], count: int, last: int | None = None) -> list[in
         shares: The share of each.
         count: How many micro-batches.
         last: Who begins later, and so ends the round: the others begin with the credit of three
-            quarters of a round. That is right for the coordinator: the others' first micro-batches
-            are on their way while it runs its own, and at the end nobody waits for theirs.
+            quarters of a round. This is right for the coordinator: the others' first micro-batches
+            are on their way while it runs its own, and at the end it does not wait for theirs.
             Simulated with a head of 0.75 of 8 layers, 16 micro-batches: 9:7 gains 4 %, 6:10 of half
             the speed 10 %.
     """
@@ -52,12 +52,12 @@ def turns(shares: Sequence[int], count: int, last: int | None = None) -> list[in
 
 
 def deal(sizes: Mapping[str, int], processes: Sequence[str]) -> dict[str, str]:
-    """Deal tensors over processes, so that each owns about as many bytes.
+    """Deal tensors over processes, with about as many bytes for each.
 
     Args:
         sizes: The bytes of each tensor by its name. Neighbors in this order often go to the same
             process.
-        processes: Those that hold the tensors.
+        processes: The holders of the tensors.
 
     Returns:
         The owner of each tensor.
@@ -65,7 +65,7 @@ def deal(sizes: Mapping[str, int], processes: Sequence[str]) -> dict[str, str]:
     total, before = max(1, sum(sizes.values())), 0
     found = {}
     for name, size in sizes.items():
-        # The middle of the tensor decides, so that a large one goes where most of it falls.
+        # The middle of the tensor decides, so a large one goes where most of it falls.
         place = (2 * before + size) * len(processes) // (2 * total)
         found[name] = processes[min(place, len(processes) - 1)]
         before += size
@@ -79,10 +79,10 @@ class PlacedStage:
     Args:
         number: From 1 on, in the order of the layers.
         layers: Its layers by their numbers; the input embedding is layer -1.
-        processes: The names of the processes that hold it; several are replicas, and one of these
-            may be the coordinator.
+        processes: The names of its processes; several are replicas, and one of these may be the
+            coordinator.
         shares: How many micro-batches of a round each of them runs.
-        is_split: Whether the plan lets each of them step a part of the parameters.
+        is_split: Whether each of them steps a part of the parameters.
     """
 
     number: int
@@ -103,19 +103,20 @@ class PlacedStage:
 
     @property
     def is_led(self) -> bool:
-        """Whether the coordinator is one of the replicas, and owns what all of them train."""
+        """Whether the coordinator is one of the replicas, and owns the trained parameters of
+        all."""
         return self.is_hosted and not self.is_split
 
     @cached_property
     def round(self) -> list[str]:
-        """Who runs each micro-batch of a round."""
+        """The process of each micro-batch of a round."""
         last = self.processes.index(COORDINATOR) if self.is_hosted else None
         return [self.processes[index] for index in turns(self.shares, sum(self.shares), last)]
 
     @cached_property
     def worker_round(self) -> list[str]:
-        """Who runs each micro-batch of a round that workers run alone; spares share it equally if
-        they are all there is."""
+        """The process of each micro-batch of a round on workers alone; if all workers are spares,
+        they share it equally."""
         pairs = zip(self.processes, self.shares, strict=True)
         shares = {name: share for name, share in pairs if name != COORDINATOR}
         if not any(shares.values()):
@@ -126,7 +127,7 @@ class PlacedStage:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who runs what under a plan.
+    """The processes of a plan's stages.
 
     Args:
         stages: The stages on workers, in the order of the layers.
@@ -136,7 +137,7 @@ class Placement:
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
-        """The placement of a plan that fits its model."""
+        """The placement of a plan; it must fit its model."""
         stages = tuple(
             PlacedStage(
                 number,
@@ -172,16 +173,16 @@ class Placement:
         return self.stages[number - 1]
 
     def stages_of(self, process: str) -> tuple[int, ...]:
-        """The numbers of the stages that a worker holds."""
+        """The numbers of a worker's stages."""
         return tuple(stage.number for stage in self.stages if process in stage.processes)
 
     def process(self, stage: int, microbatch: int, is_whole: bool = False) -> str:
-        """Who runs a stage on a micro-batch.
+        """The process of a stage for a micro-batch.
 
         Args:
             stage: The stage's number.
             microbatch: The micro-batch's number.
-            is_whole: Whether it is a piece of a whole batch, whose layers only workers run.
+            is_whole: Whether it is a piece of a whole batch; only workers run its layers.
         """
         if stage == COORDINATOR_STAGE:
             return COORDINATOR
@@ -190,14 +191,14 @@ class Placement:
         return order[microbatch % len(order)]
 
     def route(self, microbatch: int, is_whole: bool = False) -> tuple[tuple[int, str], ...]:
-        """The stages that a micro-batch passes on workers, in their order, each with its worker;
-        the arguments are those of `process`."""
+        """A micro-batch's stages on workers, in their order, each with its worker; see `process`
+        for the arguments."""
         found = [(s.number, self.process(s.number, microbatch, is_whole)) for s in self.stages]
         return tuple((number, name) for number, name in found if name != COORDINATOR)
 
     @property
     def hosted(self) -> PlacedStage | None:
-        """The stage of which the coordinator is a replica."""
+        """The stage with a replica on the coordinator."""
         return next((stage for stage in self.stages if stage.is_hosted), None)
 
     @property
@@ -207,48 +208,48 @@ class Placement:
 
     @cached_property
     def links(self) -> tuple[tuple[str, str], ...]:
-        """Who sends activations to whom, each pair once, in the order of the layers; gradients go
-        the other way."""
+        """The pairs of sender and receiver of activations, each once, in the order of the layers;
+        gradients go the other way."""
         holders = [(COORDINATOR,), *(stage.processes for stage in self.stages), (COORDINATOR,)]
         found = [(a, b) for here, there in pairwise(holders) for a in here for b in there]
         return tuple(dict.fromkeys((a, b) for a, b in found if a != b))
 
     @cached_property
     def exchanges(self) -> tuple[tuple[str, str], ...]:
-        """Which workers add up gradients with which others: both orders of each pair."""
+        """The pairs of workers that add up gradients with each other: both orders of each pair."""
         stages = [stage for stage in self.stages if not stage.is_led]
         pairs = [pair for stage in stages for pair in permutations(stage.workers, 2)]
         return tuple(dict.fromkeys(pairs))
 
     @cached_property
     def neighbors(self) -> frozenset[frozenset[str]]:
-        """The pairs of processes between which something passes in a step."""
+        """The pairs of processes with traffic between them in a step."""
         return frozenset(frozenset(pair) for pair in (*self.links, *self.exchanges))
 
     def peers(self, process: str) -> tuple[str, ...]:
-        """Whom a process exchanges activations and gradients with."""
+        """The processes with which a process exchanges activations and gradients."""
         met = [b if a == process else a for a, b in self.links if process in (a, b)]
         return tuple(dict.fromkeys(met))
 
     def holders(self, layer: int) -> tuple[str, ...]:
-        """Who holds a layer."""
+        """The processes with a layer."""
         found = next((stage for stage in self.stages if layer in stage.layers), None)
         return (COORDINATOR,) if found is None else found.processes
 
     def owner(self, layer: int) -> str:
-        """The holder that the layer's tensors are asked from."""
+        """The holder to ask for the layer's tensors."""
         holders = self.holders(layer)
         return COORDINATOR if COORDINATOR in holders else holders[0]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A layer that goes from a process that has it to one that does not.
+    """A layer on its way from its process to a process without it.
 
     Args:
         layer: The layer's number.
-        source: The name of the process that has it.
-        target: The name of the process that gets it.
+        source: The name of the sending process.
+        target: The name of the receiving process.
     """
 
     layer: int
@@ -257,10 +258,11 @@ class Transfer:
 
 
 def transfers(before: Placement, after: Placement) -> tuple[Transfer, ...]:
-    """Every layer that a process gets by a move, in the order of the layers; others are left out.
+    """Every layer that a process gets by a move, in the order of the layers; other layers are left
+    out.
 
-    A layer comes from the process whose result of an optimizer step counted. The coordinator is
-    the source of what no worker has, and gets what no worker has any more.
+    A layer comes from its owner. The coordinator is the source of layers not yet on workers, and
+    gets layers that leave all workers.
     """
     stages = (*before.stages, *after.stages)
     layers = sorted({layer for stage in stages for layer in stage.layers})
@@ -273,12 +275,12 @@ def transfers(before: Placement, after: Placement) -> tuple[Transfer, ...]:
 
 
 def coming_home(before: Placement, after: Placement) -> set[int]:
-    """The layers that the coordinator gets when layers move."""
+    """The layers that come to the coordinator in a move."""
     return {each.layer for each in transfers(before, after) if each.target == COORDINATOR}
 
 
 def leaving_home(before: Placement, after: Placement) -> set[int]:
-    """The layers that the coordinator has, and that only workers have when layers have moved."""
+    """The coordinator's layers that are only on workers after a move."""
     layers = {layer for stage in after.stages for layer in stage.layers}
     return {
         layer

@@ -1,4 +1,4 @@
-"""Random numbers of a step: they depend on their place in it, and not on who computes what.
+"""Random numbers of a step: they depend on their place in it, and not on the plan.
 
     step 7, micro-batch 3    embedding ─▶ layer 0 ─▶ layer 1 ─▶ head, loss
     layers are seeded by                  7, 0, 3    7, 1, 3
@@ -6,17 +6,18 @@
                                                      7, 1, 3, "behind"
 
 Every call of a decoder layer draws from a stream of its own, here and on workers alike. It is
-seeded by step, layer, micro-batch and visit, which counts the micro-batch's earlier calls of the
-layer. All other code of a micro-batch draws from streams that begin anew behind each such call,
-wherever the layer is. So dropout masks are the same under every plan, in a forward that runs again,
-and in a replay. No state of a generator is saved for that, which would take longer than to seed.
+seeded by step, layer, micro-batch and visit; the visit counts the micro-batch's earlier calls of
+the layer. All other code of a micro-batch draws from streams that begin anew after each such call,
+wherever the layer is. So dropout masks are the same under every plan, in a recomputed forward, and
+in a replay. Saving a generator's state instead would take longer than seeding.
 
 The code of a whole batch draws from torch's own stream, as on one device. There the generators are
 saved around each layer of this process.
 
-All this is about torch. On workers, layers with code of the user's own draw from `random` and
-`numpy.random` by their place too (`seed_elsewhere`). Here, nobody seeds these, which the user's
-other code draws from, but `PythonStreams` lets a forward that runs again draw what it drew first.
+All this is about torch. On workers, layers with the user's own code draw from `random` and
+`numpy.random` by their place too (`seed_elsewhere`). Here these are not seeded, because the user's
+other code draws from them, but `PythonStreams` lets a recomputed forward draw the same numbers
+again.
 """
 
 from __future__ import annotations
@@ -39,21 +40,22 @@ from ..errors import ModelError
 from ..model.layers import describe_layer
 from ..model.placeholders import tensors_in
 
-# Trials count their visits from here; no step has so many hand-overs.
+# Trials count their visits from here; a step never has so many hand-overs.
 FIRST_TRIAL = 2**30
 
 
 def seed_action(seed: int, *place: int | str) -> None:
     """Seed torch by a place: step, layer, micro-batch and visit for a layer, and with ``"behind"``
-    for the code behind it; step and micro-batch for the code with which a micro-batch begins."""
+    for the code after it; step and micro-batch for the first code of a micro-batch."""
     seed_generators(_number_of(seed, place))
 
 
 def seed_elsewhere(seed: int, *place: int) -> None:
     """Seed `random` and `numpy.random` by the place of a layer's call, on a worker.
 
-    A process in the place of a lost worker must draw what that one drew: replicas that have
-    exchanged sums of other gradients have other weights from then on.
+    A replacement of a lost worker must draw the lost worker's numbers. Otherwise it would compute
+    other gradients than in the exchanged sums, and replicas would have different weights from then
+    on.
     """
     number = _number_of(seed, place)
     random.seed(number)
@@ -68,7 +70,7 @@ def _number_of(seed: int, place: tuple[int | str, ...]) -> int:
 class PythonStreams:
     """The places of `random` and `numpy.random` before a forward. Inside, it runs again.
 
-    With other draws than in the first run, gradients would be those of another forward.
+    With other draws than in the first run, the gradients would be of another forward.
     """
 
     def __init__(self) -> None:
@@ -92,9 +94,9 @@ def _set_python_state(state: tuple[Any, Any]) -> None:
 
 
 class _Input(NamedTuple):
-    """The memory of a layer's hidden states, which tells calls of the layer apart.
+    """The memory of a layer's hidden states. It tells calls of the layer apart.
 
-    A weak reference: memory that is freed and used again is other memory.
+    A weak reference: memory freed and used again is other memory.
     """
 
     storage: StorageWeakRef
@@ -102,7 +104,7 @@ class _Input(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Any) -> _Input | None:
-        """The memory of the first floating-point tensor; None if there is no such memory."""
+        """The memory of the first floating-point tensor, if there is such memory."""
         # Hidden states mostly come first, and are found faster so.
         found = arguments
         while isinstance(found, tuple) and found:
@@ -115,7 +117,7 @@ class _Input(NamedTuple):
 
 
 def _has_memory(value: Any) -> bool:
-    """Whether a value is a floating-point tensor with a storage, which a sparse one lacks."""
+    """Whether a value is a floating-point tensor with a storage; a sparse tensor lacks it."""
     return (
         isinstance(value, Tensor)
         and value.is_floating_point()
@@ -124,7 +126,7 @@ def _has_memory(value: Any) -> bool:
 
 
 class BatchDraws:
-    """The random numbers that the layers of this process draw in the step of a whole batch.
+    """The random numbers of this process's layers in the step of a whole batch.
 
     Args:
         seed: The seed of the run.
@@ -143,14 +145,14 @@ class BatchDraws:
 
     @contextmanager
     def of_call_apart(self, layer: int, visit: int) -> Iterator[None]:
-        """Inside, a call of a layer draws from its own stream; the code around it goes on in the
-        present one, which nobody else can restore."""
+        """Inside, a call of a layer draws from its own stream; afterwards the code around it goes
+        on in the present stream, restored here."""
         with forked_generators():
             self.seed_call(layer, visit)
             yield
 
     def pass_by(self, layer: int) -> None:
-        """Note that the code has come to the end of its call of a layer on a worker."""
+        """Note the end of a call of a layer on a worker."""
 
     def seed_call(self, layer: int, visit: int) -> None:
         """Seed torch for a call of a layer."""
@@ -171,7 +173,7 @@ class BatchDraws:
 
 
 class MicrobatchDraws(BatchDraws):
-    """The random numbers of one micro-batch: the code behind each layer is seeded by its place."""
+    """The random numbers of one micro-batch: the code after each layer is seeded by its place."""
 
     def __init__(self, seed: int, step: int, microbatch: int) -> None:
         super().__init__(seed, step, microbatch)
@@ -180,7 +182,7 @@ class MicrobatchDraws(BatchDraws):
         self._last_away: int | None = None
 
     def go_on(self) -> None:
-        """Seed torch for the code with which the micro-batch begins, or for that behind its latest
+        """Seed torch for the micro-batch's first code, or for the code after its latest
         hand-over."""
         if self._last_away is None:
             seed_action(self._seed, self._step, self._microbatch)
@@ -188,7 +190,7 @@ class MicrobatchDraws(BatchDraws):
             self.seed_behind(self._last_away, self._num_hand_overs - 1)
 
     def note_hand_over(self, last_layer: int) -> None:
-        """Note that the micro-batch is away up to a layer. Call `go_on` when it comes back."""
+        """Note a hand-over of the micro-batch up to a layer. Call `go_on` when it comes back."""
         self._last_away = last_layer
         self._num_hand_overs += 1
 
@@ -201,7 +203,7 @@ class MicrobatchDraws(BatchDraws):
         self.seed_behind(layer, self._num_hand_overs)
 
     def seed_behind(self, layer: int, visit: int) -> None:
-        """Seed torch for the code behind a call of a layer."""
+        """Seed torch for the code after a call of a layer."""
         seed_action(self._seed, self._step, layer, self._microbatch, visit, "behind")
 
 
@@ -222,21 +224,21 @@ class Draws:
     """The random numbers of this process's part of the steps of a run.
 
     Args:
-        seed: The seed of the run, which all processes have.
+        seed: The seed of the run, equal in all processes.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        # The latest batch whose code ran, and whether its code runs now.
+        # The batch that ran last, and whether its code runs now.
         self._batch: BatchDraws | None = None
         self._is_inside = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the module has no part in the step that runs.
+        # A copy of the module does not take part in the present step.
         return Draws, (self.seed,)
 
     def microbatch(self, step: int, microbatch: int) -> MicrobatchDraws:
-        """The random numbers of a micro-batch that has not begun.
+        """The random numbers of a micro-batch before it begins.
 
         Args:
             step: The number of the step for dropout masks.
@@ -245,7 +247,7 @@ class Draws:
         return MicrobatchDraws(self.seed, step, microbatch)
 
     def whole_batch(self, step: int) -> BatchDraws:
-        """The random numbers of a whole batch that has not begun.
+        """The random numbers of a whole batch before it begins.
 
         Args:
             step: The number of the step for dropout masks.
@@ -267,16 +269,17 @@ class Draws:
         return self.of(self._batch)
 
     def of_layer(self, layer: int, arguments: Any) -> AbstractContextManager[None]:
-        """Inside, a decoder layer of this process runs, and draws what it would on a worker.
+        """Inside, a decoder layer of this process runs, and draws as on a worker.
 
         Outside of steps, layers draw from the stream of the code around them.
 
         Args:
             layer: The number of the layer.
-            arguments: What the layer is called with.
+            arguments: The arguments of the layer's call.
 
         Raises:
-            ModelError: If the layer runs again in a backward, and nobody knows for which call.
+            ModelError: If the layer runs again in a backward, and which of its calls is repeated is
+                unknown.
         """
         batch = self._batch
         visit = None if batch is None else self._visit(batch, layer, arguments)
@@ -285,9 +288,9 @@ class Draws:
         return (batch.of_call if self._is_inside else batch.of_call_apart)(layer, visit)
 
     def pass_by(self, layer: int) -> None:
-        """Let the code behind a layer on a worker draw what it would behind a layer here.
+        """Let the code after a layer on a worker draw as after a layer here.
 
-        Call it behind each such layer but the last one of a hand-over.
+        Call it after each such layer except the last one of a hand-over.
         """
         if self._batch is not None and self._is_inside:
             self._batch.pass_by(layer)
@@ -295,7 +298,7 @@ class Draws:
     def _visit(self, batch: BatchDraws, layer: int, arguments: Any) -> int | None:
         """The visit of a call of a layer; None outside of a step."""
         given = _Input.of(arguments)
-        # Only a forward that the user's own checkpointing runs again is inside of a backward.
+        # Only a forward repeated by the user's own checkpointing is inside of a backward.
         if torch._C._current_graph_task_id() == -1:
             return batch.note_call(layer, given) if self._is_inside else None
         visits = batch.visits_of(layer, given)
@@ -303,7 +306,7 @@ class Draws:
             return visits[0]
         if not visits and not self._is_inside:
             return None
-        # Checkpointing that keeps inputs elsewhere gives a copy.
+        # Checkpointing with inputs kept elsewhere gives a copy.
         if not visits and batch.num_calls(layer) == 1:
             return 0
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The recorder: what one process does while steps run, as sums and, when asked for, as spans.
+"""The recorder: a process's work while steps run, as sums and, if wanted, as spans.
 
 It always sums up the seconds of the process's own actions. Switched on, it also records a span for
 each action, message and wait, and adds the spans of a training step up. A span costs microseconds.
@@ -7,7 +7,7 @@ One thread at a time runs the stage. Its spans do not overlap, except for spans 
 Channels send from threads of their own; their spans run beside the others.
 
 The device takes the moments at which an action begins and ends, because a call may return before
-the device has done its work. Nothing waits for those moments until sums or spans are taken.
+the device has done its work. The process waits for these moments only when sums or spans are taken.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ..protocol.fields import ACTIONS, Span, SpanKind, Totals
 from .rule import Key
 
 APPLY = "ApplyOptimizer"
-"""The message whose span ends an optimizer's step."""
+"""The message at the end of an optimizer's step; its span ends the step."""
 
 EXCHANGED = "ReplicaTensors"
 """The message with gradients or weights from another replica of a stage."""
 
 MOST_SPANS = 2**15
-"""Spans that are kept for one fetch; a long step has fewer."""
+"""Spans kept for one fetch; a long step has fewer."""
 
-# Spans that are noted before they are added up in the middle of a step.
+# Spans noted before they are added up in the middle of a step.
 _MOST_OPEN = 2**12
 
 ActionKind = Literal["forward", "backward", "loss", "layers"]
@@ -53,10 +53,10 @@ class Laps:
 
 @dataclass
 class _Step:
-    """Sums over the spans of a step that has not ended.
+    """Sums over the spans of a step before its end.
 
-    After its optimizer has stepped, a stage waits for the next step. That wait belongs to neither.
-    So spans behind an optimizer's step are held in ``behind``, until an action shows that the step
+    After its optimizer has stepped, a stage waits for the next step. This wait belongs to neither.
+    So spans after an optimizer's step are held in ``behind``, until an action shows that the step
     goes on.
     """
 
@@ -86,7 +86,7 @@ class _Step:
         self.end_seconds = span.end_seconds
         self.has_stepped = span.message == APPLY
         self.num_steps += self.has_stepped
-        # A warm spare runs no micro-batch, and steps with the other replicas.
+        # A warm spare does not run micro-batches, and steps with the other replicas.
         self.is_training |= self.has_stepped
         if span.kind == "take":
             self.received_bytes += span.num_bytes
@@ -96,14 +96,14 @@ class _Step:
 
 @dataclass(frozen=True)
 class _NotedSpan:
-    """A span that has ended.
+    """An ended span.
 
     Args:
         span: With the moments of the host's clock.
         depth: How many spans it is inside.
         inside_seconds: Seconds of the spans inside it.
-        moments: Its begin and end on the device; None if the host's clock tells them.
-        lap: The kind of the action that the span is; None if it is no action of the stage.
+        moments: Its begin and end on the device; None if the host's clock gives them.
+        lap: The kind of the span's action; None if the span is not an action of the stage.
     """
 
     span: Span
@@ -118,7 +118,7 @@ class Recorder:
 
     Args:
         torch_device: Computes the actions.
-        clock: Returns seconds that only grow.
+        clock: Returns seconds; they only grow.
 
     Attributes:
         nothing: A span that is not recorded.
@@ -131,7 +131,8 @@ class Recorder:
 
     def __init__(self, torch_device: torch.device, clock: Clock | None = None) -> None:
         self.device = device_for(torch_device)
-        # Looked up at each call: all spans of a process are on the clock that it tells its peers.
+        # Looked up at each call: all spans of a process are on the clock that it reports to its
+        # peers.
         self._clock: Clock = clock or (lambda: time.perf_counter())
         self.is_on = False
         self.training_seconds = self.busy_seconds = 0.0
@@ -152,7 +153,7 @@ class Recorder:
     def action(
         self, kind: ActionKind, key: Key, num_ready: int = 0, stage: int = 0
     ) -> AbstractContextManager[None]:
-        """Inside, an action of a stage runs, chosen among ``num_ready``; one that raises is not
+        """Inside, an action of a stage runs, chosen among ``num_ready``; after an error it is not
         summed."""
         if self._began_seconds is None:
             self._began_seconds = self._clock()
@@ -201,7 +202,7 @@ class Recorder:
         arrived_seconds: float | None = None,
         stage: int = 0,
     ) -> AbstractContextManager[None]:
-        """Inside, the process does something; a span that raises is not recorded."""
+        """Inside, the process does the span's work; after an error the span is not recorded."""
         if not self.is_on:
             return self.nothing
         microbatch, visit = (None, 0) if key is None else key
@@ -212,7 +213,7 @@ class Recorder:
         )
 
     def note_training(self, num_tokens: int = 0) -> None:
-        """Count a micro-batch of a training step; a step without any adds nothing to the totals."""
+        """Count a micro-batch of a training step; a step without any is left out of the totals."""
         if self._step is not None:
             self._step.is_training = True
             self._step.num_tokens += num_tokens
@@ -227,7 +228,7 @@ class Recorder:
         start_seconds: float,
         stage: int,
     ) -> None:
-        """Record a message that a channel has sent; any thread may call this."""
+        """Record a message sent by a channel; any thread may call this."""
         end = self._clock()
         microbatch, visit = (None, 0) if key is None else key
         self._sent.append(
@@ -301,8 +302,8 @@ class Recorder:
     def _placed(self, noted: _NotedSpan) -> Span:
         """The span at its place in time.
 
-        A call may give the device work that it only reaches later: the next span of the stage
-        begins when that work is done.
+        A call may give the device work for later: the next span of the stage begins after this
+        work.
         """
         start, end = noted.span.start_seconds, noted.span.end_seconds
         if noted.moments is not None and self._base is not None:

@@ -1,8 +1,8 @@
-"""Results: the values that micro-batches return and log, merged into those of their batch.
+"""Results: the values that micro-batches return and log, merged into their batch's values.
 
 `merge_values` merges return values, `StepLog` logged values. Metrics of torchmetrics accumulate
-correctly over an epoch by themselves. But the value that their ``forward`` keeps for logging on
-step would be that of one micro-batch, so `BatchMetrics` computes the batch's own value.
+correctly over an epoch by themselves. But for logging on step their ``forward`` would keep the
+value of one micro-batch, so `BatchMetrics` computes the batch's own value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Calls(threading.local):
 
 
 class BatchMetrics:
-    """Copies of metrics that see only the micro-batches of one batch.
+    """Copies of metrics for the micro-batches of one batch.
 
     A metric that a ``training_step`` calls several times has one copy per call.
     """
@@ -54,7 +54,7 @@ class BatchMetrics:
         self._here.counts = Counter()
 
     def of_latest_call(self, metric: Metric) -> Metric | None:
-        """The copy for the present micro-batch's latest call of a metric; None without a call."""
+        """The copy for the present micro-batch's latest call of a metric, if there is one."""
         count = self._here.counts[id(metric)]
         return self._copies[id(metric)][count - 1] if count else None
 
@@ -79,7 +79,7 @@ class BatchMetrics:
 def _copy_without_state(metric: Metric) -> Metric:
     """Copy a metric without its state; the copy shares the networks of the metric.
 
-    The state may be large, and may be part of graphs, which cannot be copied.
+    The state may be large, and may be part of graphs. Graphs cannot be copied.
     """
     kept: dict[int, Any] = {id(t): t for t in (*metric.parameters(), *metric.buffers())}
     for part in metric.modules():
@@ -96,7 +96,7 @@ def loss_of(result: Any) -> Tensor | None:
     """The loss in a result of ``training_step``; None if the result asks to skip the batch.
 
     Raises:
-        BatchError: If the result holds no loss tensor.
+        BatchError: If the result lacks a loss tensor.
     """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if loss is None and result is None:
@@ -126,7 +126,7 @@ def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> 
     """Merge values into one for the batch: average scalars by weight, join tensors and lists.
 
     Raises:
-        BatchError: If the values have no merged form.
+        BatchError: If the values cannot be merged.
     """
     first = values[0]
     kinds = {type(value) for value in values}
@@ -159,7 +159,7 @@ def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> 
 
 
 def _can_be_joined(first: Any, values: Sequence[Any]) -> bool:
-    """Whether values are tensors that differ in nothing but their samples."""
+    """Whether values are tensors with equal shapes except for their samples."""
     return (
         isinstance(first, Tensor)
         and first.ndim > 0
@@ -170,16 +170,16 @@ def _can_be_joined(first: Any, values: Sequence[Any]) -> bool:
 def merge_results(
     results: Sequence[Mapping[str, Any]], shares: Sequence[float], added: Tensor | None
 ) -> dict[str, Any]:
-    """Merge what micro-batches return besides their losses.
+    """Merge the micro-batches' results besides their losses.
 
     Args:
         results: The result of each micro-batch, with its loss.
         shares: How much each of them counts.
         added: The batch's loss if it is the sum of the micro-batches' losses. Then other values
-            that are the loss add up too.
+            equal to the loss add up too.
 
     Raises:
-        BatchError: If the values have no merged form.
+        BatchError: If the values cannot be merged.
     """
     values = [{k: v for k, v in result.items() if k != "loss"} for result in results]
     total = sum(shares)
@@ -203,7 +203,7 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 @dataclass
 class _LoggedValue:
-    """What a micro-batch has logged. `is_loss` is None while nobody asks for it."""
+    """A logged value of a micro-batch. `is_loss` is None until it is compared with the loss."""
 
     value: Any
     weight: Callable[[], float]
@@ -220,12 +220,12 @@ class _Logged:
     of_batch: Metric | None = None
 
     def sort(self) -> None:
-        """Put what came as micro-batches ran into their order, so that sums have one order."""
+        """Put the values into the order of micro-batches, so sums have one order."""
         self.values.sort(key=lambda each: each.microbatch)
 
     @property
     def batch_size(self) -> int | None:
-        """The ``batch_size`` of all micro-batches that gave one; None if none did."""
+        """The sum of the given ``batch_size`` of micro-batches, if there is any."""
         return _batch_size_of(self.values)
 
 
@@ -236,13 +236,13 @@ def _batch_size_of(values: Sequence[_LoggedValue]) -> int | None:
 
 @dataclass(frozen=True)
 class LoggedPieces:
-    """The pieces of a window, each of which would be a batch of its own on one device.
+    """The pieces of a window.
 
-    Lightning would average what they log by their samples.
+    On one device each would be a separate batch: Lightning would average their logs by samples.
 
     Args:
         of_microbatches: The number of the piece of each micro-batch.
-        find_sizes: Returns the samples of each piece; None if they are not known.
+        find_sizes: Returns the samples of each piece, if known.
     """
 
     of_microbatches: Sequence[int]
@@ -253,13 +253,13 @@ class StepLog:
     """Replaces `LightningModule.log` while micro-batches run, and logs once at their end.
 
     A number is averaged with the weights of the losses, or reduced as ``reduce_fx`` "sum", "max" or
-    "min" asks. A name that a micro-batch logs twice is logged twice. A torchmetrics object has been
+    "min" asks. A name logged twice by a micro-batch is logged twice. A torchmetrics object has been
     updated by every micro-batch; if it was called, it logs the value of the whole batch on step.
 
     Args:
-        metrics: Copies of the metrics that the micro-batches have called.
-        adds_losses: Whether the batch's loss is the sum of the micro-batches' losses. Then a
-            logged value that is the loss adds up too.
+        metrics: Copies of the metrics called by the micro-batches.
+        adds_losses: Whether the batch's loss is the sum of the micro-batches' losses. Then a logged
+            value equal to the loss adds up too.
         pieces: The pieces of a window; None for a batch.
 
     Attributes:
@@ -275,7 +275,7 @@ class StepLog:
         self._metrics = metrics
         self.adds_losses = adds_losses
         self._pieces = pieces
-        # By the name, and by how often the micro-batch had logged that name before.
+        # By the name, and by how often the micro-batch had logged the name before.
         self._logged: dict[tuple[str, int], _Logged] = {}
         self._here = threading.local()
 
@@ -292,10 +292,10 @@ class StepLog:
         self._metrics.begin_microbatch()
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Note a value that the micro-batch of this thread logs.
+        """Note a value logged by the micro-batch of this thread.
 
         Raises:
-            BatchError: If this thread has no micro-batch: a backward runs here.
+            BatchError: If this thread is without a micro-batch: a backward runs here.
         """
         counts: Counter[str] | None = getattr(self._here, "counts", None)
         if counts is None:
@@ -315,14 +315,14 @@ class StepLog:
             entry.of_batch = self._metrics.of_latest_call(value)
 
     def note_loss(self, loss: Tensor | None) -> None:
-        """Note the loss that the micro-batch of this thread has returned, after all its logging."""
+        """Note the returned loss of the micro-batch of this thread, after all its logging."""
         if self.adds_losses and loss is not None:
             for each in self._here.entries:
                 each.is_loss = are_losses([each.value], [loss])
 
     @property
     def names(self) -> set[str]:
-        """The names that were logged."""
+        """The logged names."""
         return {name for name, _ in self._logged}
 
     def publish(self, log: Callable[..., None]) -> None:
@@ -338,7 +338,7 @@ class StepLog:
             log(name, value, *entry.args, **kwargs)
 
     def _merged(self, entry: _Logged) -> tuple[Any, int | None]:
-        """The value of the batch, and its ``batch_size`` if that is known."""
+        """The value of the batch, and its ``batch_size`` if known."""
         reduce_fx = entry.kwargs.get("reduce_fx", "mean")
         if self._pieces is None:
             return _merge_logged(entry.values, reduce_fx), entry.batch_size

@@ -1,7 +1,7 @@
 """The runner of a process: it gathers its stages' inputs, asks the rule, runs one action at a time.
 
-It knows no socket. Method calls feed a `Runner`, and it returns values, so a net of runners in one
-process is a whole pipeline.
+It is free of sockets. Method calls feed a `Runner`, and it returns values, so a net of runners in
+one process is a whole pipeline.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Content = Activation | Gradients | Surroundings
 
 @dataclass
 class _StageInputs:
-    """What has arrived for one stage in the present step, and how much it has done."""
+    """The arrivals for one stage in the present step, and the counts of its actions."""
 
     stage: Stage
     surroundings: dict[Key, Surroundings] = field(default_factory=dict)
     activations: dict[Key, Activation] = field(default_factory=dict)
     gradients: dict[Key, Gradients] = field(default_factory=dict)
     taken: set[tuple[type, Key]] = field(default_factory=set)
-    # The forwards that have run, and gradients that have come before theirs has.
+    # The forwards that have run, and gradients from before their forward.
     has_run: set[Key] = field(default_factory=set)
     waiting: dict[Key, list[Gradients]] = field(default_factory=dict)
     num_backwards: int = 0
-    # The forwards of each visit that have run, and that have been announced.
+    # The run and the announced forwards of each visit.
     num_forwards_of: Counter[int] = field(default_factory=Counter)
     num_announced_of: Counter[int] = field(default_factory=Counter)
     # The forwards of a visit, and the backwards, by how many of them run before.
@@ -45,11 +45,11 @@ class _StageInputs:
 
     @property
     def num_forwards(self) -> int:
-        """The forwards that have run in the present step."""
+        """The forwards run in the present step."""
         return self.num_forwards_of.total()
 
     def ready(self) -> list[Action]:
-        """The actions that may run, so that every run adds the same numbers in the same order.
+        """The actions that may run; every run adds the same numbers in the same order.
 
         Backwards run in the order in which the coordinator has sent their gradients, and so do the
         forwards of one visit, whichever process they come through.
@@ -69,11 +69,11 @@ class _StageInputs:
 
         Args:
             key: The micro-batch and visit.
-            arrived: What has come.
-            repeats: Whether the process repeats a lost one, so that gradients wait here already.
+            arrived: The arrival.
+            repeats: Whether the process repeats a lost one's work, so gradients may come early.
 
         Raises:
-            RemoteProtocolError: If it has come before, or if gradients have no forward here.
+            RemoteProtocolError: If it has come before, or if gradients come without a forward here.
         """
         kind = type(arrived)
         if repeats and isinstance(arrived, Gradients) and key not in self.has_run:
@@ -107,7 +107,7 @@ class _StageInputs:
         return f"{kind.__name__} for stage {number} and micro-batch {key.microbatch}{of_visit}"
 
     def note_forward(self, key: Key) -> None:
-        """Note that a forward has run; its gradients may be here already."""
+        """Note the end of a forward; its gradients may be here already."""
         self.num_forwards_of[key.visit] += 1
         self.has_run.add(key)
         for gradients in self.waiting.pop(key, ()):
@@ -133,13 +133,13 @@ class Runner:
 
     Args:
         stages: The stages of the process.
-        step: The number of the latest step, in which the process had other stages.
+        step: The number of the latest step, when the process had other stages.
 
     Attributes:
         step: The number of the present step.
         max_in_flight: The most micro-batches in flight in this process.
         num_ready: How many actions were ready at the latest choice.
-        repeats: Whether the process repeats what a lost one has done; gradients may come early.
+        repeats: Whether the process repeats a lost one's work; gradients may come early.
         dropped: The parameters whose gradients were dropped as the present step began.
     """
 
@@ -152,7 +152,7 @@ class Runner:
         self.repeats = False
         self.dropped: list[Tensor] = []
         self._in_flight: set[int] = set()
-        # Whether nothing more belongs to the step.
+        # Whether the step is over.
         self._is_over = True
         self._early: list[Callable[[], None]] = []
 
@@ -165,7 +165,7 @@ class Runner:
         """One of the stages.
 
         Raises:
-            RemoteProtocolError: If this process does not have it.
+            RemoteProtocolError: If the stage is elsewhere.
         """
         return self._inputs(number).stage
 
@@ -203,16 +203,16 @@ class Runner:
         self._drop_gradients()
 
     def is_late(self, step: int) -> bool:
-        """Whether nothing of this step is used any more."""
+        """Whether this step is over, so its arrivals are dropped."""
         return step < self.step or (step == self.step and self._is_over)
 
     def take(self, step: int, number: int, key: Key, arrived: Content) -> None:
-        """Take what a stage's forward or backward needs.
+        """Take an input of a stage's forward or backward.
 
         Arguments come from the coordinator, an activation from upstream, and gradients from
         downstream in the order of the activation's tensors. Neighbors may learn of a new step, or
         of an abort, earlier or later than this process: an arrival of a later step is kept until
-        that step begins. Arguments and gradients know their place in the order of sums.
+        the later step begins. Arguments and gradients know their place in the order of sums.
 
         Raises:
             RemoteProtocolError: If the stage is elsewhere, or it has come before, or it is
@@ -227,10 +227,10 @@ class Runner:
             inputs.take(key, arrived, self.repeats)
 
     def next_action(self, most_backwards: float = math.inf) -> Action | None:
-        """The action that the rule chooses among the ready ones of all stages.
+        """The rule's choice among the ready actions of all stages.
 
         Args:
-            most_backwards: The most backwards of all stages that may have run in this step.
+            most_backwards: The most backwards in this step, over all stages.
         """
         ready = [action for inputs in self._of.values() for action in inputs.ready()]
         if sum(inputs.num_backwards for inputs in self._of.values()) >= most_backwards:
@@ -240,12 +240,12 @@ class Runner:
         return choose(ready, self._in_flight, self.max_in_flight, forwards_first=first)
 
     def is_training(self, action: Action) -> bool:
-        """Whether an action that `next_action` returned is one of a training step."""
+        """Whether an action from `next_action` is of a training step."""
         inputs = self._of[action.stage_index]
         return action.kind == "B" or inputs.surroundings[action.key].grad_enabled
 
     def land(self, action: Action) -> None:
-        """Let the device wait for what an action will compute with, before its time is taken."""
+        """Let the device wait for an action's inputs, before its time is taken."""
         inputs, key = self._of[action.stage_index], action.key
         if action.kind == "B":
             inputs.gradients[key].land()
@@ -254,7 +254,7 @@ class Runner:
         inputs.surroundings[key].land()
 
     def run(self, action: Action) -> Activation | Gradients:
-        """Carry out an action that `next_action` returned.
+        """Carry out an action from `next_action`.
 
         Returns:
             An activation for downstream, or gradients for upstream.
@@ -279,7 +279,7 @@ class Runner:
     def has_done(self, forwards: int, backwards: int, is_exact: bool) -> bool:
         """Whether the stages have run so many forwards and backwards of the present step together.
 
-        Before the first step, and after `abort`, there is nothing to wait for.
+        Before the first step, and after `abort`, it is always so.
 
         Args:
             is_exact: Whether more of them are an error.

@@ -1,8 +1,8 @@
 """A stage: consecutive layers, with their forward and backward on one micro-batch at a time.
 
-The file begins with what a forward needs: compiled layers and trials. Then come `StageCaches`, the
-key-value caches that the stage keeps between forwards, and `LayerState`, which refuses or reports
-any other state that layers keep. `Stage` is at the end.
+The file begins with the parts of a forward: compiled layers and trials. Then come `StageCaches`,
+the stage's key-value caches between forwards, and `LayerState`, which refuses or reports any other
+state of layers. `Stage` is at the end.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ INDUCTOR = "inductor"
 MOST_CACHES = 1024
 """A coordinator with more caches at once has forgotten to drop old ones."""
 
-# Layers of these libraries change no attribute that another forward computes with.
+# Layers of these libraries do not change attributes that another forward computes with.
 _TRUSTED = frozenset({"torch", "bitsandbytes", "peft"})
 
 
 def compiled(function: Call, backend: str = INDUCTOR) -> Call:
-    """A function that compiles at its first call; sizes that change become dynamic.
+    """A function that compiles at its first call; changing sizes become dynamic.
 
     Args:
         function: Is to be compiled.
@@ -65,7 +65,7 @@ def compiled(function: Call, backend: str = INDUCTOR) -> Call:
 class CompiledLayers:
     """The layers of a stage, each compiled by itself when it is first called.
 
-    Layers of one class share their compiled code, which torch keeps by the code of the class.
+    Layers of one class share their compiled code: torch keeps it by the code of the class.
 
     Args:
         backend: torch's name for a compiler.
@@ -90,7 +90,7 @@ def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
 
     Args:
         layer: The layer.
-        keeps_modes: Whether all modules keep their mode, so that dropout is as in training too.
+        keeps_modes: Whether all modules keep their mode, so dropout is as in training too.
     """
     modes = {module: module.training for module in layer.modules()}
     buffers = {module: dict(module._buffers) for module in modes}
@@ -101,7 +101,7 @@ def on_trial(layer: nn.Module, keeps_modes: bool = False) -> Iterator[None]:
                 module.training = False
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    # Modules that share a buffer must share its copy.
+                    # Modules with a common buffer must share its copy.
                     module._buffers[name] = copies.setdefault(buffer, buffer.clone())
         yield
     finally:
@@ -115,7 +115,7 @@ class StageCaches:
     """The key-value caches of a stage, by number, with the keys and values of its own layers.
 
     The coordinator counts the positions of each cache and sends the count with every call. So a
-    stage notices a cache that lacks a forward, or that has a forward which other stages lack.
+    stage notices a forward missing in its cache, or in other stages' caches.
     """
 
     def __init__(self) -> None:
@@ -126,12 +126,12 @@ class StageCaches:
         return len(self._caches)
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Forget caches that the coordinator has let go of."""
+        """Forget caches dropped by the coordinator."""
         for number in numbers:
             self._caches.pop(number, None)
 
     def clear(self) -> None:
-        """Forget all caches; a later call that uses one is refused."""
+        """Forget all caches; a later call with one is refused."""
         self._caches.clear()
 
     def arguments(
@@ -179,7 +179,7 @@ class StageCaches:
             cache.layers.append(self._elsewhere)
         found = cache.layers[index]
         if not isinstance(found, DynamicLayer):
-            # Of the coordinator's class for it, so that both count alike.
+            # Of the coordinator's class for it, so both count alike.
             found = cache.layers[index] = (
                 DynamicLayer() if use.window is None else DynamicSlidingWindowLayer(use.window)
             )
@@ -195,7 +195,7 @@ class StageCaches:
 
 
 def _check_rows(rows: Tensor, found: DynamicLayer, hidden: Tensor) -> None:
-    """Refuse wrong rows, which would end the context of a GPU, or take too much memory."""
+    """Refuse wrong rows: they would end the context of a GPU, or take too much memory."""
     is_index = rows.dtype == torch.int64 and rows.shape == (hidden.shape[0],)
     num_rows = 0 if found.keys is None else found.keys.shape[0]
     if not is_index or not bool(((rows >= 0) & (rows < num_rows)).all()):
@@ -219,11 +219,11 @@ class _LayersElsewhere(CacheLayerMixin):
 
 @dataclass(frozen=True)
 class Updates:
-    """Buffers that are updated more often than on one device.
+    """Buffers updated more often than on one device.
 
     Args:
         names: The buffers.
-        is_again: Whether a recomputed forward updated them, and not several micro-batches.
+        is_again: Whether a recomputed forward updated them, instead of several micro-batches.
     """
 
     names: tuple[str, ...]
@@ -231,17 +231,17 @@ class Updates:
 
 
 class LayerState:
-    """The attributes and buffers that layers keep from one forward to the next.
+    """The attributes and buffers of layers from one forward to the next.
 
-    A forward that changes a plain attribute is refused. Buffers that are updated more often than
-    on one device, because each micro-batch is a forward, are reported by `take_updates`.
+    Refuses a forward that changes a plain attribute. `take_updates` reports buffers updated more
+    often than on one device, because each micro-batch is a forward.
 
     Args:
         layers: The layers by number, with attributes as on the coordinator.
         is_shared: Whether other processes hold the layers too. Then a forward that updates a buffer
-            is refused, because each process would keep another one.
-        constants: The names of tensors of which other processes have copies: a forward that updates
-            one is refused too.
+            is refused, because each process would keep a different one.
+        constants: The names of tensors with copies in other processes: a forward that updates one
+            is refused too.
     """
 
     def __init__(
@@ -267,12 +267,12 @@ class LayerState:
 
     def begin_batch(self) -> None:
         """The next forwards are of another batch."""
-        # The batch's micro-batches so far, and the buffers that their forwards have updated.
+        # The batch's micro-batches so far, and the buffers updated by their forwards.
         self._microbatches: set[int] = set()
         self._updated: set[str] = set()
 
     def note_attributes(self) -> None:
-        """Accept the present attributes, which the coordinator has just set."""
+        """Accept the present attributes; the coordinator has just set them."""
         self._attributes.note()
 
     @contextmanager
@@ -303,7 +303,7 @@ class LayerState:
             self._note(self._updated, is_again=False)
 
     def _check_updated(self, updated: set[str]) -> None:
-        """Refuse an update of what other processes have too."""
+        """Refuse an update of tensors that other processes have too."""
         if changed := sorted(updated & self._constants):
             raise ModelError(
                 f"A forward updated {changed[0]}, which other layers or the coordinator share: "
@@ -362,22 +362,23 @@ def _may_keep_state(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a forward saves for its backward: its graph, or its inputs to run it again."""
+    """Everything a forward saves for its backward: its graph, or its inputs to run it again."""
 
     leaf: Tensor
-    # What came along with the hidden states and is computed with, and the kinds of all that came.
+    # The tensors besides the hidden states that are computed with, and the kinds of all tensors
+    # that came.
     carried: Mapping[str, Tensor]
     kinds: Sequence[str]
     output: Activation | None
     surroundings: Surroundings
     trained: Sequence[nn.Parameter]
-    # For a forward that runs again.
+    # For a recomputed forward.
     streams: PythonStreams | None
 
 
 @dataclass
 class Stage:
-    """Layers, and what their forwards save for their backwards.
+    """Layers, and everything their forwards save for their backwards.
 
     Args:
         layers: The layers by number, with real weights.
@@ -385,9 +386,9 @@ class Stage:
         stage_index: Number of the stage; the coordinator's part is stage 0.
         recompute: Whether to save only the inputs, and run the forward again in the backward.
         seed: Seeds all dropout masks.
-        dtype: The dtype in which the layers compute; None for the dtype of their input.
+        dtype: The dtype of the layers' computations; None for the dtype of their input.
         compiled: Compiles the layers; None runs them uncompiled.
-        state: Watches what the layers keep between forwards; None watches nothing.
+        state: Watches the layers' state between forwards; None without a watch.
         caches: The key-value caches.
     """
 
@@ -410,9 +411,10 @@ class Stage:
             self.state.begin_batch()
 
     def forward(self, key: Key, incoming: Activation, surroundings: Surroundings) -> Activation:
-        """The hidden states behind the last layer, and the outputs collected up to it.
+        """The hidden states after the last layer, and the outputs collected up to it.
 
-        The tensors are detached; ``requires_grad`` tells where a backward will want a gradient.
+        The tensors are detached; ``requires_grad`` marks the tensors whose gradients a backward
+        needs.
         """
         _check_incoming(incoming, surroundings)
         compute_with(surroundings.numerics)
@@ -480,14 +482,14 @@ class Stage:
         return any(key.microbatch == microbatch for key in self._saved)
 
     def forget(self) -> None:
-        """Drop all that forwards have saved."""
+        """Drop everything saved by forwards."""
         self._saved.clear()
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.layers.parameters() if parameter.requires_grad]
 
     def _run_again(self, key: Key, saved: _Saved) -> Activation:
-        """Run the forward again, with the parameters that trained when it ran first."""
+        """Run the forward again, with the parameters trained in its first run."""
         trained_now = self._trained()
         self._train_only(saved.trained)
         try:
@@ -514,7 +516,7 @@ class Stage:
         return self.state.watching(None if surroundings.is_trial else key.microbatch, is_again)
 
     def _leaf(self, grad_enabled: bool, tensor: Tensor) -> Tensor:
-        """A tensor that has come in, on the device, as a leaf of this stage's graph."""
+        """An incoming tensor on the device, as a leaf of this stage's graph."""
         leaf = tensor.to(self.device)
         return leaf.detach().requires_grad_(tensor.requires_grad) if grad_enabled else leaf
 
@@ -528,8 +530,8 @@ class Stage:
     ) -> Activation:
         # Under Lightning's own autocast hidden states keep the dtype of the input.
         given, inside = hidden.dtype, self.dtype if surroundings.autocast_dtype is None else None
-        # Compiled layers skip the hooks that collect outputs, and a growing cache or the modes of a
-        # trial would have them compiled again and again.
+        # Compiled layers skip the collecting hooks, and a growing cache or the modes of a trial
+        # would have them compiled again and again.
         is_plain = surroundings.collect or surroundings.is_trial
         compiled = None if is_plain else self.compiled
         tries_backward = surroundings.is_trial and TRIED in surroundings.collect
@@ -578,7 +580,7 @@ class Stage:
             found = [*collected(), *answers, *along.leaving()]
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in found))
-            # Outside the stage all tensors have the dtypes that they would have without its dtype.
+            # Outside the stage all tensors have the same dtypes as without its dtype.
             others = (Collected(k, t.to(given) if t.dtype == inside else t) for k, t in found)
             return Activation(hidden.to(given), tuple(others))
 
@@ -594,19 +596,19 @@ class Stage:
 
 
 class Along:
-    """The tensors that go along with the hidden states through the layers of a stage.
+    """The tensors besides the hidden states on their way through the layers of a stage.
 
     Args:
         hidden: The hidden states before the stage.
-        carried: What has come with them, by name.
-        surroundings: The calls of the layers, and what leaves the stage.
+        carried: The tensors that have come with them, by name.
+        surroundings: The calls of the layers, and the names of the leaving tensors.
     """
 
     def __init__(
         self, hidden: Tensor, carried: Mapping[str, Tensor], surroundings: Surroundings
     ) -> None:
         self._leaving = surroundings.passes
-        # By name, the last layer that it is wanted for.
+        # By name, the last layer that needs the tensor.
         self._until: dict[str, int] = {}
         for call in surroundings.calls:
             own = call.made if call.arithmetic else ()
@@ -625,18 +627,18 @@ class Along:
         return call.with_carried({name: self._tensors[name] for name in names})
 
     def values(self, names: Iterable[str]) -> list[Tensor]:
-        """The tensors of these names, which have come."""
+        """The tensors of these names; they must have come."""
         return [self._tensors[name] for name in names]
 
     def take(self, tensors: Mapping[int, Tensor], call: LayerCall) -> Tensor:
-        """Keep what a layer has returned as far as it is wanted, and do the arithmetic behind it.
+        """Keep the wanted tensors of a layer's result, and do the arithmetic after it.
 
         Returns:
             The hidden states for the next layer.
 
         Raises:
             RemoteProtocolError: If a tensor has not come.
-            ModelError: If a change in place would change something else too.
+            ModelError: If a change in place would change another tensor too.
         """
         named = {returned(call.layer_index, at): tensor for at, tensor in tensors.items()}
         kept = {*self._leaving, *self._until}
@@ -654,7 +656,7 @@ class Along:
         return self._given
 
     def _check_in_place(self, call: LayerCall, results: Mapping[str, Tensor]) -> None:
-        """Refuse a change in place of a tensor that has another name too.
+        """Refuse a change in place of a tensor with another name too.
 
         Raises:
             ModelError: With the layer.
@@ -671,7 +673,7 @@ class Along:
                 )
 
     def leaving(self) -> list[tuple[str, Tensor]]:
-        """What leaves the stage along with the hidden states, by name."""
+        """The tensors that leave the stage with the hidden states, by name."""
         self._check_there(self._leaving)
         return [(name, self._tensors[name]) for name in self._leaving]
 
@@ -687,7 +689,7 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _taken_gradient(leaf: Tensor) -> Tensor | None:
-    """The gradient of a leaf, which is taken off it."""
+    """Take the gradient off a leaf."""
     gradient, leaf.grad = leaf.grad, None
     return gradient
 

@@ -23,7 +23,7 @@ def build_described(
     Args:
         recipe: As text.
         parameters: Describe the layers' tensors.
-        allowed: The imports that are allowed.
+        allowed: The allowed imports.
         device: Where the layers will compute.
 
     Raises:
@@ -87,7 +87,7 @@ def numbered_layers(layers: nn.ModuleDict) -> dict[int, nn.Module]:
 def _check_parameters(
     layers: Mapping[int, nn.Module], specs: Mapping[str, m.ParameterSpec]
 ) -> None:
-    """Refuse layers that differ from the coordinator's, before any weight is sent."""
+    """Refuse layers different from the coordinator's, before weights are sent."""
     built = {name: TensorSpec.of(tensor).shape for name, tensor in named_tensors(layers)}
     wanted = {name: spec.tensor.shape for name, spec in specs.items()}
     names = built.keys() | wanted.keys()
@@ -111,7 +111,7 @@ def _check_parameters(
 
 
 def _ties(layers: Mapping[int, nn.Module]) -> dict[str, str]:
-    """The first name of each parameter that has several in these layers, by its other names."""
+    """The first name of each parameter with several names in these layers, by its other names."""
     first = first_names(layers)
     return {
         name: first[name]

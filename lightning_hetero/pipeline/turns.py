@@ -7,14 +7,14 @@
     Finished(result) ◀───────── returns
 
 At any time either the driver or one such thread runs, never two. These are threads and not
-greenlets, because torch keeps grad mode and autocast per thread. A turn begins with what its driver
-has: the device, the stream, the default device, autocast and the hooks for saved tensors. torch has
-a single default dtype for all threads, so each turn sets its own.
+greenlets, because torch keeps grad mode and autocast per thread. A turn begins with the state of
+its driver: the device, the stream, the default device, autocast and the hooks for saved tensors.
+torch has a single default dtype for all threads, so each turn sets its own.
 
-A thread whose function has ended runs the next one, also in the next step. To start a thread takes
-up to a millisecond, and cuDNN's attention makes its plans anew for each thread, which takes tens of
-milliseconds, and never frees them. A thread in which a function leaves another state of torch than
-it found, such as autocast that it does not leave, runs no other one.
+After its function has ended, a thread runs the next one, also in the next step. Starting a thread
+takes up to a millisecond, and cuDNN's attention makes its plans anew for each thread: this takes
+tens of milliseconds, and they are never freed. A thread ends with its function if the function
+leaves another state of torch than it found, for example autocast still entered.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class _Raised:
 
 
 class _Abandoned(BaseException):
-    """Unwinds a function that the driver has given up; user code should not catch it."""
+    """Unwinds a function given up by the driver; user code should not catch it."""
 
 
 _current: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
 class TurnThreads:
-    """Threads that run turns, as many as there are turns at once. Call `close` at the end."""
+    """Threads for turns, as many as there are turns at once. Call `close` at the end."""
 
     def __init__(self) -> None:
         # Each thread has a queue of turns; None ends the thread.
@@ -99,7 +99,7 @@ class TurnThreads:
 
 
 class Turn:
-    """One function on a thread, and the two queues that pass the turn to and fro."""
+    """One function on a thread, and the two queues for passing the turn to and fro."""
 
     def __init__(self, function: Callable[[], Any], name: str, threads: TurnThreads) -> None:
         self._function = function
@@ -161,12 +161,12 @@ class Turn:
         return report
 
     def run(self) -> Finished | _Raised:
-        """Run the function to its end in this thread; `report_end` takes what this returns."""
+        """Run the function to its end in this thread; give the result to `report_end`."""
         threading.current_thread().name = self._name
         return self._context.run(self._outcome)
 
     def report_end(self, report: Finished | _Raised) -> None:
-        """Tell the driver that the function has ended."""
+        """Report the function's end to the driver."""
         self._has_ended.set()
         self._to_driver.put(report)
 
@@ -189,7 +189,7 @@ class Turn:
 
     @contextmanager
     def _state_of_driver(self) -> Iterator[None]:
-        """Inside, this thread has what its driver had entered when it made the turn."""
+        """Inside, this thread has the contexts of its driver from when it made the turn."""
         with ExitStack() as stack:
             for kind, dtype in self._casts:
                 # A cached cast of a weight would outlive its next step.
@@ -212,7 +212,7 @@ def _kinds_of_devices() -> tuple[str, ...]:
 
 
 def _state_of_torch() -> tuple[Any, ...]:
-    """What torch keeps per thread, and a function may change without changing it back."""
+    """torch's state per thread that a function may change without changing it back."""
     casts = [
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in _kinds_of_devices()
@@ -229,5 +229,5 @@ def _state_of_torch() -> tuple[Any, ...]:
 
 
 def current_turn() -> Turn | None:
-    """The turn that runs in this thread; None in any other thread."""
+    """The turn of this thread; None in any other thread."""
     return _current.get()

@@ -1,15 +1,15 @@
-"""The twin test of a layer: does its worker compute what the layer computes in this process?
+"""The twin test of a layer: does its worker compute the same as the layer in this process?
 
-A worker builds a layer from a description. Its layer, the twin, may differ where no description
-looks: an environment variable, a value that was cached earlier, a patched function of torch. So
-both run the same call, forward and backward from a made-up gradient, and numbers are compared:
+A worker builds a layer from a description. Its layer, the twin, may differ outside of the
+description: an environment variable, an earlier cached value, a patched function of torch. So both
+run the same call, forward and backward from a made-up gradient, and numbers are compared:
 
     worker   input ─▶ twin ─▶ results, gradients ─▶ numbers ─┐
                └─ comes along                                ├▶ difference
     here     input ─▶ layer ─▶ results, gradients ─▶ numbers ┘
 
-Of each row of a result or of the input's gradient, and of the gradient of each parameter, these are
-two random projections with a fixed seed, and the norm.
+The numbers are two random projections with a fixed seed, and the norm: of each row of a result or
+of the input's gradient, and of the gradient of each parameter.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _AS_IT_IS = -1
 # Other kernels order sums otherwise. Differences below this do not come from other code.
 _LEAST = 1e-4
-# Numbers within a gradient cancel each other more than those of a result do.
+# Numbers within a gradient cancel each other more than numbers of a result do.
 _CANCELLING = 4.0
-# A token may take another expert by rounding. So many of the rows may differ by any amount.
+# A token may take another expert by rounding. This share of the rows may differ by any amount.
 _MOST_APART = 1 / 20
-# Rows and gradients below this part of the others may be rounding and nothing else, as those of a
-# key's bias are; half precision leaves more.
+# Rows and gradients below this part of the others may be only rounding, such as a key's bias; half
+# precision leaves more.
 _LEAST_PART = 1e-3
 _LEAST_PART_IN_HALF = 0.1
 _FINE = 1e-3
@@ -59,13 +59,13 @@ def kind_of(number: int) -> str:
 
 @dataclass(frozen=True)
 class TwinAnswer:
-    """What a layer makes of one call.
+    """A layer's numbers for one call.
 
     Args:
-        given: The hidden states, and what goes along to the layer.
-        results: For each tensor that it returns three numbers for each row, of the shape (rows, 3).
-        gradients: The same of the gradient of the hidden states, and three numbers for the gradient
-            of each parameter, in the order of names. It is empty if there is no gradient.
+        given: The hidden states, and the other tensors into the layer.
+        results: For each returned tensor three numbers for each row, of the shape (rows, 3).
+        gradients: Likewise for the gradient of the hidden states, and three numbers for the
+            gradient of each parameter, in the order of names. It is empty without gradients.
         has_failed: Whether the layer has failed in its backward.
     """
 
@@ -87,7 +87,7 @@ class TwinAnswer:
         """The answer of `encoded`.
 
         Raises:
-            RemoteProtocolError: If the tensors are none.
+            RemoteProtocolError: If the tensors are not an answer.
         """
         try:
             head, *rest = tensors
@@ -120,17 +120,17 @@ def answer_of(
     hidden: Tensor,
     along: Sequence[Tensor] = (),
 ) -> tuple[Mapping[int, Tensor], TwinAnswer]:
-    """Run a layer forward, and backward if its call is one of training; gradients stay nowhere.
+    """Run a layer forward, and backward if its call is one of training; gradients are not kept.
 
     Args:
         layer: The layer, with its weights.
         forward: Computes it.
         call: Its call, with its tensors.
-        hidden: The hidden states that it is given.
-        along: What goes along to it.
+        hidden: Its hidden states.
+        along: The other tensors into it.
 
     Returns:
-        The tensors that it returns by their positions, without their graph, and the answer.
+        Its returned tensors by their positions, without their graph, and the answer.
     """
     given = tuple(tensor.detach().clone() for tensor in (hidden, *along))
     with torch.set_grad_enabled(call.training), collecting(()):
@@ -147,7 +147,7 @@ def answer_of(
 
 
 def trained_names(layer: nn.Module) -> list[str]:
-    """The names of a layer's parameters that train, in the order of their gradients."""
+    """The names of a layer's training parameters, in the order of their gradients."""
     return sorted(name for name, each in layer.named_parameters() if each.requires_grad)
 
 
@@ -176,13 +176,14 @@ def _with_gradients(
 
 
 def _made_up(result: Tensor) -> Tensor:
-    """A gradient of about one for each number, which half precision can hold."""
+    """A gradient of about one for each number: half precision can hold it."""
     size = result.detach().float().square().mean().sqrt().clamp(min=1e-6)
     return (made_up(result).float() / size).to(result.dtype)
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Two projections and the norm of each row. No product of matrices: autocast would round it."""
+    """Two projections and the norm of each row, without a product of matrices: autocast would round
+    it."""
     table = _as_table(tensor)
     projections = [(table * each).sum(-1) for each in _weights(table.shape[1], table.device)]
     return torch.stack([*projections, table.norm(dim=-1)], -1)
@@ -215,8 +216,8 @@ class TwinDifference:
     """How far two answers are apart.
 
     Args:
-        what: What differs most, in words.
-        relative: By how much, relative to its norm; infinite if one of both has other numbers.
+        what: The most different part, in words.
+        relative: Its difference, relative to its norm; infinite if the numbers cannot be compared.
     """
 
     what: str
@@ -236,8 +237,8 @@ def difference_of(
     Args:
         here: The answer of this process.
         there: The answer of the worker to the same call.
-        names: Those of the trained parameters.
-        rounding: The relative difference of results that rounding explains.
+        names: The names of the trained parameters.
+        rounding: The relative difference of results due to rounding.
     """
     tolerance = max(rounding, _LEAST)
     found = [
@@ -263,12 +264,12 @@ _MISSING = torch.full((1, _NUM_PROJECTIONS + 1), math.nan)
 
 
 def _pairs(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """What belongs together of both answers; what is on one side only has no finite partner."""
+    """The pairs of both answers' tensors; a tensor on only one side has a partner of NaN."""
     return [*zip_longest(mine, theirs, fillvalue=_MISSING)]
 
 
 def _error_of_rows(mine: Tensor, theirs: Tensor) -> float:
-    """The relative difference of all rows but the few that differ most."""
+    """The relative difference of all rows except the few most different."""
     if mine.shape != theirs.shape:
         return math.inf
     relative = _relative(mine, theirs, _LEAST_PART).sort().values
@@ -277,7 +278,7 @@ def _error_of_rows(mine: Tensor, theirs: Tensor) -> float:
 
 
 def _are_alike(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
-    """Whether no row of two results differs by more than rounding."""
+    """Whether all rows of two results are equal up to rounding."""
     return mine.shape == theirs.shape and bool(
         (_relative(mine, theirs, _LEAST_PART) <= tolerance).all()
     )
@@ -300,8 +301,8 @@ def _error_of_parameters(
 
 
 def _relative(mine: Tensor, theirs: Tensor, least_part: float = 0.0) -> Tensor:
-    """The difference of each row's projections, relative to the row's norm. Numbers that are not
-    finite on both sides are equal."""
+    """The difference of each row's projections, relative to the row's norm. Numbers not finite on
+    both sides are equal."""
     mine, theirs = mine.cpu(), theirs.cpu()
     finite = mine.isfinite().all(-1), theirs.isfinite().all(-1)
     norms = torch.maximum(mine[:, -1], theirs[:, -1]).nan_to_num(0.0, 0.0)

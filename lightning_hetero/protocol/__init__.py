@@ -1,1 +1,1 @@
-"""What is said: messages, their bytes and the rules of a conversation. Does no I/O."""
+"""The protocol: messages, their bytes and the rules of a conversation. Free of I/O."""

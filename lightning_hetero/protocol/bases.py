@@ -1,6 +1,6 @@
-"""The bases of messages: what a message declares of itself, first of all who may send it, and when.
+"""The bases of messages. A message declares its own rules: first of all who may send it, and when.
 
-`State` and `Speaker` are the words for that; `session` has the picture of all states.
+`State` and `Speaker` are the words for these rules; `session` draws all states.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class State(enum.Enum):
     WAITING = "waiting"
     CLOSED = "closed"
 
-    # Each message is looked up by it, and the hash of an enumeration is that of its name's text.
+    # Each message is looked up by it, and an enumeration hashes the text of its name.
     __hash__ = object.__hash__
 
 
@@ -47,12 +47,12 @@ class Speaker(enum.Enum):
 
 
 class Repeated(enum.Enum):
-    """Until when the coordinator says a message again to a worker that takes a lost one's place.
+    """How long the coordinator repeats a message to a replacement of a lost worker.
 
-    NEVER: It concerns the conversation, which is another one.
-    UNTIL_ANSWERED: It changes nothing, so nobody needs it once it is answered.
-    UNTIL_SNAPSHOT: A snapshot of the worker has what it did.
-    ALWAYS: No snapshot has what it sets.
+    NEVER: It concerns the old conversation.
+    UNTIL_ANSWERED: It does not change the worker, so it is not needed after its answer.
+    UNTIL_SNAPSHOT: A snapshot of the worker holds its effect.
+    ALWAYS: Snapshots do not hold its effect.
     """
 
     NEVER = "never"
@@ -62,13 +62,14 @@ class Repeated(enum.Enum):
 
 
 class Waits(enum.Enum):
-    """What a worker does first, when a message comes while its stages run.
+    """The work that a message waits for when it comes while the worker's stages run.
 
-    FOR_NOTHING: Requests wait for forwards and backwards, and these wait for such messages.
-    BESIDE_SUMS: It does not wait until replicas have added up their gradients: it neither needs
-        nor changes them. A replica waits for the coordinator's, and the coordinator may save a
-        checkpoint before it sends them.
-    IN_TURN: What came before.
+    FOR_NOTHING: It does not wait. Requests wait for forwards and backwards, and these wait for such
+        messages.
+    BESIDE_SUMS: It does not wait until replicas have added up their gradients: it neither needs nor
+        changes them. A replica waits for the coordinator's gradients, and the coordinator may save
+        a checkpoint before it sends them.
+    IN_TURN: It waits for everything before it.
     """
 
     FOR_NOTHING = "for nothing"
@@ -86,7 +87,7 @@ def by(speaker: Speaker, *states: State, then: State | None = None) -> Rules:
 
 
 def by_anyone(*states: State, then: State | None = None) -> Rules:
-    """Allow a message to every speaker in these states, or in every state if none is given."""
+    """Allow a message to every speaker in these states; without states, in every state."""
     return {
         (speaker, state): then or state for speaker in Speaker for state in states or tuple(State)
     }
@@ -94,7 +95,7 @@ def by_anyone(*states: State, then: State | None = None) -> Rules:
 
 _TO_A_STAGE = by(Speaker.COORDINATOR, State.LOADING, State.SERVING).keys()
 
-# The name of fields that get into no log and no error.
+# The name of fields that must stay out of logs and errors.
 _NOT_SHOWN = "secret"
 
 
@@ -102,37 +103,38 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """Base of all messages; the tag on the wire is the class's name.
 
     Each request of the coordinator has a number, and its answers repeat it in ``request``; for
-    other messages that is 0. By this number alone the coordinator knows what an answer is for:
+    other messages the number is 0. By this number alone the coordinator finds an answer's request:
 
     - An open request: it takes the answer, if the worker and the class are right.
-    - An interrupted request, for which nobody waits: it drops the answer.
-    - A request that a lost worker has answered: the journal drops the answer.
+    - An interrupted request: it drops the answer.
+    - A request already answered by a lost worker: the journal drops the answer.
     - Any other number: the worker has broken the rules, and its conversation ends.
 
     A `Failure` ends the request of its number, and is an error of the run, unless the run has given
-    that request or its step up.
+    up the request or its step.
 
-    Each class declares here what the rest of the package has to know of it.
+    Each class declares here its rules for the rest of the package.
 
     Attributes:
-        said: Who may send the message in which state, and the state that follows. Every class has
-            to declare it, unless its base does.
+        said: Who may send the message in which state, and the next state. Every class has to
+            declare it, unless its base does.
         begins_step: The message begins the step after the present one.
-        resumes_step: The message names the step behind which a worker takes a lost one's place.
-        repeated: Until when the coordinator says it again to a worker that takes a lost one's
-            place. Every class that the coordinator may say to a stage has to declare it.
-        waits: What a worker does first.
-        is_held: A worker that its owner pauses takes the message when it is resumed.
-        answers: The names of the classes that answer it; empty if nothing does.
-        is_piece: It is a part of an answer, which another class ends.
-        is_between_workers: Workers send it each other in a step, and keep it for a lost one.
+        resumes_step: The message names the step after which a worker replaces a lost one.
+        repeated: How long the coordinator repeats it to a replacement of a lost worker. Every class
+            of messages from the coordinator to a stage has to declare it.
+        waits: The work that it waits for.
+        is_held: A paused worker takes the message when its owner resumes it.
+        answers: The names of the classes that answer it; empty without an answer.
+        is_piece: It is a part of an answer; another class ends the answer.
+        is_between_workers: Workers send it to each other in a step, and keep it for a replacement
+            of a lost one.
         is_kept: The receiver keeps the tensors for long, so each frame gets memory of its own
-            instead of a buffer that is used again.
+            instead of a reused buffer.
         is_probe: The tensors are large and unlike later ones, so their buffers are not kept.
-        requests: What the receiver does when it carries out the message, in words for people. Like
-            ``reports``, it may name fields: ``"step {message.step}"``.
-        reports: What the sender has just done, in words for people.
-        recorded_as: How the receiver records the time that it takes to carry out the message.
+        requests: The receiver's work on the message, in words for people. Like ``reports``, it may
+            name fields: ``"step {message.step}"``.
+        reports: The sender's latest work, in words for people.
+        recorded_as: The kind under which the receiver records the time of its work on the message.
     """
 
     said: ClassVar[Rules] = {}
@@ -164,33 +166,33 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
     @property
     def step(self) -> int | None:
-        """The step that the message is about; None if it is about none."""
+        """The message's step; None for a message without a step."""
         return None
 
     @property
     def key(self) -> Key | None:
-        """The micro-batch and visit that the message is about; None if it is about none."""
+        """The message's micro-batch and visit; None for a message without them."""
         return None
 
     @property
     def stage_number(self) -> int:
-        """The stage that takes the message; 0 if it is the coordinator's, or there is none."""
+        """The stage that takes the message; 0 for the coordinator's stage and without a stage."""
         return 0
 
     @property
     def sets(self) -> Hashable:
-        """What a standing message sets: a later one that sets the same makes it needless. None if
-        no other message does."""
+        """The subject of a standing message; a later message with an equal subject replaces it.
+        None if later messages do not replace it."""
         return None
 
     @property
     def requested_activity(self) -> str:
-        """What the receiver does when it carries out the message; empty if that takes no time."""
+        """The receiver's work on the message; empty if it takes no time."""
         return self.requests.format(message=self)
 
     @property
     def reported_activity(self) -> str:
-        """What the sender has just done or is doing; empty if the message does not tell."""
+        """The sender's latest or present work; empty if the message does not report it."""
         return self.reports.format(message=self)
 
     def __str__(self) -> str:
@@ -201,37 +203,37 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 def kinds_below(base: type[Message]) -> Iterator[type[Message]]:
-    """The classes of messages that derive from a base and have no subclasses themselves."""
+    """The classes of messages under a base, if they have no subclasses."""
     for kind in base.__subclasses__():
         yield from kinds_below(kind) if kind.__subclasses__() else [kind]
 
 
 class IdleRequest(Message, frozen=True):
-    """Base of what the coordinator may ask before a stage is deployed."""
+    """Base of the coordinator's requests before a stage is deployed."""
 
     said = by(Speaker.COORDINATOR, State.IDLE)
 
 
 class IdleAnswer(Message, frozen=True):
-    """Base of what a worker answers before a stage is deployed."""
+    """Base of a worker's answers before a stage is deployed."""
 
     said = by(Speaker.WORKER, State.IDLE)
 
 
 class ServingRequest(Message, frozen=True):
-    """Base of what the coordinator may say to a stage that serves."""
+    """Base of the coordinator's messages to a serving stage."""
 
     said = by(Speaker.COORDINATOR, State.SERVING)
 
 
 class LoadingRequest(Message, frozen=True):
-    """Base of what the coordinator may ask while a stage is loaded and while it serves."""
+    """Base of the coordinator's requests while a stage is loaded and while it serves."""
 
     said = by(Speaker.COORDINATOR, State.LOADING, State.SERVING)
 
 
 class StampedRequest(ServingRequest, frozen=True, kw_only=True):
-    """Base of requests that have their place between forwards and backwards.
+    """Base of requests with a place between forwards and backwards.
 
     A worker carries one out when its stages have run so many ``forwards`` and ``backwards`` of the
     present step together, however late or early it comes. More of them are an error if
@@ -244,20 +246,20 @@ class StampedRequest(ServingRequest, frozen=True, kw_only=True):
 
 
 class StageReport(Message, frozen=True):
-    """Base of what a stage may say while it is loaded and while it serves."""
+    """Base of a stage's messages while it is loaded and while it serves."""
 
     said = by(Speaker.WORKER, State.LOADING, State.SERVING)
 
 
 class InstantMessage(Message, frozen=True):
-    """Base of the messages that channels exchange themselves; they do not reach the inbox."""
+    """Base of the messages between the channels themselves; they do not reach the inbox."""
 
     said = by_anyone()
     repeated = Repeated.NEVER
 
 
 class ForStage(Message, frozen=True, kw_only=True):
-    """Base of the messages that a stage takes; stage 0 is the coordinator's."""
+    """Base of the messages for a stage; stage 0 is the coordinator's."""
 
     said = by(Speaker.COORDINATOR, State.SERVING)
     stage: Count = 0
@@ -278,5 +280,5 @@ class MicrobatchMessage(ForStage, frozen=True):
 
     @property
     def key(self) -> Key:
-        """The micro-batch and visit that the message is about."""
+        """The message's micro-batch and visit."""
         return Key(self.microbatch, self.visit)

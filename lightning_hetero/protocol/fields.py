@@ -1,7 +1,6 @@
-"""What the fields of messages hold: bounds of numbers and texts, and values without tensors.
+"""The types of messages' fields: bounds of numbers and texts, and values without tensors.
 
-Text from another machine is shown on terminals and in logs. `Words` is the one place that makes it
-harmless.
+Text from another machine is shown on terminals and in logs. Only `Words` makes it harmless.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _OF_LINES = "traceback"
 
 
 def printable(text: str, kept: str = "") -> str:
-    """The text with its control characters and other invisible ones as text, such as ``\\x1b``.
+    """The text with its invisible characters, such as control characters, as text: ``\\x1b``.
 
-    A printable text stays as it is, so to call this twice changes nothing.
+    A printable text stays as it is, so a second call returns the same text.
 
     Args:
-        kept: Characters that stay as they are.
+        kept: Characters to keep as they are.
     """
     if text.isprintable():
         return text
@@ -56,10 +55,10 @@ def printable(text: str, kept: str = "") -> str:
 class Words(msgspec.Struct, frozen=True):
     """Base of values whose texts are for people, such as reasons and names of devices.
 
-    Their texts are printable from the moment that a value is decoded or made: a peer can neither
-    control the reader's terminal nor forge a line of a log. Only a traceback keeps its lines. Texts
-    that programs compare, such as names of tensors, belong into other classes, and errors quote
-    them by ``repr``.
+    Their texts are printable as soon as a value is decoded or made, so a peer cannot control the
+    reader's terminal or forge a line of a log. Only a traceback keeps its lines. Texts for
+    programs, such as names of tensors, belong into other classes, and errors quote them by
+    ``repr``.
     """
 
     def __post_init__(self) -> None:
@@ -92,13 +91,13 @@ class Key(NamedTuple):
 
 
 class Numerics(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The settings of torch that change numbers; the defaults are torch's.
+    """The settings of torch with an effect on numbers; the defaults are torch's.
 
     Args:
         matmul_precision: The precision of products in float32: a word of torch's older setting,
             or two of the newer one, for CUDA and for oneDNN, with a slash between them.
         deterministic: Whether operations have to be deterministic.
-        only_warns: Whether those that are not only warn.
+        only_warns: Whether operations that are not deterministic only warn.
         other_precisions: The same for convolutions of CUDA, convolutions of oneDNN and recurrent
             layers of oneDNN.
         flash_attention: Whether torch may take this kernel of attention; and so on.
@@ -135,19 +134,19 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Something that a process did, from one moment to another.
+    """One piece of a process's work, from one moment to another.
 
     Args:
         kind: An action (``loss`` is the head and the loss with its backward, ``optimizer`` all work
             of the optimizer's step); ``take`` or ``pack`` a message; ``wait`` for one; or ``send``,
-            which overlaps the others.
-        microbatch: The micro-batch, None if the span has none.
+            beside the others.
+        microbatch: The micro-batch; None without one.
         visit: The visit, as in `Key`.
-        message: The class of the message that was taken, packed or sent.
+        message: The class of the taken, packed or sent message.
         num_bytes: Bytes of the message's tensors; for ``send``, of the whole frame.
-        peer: The process that sent or receives the message, by its number; 0 is the coordinator.
-        arrived_seconds: When the message that was taken had arrived.
-        stage: The stage of an action; of a message, the stage that takes it.
+        peer: The process at the message's other end, by its number; 0 is the coordinator.
+        arrived_seconds: When the taken message had arrived.
+        stage: The stage of an action; for a message, its receiving stage.
     """
 
     kind: SpanKind
@@ -170,11 +169,11 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seconds: By kind, without nested spans: all kinds but ``send`` add up to the step.
         counts: Number of spans of each kind.
         sending_seconds: Time spent sending, over all links.
-        from_replicas_bytes: What came from other replicas of a stage: gradients and weights.
+        from_replicas_bytes: Gradients and weights from other replicas of a stage.
         num_steps: Steps of the optimizer.
         num_microbatches: Forwards; on the coordinator, micro-batches handed over.
         num_tokens: Positions of the hidden states; the coordinator counts them.
-        num_ready: Actions that could have run, added up over all choices.
+        num_ready: Actions ready to run, added up over all choices.
         num_choices: How often the stage chose an action.
     """
 
@@ -193,18 +192,18 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Equipment(Words, frozen=True):
-    """What one end of a conversation runs on.
+    """The machine, device and software of one end of a conversation.
 
     Args:
-        versions: Versions of Python, of this package and of the libraries that layers are made of;
-            libraries that are not installed are left out.
+        versions: Versions of Python, of this package and of the libraries of layers; libraries that
+            are not installed are left out.
         device: The device as torch calls it.
         device_name: The name under which the device is sold.
         memory_bytes: All of the device's memory; 0 if it is unknown.
-        dtypes: Floating-point types that the device computes in.
-        capabilities: What only some workers can do, such as ``nf4`` or ``flash_attention_2``.
+        dtypes: Floating-point types of the device's computations.
+        capabilities: Abilities of only some workers, such as ``nf4`` or ``flash_attention_2``.
         host: The name of its machine on the network.
-        machine: Equal for all processes on one machine, and for no others.
+        machine: Equal for all processes on one machine, and different on another machine.
     """
 
     versions: Annotated[dict[Name, Name], FEW] = {}
@@ -225,7 +224,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClockSample(NamedTuple):
-    """One question: when we asked, what the peer's clock showed, when we had the answer."""
+    """One question: when we asked, the time on the peer's clock, when we had the answer."""
 
     asked_seconds: float
     told_seconds: float
@@ -233,15 +232,15 @@ class ClockSample(NamedTuple):
 
 
 class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that was rounded for sending: its dtype before, and how many of the frame's tensors
-    it takes."""
+    """A tensor rounded for sending: its dtype before, and how many of the frame's tensors it
+    takes."""
 
     dtype: Literal["float64", "float32", "bfloat16", "float16"]
     num_parts: Literal[1, 2]
 
 
 class LinkStatus(Words, frozen=True, forbid_unknown_fields=True):
-    """Bytes that went over one of a stage's links."""
+    """Bytes over one of a stage's links."""
 
     peer: Name
     sent_bytes: Bytes
@@ -257,7 +256,7 @@ class StageRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Repetition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker in the place of a lost one repeats, or has repeated.
+    """The steps that a replacement of a lost worker repeats, or has repeated.
 
     Args:
         first_step: The first step that it repeats.
@@ -271,10 +270,10 @@ class Repetition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpareStatus(Words, frozen=True, forbid_unknown_fields=True):
-    """The run that takes a free worker if it needs another one.
+    """The run that a free worker waits for; the run takes it if it needs one more worker.
 
     Args:
-        run: Distinguishes runs; empty if the worker was not told.
+        run: Distinguishes runs; empty if the worker does not know it.
         coordinator: The coordinator of the run.
     """
 
@@ -283,18 +282,18 @@ class SpareStatus(Words, frozen=True, forbid_unknown_fields=True):
 
 
 class StageStatus(Words, frozen=True, forbid_unknown_fields=True):
-    """What a worker serves and does in a run.
+    """A worker's stages and work in a run.
 
     Args:
         run: Distinguishes runs; has no other meaning.
-        coordinator: The coordinator that the worker serves.
+        coordinator: The worker's coordinator.
         stages: The stages of the worker.
         step: The present step.
         training_seconds: From the first training step to the latest optimizer step.
         busy_seconds: How much of that time the worker computed.
         links: The links to the coordinator and to its neighbors.
-        is_measuring: Whether the coordinator measures here, before there is a stage.
-        repetition: What the worker repeats of a lost one; None if it has no lost one's place.
+        is_measuring: Whether the coordinator measures here, before a stage is deployed.
+        repetition: The steps that the worker repeats; None unless it replaces a lost worker.
     """
 
     run: Name

@@ -4,12 +4,12 @@
     magic version lengths  |   message, tensor specs   |   tensor 0 . . tensor 1 . . …
 
 The version is the protocol's. Every version keeps the layout of the prefix and of the opening, so
-that any two versions can tell each other why they do not work together.
+any two versions can report to each other why they do not work together.
 
 Lengths, shapes and dtypes are checked before memory is taken. Tensors are copied neither into a
-frame nor out of it: `encode_frame` refers to their memory, and `FrameReader` says where the bytes
-that arrive belong. `OpeningReader` reads the first frame of a conversation, of any version and from
-any sender, into little memory.
+frame nor out of it: `encode_frame` refers to their memory, and `FrameReader` names the place for
+arriving bytes. `OpeningReader` reads the first frame of a conversation, of any version and from any
+sender, into little memory.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .tensor_bytes import (
 MAGIC = b"LHET"
 _PREFIX = struct.Struct(">4sIIQ")
 
-# The errors of a decoder for bytes that are no message.
+# The errors of a decoder for bytes that are not a message.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 Encode = Callable[[], list[memoryview]]
-"""Encodes a frame as buffers to be sent."""
+"""Encodes a frame as buffers to send."""
 
 Content = tuple[Message, Sequence[Tensor]]
 """A message and its tensors before they are a frame."""
@@ -54,7 +54,7 @@ Content = tuple[Message, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """Bounds of one frame that a peer may send."""
+    """Bounds of one frame from a peer."""
 
     header_bytes: int = 16 * 2**20
     body_bytes: int = 8 * 2**30
@@ -62,7 +62,7 @@ class FrameLimits:
 
 @dataclass(frozen=True)
 class Frame:
-    """A message and the tensors that belong to it."""
+    """A message and its tensors."""
 
     message: Message
     tensors: tuple[Tensor, ...] = ()
@@ -103,7 +103,7 @@ def encode_frame(frame: Frame) -> list[memoryview]:
 
 
 def encode_head(frame: Frame) -> memoryview:
-    """Encode prefix and header, which do not depend on the content of the tensors.
+    """Encode prefix and header, without the content of the tensors.
 
     Raises:
         LocalProtocolError: If the frame is longer than the limits.
@@ -134,7 +134,7 @@ def encode_body(tensors: Sequence[Tensor]) -> list[memoryview]:
 class FrameReader:
     """Turns bytes into frames without knowing where they come from.
 
-    Fill `buffer()` from the front with bytes that arrived, call `advance()` with their number, and
+    Fill `buffer()` from the front with arrived bytes, call `advance()` with their number, and
     repeat; `advance()` returns each frame once it is complete.
     """
 
@@ -152,7 +152,7 @@ class FrameReader:
         self._missing = memoryview(self._part)
 
     def begin_again(self) -> None:
-        """Drop what has come of an incomplete frame: its sender sends it again."""
+        """Drop the begun part of a frame: its sender sends the frame again."""
         self._begin_frame()
 
     def buffer(self) -> memoryview:
@@ -163,7 +163,7 @@ class FrameReader:
         """Note that the first ``num_bytes`` of `buffer()` are filled.
 
         Raises:
-            RemoteProtocolError: If the bytes are no frame; the reader cannot go on then.
+            RemoteProtocolError: If the bytes are not a frame; the reader cannot go on then.
         """
         self._missing = self._missing[num_bytes:]
         while not self._missing:
@@ -176,7 +176,7 @@ class FrameReader:
         return None
 
     def close(self) -> None:
-        """Note that no more bytes come.
+        """Note the end of the bytes.
 
         Raises:
             RemoteProtocolError: If a frame is incomplete.
@@ -265,9 +265,9 @@ _opening_decoder = msgspec.msgpack.Decoder(_Opening)
 
 
 class OpeningReader(FrameReader):
-    """Reads one Hello, or the Welcome or Failure that answers it, of any version.
+    """Reads one Hello, or its answer (a Welcome or Failure), of any version.
 
-    It takes no byte of the next frame, which an ordinary reader can read.
+    It leaves every byte of the next frame to an ordinary reader.
 
     Attributes:
         version: The protocol version of the frame; ours until its prefix has been read.

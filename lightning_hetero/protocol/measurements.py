@@ -43,13 +43,13 @@ from .values import ParameterSpec, Value
 
 
 class DescribeDevice(IdleRequest, frozen=True):
-    """Asks what the worker computes on."""
+    """Asks for a description of the worker's device."""
 
     answers = ("DeviceDescribed",)
 
 
 class DeviceDescribed(IdleAnswer, Words, frozen=True):
-    """What the worker computes on; workers that name the same ``memory`` share it."""
+    """The worker's device; workers with an equal ``memory`` share it."""
 
     device: Name
     memory: Name
@@ -62,8 +62,8 @@ class DeviceDescribed(IdleAnswer, Words, frozen=True):
 class PrepareLayers(IdleRequest, frozen=True):
     """Build layers for measurements, with made-up values.
 
-    The frame's tensors are the content of ``buffers``, whose values matter. ``recipe`` and
-    ``parameters`` mean what they mean in `Deploy`.
+    The frame's tensors are the content of ``buffers``: their values matter. ``recipe`` and
+    ``parameters`` are as in `Deploy`.
     """
 
     answers = ("Done", "NotMeasured")
@@ -100,7 +100,7 @@ class Probe(Message, frozen=True):
 
 
 class ProbeAnswer(Message, frozen=True):
-    """The bytes that a probe asked for."""
+    """The bytes requested by a probe."""
 
     said = by(Speaker.WORKER, State.IDLE) | by(Speaker.DOWNSTREAM, State.LINKED)
     is_probe = True
@@ -116,10 +116,10 @@ class NotMeasured(IdleAnswer, Words, frozen=True):
 
 
 class LayerMeasured(IdleAnswer, frozen=True):
-    """What one forward and one backward of the layer took.
+    """Time and memory of one forward and one backward of the layer.
 
     Args:
-        spread: The share by which the median of the repeated runs took longer than the fastest.
+        spread: How much longer the median of the repeated runs took than the fastest, as a share.
     """
 
     forward_seconds: Seconds
@@ -150,7 +150,7 @@ class OptimizerMeasured(IdleAnswer, frozen=True):
 
 
 class Timings(StageReport, frozen=True):
-    """With each optimizer step: the seconds of all forwards and of all backwards that trained since
+    """With each optimizer step: the seconds of all forwards and of all backwards in training since
     the last `Timings`, and their number of micro-batches."""
 
     reports = "the optimizer's part of step {message.step}"
@@ -167,7 +167,7 @@ class AskClock(InstantMessage, frozen=True):
 
 
 class ClockTold(InstantMessage, frozen=True):
-    """The time on the clock that the sender's spans use."""
+    """The time on the clock of the sender's spans."""
 
     number: Count
     moment_seconds: Moment
@@ -195,10 +195,10 @@ class FetchRecord(ServingRequest, frozen=True):
 
 
 class StageRecord(StageReport, Words, frozen=True):
-    """What a stage recorded, and the health of its device.
+    """A stage's record, and the health of its device.
 
-    ``num_dropped`` spans did not fit. ``health`` holds what the device reports, by names that end
-    in their units.
+    ``num_dropped`` spans did not fit. ``health`` holds the device's reports, by names with their
+    units at the end.
     """
 
     totals: Totals
@@ -208,10 +208,10 @@ class StageRecord(StageReport, Words, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """What a worker does, for a watcher; ``stage`` is None while the worker is free.
+    """A worker's work, for a watcher; ``stage`` is None while the worker is free.
 
     ``moment_seconds`` is on the worker's own clock; two answers give rates. ``spare`` is the run
-    for which a free worker waits; None if it waits for none.
+    for which a free worker waits; None if it does not wait.
     """
 
     said = by(Speaker.WATCHED, State.TELLING, then=State.CLOSED)

@@ -1,13 +1,13 @@
 """Every message, as a typed value. To add a message is to add one class here.
 
-In order: the opening of a conversation; what every conversation has (signs of life, pauses,
-failures, the end); a stage's layers and tensors; what passes through the stages in a step;
-gradients, optimizers and weights; fingerprints. What is measured, recorded and told of a worker is
-in `measurements.py`, what processes with the same layers exchange is in `replicas.py`, and what
-replaces a lost worker is in `snapshots.py`.
+In order: the opening of a conversation; the common messages of all conversations (signs of life,
+pauses, failures, the end); a stage's layers and tensors; the tensors through the stages in a step;
+gradients, optimizers and weights; fingerprints. Measurements, records and status are in
+`measurements.py`, exchanges between processes with the same layers in `replicas.py`, and the
+replacement of a lost worker in `snapshots.py`.
 
-Each class, or its base, declares who may send it in which states (``said``), and what else the
-package has to know of it; see `Message`. Decoding checks every field against its type and bounds.
+Each class, or its base, declares who may send it in its states (``said``), and its other rules; see
+`Message`. Decoding checks every field against its type and bounds.
 """
 
 from __future__ import annotations
@@ -94,27 +94,27 @@ from .values import StageSpec as StageSpec
 # Every frame carries it. It grows with every change of a message.
 PROTOCOL_VERSION = 17
 
-# Characters of a peer's own words that are shown.
+# How many characters of a peer's own words are shown.
 _MOST_SHOWN = 100
 
 
 class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     """Opens a conversation.
 
-    Every version reads the Hello, Welcome and Failure of every other version, so that it can say
-    what is wrong: new fields need a default, no field is ever removed, and unknown ones are
-    ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`. A worker
-    that joins says its ``name`` in plans, and the ``address`` at which it listens; its second
-    process says the only ``session`` that it takes. One whose coordinator is away asks by the name
-    of its ``run`` which run is at the door, and does not come in. A coordinator that watches a
-    spare says the name of its run as ``session``.
+    Every version reads the Hello, Welcome and Failure of every other version, so it can report a
+    difference: new fields need a default, fields are never removed, and unknown fields are ignored.
+    ``member`` is the number of a worker as it dials its neighbor; see `Deploy`. A joining worker
+    says its ``name`` in plans, and the ``address`` at which it listens; its second process says the
+    only ``session`` it takes. A worker asks by the name of its ``run`` for the run at the door
+    while its coordinator is away, and does not come in. A coordinator says the name of its run as
+    ``session`` when it watches a spare.
 
-    A coordinator says the name of its ``process``, and of one that has ``ended``: a worker that
-    waits for that one waits no longer.
+    A coordinator says the name of its ``process``, and the name of a process that has ``ended``, so
+    a worker stops waiting for that process.
 
     Both ends shall keep a broken conversation for ``linger_seconds``. With the ``secret`` of its
-    Welcome the conversation goes on: this is the ``attempt`` of that number, and the sender has
-    ``received`` so many frames behind the Welcome.
+    Welcome the conversation goes on: ``attempt`` counts the tries, and the sender has ``received``
+    so many frames after the Welcome.
     """
 
     said = (
@@ -142,11 +142,11 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
 class Welcome(Message, Words, frozen=True, forbid_unknown_fields=False):
     """The worker accepts the conversation. ``utc_seconds`` is the time on its clock.
 
-    A coordinator says it to a worker that joins, with the name of its ``run``, and again with each
-    ``note`` on how long to wait, and whether it ``is_spare``: the run has begun without it.
+    A coordinator says it to a joining worker, with the name of its ``run``, and again with each
+    ``note`` on how long to wait. ``is_spare`` means: the run has begun without the worker.
 
     Both ends keep a broken conversation for ``linger_seconds``; the peer can go on with it by the
-    ``secret``. The sender has ``received`` so many frames behind the Hello.
+    ``secret``. The sender has ``received`` so many frames after the Hello.
     """
 
     said = (
@@ -171,15 +171,15 @@ class Ping(InstantMessage, frozen=True):
 
 
 class Pong(InstantMessage, Words, frozen=True):
-    """A sign of life. ``doing`` is what the sender does or did last; ``received`` is the
-    number of frames that have come, and 0 where nobody has to know."""
+    """A sign of life. ``doing`` is the sender's present or latest work; ``received`` is the number
+    of arrived frames, or 0 if the peer does not need it."""
 
     doing: Name = ""
     received: Count = 0
 
     @property
     def reported_activity(self) -> str:
-        """The peer's own words, cut so that they flood no log."""
+        """The peer's own words, cut to keep logs short."""
         return self.doing[:_MOST_SHOWN]
 
 
@@ -195,9 +195,9 @@ class Failure(Message, Words, frozen=True, forbid_unknown_fields=False):
     """Something went wrong on the sender's side, or the receiver broke a rule.
 
     It ends the conversation, except while a stage is loaded or served. With ``is_replaced`` the
-    process that answers ends with its session, and another process takes its place: dial again. A
-    worker that is busy as it waits for a coordinator tells the name of that one's process as
-    ``away``. Without a ``request`` it concerns the step or the conversation.
+    answering process ends with its session, and another process takes its place: dial again. A
+    worker that is busy because it waits for a coordinator says the name of the coordinator's
+    process as ``away``. Without a ``request`` it concerns the step or the conversation.
     """
 
     repeated = Repeated.NEVER
@@ -211,7 +211,7 @@ class Failure(Message, Words, frozen=True, forbid_unknown_fields=False):
 
 
 class NeighborReport(StageReport, frozen=True):
-    """Base of what a worker reports of its channel to another worker."""
+    """Base of a worker's reports on its channel to another worker."""
 
     member: Count
 
@@ -233,14 +233,14 @@ class NeighborBack(NeighborReport, frozen=True):
 
 
 class NeighborUnreachable(StageReport, Words, frozen=True):
-    """The worker cannot reach another one; the coordinator has to forward between the two."""
+    """The worker cannot reach another worker; the coordinator has to forward between the two."""
 
     member: Count
     reason: Text
 
 
 class Paused(Message, frozen=True):
-    """The worker's owner wants the device: the worker computes nothing until `Resumed`."""
+    """The worker's owner wants the device: the worker does not compute until `Resumed`."""
 
     is_held = False
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
@@ -270,16 +270,16 @@ class Done(Message, frozen=True):
 class Deploy(Message, frozen=True):
     """Build the layers of stages in place of the present ones; their tensors follow.
 
-    Workers are numbered from 1 on. A second `Deploy` keeps the channels to other workers. What
-    `SendTensor` may ask for stays with the worker until `Launch`.
+    Workers are numbered from 1 on. A second `Deploy` keeps the channels to other workers. The
+    worker keeps the tensors for `SendTensor` until `Launch`.
 
     Args:
-        member: The number of the worker that receives this.
-        stages: All stages of the worker, in the order of their layers; an idle one has none.
-        peers: The workers that it sends activations or tensors to.
+        member: The number of the receiving worker.
+        stages: All stages of the worker, in the order of their layers; empty for an idle worker.
+        peers: The receivers of its activations or tensors.
         seed: Start of all dropout masks.
-        kept: The tensors that the worker has and goes on with, with their optimizer state.
-        receivers: The workers that `SendTensor` will name.
+        kept: The worker's present tensors that stay, with their optimizer state.
+        receivers: The workers in later `SendTensor` messages.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -319,7 +319,7 @@ class LoadTensor(LoadingRequest, frozen=True):
 class SendTensor(Message, frozen=True):
     """Send a tensor of a former layer to another worker, as a `MovedTensor`.
 
-    That worker answers. What was sent before and ``arrived`` is freed.
+    The other worker answers. Tensors sent before that have ``arrived`` are freed.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -332,15 +332,15 @@ class SendTensor(Message, frozen=True):
 
 
 class MovedTensor(Message, frozen=True):
-    """A tensor that comes from the worker that had it, with all that belongs to it.
+    """A tensor from its former worker, with its state.
 
     Args:
-        member: The number of the worker that takes it.
+        member: The number of the receiving worker.
         name: As in `LoadTensor`.
         content: The tensor.
         state: The parts of its state in 4 bits.
         optimizers: Its state in each optimizer, by the optimizer's number.
-        average: Its running average; None if it has none.
+        average: Its running average; None without one.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -369,9 +369,9 @@ class Launch(Message, frozen=True):
 
 
 class BeginStep(StampedRequest, frozen=True):
-    """A new step; without ``accumulate`` the worker drops the gradients of earlier steps. Work that
-    is left over from the step before is dropped. With ``forwards_first`` forwards run before
-    backwards, as in a window of several batches."""
+    """A new step; without ``accumulate`` the worker drops the gradients of earlier steps. Left-over
+    work of the step before is dropped. With ``forwards_first`` forwards run before backwards, as in
+    a window of several batches."""
 
     repeated = Repeated.UNTIL_SNAPSHOT
     begins_step = True
@@ -383,8 +383,8 @@ class BeginStep(StampedRequest, frozen=True):
 
 
 class SetAttributes(StampedRequest, frozen=True):
-    """Plain attributes of a module inside a layer that changed on the coordinator, as text, and
-    the names of those that were deleted there (``gone``)."""
+    """Changes of plain attributes of a module inside a layer on the coordinator, as text, and the
+    names of deleted attributes (``gone``)."""
 
     repeated = Repeated.ALWAYS
     is_exact = False
@@ -400,25 +400,25 @@ class SetAttributes(StampedRequest, frozen=True):
 
 
 class BuffersUpdated(StageReport, Words, frozen=True):
-    """Buffers of a stage that every micro-batch of a step updated or, with ``is_again``, that a
-    recomputed forward updated."""
+    """Buffers of a stage updated by every micro-batch of a step or, with ``is_again``, by a
+    recomputed forward."""
 
     names: list[Name]
     is_again: bool
 
 
 class Arguments(MicrobatchMessage, frozen=True):
-    """What the model called a stage's layers with for one micro-batch, and the micro-batch's way.
+    """The arguments of a stage's layers for one micro-batch, and the micro-batch's way.
 
     The hidden states come from the process ``upstream`` and go to the process ``downstream``; 0 is
-    the coordinator. ``place`` counts the forwards of the same visit that the process runs in this
-    stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
-    later. A trial (``is_trial``) leaves nothing behind in the layers, and computes in evaluation
-    mode unless it ``keeps_modes``. The stage computes with the
-    settings ``numerics``, and makes tensors of ``default_dtype`` where layers name none.
-    ``passes`` names what goes downstream with the hidden states, and ``entering`` names the hidden
-    states that come. By ``dropout_step`` and ``first_microbatch``, the numbers of the batch, the
-    layers draw random numbers.
+    the coordinator. ``place`` counts the process's earlier forwards of the same visit in this
+    stage. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for later.
+    A trial (``is_trial``) leaves the layers unchanged, and computes in evaluation mode unless it
+    ``keeps_modes``. The stage computes with the settings ``numerics``, and makes tensors of
+    ``default_dtype`` where layers do not name a dtype. ``passes`` names the other tensors that go
+    downstream with the hidden states, and ``entering`` names the arriving hidden states. By
+    ``dropout_step`` and ``first_microbatch``, the numbers of the batch, the layers draw random
+    numbers.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -459,10 +459,10 @@ class MeasureLayer(IdleRequest, frozen=True):
 
 
 class Activation(MicrobatchMessage, frozen=True):
-    """Hidden states on their way downstream, the outputs collected so far by kind, and what else
-    goes along by name.
+    """Hidden states on their way downstream, the outputs collected so far by kind, and other
+    tensors by name.
 
-    ``requires_grad`` has one entry per tensor; ``narrowed`` describes the rounded ones.
+    ``requires_grad`` has one entry per tensor; ``narrowed`` describes the rounded tensors.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -484,7 +484,7 @@ class Gradient(MicrobatchMessage, frozen=True):
 
     ``is_present`` says for each tensor of the activation whether its gradient is in the frame. With
     ``keeps_graph`` another backward of the same activation may follow. ``places`` has a number for
-    this stage and for each one before it: the backwards that its process runs in it before.
+    this stage and for each earlier stage: its process's earlier backwards in the stage.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -536,8 +536,8 @@ class SetTrained(StampedRequest, frozen=True):
 
 class ZeroGradients(StampedRequest, frozen=True):
     """Drop the gradients of parameters or, without ``set_to_none``, set them to zero; the worker
-    answers `Done`. With ``only_dropped``, zeros are for parameters without a gradient that had one
-    as the step began."""
+    answers `Done`. With ``only_dropped``, zeros are for parameters that had a gradient as the step
+    began, and have lost it."""
 
     repeated = Repeated.UNTIL_SNAPSHOT
     answers = ("Done",)
@@ -558,14 +558,14 @@ class MeasureNorms(StampedRequest, frozen=True):
 
 
 class Norms(Message, frozen=True):
-    """The gradient norm of every parameter that has a gradient."""
+    """The norm of every gradient, by its parameter."""
 
     said = by(Speaker.WORKER, State.SERVING)
     norms: dict[Name, float]
 
 
 class ClipGradients(StampedRequest, frozen=True):
-    """Scale gradients by a factor or clamp them to a value: those of one optimizer's parameters, or
+    """Scale gradients by a factor or clamp them to a value, for one optimizer's parameters or for
     all."""
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -584,7 +584,7 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BuildOptimizer(ServingRequest, frozen=True):
-    """Build the stage's part of an optimizer, which later messages call by its number.
+    """Build the stage's part of an optimizer; later messages call it by its number.
 
     ``class_name`` is a class of torch.optim or, with the prefix ``bitsandbytes.``, of bitsandbytes.
     """
@@ -612,7 +612,8 @@ class LoadOptimizerState(ServingRequest, frozen=True):
 class ApplyOptimizer(StampedRequest, frozen=True):
     """Step an optimizer with these group options.
 
-    Replicas of which only owners step then exchange weights, which is the exchange ``round``.
+    If only the owners of replicas step, the replicas then exchange weights in the exchange
+    ``round``.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -625,7 +626,7 @@ class ApplyOptimizer(StampedRequest, frozen=True):
 
 
 class FetchOptimizerState(LoadingRequest, frozen=True):
-    """Asks for an optimizer's state of some parameters; those without state are left out."""
+    """Asks for an optimizer's state of some parameters; parameters without state are left out."""
 
     repeated = Repeated.UNTIL_ANSWERED
     waits = Waits.BESIDE_SUMS
@@ -648,8 +649,8 @@ class AverageWeights(StampedRequest, frozen=True):
     """Begin a running average of the stage's weights, go on with it after layers have moved, update
     it with the present weights, swap the two, or adopt the average as the weights.
 
-    A tensor that has come without an average begins to go on with its present content.
-    Without ``decay`` every update weighs the same; ``num_averaged`` counts the updates so far.
+    To go on, a tensor without an average begins with its present content. Without ``decay`` every
+    update weighs the same; ``num_averaged`` counts the updates so far.
     """
 
     repeated = Repeated.ALWAYS
@@ -678,7 +679,7 @@ class FetchGradients(ServingRequest, frozen=True):
 
 
 class TensorContent(StageReport, frozen=True):
-    """One tensor that the coordinator asked for, with its ``state`` as in `LoadTensor`."""
+    """One requested tensor, with its ``state`` as in `LoadTensor`."""
 
     is_piece = True
     is_kept = True
@@ -687,7 +688,7 @@ class TensorContent(StageReport, frozen=True):
 
 
 class FetchFingerprints(ServingRequest, frozen=True):
-    """Asks for the fingerprints of tensors that the coordinator has too."""
+    """Asks for the fingerprints of tensors that the coordinator also has."""
 
     repeated = Repeated.UNTIL_ANSWERED
     waits = Waits.BESIDE_SUMS
@@ -698,7 +699,7 @@ class FetchFingerprints(ServingRequest, frozen=True):
 
 
 class Fingerprints(Message, frozen=True):
-    """The fingerprints of the tensors that were asked for, in their order."""
+    """The fingerprints of the requested tensors, in their order."""
 
     said = by(Speaker.WORKER, State.SERVING)
     found: list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]]
@@ -707,5 +708,5 @@ class Fingerprints(Message, frozen=True):
 # All classes of messages, as a decoder needs them.
 KINDS = tuple(kinds_below(Message))
 _KIND_OF = {kind.__name__: kind for kind in KINDS}
-# Those that answer a request; no declared name may be unknown.
+# The classes that answer a request; every declared name must be known.
 ANSWERS = frozenset(_KIND_OF[name] for kind in KINDS for name in kind.answers)

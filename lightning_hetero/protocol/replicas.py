@@ -1,7 +1,7 @@
-"""The messages of processes that hold the same layers.
+"""The messages between processes with the same layers.
 
-Each runs some of the micro-batches. Their gradients are added up in exchanges, which are numbered;
-weights that one of them has changed go to the others.
+Each runs some of the micro-batches. Their gradients are added up in numbered exchanges; weights
+changed by one process go to the others.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .bases import (
 )
 from .fields import Count, Name
 
-# What replicas send each other in an exchange.
+# The tensors that replicas send each other in an exchange.
 ReplicaContent = Literal["sums", "totals", "weights"]
 
 
 class ReduceGradients(StampedRequest, frozen=True):
-    """Add up gradients with the workers that hold the same stages; exchanges are numbered."""
+    """Add up gradients with the workers of the same stages; exchanges are numbered."""
 
     repeated = Repeated.UNTIL_SNAPSHOT
     recorded_as = "optimizer"
@@ -33,11 +33,11 @@ class ReduceGradients(StampedRequest, frozen=True):
 
 
 class ReplicaTensors(Message, frozen=True):
-    """Gradients or weights from a worker that holds the same stage.
+    """Gradients or weights from a worker with the same stage.
 
     Args:
-        member: The number of the worker that takes it.
-        source: The number of the worker that sends it.
+        member: The number of the receiving worker.
+        source: The number of the sending worker.
         round: The number of the exchange.
         content: ``sums`` for the owner of these parameters; ``totals`` or ``weights`` from it.
         names: The parameters, one for each tensor.
@@ -63,7 +63,8 @@ class ReplicaTensors(Message, frozen=True):
 
 
 class UpdateTensors(ServingRequest, frozen=True):
-    """New content of parameters and buffers that the coordinator holds too, a tensor for each name.
+    """New content of parameters and buffers that the coordinator also holds, a tensor for each
+    name.
 
     The worker does not answer. A tensor in 4 bits comes as a `LoadTensor`, with its state.
     """

@@ -1,11 +1,11 @@
-"""A session: one end of a conversation, which enforces what the messages declare in `bases`.
+"""A session: one end of a conversation. It enforces the rules that messages declare in `bases`.
 
     coordinator ─ worker              upstream worker ─ downstream worker
 
     OPENING ── Hello ──▶ GREETING     OPENING ── Hello ──▶ GREETING
     GREETING ─ Welcome ▶ IDLE         GREETING ─ Welcome ▶ LINKED
     IDLE: measuring                   LINKED: activations down, gradients up; probes of the link;
-    IDLE ───── Deploy ─▶ LOADING              tensors that move, from the one that has dialled
+    IDLE ───── Deploy ─▶ LOADING              moving tensors, from the dialling worker
     LOADING ── Launch ─▶ SERVING
     SERVING: steps, state, optimizer
     SERVING ── Deploy ─▶ LOADING: layers have moved
@@ -14,10 +14,10 @@
 
     joiner ─ door: OPENING ─ Hello ▶ GREETING ─ Welcome ▶ WAITING: Welcome again, with news
     A joiner is a worker that has dialled a coordinator. The coordinator takes it in by a Hello over
-    the same connection, which begins the conversation of the first drawing.
+    the same connection: the conversation of the first drawing begins.
 
-Every class of messages, or its base, says who may send it in which states (`by`). `python -m
-tests.protocol.tables` prints the tables that follow: for each speaker and state, the messages.
+Every class of messages, or its base, says who may send it in its states (`by`). `python -m
+tests.protocol.tables` prints the resulting tables: for each speaker and state, the messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..errors import LocalProtocolError, RemoteProtocolError
 from .bases import Message, Speaker, State
 
 RUN_LETTERS = 8
-"""Letters of a run's name, with which the names of the run's sessions begin."""
+"""Letters of a run's name; the names of the run's sessions begin with them."""
 
 
 def are_of_one_run(name: str, other: str) -> bool:
@@ -46,15 +46,15 @@ class Session:
         self.state = State.OPENING
 
     def may_send(self, message: Message) -> bool:
-        """Whether the rules allow a message that another process of the run has said.
+        """Whether the rules allow a message from another process of the run.
 
-        It may be late: of a step that the coordinator has ended since.
+        It may be late: the coordinator may have ended its step since.
         """
         is_late = message.step not in (None, self._step)
         return not is_late and (self.ours, self.state) in message.said
 
     def sent(self, message: Message) -> None:
-        """Note a message that is about to be sent.
+        """Note a message just before it is sent.
 
         Raises:
             LocalProtocolError: If the rules forbid it.
@@ -67,7 +67,7 @@ class Session:
         self.state = following
 
     def received(self, message: Message) -> None:
-        """Note a message that the peer sent.
+        """Note a message from the peer.
 
         Raises:
             RemoteProtocolError: If the rules forbid it.
@@ -97,7 +97,7 @@ class Session:
 
 Role = Literal["coordinator", "neighbor", "watcher", "joiner"]
 
-# Who opens a conversation and who answers, by the role that the Hello names.
+# Who opens a conversation and who answers, by the Hello's role.
 _ENDS: dict[str, tuple[Speaker, Speaker]] = {
     "coordinator": (Speaker.COORDINATOR, Speaker.WORKER),
     "neighbor": (Speaker.UPSTREAM, Speaker.DOWNSTREAM),
@@ -107,12 +107,12 @@ _ENDS: dict[str, tuple[Speaker, Speaker]] = {
 
 
 def opening_session(role: str) -> Session:
-    """The end that opens a conversation in this role."""
+    """The opening end of a conversation in this role."""
     opener, answerer = _ENDS[role]
     return Session(opener, answerer)
 
 
 def answering_session(role: str) -> Session:
-    """The worker's end of a conversation that a peer has opened in this role."""
+    """The worker's end of a conversation opened by a peer in this role."""
     opener, answerer = _ENDS[role]
     return Session(answerer, opener)

@@ -1,8 +1,9 @@
-"""The messages of snapshots, and of a worker that takes the place of a lost one.
+"""The messages of snapshots, and of a replacement of a lost worker.
 
-A worker tells its state now and then, and workers keep what they send each other. When one is lost,
-another one gets its layers, the latest snapshot, and all that was sent to the lost one behind it.
-If no other machine is left, one that has layers already starts a second process for them.
+A worker sends its state now and then, and workers keep their messages to each other. When a worker
+is lost, a replacement gets its layers, the latest snapshot, and all later messages to the lost
+worker. If every machine has layers already, one of them starts a second process for the lost
+worker's layers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .values import Value
 
 
 class KeepSent(LoadingRequest, frozen=True):
-    """Keep what goes to other workers in a step; `ForgetSent` drops it.
+    """Keep the messages to other workers in a step; `ForgetSent` drops them.
 
     Beyond ``most_bytes`` of memory the worker keeps them in a temporary file.
     """
@@ -34,8 +35,8 @@ class KeepSent(LoadingRequest, frozen=True):
 
 
 class ForgetSent(ServingRequest, frozen=True):
-    """Drop what was kept of the steps up to this one, and of the exchanges of replicas up to
-    ``round``: every worker's state behind them is safe."""
+    """Drop the kept messages of the steps up to ``behind``, and of the exchanges of replicas up to
+    ``round``: every worker's state after them is safe."""
 
     repeated = Repeated.NEVER
     behind: Count
@@ -43,17 +44,17 @@ class ForgetSent(ServingRequest, frozen=True):
 
 
 class SentKept(StageReport, frozen=True):
-    """So many bytes of what went to other workers are kept."""
+    """The kept bytes of messages to other workers."""
 
     num_bytes: Bytes
 
 
 class TakeSnapshot(StampedRequest, frozen=True):
-    """Tell the present state of what may have changed since `Launch`.
+    """Send the present state of everything that may have changed since `Launch`.
 
     The worker answers `SnapshotBegun` at once, and sends the state in `SnapshotPart` beside its
-    other work. ``with_gradients`` adds the gradients that the next step adds to. The tensors in
-    ``also`` are told though they have not changed.
+    other work. ``with_gradients`` adds the gradients that the next step goes on with. The tensors
+    in ``also`` are sent even if they have not changed.
     """
 
     repeated = Repeated.NEVER
@@ -66,13 +67,13 @@ class TakeSnapshot(StampedRequest, frozen=True):
 
 
 class SnapshotBegun(StageReport, frozen=True):
-    """The snapshot holds the state behind all that the worker has said so far."""
+    """The snapshot holds the state after all messages of the worker so far."""
 
     number: Count
 
 
 class SnapshotPart(StageReport, frozen=True):
-    """A piece of a snapshot, whose pieces together are frames of `SnapshotTensor`."""
+    """A piece of a snapshot. All pieces together are frames of `SnapshotTensor`."""
 
     is_kept = True
     number: Count
@@ -80,16 +81,16 @@ class SnapshotPart(StageReport, frozen=True):
 
 
 class SnapshotTensor(Message, frozen=True):
-    """A tensor as the lost worker had it, with all that belongs to it; see `MovedTensor`.
+    """A tensor as the lost worker had it, with its state; see `MovedTensor`.
 
     Args:
         name: As in `LoadTensor`.
         content: The tensor.
         state: The parts of its state in 4 bits.
         optimizers: Its state in each optimizer, by the optimizer's number.
-        average: Its running average; None if it has none.
-        gradient: Its gradient; None if it has none, or the next step drops it.
-        is_total: Whether the gradient is the sum of all replicas, and another one owns it.
+        average: Its running average; None without one.
+        gradient: Its gradient; None without one, or if the next step drops it.
+        is_total: Whether the gradient is the sum of all replicas, and another replica owns it.
     """
 
     repeated = Repeated.UNTIL_SNAPSHOT
@@ -107,10 +108,10 @@ class SnapshotTensor(Message, frozen=True):
 
 
 class Replay(LoadingRequest, frozen=True):
-    """The worker has the state behind a step of a lost one. After `Launch` follows what the lost
-    one has done since, and what others sent it.
+    """The worker has the state of a lost one after a step. After `Launch` follow the requests that
+    the lost one has carried out since, and the messages of others to it.
 
-    Without ``has_more`` only the next step follows: the worker has joined the run behind that step.
+    Without ``has_more`` only the next step follows: the worker has joined the run after ``step``.
     """
 
     repeated = Repeated.NEVER
@@ -120,9 +121,9 @@ class Replay(LoadingRequest, frozen=True):
 
 
 class Wait(StampedRequest, frozen=True):
-    """What the coordinator says later waits for the forwards and backwards before this.
+    """The coordinator's later messages wait for the forwards and backwards before this one.
 
-    With ``is_end`` it ends what is repeated, and the worker answers `CaughtUp`.
+    With ``is_end`` it ends the repetition, and the worker answers `CaughtUp`.
     """
 
     repeated = Repeated.NEVER
@@ -132,14 +133,14 @@ class Wait(StampedRequest, frozen=True):
 
 
 class CaughtUp(StageReport, frozen=True):
-    """The worker has repeated all that the lost one had done."""
+    """The worker has repeated all work of the lost one."""
 
 
 class ReplaceNeighbor(LoadingRequest, frozen=True):
-    """Another process has the place of a lost worker, under its number. Send it what was kept.
+    """Another process replaces a lost worker, under its number. Send it the kept messages.
 
-    A worker that sends activations to the lost one dials the new one first; the new one has dialled
-    the others. The answer is `NeighborReplaced`.
+    A worker upstream of the lost one dials the replacement first; the replacement has dialled the
+    others. The answer is `NeighborReplaced`.
     """
 
     repeated = Repeated.NEVER
@@ -151,15 +152,15 @@ class ReplaceNeighbor(LoadingRequest, frozen=True):
 
 
 class NeighborReplaced(StageReport, Words, frozen=True):
-    """What was kept for a lost worker is on its way to the one in its place; ``reason`` tells why
-    that worker cannot be reached, and is empty if it can."""
+    """The messages kept for a lost worker are on their way to its replacement; ``reason`` says why
+    the replacement cannot be reached, and is empty if it can."""
 
     reason: Text = ""
 
 
 class AskRoom(Message, frozen=True):
-    """Asks how much memory a second session of this run could take on the worker's machine, for the
-    layers of a lost worker; the worker answers `RoomTold`."""
+    """Asks for the memory that a second session of this run could take on the worker's machine, for
+    a lost worker's layers; the worker answers `RoomTold`."""
 
     repeated = Repeated.NEVER
     waits = Waits.FOR_NOTHING
@@ -169,7 +170,7 @@ class AskRoom(Message, frozen=True):
 
 class RoomTold(Message, Words, frozen=True):
     """A second session of the run could take so many ``free_bytes`` of the device's memory beside
-    this one; ``reason`` tells why there is no room at all, and is empty if there is."""
+    this one; ``reason`` says why room is missing, and is empty if there is some."""
 
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
     free_bytes: Bytes
@@ -177,10 +178,10 @@ class RoomTold(Message, Words, frozen=True):
 
 
 class OpenSession(Message, frozen=True):
-    """Start a second process that takes the session of this name, and no other one.
+    """Start a second process that takes only the session of this name.
 
-    It may take ``most_bytes`` of what the owner allows, and the session that runs takes no more
-    than it has had. The answer is `SessionOpened`.
+    It may take ``most_bytes`` of the owner's limit, and the running session takes at most as much
+    as it has had. The answer is `SessionOpened`.
     """
 
     repeated = Repeated.NEVER
@@ -192,8 +193,8 @@ class OpenSession(Message, frozen=True):
 
 
 class SessionOpened(Message, Words, frozen=True):
-    """Another process waits for the session at the worker's address; ``reason`` tells
-    why none could be started, and is empty if one could."""
+    """Another process waits for the session at the worker's address; ``reason`` says why starting
+    it failed, and is empty if it succeeded."""
 
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
     reason: Text = ""

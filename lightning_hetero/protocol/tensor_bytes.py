@@ -1,6 +1,6 @@
 """Tensors as bytes: their description in a frame, conversions without a copy, receive buffers.
 
-A pool reuses a receive buffer as soon as no tensor lives in it any more.
+A pool reuses a receive buffer after the last tensor in it is gone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = {
     )
 }
 
-# Every tensor of a frame starts at a multiple of this, so that vector loads are aligned.
+# Every tensor of a frame starts at a multiple of this, so vector loads are aligned.
 ALIGNMENT_BYTES = 64
 
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
@@ -134,7 +134,7 @@ def _materialized(tensor: Tensor) -> Tensor:
 
 
 def tensor_behind(buffer: memoryview) -> Tensor | None:
-    """The tensor whose own memory `tensor_bytes` has returned; None for memory of another kind."""
+    """The tensor that owns memory returned by `tensor_bytes`; None for memory of another kind."""
     owner = getattr(buffer.obj, "base", None)
     return owner if isinstance(owner, Tensor) else None
 
@@ -142,8 +142,8 @@ def tensor_behind(buffer: memoryview) -> Tensor | None:
 def fingerprint_of(parts: Mapping[str, Tensor]) -> bytes:
     """SHA-256 of the names, dtypes, shapes and bytes of tensors.
 
-    Processors have instructions for SHA-256: it takes about an eighth of the time that a link of
-    1 Gbit/s takes for the bytes.
+    Processors have instructions for SHA-256: it takes about an eighth of the time of a link of 1
+    Gbit/s for the bytes.
     """
     found = hashlib.sha256()
     for name, tensor in parts.items():
@@ -153,7 +153,7 @@ def fingerprint_of(parts: Mapping[str, Tensor]) -> bytes:
 
 
 def tensor_from_bytes(spec: TensorSpec, body: bytearray | memoryview, offset: int) -> Tensor:
-    """A tensor that lives in ``body`` and keeps it alive. Booleans are unpacked into new memory."""
+    """A tensor inside ``body``; it keeps ``body`` alive. Booleans are unpacked into new memory."""
     if spec.num_bytes == 0:
         return torch.empty(spec.shape, dtype=spec.torch_dtype)
     count = math.prod(spec.shape)
@@ -177,7 +177,7 @@ Counted = Callable[[Callable[[int], Buffer], int], Buffer]
 
 
 def _references_of_unused() -> int:
-    """What `getrefcount` reports for a buffer that only a list holds; Pythons differ."""
+    """The `getrefcount` of a buffer held only by a list; Pythons differ."""
     buffers = [bytearray(1)]
     return sys.getrefcount(buffers[0])
 
@@ -186,7 +186,7 @@ _UNUSED_REFERENCES = _references_of_unused()
 
 
 def new_buffer(num_bytes: int) -> memoryview:
-    """New memory for tensors that stay, aligned like torch's own; its content is undefined.
+    """New memory for lasting tensors, aligned like torch's own; its content is undefined.
 
     Raises:
         RemoteProtocolError: If there is not enough memory.
@@ -213,8 +213,8 @@ def empty_memory(num_bytes: int) -> memoryview:
 
 
 def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
-    """A number for each of some tensors on one device, which changes with the content but for rare
-    accidents; it takes a small part of the time of `fingerprint_of`."""
+    """A number for each of some tensors on one device. It changes with the content but for rare
+    accidents, and takes a small part of the time of `fingerprint_of`."""
     if not tensors:
         return []
     # All at once, because each `item` would wait for the device.
@@ -223,7 +223,7 @@ def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's words of eight bytes, and of the bytes behind them."""
+    """The sum of a tensor's words of eight bytes, and of the bytes after them."""
     content = _materialized(tensor).contiguous().view(-1).view(torch.uint8)
     end = len(content) // 8 * 8
     words = content[:end]
@@ -232,7 +232,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return words.view(torch.int64).sum() + content[end:].sum()
 
 
-# What one frame carries at most of many tensors: so many, and bytes unless one of them has more.
+# The most that one frame carries of many tensors: their number, and bytes unless one of them has
+# more.
 _MOST_TENSORS = 256
 _MOST_BYTES = 2**25
 
@@ -240,8 +241,8 @@ _MOST_BYTES = 2**25
 def in_frames(
     tensors: Iterable[tuple[str, Tensor]],
 ) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Named tensors in groups that fit into frames, each with whether it is the last one; there is
-    at least one group, which may be empty."""
+    """Named tensors in groups that fit into frames, each with whether it is the last group; there
+    is at least one group, possibly empty."""
     group: dict[str, Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors:
@@ -254,14 +255,14 @@ def in_frames(
 
 
 def in_eighths(num_bytes: int) -> int:
-    """Round up to 64 KiB, or by an eighth, so that batches of similar length share buffers."""
+    """Round up to 64 KiB, or by an eighth, so batches of similar length share buffers."""
     step = max(SMALLEST_KEPT_BYTES, 1 << (num_bytes.bit_length() - 4))
     return -(-num_bytes // step) * step
 
 
 def to_power_of_two(num_bytes: int) -> int:
     """Round up to a power of two, as torch does with pinned memory: any other size would leave a
-    part of what is taken unused."""
+    part of the memory unused."""
     return 1 << max(0, num_bytes - 1).bit_length()
 
 
@@ -269,11 +270,11 @@ class BufferPool:
     """Hands out byte buffers; a buffer is free again when its last tensor is gone.
 
     A tensor of `torch.frombuffer` holds a reference to its buffer, so the buffer's reference count
-    says whether it is in use, and no caller has to return it. Not thread-safe: a pool belongs to
-    one reader.
+    says whether it is in use, and callers do not return it. Not thread-safe: a pool belongs to one
+    reader.
 
     Args:
-        allocate: Allocates a buffer of that many bytes, for example in pinned memory.
+        allocate: Allocates a buffer of so many bytes, for example in pinned memory.
         round_up: The size of the buffer for so many bytes.
     """
 
@@ -288,16 +289,16 @@ class BufferPool:
         self._buffers: list[Buffer] = []
 
     def keep_at_most(self, count: int) -> None:
-        """Keep at most ``count`` buffers; drop the oldest, which live on while in use."""
+        """Keep at most ``count`` buffers; drop the oldest. Dropped buffers live on while in use."""
         self._most_kept = min(max(count, 1), MOST_KEPT)
         del self._buffers[: -self._most_kept]
 
     def count_with(self, count: Counted) -> None:
-        """Let every new buffer be counted, also the small ones."""
+        """Let every new buffer be counted, even a small one."""
         self._count = count
 
     def new(self, num_bytes: int) -> Buffer:
-        """A buffer for tensors that stay, which is never used again.
+        """A buffer for lasting tensors; it is never reused.
 
         Raises:
             RemoteProtocolError: If there is not enough memory.
@@ -318,7 +319,7 @@ class BufferPool:
             RemoteProtocolError: If there is not enough memory.
         """
         if num_bytes < SMALLEST_KEPT_BYTES:
-            # Only a counted buffer needs an object that tells when it is gone.
+            # Only a counted buffer needs an object that reports its end.
             return bytearray(num_bytes) if self._count is None else self._small(num_bytes)
         size = self._round_up(num_bytes)
         for index in range(len(self._buffers)):

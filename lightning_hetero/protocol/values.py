@@ -1,13 +1,12 @@
-"""What messages say of layers: their arguments, their tensors, and the stages that hold them.
+"""The parts of messages about layers: their arguments, their tensors, and their stages.
 
 Arguments are trees of tuples, lists, dicts, numbers, texts and tensors. A tree is split into a
-`Value`, which goes into a message, and a list of tensors, which goes into the frame's body. A
-tensor that occurs several times is sent once.
+`Value` for the message and a list of tensors for the frame's body. A repeated tensor is sent once.
 
-Tensors that many calls have in common, such as rotary tables, stay with the receiver in slots: the
-sender then names the slot instead of sending the content. The sender alone decides which slot holds
-which tensor. Only a tensor that is sent a second time gets a slot, so masks that are sent once take
-no room.
+Common tensors of many calls, such as rotary tables, stay with the receiver in slots: the sender
+then names the slot instead of sending the content. The sender alone decides which slot holds which
+tensor. A tensor gets a slot when it is sent for the second time, so a mask sent only once does not
+take room.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NUM_SLOTS = 32
 MOST_BYTES = 4 * 2**20
 Slot = Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS - 1)]
 _AS_THEY_ARE = frozenset({type(None), bool, float, str})
-# Digests of tensors that were sent once and may come again.
+# Digests of tensors sent once; they may come again.
 _NUM_CANDIDATES = 256
 
 
@@ -49,20 +48,20 @@ class Digests:
         if id(tensor) not in self._found:
             digest = hashlib.blake2b(str(TensorSpec.of(tensor)).encode(), digest_size=16)
             digest.update(tensor_bytes(self._hosts.get(id(tensor), tensor)))
-            # Keep the tensor alive with its digest, so that no other tensor gets its id.
+            # Keep the tensor alive with its digest, so another tensor cannot get its id.
             self._found[id(tensor)] = tensor, digest.digest()
         return self._found[id(tensor)][1]
 
 
 class SentConstants:
-    """The sender's knowledge of what one receiver keeps in which slot."""
+    """The sender's knowledge of one receiver's slots."""
 
     def __init__(self) -> None:
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._candidates: OrderedDict[bytes, None] = OrderedDict()
 
     def slot_of(self, digest: bytes) -> int | None:
-        """The slot that holds this content; None if no slot does."""
+        """The slot with this content; None without such a slot."""
         if digest in self._slots:
             self._slots.move_to_end(digest)
         return self._slots.get(digest)
@@ -73,7 +72,7 @@ class SentConstants:
         self._candidates.clear()
 
     def note_sent(self, digest: bytes) -> int | None:
-        """The slot in which the receiver has to keep this content; None for no slot."""
+        """The slot in which the receiver has to keep this content; None without one."""
         if digest not in self._candidates:
             self._candidates[digest] = None
             if len(self._candidates) > _NUM_CANDIDATES:
@@ -88,7 +87,7 @@ class SentConstants:
 
 
 class KeptConstants:
-    """The tensors that a receiver keeps in slots."""
+    """The tensors in a receiver's slots."""
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[Tensor, int]] = {}
@@ -97,7 +96,7 @@ class KeptConstants:
         """Put a tensor into a slot.
 
         Raises:
-            RemoteProtocolError: If the tensor is larger than the sender may want to be kept.
+            RemoteProtocolError: If the tensor is too large for a slot.
         """
         num_bytes = TensorSpec.of(tensor).num_bytes
         if num_bytes > MOST_BYTES:
@@ -137,7 +136,7 @@ class TensorNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="t
 
 
 class ConstantNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="constant"):
-    """Stands for the tensor that the receiver keeps in a slot."""
+    """Stands for the tensor in a slot of the receiver."""
 
     slot: int
 
@@ -161,7 +160,7 @@ class DictNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dic
 
 
 class CarriedNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="carried"):
-    """Stands for a tensor of that name, which comes with the hidden states."""
+    """Stands for a tensor of this name, sent with the hidden states."""
 
     name: Name
 
@@ -187,9 +186,9 @@ class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         number: Identifies the cache.
         place: Position or name of the argument.
-        length: Positions that the coordinator counts in the layer's cache.
-        window: The layer's sliding window, None for none.
-        rows: A tensor that selects samples of the cache, None for all.
+        length: Positions in the layer's cache, as the coordinator counts them.
+        window: The layer's sliding window; None without one.
+        rows: A tensor with the selected samples of the cache; None for all.
     """
 
     number: Count
@@ -200,11 +199,11 @@ class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ArithmeticBehind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function of tensors and numbers that a stage computes behind a layer.
+    """A function of tensors and numbers; a stage computes it after a layer.
 
     Args:
         name: The name of the result.
-        function: The function, one of those in `model/carried_tensors.py`.
+        function: A function of `model/carried_tensors.py`.
         operands: A tuple.
         is_in_place: Whether the model changed the first operand itself.
     """
@@ -219,13 +218,13 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the model called one layer, without its hidden states and its key-value cache.
 
     Args:
-        tuple_length: Length of the tuple that the model expects back; 0 for a plain tensor.
-        other_mode: Modules inside the layer whose mode differs from ``training``.
+        tuple_length: Length of the tuple that the model expects; 0 for a plain tensor.
+        other_mode: Modules inside the layer with the other mode than ``training``.
         place: Position or name of the argument with the hidden states.
         hidden_at: Position of the hidden states in the tuple.
         others: Positions of other tensors in it.
-        arithmetic: What the stage computes behind the layer.
-        handed_on: The name of the next layer's hidden states; empty for those in the result.
+        arithmetic: The functions that the stage computes after the layer.
+        handed_on: The name of the next layer's hidden states; empty if they are in the result.
     """
 
     layer_index: LayerNumber
@@ -249,8 +248,8 @@ class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: Its name.
         tensor: Its form.
         requires_grad: Whether it trains.
-        same_as: The first name of a parameter that has several; None for a tensor of one name, and
-            under the first name.
+        same_as: The first name of a parameter with several names; None for a tensor of one name,
+            and under the first name.
     """
 
     name: Name
@@ -264,19 +263,19 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         number: The stage's number, from 1 on.
-        recipe: What the layers are built from, as JSON.
+        recipe: How to build the layers, as JSON.
         parameters: The tensors of the layers.
         recompute: Whether its forwards run again in the backward.
-        dtype: The dtype in which the stage computes; None for its input's.
-        activation_dtype: The dtype to which the stage rounds the activations that it sends.
-        gradient_dtype: The dtype to which the stage rounds the gradients that it sends.
+        dtype: The dtype of the stage's computations; None for its input's.
+        activation_dtype: The dtype to which the stage rounds the activations it sends.
+        gradient_dtype: The dtype to which the stage rounds the gradients it sends.
         compile: Whether to compile the layers.
-        holders: The numbers of the processes that hold the stage, in the plan's order; none if one
-            worker alone does.
-        owners: For each of ``parameters`` the number of the process that answers for it; none if
-            one worker alone holds the stage.
+        holders: The numbers of the processes with the stage, in the plan's order; empty if only one
+            worker has it.
+        owners: For each of ``parameters`` the number of its owner's process; empty if only one
+            worker has the stage.
         is_split: Whether only owners step an optimizer.
-        constants: The tensors of which other processes have copies, which no forward may change.
+        constants: The tensors with copies in other processes; a forward must not change them.
     """
 
     number: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -294,8 +293,8 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PeerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Another worker: its number, where the coordinator reaches it, and the name of its session,
-    which only the right worker knows."""
+    """Another worker: its number, where the coordinator reaches it, and the name of its session.
+    Only the right worker knows this name."""
 
     member: Count
     address: Name
@@ -306,8 +305,8 @@ class Packer:
     """Turns trees into values and gathers their tensors, each once.
 
     Args:
-        constants: What the receiver keeps in slots; without it every tensor is sent.
-        digests: Digests that are shared with packers for other receivers.
+        constants: The receiver's slots; without them every tensor is sent.
+        digests: Digests shared with packers for other receivers.
 
     Attributes:
         tensors: The tensors to send.
@@ -328,11 +327,12 @@ class Packer:
 
         Args:
             tree: The tree.
-            where: What it is, for an error.
-            carried: The class of names that stand for tensors which come with the hidden states.
+            where: A description of the tree, for an error.
+            carried: The class of names for tensors sent with the hidden states.
 
         Raises:
-            LocalProtocolError: If something in it cannot be sent; the text says what and where.
+            LocalProtocolError: If a part of it cannot be sent; the text names the part and its
+                place.
         """
         if type(tree) in _AS_THEY_ARE:
             return tree  # type: ignore[no-any-return]
@@ -381,7 +381,7 @@ class Packer:
 
 
 def _fits(plain: float | str) -> bool:
-    """Whether a number fits into the 64 bits that it has on the wire."""
+    """Whether a number fits into its 64 bits on the wire."""
     return not isinstance(plain, int) or -(2**63) <= plain < 2**64
 
 
@@ -395,13 +395,12 @@ def unpack(
 
     Args:
         value: The value.
-        tensors: Those of the frame.
-        constants: What is in slots.
-        carried: Makes what stands for a tensor that comes with the hidden states, from its name.
+        tensors: The frame's tensors.
+        constants: The tensors in slots.
+        carried: Makes the stand-in for a tensor sent with the hidden states, from its name.
 
     Raises:
-        RemoteProtocolError: If the value names a tensor that the frame does not carry, or an
-            empty slot.
+        RemoteProtocolError: If the value names a tensor missing in the frame, or an empty slot.
     """
     if isinstance(value, ConstantNode):
         return (constants or KeptConstants()).get(value.slot)

@@ -4,11 +4,11 @@
     Lightning, hooks           zero_grad, backward, on_train_batch_end, on_train_batch_start
     training_step of batch 1   the left backwards, and the forwards and losses of this batch
     ...
-    the window's last batch    everything, to the end: the optimizer steps behind it
+    the window's last batch    everything, to the end: the optimizer steps after it
 
-The user's code, its order and every bit are those of batches that run one after the other. Whoever
-looks at a gradient or at a parameter waits (`pipeline/awaited.py`), and so does whatever is said to
-the workers besides the step (`Connections.settle`). So no hook has to be on a list.
+The user's code, its order and every bit are the same as for batches one after the other. Code that
+looks at a gradient or at a parameter waits (`pipeline/awaited.py`), and so do messages to the
+workers outside of the step (`Connections.settle`). So a list of hooks is not needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _NOTHING = object()
 
 @dataclass(frozen=True)
 class _Left:
-    """Which parameters train, and the attributes of each module, as a batch has left them."""
+    """The parameters' training flags, and the attributes of each module, as a batch has left
+    them."""
 
     flags: Sequence[bool]
     attributes: Sequence[Mapping[str, Any]]
@@ -52,7 +53,7 @@ class AccumulationWindow:
         parameters: The parameters of this process.
         modules: The modules of this process.
         connections: The workers.
-        hosted: The layers of which this process is a replica; None if there are none.
+        hosted: The layers with a replica in this process; None without them.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class AccumulationWindow:
         self._left: dict[int, _Left] = {}
         self._num_microbatches = 0
         self._is_inside = False
-        # Whether the gradients of the latest batch that was left are in `.grad`.
+        # Whether the gradients of the latest left batch are in `.grad`.
         self._is_guarded = False
         self._has_said = self._has_said_observed = False
 
@@ -88,7 +89,7 @@ class AccumulationWindow:
         """Whether the present batch's backwards may be left.
 
         Args:
-            is_last: Whether the optimizer steps behind the batch.
+            is_last: Whether the optimizer steps after the batch.
         """
         if is_last:
             return False
@@ -98,7 +99,7 @@ class AccumulationWindow:
         return self._driver.gradients.can_be_left
 
     def _obstacle(self) -> str:
-        """Why no backward can be left, in words; empty if nothing forbids it."""
+        """Why backwards cannot be left, in words; empty if they can be."""
         if torch.is_anomaly_enabled():
             return "anomaly detection is on"
         if any(each._backward_hooks or each._backward_pre_hooks for each in self._modules):
@@ -117,12 +118,12 @@ class AccumulationWindow:
             )
 
     def _stay(self) -> None:
-        """Let the present batch wait for its backwards, of which code has asked for a gradient."""
+        """Let the present batch wait for its backwards: code has asked for a gradient of one."""
         if self._driver.stay():
             self._say("`training_step` asks for gradients of tensors by a hook or `retain_grad`")
 
     def _observe(self, num_microbatches: int, function: str) -> None:
-        """Say once that the gradients that code gets are those of micro-batches."""
+        """Warn once that code gets the gradients of micro-batches."""
         if num_microbatches > 1 and not self._has_said_observed:
             self._has_said_observed = True
             rank_zero_warn(
@@ -162,7 +163,8 @@ class AccumulationWindow:
             self._connections.leave(self)
 
     def guard(self) -> None:
-        """Let code that looks at gradients wait from now on: `.grad` has those of the batch."""
+        """From now on, let code wait when it looks at gradients: `.grad` has the batch's
+        gradients."""
         if self.has_left:
             self._is_guarded = True
             self._awaited.begin(while_step_runs=False)
@@ -183,7 +185,7 @@ class AccumulationWindow:
         self._left.clear()
 
     def drop(self) -> None:
-        """Forget the backwards that are left, after an error."""
+        """Forget the left backwards, after an error."""
         self._awaited.end()
         self._is_guarded = False
         self._driver.drop()
@@ -193,8 +195,8 @@ class AccumulationWindow:
     def as_left(self, first: int) -> Iterator[None]:
         """Inside, parameters train and modules have the attributes as a batch has left them.
 
-        A parameter that is frozen meanwhile would get no gradient, and a forward that runs again in
-        its backward would be another one in another mode or with other attributes.
+        A parameter frozen meanwhile would miss its gradient, and a forward repeated in its backward
+        would compute other values in another mode or with other attributes.
 
         Args:
             first: The number of the batch's first micro-batch.
@@ -214,7 +216,8 @@ class AccumulationWindow:
         return _Left(training_flags(self._parameters), attributes)
 
     def _become(self, wanted: _Left, before: _Left) -> None:
-        """Change what differs, but for attributes that a hook of a backward has set meanwhile."""
+        """Change the differing flags and attributes, except attributes set meanwhile by a hook of a
+        backward."""
         for parameter, flag in zip(self._parameters, wanted.flags, strict=True):
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
@@ -231,7 +234,7 @@ class AccumulationWindow:
                     held[name] = value
 
     def _wait(self) -> None:
-        """Wait for the gradients that code looks at."""
+        """Wait for the gradients at which code looks."""
         if not self._is_inside:
             self.finish()
         elif current_turn() is not None:

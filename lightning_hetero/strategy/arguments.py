@@ -113,7 +113,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-# By argument: the texts that a misspelt one may have been.
+# By argument: its valid texts, to suggest one for a misspelt text.
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "workers": ("auto",),
     "plan": NAMED_PLANS,
@@ -144,7 +144,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _is_plan(value: Any) -> bool:
-    """Whether a value is a plan, names one, or may be the path of a file that comes later."""
+    """Whether a value is a plan, names one, or may be the path of a later file."""
     if not isinstance(value, str) or value in NAMED_PLANS:
         return isinstance(value, (str, PathLike, Plan))
     path = Path(value)
@@ -152,7 +152,7 @@ def _is_plan(value: Any) -> bool:
 
 
 def _meant(name: str, value: Any) -> str:
-    """A sentence on what a wrong value was probably meant to be; empty if nobody knows."""
+    """A sentence on the probably intended value; empty without a guess."""
     if not isinstance(value, str):
         return ""
     if name == "workers" and ":" in value:
@@ -162,7 +162,7 @@ def _meant(name: str, value: Any) -> str:
 
 
 def _check_some_worker(workers: Any, plan: Any) -> None:
-    """Refuse an empty list of workers, unless the plan needs none."""
+    """Refuse an empty list of workers, unless the plan works without workers."""
     # The content of a plan file is known later.
     needs_some = plan.remote_stages if isinstance(plan, Plan) else plan in NAMED_PLANS
     if isinstance(workers, (list, tuple)) and not workers and needs_some:
@@ -209,7 +209,7 @@ def _refuse_compiled(name: str) -> None:
 
 
 def check_all_layers_run(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> None:
-    """Refuse a model that leaves layers out at random in training, each time others.
+    """Refuse a model that leaves out random layers in training.
 
     Raises:
         ModelError: With the options of its config.
@@ -225,7 +225,7 @@ def check_all_layers_run(module: pl.LightningModule, layers: Sequence[DecoderLay
 
 
 def check_num_nodes(num_nodes: int) -> None:
-    """Refuse several nodes: each would train the whole model for itself, and none would say so.
+    """Refuse several nodes: each would silently train the whole model for itself.
 
     Raises:
         MisconfigurationException: With the remedy.
@@ -248,7 +248,7 @@ def warn_of_idle_devices(devices: Sequence[torch.device] | None) -> None:
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that read parameters which are on workers.
+    """Refuse callbacks that read parameters on workers.
 
     Raises:
         MisconfigurationException: With the callback's name and its replacement.
@@ -288,8 +288,8 @@ def warn_of_batch_statistics(module: pl.LightningModule) -> None:
 
 
 def warn_of_frequencies(module: pl.LightningModule) -> None:
-    """Warn of embeddings whose gradients are divided by how often the batch has a token: the loss
-    does not tell that micro-batches count for themselves."""
+    """Warn of embeddings with gradients divided by the batch's count of a token: micro-batches
+    count for themselves, and the loss does not show it."""
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.scale_grad_by_freq:
             rank_zero_warn(

@@ -1,7 +1,7 @@
 """Checkpoints of a run over stages: their content, and their files.
 
 A file is written straight to the disk, whole or not at all. Lightning's own writer builds the whole
-checkpoint in memory first, which takes its size again.
+checkpoint in memory first, and so takes its size again.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class FileCheckpointIO(TorchCheckpointIO):
 
 
 class _OpenUntilClosed:
-    """A file that drops what comes after it is closed.
+    """A file that drops everything written after its close.
 
-    Torch's writer puts the end of the file behind the rest, also when it is destroyed without: a
-    Ctrl-C may keep it from that. An exception there would abort this process.
+    Torch's writer writes the file's end at the latest when it is destroyed, for example after a
+    Ctrl-C. An exception there would abort this process.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -73,12 +73,12 @@ class _OpenUntilClosed:
         return len(content) if self._file.closed else self._file.write(content)
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered bytes."""
         self._file.flush()
 
 
 class Checkpoints:
-    """The checkpoints of a strategy's runs: their content, and those that were written.
+    """The checkpoints of a strategy's runs: their content, and the written files.
 
     Args:
         trainable_only: Whether checkpoints leave out parameters that have never trained.
@@ -95,13 +95,13 @@ class Checkpoints:
         self._loss: WeightsLost | None = None
         self._unreported: WeightsLost | None = None
         self._ever_trained: set[Tensor] = set()
-        # Why the checkpoint that is being made after an exception cannot be written.
+        # Why the present checkpoint after an exception cannot be written.
         self._unsaved: HeteroError | None = None
         # The files of this run in their order, and whether each can resume training.
         self._paths: dict[str, bool] = {}
 
     def begin_run(self) -> None:
-        """Forget what the run before has lost."""
+        """Forget the lost weights of the run before."""
         self._is_in_run, self._loss, self._unreported = True, None, None
         self.is_incomplete = False
 
@@ -110,16 +110,16 @@ class Checkpoints:
         self._paths.clear()
 
     def note_loss(self, loss: WeightsLost | None) -> None:
-        """Note what a run has lost at its end, if anything."""
+        """Note the `WeightsLost` of a run's end, if there is one."""
         self._loss = self._unreported = loss
         self.is_incomplete |= loss is not None
 
     def end_run(self, module: pl.LightningModule | None) -> None:
-        """End a run, as the last thing that it does. If this raises, Lightning ends it again.
+        """End a run, as its last act. If this raises, Lightning ends it again.
 
         Raises:
-            WeightsLost: If something is lost and no other exception ends the run; otherwise the
-                loss is logged.
+            WeightsLost: If something is lost, unless another exception ends the run; then the loss
+                is logged.
         """
         loss, self._unreported = self._unreported, None
         # `sys.exc_info` would also see an exception that the user's own code is handling.
@@ -131,7 +131,8 @@ class Checkpoints:
             logger.error("%s", loss)
 
     def note_trained(self, module: nn.Module) -> None:
-        """Note what trains: later checkpoints of a run hold it, even if it is frozen by then."""
+        """Note the trained parameters: later checkpoints of a run hold them, even if frozen by
+        then."""
         if self._trainable_only:
             self._ever_trained |= {p for p in module.parameters() if p.requires_grad}
 
@@ -170,7 +171,7 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """A part of a checkpoint; empty if it cannot be gathered after an exception.
 
-        An exception that ends the run makes callbacks write checkpoints. If such a checkpoint
+        After an exception that ends the run, callbacks write checkpoints. If such a checkpoint
         cannot be gathered, the error is kept for the log: Lightning would raise it in place of the
         exception and leave the workers busy.
         """
@@ -193,11 +194,11 @@ class Checkpoints:
         path: str | Path,
         write: Callable[[], None],
     ) -> None:
-        """Write the checkpoint that was gathered last, if it is complete.
+        """Write the latest gathered checkpoint, if it is complete.
 
         Raises:
             ModelError: If weights are missing.
-            SaveError: If the file cannot be written; after an exception, that is only logged.
+            SaveError: If the file cannot be written; after an exception, this error is only logged.
         """
         if self._unsaved is not None:
             self.is_incomplete = True
@@ -216,14 +217,14 @@ class Checkpoints:
             self._paths[str(path)] = "optimizer_states" in checkpoint
 
     def note_removed(self, path: str | Path) -> None:
-        """Note that a file was removed."""
+        """Note the removal of a file."""
         self._paths.pop(str(path), None)
 
     def remedy(self, began_with: str | Path | None) -> str:
-        """How to continue a run that has lost its weights; the text follows "and".
+        """How to continue a run after the loss of its weights; the text follows "and".
 
         Args:
-            began_with: The checkpoint that the run resumed.
+            began_with: The checkpoint from which the run resumed.
         """
         whole = [path for path, is_whole in self._paths.items() if is_whole]
         if whole:
@@ -265,7 +266,7 @@ def _check_complete(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 
 def keeping_frozen(checkpoint: Mapping[str, Any], root: nn.Module) -> Mapping[str, Any]:
-    """The checkpoint, completed with the frozen weights of the module that loads it."""
+    """The checkpoint, completed with the frozen weights of the loading module."""
     missing = left_out_of(checkpoint["state_dict"], root)
     if not missing:
         return checkpoint
@@ -295,7 +296,8 @@ def _saying_why(path: str) -> Iterator[None]:
 
 
 def _what_ended_it(error: Exception) -> BaseException:
-    """The first error: the system's, or an interrupt. Torch's writer raises its own after it."""
+    """The first error: the system's, or an interrupt. Torch's writer raises its own error after
+    it."""
     link: BaseException | None = error
     while isinstance(link, Exception) and not isinstance(link, OSError):
         link = link.__context__

@@ -55,7 +55,7 @@ class PlanSource(Protocol):
     def profile(self) -> Any: ...
 
     def named_workers(self) -> Sequence[str]:
-        """The workers that the user's own plan names."""
+        """The workers in the user's own plan."""
 
     def given(self, num_layers: int, workers: Sequence[str]) -> Plan | None:
         """The user's own plan; None without one.
@@ -83,7 +83,7 @@ class PlanSource(Protocol):
             connections: To all workers, if it measures.
 
         Raises:
-            HeteroError: If no plan fits, or a worker fails.
+            HeteroError: If a fitting plan is not found, or a worker fails.
         """
 
     def follow(self, run: TrainingRun, site: Site, recovery: Any, move: Move) -> PlanFollower:
@@ -101,9 +101,10 @@ class Site:
         options: How the user wants batches to be cut.
         may_move: Whether any layer may move to any worker during the run.
         deadlines: How long anything may take.
-        recover: Lets a run get over lost workers, before layers are sent; None if it does not.
+        recover: Prepares a run for lost workers, before layers are sent; None if a lost worker ends
+            the run.
         observers: Read the events of the run.
-        parts: Makes what a deployment has besides its steps.
+        parts: Makes a deployment's parts besides its steps.
     """
 
     module: pl.LightningModule
@@ -117,7 +118,7 @@ class Site:
     parts: DeploymentParts = field(default_factory=DeploymentParts)
 
     def deploy(self, layers: Sequence[DecoderLayer], source: PlanSource) -> Deployment | None:
-        """Choose a plan and send the layers; None if no layer goes to a worker.
+        """Choose a plan and send the layers; None if all layers stay here.
 
         Raises:
             HeteroError: If the plan does not fit, or a worker fails.
@@ -125,7 +126,7 @@ class Site:
                 on workers.
         """
         workers = self.find_workers(source.named_workers())
-        source.given(len(layers), workers)  # its mistakes are told before a worker is asked
+        source.given(len(layers), workers)  # report its mistakes before a worker is asked
         if source.measures(self.module.trainer):
             return self._measure_and_deploy(layers, workers, source)
         plan = source.plan_for(self, layers, workers, None)
@@ -154,7 +155,7 @@ class Site:
             return None if is_plain else self.carry_out(plan, layers, coordinator)
 
     def connect_all(self, workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Coordinator:
-        """Connect to all workers, each of which may get any layers.
+        """Connect to all workers; each may get any layers.
 
         Raises:
             WorkerError: If a worker cannot be used.
@@ -167,10 +168,10 @@ class Site:
         """The names of all workers.
 
         Args:
-            named: The workers that the user's own plan names, if there is one.
+            named: The workers in the user's own plan, if there is one.
 
         Raises:
-            DiscoveryError: If the network has none.
+            DiscoveryError: If the network is without workers.
             JoinError: If too few join in time.
             TokenError: If the token cannot be used.
         """
@@ -179,7 +180,7 @@ class Site:
     def connect(
         self, workers: Sequence[str], layers: Sequence[DecoderLayer], imported_for: Plan
     ) -> Coordinator:
-        """Connect to workers, which may then import what the layers of a plan need.
+        """Connect to workers. They may then import the packages of a plan's layers.
 
         Raises:
             WorkerError: If a worker cannot be used.
@@ -203,7 +204,7 @@ class Site:
         coordinator: Coordinator,
         before: Deployment | None = None,
     ) -> Deployment:
-        """Bring layers to where a plan has them, over connections that are open.
+        """Bring layers to a plan's places, over open connections.
 
         Args:
             plan: A plan that fits the layers.
@@ -230,7 +231,7 @@ class Site:
             before,
             self.parts,
         )
-        if before is not None:  # a plan that is refused changes nothing
+        if before is not None:  # a refused plan must not change it
             coordinator.serve(plan.workers, plan.narrowings)
         else:
             coordinator.replacements.begin()
@@ -239,7 +240,7 @@ class Site:
         return deployment
 
     def _check_hosted(self, plan: Plan) -> None:
-        """Refuse a training in which this process could not be a replica.
+        """Refuse a training if this process must be a replica and cannot be one.
 
         Raises:
             PlanError: With the remedy.
@@ -257,7 +258,7 @@ class Site:
         )
 
     def bring_weights_here(self, deployment: Deployment | None) -> None:
-        """Read the weights that this process needs, if they are still in their checkpoint."""
+        """Read this process's weights, if they are still in their checkpoint."""
         weights = weights_in_checkpoint(self.module)
         hollow = {} if deployment is None else deployment.tensors.names_of
         if weights is not None:
@@ -275,8 +276,9 @@ class Site:
         return self.may_move and moves_layers(self.module)
 
     def _differs_from_plain(self, plan: Plan) -> bool:
-        """Whether a plan without workers differs from plain Lightning: it cuts batches that may be
-        too large for the memory here, recomputes layers for the same reason, or compiles them."""
+        """Whether a plan without workers differs from plain Lightning: it cuts batches because they
+        may be too large for the memory here, recomputes layers for the same reason, or compiles
+        them."""
         cuts = self.cuts_step and plan.micro_batches > 1
         return cuts or any(stage.recompute or stage.compile for stage in plan.stages)
 
@@ -333,7 +335,7 @@ def _holders_as_text(stage: StagePlan) -> str:
 
 
 def _all_on_one(workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:
-    """A plan whose worker holds all layers, and so imports everything that any worker may need."""
+    """A plan with all layers on one worker: it imports everything that any worker may need."""
     return Plan([StagePlan(list(workers[:1]), (0, len(layers)))])
 
 

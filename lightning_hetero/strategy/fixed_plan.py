@@ -1,4 +1,4 @@
-"""FixedPlan: the plan that the user has written, which nothing changes."""
+"""FixedPlan: the user's own plan, as it is for the whole run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .training_run import PlanFollower, TrainingRun
 
 
 class FixedPlan:
-    """A `PlanSource` that only gives the user's plan.
+    """A `PlanSource` with only the user's plan.
 
     Args:
         plan: A Plan, or the path of its file.
@@ -37,7 +37,7 @@ class FixedPlan:
         self._given = GivenPlan(plan, micro_batches)
 
     def named_workers(self) -> Sequence[str]:
-        """The workers that the plan names."""
+        """The workers in the plan."""
         return self._given.read().workers
 
     def given(self, num_layers: int, workers: Sequence[str]) -> Plan:
@@ -45,7 +45,7 @@ class FixedPlan:
         return self._given.fitting(num_layers, workers)
 
     def measures(self, trainer: pl.Trainer) -> bool:
-        """Nothing is measured."""
+        """Always False."""
         return False
 
     def plan_for(
@@ -59,7 +59,7 @@ class FixedPlan:
         return self.given(len(layers), workers)
 
     def follow(self, run: TrainingRun, site: Site, recovery: Any, move: Move) -> PlanFollower:
-        """Look after nothing.
+        """Leave the plan as it is.
 
         Raises:
             PlanError: If layers are to move.
@@ -73,7 +73,7 @@ class FixedPlan:
 
 
 class Unfollowed:
-    """A `PlanFollower` that changes nothing: workers neither join nor leave.
+    """A `PlanFollower` without effect: workers neither join nor leave.
 
     Args:
         run: The training.
@@ -86,14 +86,14 @@ class Unfollowed:
         self._run = run
 
     def note_batch(self, count: Callable[[], int | None]) -> None:
-        """Every batch is as good."""
+        """Do not look at the batch."""
 
     def note_step(self) -> None:
-        """No time is compared."""
+        """Do not compare times."""
 
     def after_move(self) -> None:
-        """The user's own moves need nothing."""
+        """Do not react to the user's own moves."""
 
     def between_steps(self) -> None:
-        """Drop what the stages report of their speed."""
+        """Drop the stages' reports of their speed."""
         self._run.deployment.coordinator.stages.take_timings()

@@ -1,7 +1,7 @@
-"""A run that fails ends, and frees its workers, although a user's ``on_exception`` raises.
+"""A failed run ends, and frees its workers, even if a user's ``on_exception`` raises.
 
-Lightning calls this hook on the callbacks and the datamodule, and ends the strategy and the loggers
-behind them. It comes to neither if a hook raises, as a checkpoint does that cannot be written.
+Lightning calls this hook on the callbacks and the datamodule, and then ends the strategy and the
+loggers. It comes to neither if a hook raises, for example because a checkpoint cannot be written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WITHOUT_EFFECT = (pl.Callback.on_exception, pl.LightningDataModule.on_exception
 
 
 def guard_hooks(trainer: pl.Trainer, end: Callable[[BaseException], None]) -> ExitStack:
-    """Let a run end although an ``on_exception`` raises, until the returned stack is closed.
+    """Let a run end even if an ``on_exception`` raises, until the returned stack is closed.
 
     Args:
         trainer: It has all callbacks.

@@ -2,7 +2,7 @@
 
 Lightning looks at a loader before it trains: it seeds the processes of the loader, turns shuffling
 off for `overfit_batches`, names the epoch to a sampler, ends processes. It knows loaders of torch.
-Here all that reaches the loader inside, as if it stood alone.
+Here all this reaches the inner loader, as if it stood alone.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class TrainingWindows(Windows):
 
     @property
     def batch_sampler(self) -> _Epochs:
-        """Where Lightning looks for a sampler that wants to know the epoch."""
+        """Where Lightning looks for a sampler to give it the epoch."""
         return _Epochs(self.loaders)
 
     @property
     def _iterator(self) -> Any:
-        """Where Lightning looks for processes that end with the training."""
+        """Where Lightning looks for processes to end with the training."""
         return getattr(self.loader, "_iterator")  # noqa: B009
 
     @_iterator.setter
@@ -68,10 +68,10 @@ class TrainingWindows(Windows):
 
 
 class StatefulTrainingWindows(TrainingWindows, StatefulWindows):
-    """A loader of windows to train with, whose loader remembers its position.
+    """A loader of windows to train with; the inner loader remembers its position.
 
-    Of a loader without a length, Lightning fetches one window ahead to see which is the last. The
-    state is that before the window that waits, so that a run that resumes trains on it.
+    Without a length, Lightning fetches one window ahead to find the last one. The state is the one
+    before the waiting window, so a resumed run trains on it.
 
     Args:
         loader: The loader.
@@ -102,7 +102,8 @@ class StatefulTrainingWindows(TrainingWindows, StatefulWindows):
 
 
 class _Epochs:
-    """Stands for a batch sampler and for its sampler, and names the epoch to those of loaders."""
+    """Stands for a batch sampler and for its sampler, and gives the epoch to the loaders'
+    samplers."""
 
     def __init__(self, loaders: list[Any]) -> None:
         self._loaders = loaders
@@ -117,7 +118,7 @@ class _Epochs:
 
 
 def prepared(trainer: pl.Trainer, loader: Any) -> Any:
-    """A data loader as a Trainer uses it; others than those of windows stay as they are.
+    """A data loader as a Trainer uses it; a loader without windows stays as it is.
 
     Raises:
         BatchError: If windows were given for an evaluation.
@@ -181,7 +182,7 @@ def transferring(module: pl.LightningModule) -> Callable[[], None]:
 
 
 def check_no_window_inside(batch: Any) -> None:
-    """Refuse a batch of several loaders of which one gives windows.
+    """Refuse a batch of several loaders if one gives windows.
 
     Raises:
         BatchError: With the remedy.
@@ -198,7 +199,7 @@ def check_no_window_inside(batch: Any) -> None:
 
 
 def sizes_of(pieces: list[Any]) -> list[int] | None:
-    """The samples of each piece, as Lightning counts them; None if a piece shows none."""
+    """The samples of each piece, as Lightning counts them; None if it cannot count a piece."""
     try:
         return [extract_batch_size(piece) for piece in pieces]
     except MisconfigurationException:
@@ -206,7 +207,7 @@ def sizes_of(pieces: list[Any]) -> list[int] | None:
 
 
 def note_size(trainer: pl.Trainer, window: Window) -> None:
-    """Let Lightning weigh by all samples of a window what hooks log for an epoch."""
+    """Let Lightning weigh hooks' logs for an epoch by all samples of a window."""
     if trainer._results is not None:
         trainer._results.batch = _AllSamples(window)
 

@@ -1,8 +1,8 @@
 """Clipping, unscaling, stepping and zeroing on the stages, at Lightning's times.
 
 `RemoteSteps` diverts a precision plugin, since Lightning sends every clipping and every step
-through it. No other module uses the private names that this relies on: the plugin's
-`_after_closure`, and the state that a GradScaler keeps for each optimizer.
+through it. Only this module uses the private names for it: the plugin's `_after_closure`, and a
+GradScaler's state for each optimizer.
 
 `FollowedZeroGrad` is for manual optimization, where user code calls `zero_grad`. Under automatic
 optimization the backwards on the stages have already run when Lightning calls `zero_grad`, so the
@@ -54,16 +54,16 @@ States = tuple[Mapping[Tensor, Any], list[Stamp]]
 def record_own_steps(
     optimizers: Iterable[Optimizer], is_own: Callable[[Optimizer], bool], recorder: Recorder
 ) -> ExitStack:
-    """Record the steps of optimizers that step on this process alone.
+    """Record the steps of optimizers without parts on workers.
 
     Args:
         optimizers: All optimizers of the run.
-        is_own: Whether an optimizer has no part on a worker at present; the steps of all others are
+        is_own: Whether an optimizer is at present only in this process; other optimizers' steps are
             recorded where they are sent.
         recorder: Takes a span for each step, without the closure in it.
 
     Returns:
-        What ends this when it is closed.
+        The stack that ends this when it is closed.
     """
     stepping = ExitStack()
 
@@ -83,7 +83,7 @@ def record_own_steps(
 
 
 def _behind_closure(act: Callable[[], object], args: Any, kwargs: Any) -> Any:
-    """Let something happen in an optimizer's step, when its closure has run if it has one.
+    """Let something happen in an optimizer's step, after its closure if it has one.
 
     Args:
         act: The coming act.
@@ -111,10 +111,10 @@ class StepWatch(Protocol):
     """Looks at the steps of optimizers on workers."""
 
     def before_step(self, remote: RemoteOptimizer) -> None:
-        """Look at an optimizer that is about to step on workers; gradients are final."""
+        """Look at an optimizer just before its step on workers; gradients are final."""
 
     def after_step(self, remote: RemoteOptimizer) -> None:
-        """Look at an optimizer that has stepped everywhere."""
+        """Look at an optimizer after its step everywhere."""
 
 
 class RemoteSteps:
@@ -126,10 +126,11 @@ class RemoteSteps:
         names_of: Names of the parameters on stages.
         zero_gradients: Drops the gradients of parameters with these names on stages, or makes them
             zero.
-        restore_zeros: Makes zero gradients of those that stages have dropped as a step began.
-        kept_here: Parameters that are stepped here, of layers of which workers step the others.
+        restore_zeros: Makes zero gradients for parameters with these names on stages, if their
+            gradients were dropped as a step began.
+        kept_here: Parameters stepped here, of layers with other parameters stepped on workers.
         returned: All optimizers of the run.
-        watch: Looks at their steps; None if nothing does.
+        watch: Looks at their steps; None without a watch.
     """
 
     def __init__(
@@ -151,16 +152,16 @@ class RemoteSteps:
         self._restore_zeros = restore_zeros
         self._gradients = GradientsAway(names_of)
         self._kept_here = kept_here
-        # Their gradients as a backward, or clipping everywhere, has left them.
+        # Their gradients after a backward or a clipping everywhere.
         self._noted: list[tuple[WeakIdRef, int] | None] = []
         held = (optimized_parameters(remote.optimizer) for remote in optimizers)
         self._optimized = [p for parameters in held for p in parameters if p in names_of]
         self._plugin = plugin
-        # By the id of an optimizer, its state in this process as its latest step has left it.
+        # By the id of an optimizer, its state in this process after its latest step.
         self._states: dict[int, States] = {}
         self._remote = {id(remote.optimizer): remote for remote in optimizers}
         self._sent: set[int] = set()
-        # By the id of an optimizer, what runs the outermost of its steps.
+        # By the id of an optimizer, the caller of its outermost step.
         self._stepping: dict[int, FrameType] = {}
         diverted = {
             "clip_grad_by_norm": partial(self._clip, plugin.clip_grad_by_norm, "clip_by_norm"),
@@ -191,14 +192,14 @@ class RemoteSteps:
         self._undo.close()
 
     def begin_backward(self, accumulates: bool | None) -> None:
-        """Note that a backward begins: all parameters on stages that train get gradients.
+        """Note the beginning of a backward: all training parameters on stages get gradients.
 
         Args:
             accumulates: Whether the stages have kept the gradients of batches before, by the rule
-                of Lightning; None under manual optimization, which has no rule.
+                of Lightning; None under manual optimization, without a rule.
 
         Raises:
-            ModelError: If gradients were kept or dropped here against that rule.
+            ModelError: If gradients were kept or dropped here against the rule.
         """
         if accumulates is None:
             self.follow_dropped()
@@ -219,8 +220,8 @@ class RemoteSteps:
         gradients.note_backward()
 
     def follow_dropped(self) -> None:
-        """Drop the gradients on the stages that were dropped here, or make them zero, as by
-        ``parameter.grad = None`` or by a `zero_grad` that Lightning does not call."""
+        """Drop or zero the gradients on the stages that were dropped or zeroed here, for example by
+        ``parameter.grad = None`` or by the user's own call of `zero_grad`."""
         for changed, is_dropped in (
             (self._gradients.take_dropped(), True),
             (self._gradients.take_zeroed(), False),
@@ -229,15 +230,15 @@ class RemoteSteps:
                 self._zero_gradients([self._names_of[p] for p in changed], is_dropped)
 
     def note_gradients(self) -> None:
-        """Note that gradients have changed everywhere, and not only here."""
+        """Note a change of gradients everywhere, and not only here."""
         self._noted = _gradients_of(self._kept_here)
 
     def _check_gradients(self) -> None:
-        """Refuse gradients that were changed here alone. Those that were dropped, as before a batch
-        that `training_step` skips, are no others elsewhere.
+        """Refuse gradients changed only here. A dropped gradient is allowed, for example before a
+        batch skipped by `training_step`: workers drop theirs too.
 
         Raises:
-            ModelError: With what changes them everywhere.
+            ModelError: With the ways to change them everywhere.
         """
         pairs = zip_longest(_gradients_of(self._kept_here), self._noted)
         if any(present is not None and present != noted for present, noted in pairs):
@@ -250,10 +251,10 @@ class RemoteSteps:
             )
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer whose state was changed here alone.
+        """Refuse an optimizer if its state was changed only here.
 
         Raises:
-            ModelError: With what changes it everywhere.
+            ModelError: With the way to change it everywhere.
         """
         noted = self._states.get(id(optimizer))
         if noted is None:
@@ -271,7 +272,7 @@ class RemoteSteps:
         StateHere.put_into(optimizer, self._names_of)
 
     def note_zeroed(self, parameters: Iterable[Tensor]) -> None:
-        """Note that the stages have dropped these parameters' gradients, or made them zero."""
+        """Note dropped or zeroed gradients of these parameters on the stages."""
         self._gradients.note_told(parameters)
 
     def remote_of(self, optimizer: Optimizer | LightningOptimizer) -> RemoteOptimizer | None:
@@ -283,7 +284,7 @@ class RemoteSteps:
     def _clip(
         self, clip_here: Callable[..., None], everywhere: str, optimizer: Any, clip_val: float
     ) -> None:
-        """Clip with the plugin, or by the `RemoteOptimizer` method that clips on the stages too."""
+        """Clip with the plugin or, on the stages too, by a method of `RemoteOptimizer`."""
         remote = self.remote_of(optimizer)
         if remote is None:
             clip_here(optimizer, clip_val)
@@ -307,7 +308,7 @@ class RemoteSteps:
         self._check_state(remote.optimizer)
         self.follow_dropped()
         if is_finite:
-            # Before the step here, so that all step at the same time.
+            # Before the step here, so all step at the same time.
             self._step(remote)
             self._sent.add(id(remote.optimizer))
 
@@ -317,13 +318,14 @@ class RemoteSteps:
         remote.step()
 
     def _check_returned(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        """Refuse a step of an optimizer that nobody has returned for parameters on workers.
+        """Refuse a step for parameters on workers by an optimizer that `configure_optimizers` has
+        not returned.
 
         Raises:
             ModelError: With the name of a parameter and the remedy.
         """
         if id(optimizer) in self._remote or self._stepping:
-            return  # one inside of another one's step sees no gradient of them
+            return  # inside another optimizer's step it does not see their gradients
         away = [
             p for p in optimized_parameters(optimizer) if p.requires_grad and p in self._names_of
         ]
@@ -339,7 +341,7 @@ class RemoteSteps:
             )
 
     def _hiding(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of torch that is to see the gradients here alone."""
+        """A function of torch that must see only the gradients here."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._gradients.are_hidden = True
@@ -352,10 +354,10 @@ class RemoteSteps:
         return run
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Let the optimizer step what has a gradient here.
+        """Let the optimizer step the parameters with a gradient here.
 
-        If the step of a class calls that of its base, torch runs the hooks for both, once an
-        optimizer of the base was made.
+        If a class's step calls its base's step, torch runs the hooks for both, once an optimizer of
+        the base was made.
         """
         caller = _caller()
         if _is_running(self._stepping.get(id(optimizer)), caller):
@@ -382,20 +384,20 @@ class RemoteSteps:
         else:
             self._step(remote)
         remote.note_stepped()
-        StateHere.put_into(optimizer, self._names_of)  # some load in a way that calls no hook
+        StateHere.put_into(optimizer, self._names_of)  # some load without calling a hook
         self._states[id(optimizer)] = _state_here(optimizer)
         if self._watch is not None:
             self._watch.after_step(remote)
 
     def _unscale(self, scaler: torch.amp.GradScaler, remote: RemoteOptimizer) -> bool:
-        """Unscale the stages' gradients; the scaler has unscaled those of this process.
+        """Unscale the stages' gradients; the scaler has unscaled this process's gradients.
 
         Returns:
             Whether all gradients everywhere are finite; if not, the scaler will skip the step.
         """
         state = scaler._per_optimizer_states[id(remote.optimizer)]
         if state["stage"] is not OptState.UNSCALED:
-            return False  # There was no loss, so no process steps.
+            return False  # There was no loss, so processes do not step.
         found: dict[Any, Tensor] = state["found_inf_per_device"]
         is_finite = remote.unscale(scaler.get_scale())
         if not is_finite or not found:
@@ -405,12 +407,12 @@ class RemoteSteps:
 
 
 class StateHere(defaultdict[Tensor, Any]):
-    """An optimizer's state in this process, which is a part of it, and says so to code that reads
-    the state of parameters on workers, or of all.
+    """The part of an optimizer's state in this process. It warns code that reads the state of
+    parameters on workers, or of all parameters.
 
     Args:
         state: As the optimizer has it.
-        away: The parameters whose state is on workers.
+        away: The parameters with their state on workers.
         owner: The name of the optimizer's class.
     """
 
@@ -478,7 +480,7 @@ class StateHere(defaultdict[Tensor, Any]):
         return self.copy().__reduce__()
 
     def _tell_reader(self, *parameters: object) -> None:
-        """Warn of code that reads the state of parameters, by default of all."""
+        """Warn of code reading the state of parameters, by default of all."""
         reader = sys._getframe(2)
         package = reader.f_globals.get("__name__", "").partition(".")[0]
         if package in _READERS or any(each not in self._away for each in parameters):
@@ -490,7 +492,7 @@ class StateHere(defaultdict[Tensor, Any]):
         )
 
 
-# Their own code needs no more than the state of parameters here, or is for these alone.
+# Their own code needs only the state of parameters here, or is for them alone.
 _READERS = frozenset(
     {
         *("torch", "lightning", "pytorch_lightning", "lightning_fabric"),
@@ -500,19 +502,19 @@ _READERS = frozenset(
 
 
 def _caller() -> FrameType:
-    """The caller of the function that calls this one."""
+    """The caller of this function's caller."""
     return sys._getframe(2)
 
 
 def _is_running(frame: FrameType | None, inner: FrameType | None) -> bool:
-    """Whether a frame is one of those that have called another one; one that has failed is not."""
+    """Whether a frame is among another frame's callers; a failed frame is not."""
     while inner is not None and inner is not frame:
         inner = inner.f_back
     return inner is not None
 
 
 def _gradients_of(parameters: Iterable[Tensor]) -> list[tuple[WeakIdRef, int] | None]:
-    """The gradients as they are; one that nobody needs any more is not held."""
+    """The gradients as they are, without holding them in memory."""
     gradients = (parameter.grad for parameter in parameters)
     return [None if each is None else (WeakIdRef(each), version_of(each)) for each in gradients]
 
@@ -525,7 +527,7 @@ def _state_here(optimizer: Optimizer) -> States:
 
 
 class FollowedZeroGrad:
-    """Follows every `zero_grad` that reaches hollow layers, until `detach`.
+    """Follows every `zero_grad` of hollow layers, until `detach`.
 
     Args:
         root: The LightningModule.
@@ -572,7 +574,7 @@ class FollowedZeroGrad:
 
 
 class _ZeroGrad:
-    """Stands in for the ``zero_grad`` of a module or an optimizer, which may be a user's own."""
+    """Stands in for the ``zero_grad``, possibly a user's own, of a module or an optimizer."""
 
     def __init__(
         self, zero_here: Callable[..., Any], zero_remotely: Callable[[bool], None] | None
@@ -606,7 +608,7 @@ def norms_by_name(module: nn.Module, deployment: Deployment | None) -> dict[str,
 
 
 def clip_by_global_norm(module: nn.Module, deployment: Deployment | None, max_norm: float) -> float:
-    """Scale all gradients so that their common norm is at most ``max_norm``.
+    """Scale all gradients to a common norm of at most ``max_norm``.
 
     Returns:
         The norm before.

@@ -21,13 +21,13 @@ from ..protocol.messages import Equipment
 
 
 class CallbackObserver:
-    """Observer that passes events on to the callbacks of a Trainer which have `on_run_event`."""
+    """Passes events on to a Trainer's callbacks with `on_run_event`."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
 
     def on_event(self, event: Event) -> None:
-        """Call each of them; what it raises ends the run."""
+        """Call each of them; an error in it ends the run."""
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         for each in callbacks:
             if hasattr(each, "on_run_event"):
@@ -35,7 +35,7 @@ class CallbackObserver:
 
 
 def publish_begin(observers: Observers, trainer: pl.Trainer, deployment: Deployment) -> None:
-    """Publish that a training begins; an evaluation publishes nothing."""
+    """Publish the beginning of a training; skip an evaluation."""
     if trainer.state.fn != TrainerFn.FITTING:
         return
     module = trainer.lightning_module
@@ -72,7 +72,7 @@ def now() -> str:
 
 
 def run_folder(trainer: pl.Trainer) -> str | None:
-    """The folder that holds the logs of this run alone; None if it keeps none."""
+    """The folder for the logs of this run alone; None without logs."""
     if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
         return None
     first = trainer.loggers[0]

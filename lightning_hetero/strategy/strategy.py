@@ -79,15 +79,15 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     """Trains one model on this process and on workers; each worker holds some decoder layers.
 
     Args:
-        workers: The number of local worker processes, which the strategy starts and stops; or a
+        workers: The number of local worker processes, started and stopped by the strategy; or a
             list of ``"host:port"`` of workers that listen already; or ``"auto"`` for the workers
-            that announce themselves on the local network with the same token; or a
-            `ClusterFile`; or a launcher, such as `Joining`, for workers that dial this process.
+            announced on the local network with the same token; or a `ClusterFile`; or a launcher,
+            such as `Joining`, for workers that dial this process.
         plan: Who holds which layers. ``"auto"`` measures the devices, or reads an earlier
             measurement, and takes the plan with the shortest predicted step. ``"even"`` gives every
             worker the same number of layers. ``"replicated"`` gives every process all layers, the
             coordinator included, and micro-batches by measured speed. A path reads a YAML file; a
-            `Plan` is taken as it is. Plans call local workers ``local-1``, ``local-2``, …, those
+            `Plan` is taken as it is. Plans call local workers ``local-1``, ``local-2``, …, workers
             of launchers by their names, and others by their ``"host:port"``.
         layers: Where the LightningModule has its decoder layers: the dotted path of a ModuleList or
             of one layer, a list of paths, or a callable from the module to the layers. None finds
@@ -95,47 +95,47 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             For layers of your own classes start workers with ``--allow PACKAGE``; local workers
             allow what the layers need.
         micro_batches: The number of micro-batches of a training batch; None takes the plan's.
-        micro_batching: ``"step"`` runs ``training_step`` once per micro-batch, so that the head
-            and the loss overlap with the workers. ``"boundary"`` is the safe mode: your code sees
-            the whole batch, once, as on one device, and only the hidden states that go to workers
-            are cut. Take it for losses that couple the samples of a batch, and for a step that
-            keeps something where micro-batches share it. The coordinator's layers, the head and
-            the loss run while no worker computes; the verdict on a plan says what that costs.
-        loss_weighting: How micro-batch losses combine: by ``"samples"``, by ``"labels"`` (that are
-            not -100), by ``"auto"`` (labels if exactly one entry of the batch is ``labels``, else
+        micro_batching: ``"step"`` runs ``training_step`` once per micro-batch, so the head and the
+            loss overlap with the workers. ``"boundary"`` is the safe mode: your code sees the whole
+            batch, once, as on one device, and only the hidden states for workers are cut. Take it
+            for losses that couple the samples of a batch, and for a step that keeps something
+            shared by its micro-batches. The coordinator's layers, the head and the loss run while
+            all workers wait; the verdict on a plan names the cost.
+        loss_weighting: How micro-batch losses combine: by ``"samples"``, by ``"labels"`` (except
+            -100), by ``"auto"`` (labels if exactly one entry of the batch is ``labels``, else
             samples), or by a function from a micro-batch to its weight. ``"sum"`` adds them, for a
-            loss that is a sum or is divided by a number that comes with the batch.
-        batch_dim: The dimension that counts samples, in batches and in hidden states. None finds
-            it: 0, or 1 if layers have ``batch_first=False`` or the data loader's batch size says
-            so. A batch without such a dimension stays whole.
-        check_first_batch: The strategy compares the loss of the first batch with that of its
-            micro-batches, or the layers' results for a batch with those for its pieces, and what
-            layers on workers compute of a micro-batch with what they compute here. ``"stop"``
-            ends the run above a difference of 1 % and names the remedy; ``"warn"`` only warns;
-            ``"off"`` does not compare. The check runs the first batch twice without gradients,
-            whole and cut, and its first two micro-batches with gradients, and changes nothing in
-            the module. It does so again with the 10th, the 100th batch and so on, and with the
-            batch after one that has something new, such as a log; what it finds there is a
+            loss that is a sum or is divided by a number from the batch.
+        batch_dim: The dimension of samples, in batches and in hidden states. None finds it: 0, or 1
+            if layers have ``batch_first=False`` or the data loader's batch size says so. A batch
+            without such a dimension stays whole.
+        check_first_batch: The strategy compares the loss of the first batch with the loss of its
+            micro-batches, or the layers' results for a batch with the results for its pieces, and
+            the results of layers on workers for a micro-batch with the same layers' results here.
+            ``"stop"`` ends the run above a difference of 1 % and names the remedy; ``"warn"`` only
+            warns; ``"off"`` does not compare. The check runs the first batch twice without
+            gradients, whole and cut, and its first two micro-batches with gradients, and leaves the
+            module unchanged. It does so again with the 10th, the 100th batch and so on, and with
+            the batch after one with something new, such as a log; a difference there is only a
             warning. Choose ``"off"`` if ``training_step`` acts on something outside of the module,
             such as an environment.
-        checkpoint_weights: ``"all"``, or ``"trainable"`` for checkpoints that hold only the
-            parameters that require gradients and every persistent buffer. The module that loads
-            such a checkpoint keeps its own frozen weights; without this strategy set Lightning's
+        checkpoint_weights: ``"all"``, or ``"trainable"`` for checkpoints of only the parameters
+            that require gradients and every persistent buffer. A module keeps its own frozen
+            weights when it loads such a checkpoint; without this strategy set Lightning's
             ``strict_loading = False``. A model from `from_pretrained` always leaves out the frozen
             weights of its source.
         token_file: The file of the token that this process shares with the listed workers. None
-            takes the file that the environment variable ``LIGHTNING_HETERO_TOKEN_FILE`` names
-            (empty for no token), or ``~/.config/lightning-hetero/token`` if it exists. Workers on
-            other machines need a token; local workers do not.
-        replan: Whether layers move from stages that take longer than others, and micro-batches from
-            such replicas, whatever the plan. They move between two steps, if that saves at least
-            5 % of the step and pays within the steps that are left. Without a measurement the
-            memory of the workers is estimated from the sizes of the layers. Under manual
-            optimization layers do not move.
-        cut_layers: Whether to cut each decoder layer in two behind its attention, so that few or
-            large layers spread more evenly. Plans then count halves: 0 is the attention of the
-            first layer, 1 the rest of it. It works for Hugging Face layers that add to the hidden
-            states twice, first the attention; the strategy refuses others.
+            takes the file named by the environment variable ``LIGHTNING_HETERO_TOKEN_FILE`` (empty:
+            without a token), or ``~/.config/lightning-hetero/token`` if it exists. Workers on other
+            machines need a token; local workers do not.
+        replan: Whether layers move away from the slower stages, and micro-batches from the slower
+            replicas, whatever the plan. They move between two steps, if the move saves at least 5 %
+            of the step and pays within the remaining steps. Without a measurement the memory of the
+            workers is estimated from the sizes of the layers. Under manual optimization layers do
+            not move.
+        cut_layers: Whether to cut each decoder layer in two after its attention, so few or large
+            layers spread more evenly. Plans then count halves: 0 is the attention of the first
+            layer, 1 the rest of it. It works for Hugging Face layers that add to the hidden states
+            twice, first the attention; the strategy refuses others.
         recovery: Whether the run gets over broken connections, and how; see `Recovery`. True takes
             its defaults. Without recovery a broken connection ends the run.
         accelerator: As for every Lightning strategy.
@@ -184,7 +184,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._run: Run | None = None
         self._observers = Observers()
         self._guards = ExitStack()
-        # Why the weights of the latest run have not come home; None if they have.
+        # Why the weights of the latest run have not come home; None if they have come.
         self._lost: WeightsLost | None = None
         self._instead: Callable[[Site, list[DecoderLayer]], None] | None = None
 
@@ -216,7 +216,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @property
     def deployment(self) -> Deployment | None:
-        """The layers on workers during a run that has some; callbacks may look at them."""
+        """The layers on workers during a run with such layers; callbacks may look at them."""
         return None if self._run is None else self._run.deployment
 
     @contextmanager
@@ -383,8 +383,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients, here and on the workers, so that their common 2-norm is at most
-        ``max_norm``; on one device, `torch.nn.utils.clip_grad_norm_` does this.
+        """Scale all gradients, here and on the workers, to a common 2-norm of at most ``max_norm``;
+        on one device, `torch.nn.utils.clip_grad_norm_` does this.
 
         Call it in `configure_gradient_clipping`, in `on_before_optimizer_step`, or under manual
         optimization. With several optimizers, `self.clip_gradients` clips the gradients of one.
@@ -409,22 +409,23 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._run.follow_dropped()
 
     def move_layers(self, plan: Plan) -> None:
-        """Move layers to where a plan has them, with their weights, optimizer state and averages.
+        """Move layers to a plan's places, with their weights, optimizer state and averages.
 
         Call it between an optimizer step and the next ``training_step``, for example in a
         callback's `on_train_batch_start`. The plan may have any of the first plan's workers, in any
-        order; one without layers stays connected. A layer goes straight from the worker that has it
-        to the next one, and what stays where it is is not sent. Key-value caches end. With other
-        shares of replicas alone nothing is sent at all.
+        order; one without layers stays connected. A layer goes straight from its worker to the next
+        one, and staying layers are not sent. Key-value caches end. If only shares of replicas
+        change, nothing is sent.
 
         Raises:
             MisconfigurationException: Under manual optimization.
-            PlanError: If the plan does not fit, or has no worker or others.
+            PlanError: If the plan does not fit, is without workers, or has workers outside of the
+                run.
             ModelError: If layers cannot move now.
-            MoveUndone: With `recovery`, if a worker fails, or is lost and nobody takes its place.
-                The layers are where they were, and training may go on.
-            WorkerError: If a worker fails. No step can run any more then. The end of the run brings
-                the weights home, except those that a lost worker had.
+            MoveUndone: With `recovery`, if a worker fails, or is lost and cannot be replaced. The
+                layers are where they were, and training may go on.
+            WorkerError: If a worker fails. Steps cannot run any more then. The end of the run
+                brings the weights home, except a lost worker's weights.
         """
         run = self._run
         is_inside_window = isinstance(run, TrainingRun) and run.is_inside_window
@@ -442,7 +443,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             publish_deployed(self._observers, self._module(), run.deployment, run.plans.profile)
 
     def _redeploy(self, plan: Plan, before: Deployment) -> Deployment:
-        """Move the layers of a deployment to where a plan has them."""
+        """Move the layers of a deployment to a plan's places."""
         site = self._site()
         deployment = site.carry_out(plan, before.layers, before.coordinator, before)
         site.bring_weights_here(deployment)
@@ -471,12 +472,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             exception.args = (f"{exception} To go on: {', '.join(steps)}.{next_time}",)
         self._observers.publish(failure(exception))
         super().on_exception(exception)
-        # Lightning ends the loggers next. One that cannot be written raises, and no teardown comes.
+        # Lightning ends the loggers next. If a logger cannot be written, it raises, and `teardown`
+        # is not called.
         is_whole = False
         try:
             self._end_run()
             is_whole = not self._checkpoints.is_incomplete
-        except Exception:  # the run's own error is raised, which tells more
+        except Exception:  # the run's own error is raised; it says more
             logger.exception("The run did not end in good order after its error.")
         finally:
             # After SIGTERM, Lightning would end the process as if all were well.
@@ -526,7 +528,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # A parameter on `meta` takes no content, and before the setup there are no others.
+        # A parameter on `meta` does not take content, and before the setup all parameters are on
+        # `meta`.
         return weights_in_checkpoint(self._module()) is not None
 
     @override
@@ -589,7 +592,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         )
 
     def _leave_weights(self) -> None:
-        """End the run for weights that are read from their checkpoint."""
+        """End the run for weights still to be read from their checkpoint."""
         weights = None if self.lightning_module is None else weights_in_checkpoint(self._module())
         if weights is not None:
             weights.end_run()

@@ -34,7 +34,7 @@ from .window_step import WindowStep
 
 
 class Run:
-    """A run over stages: an evaluation, or a training that has no optimizers yet.
+    """A run over stages: an evaluation, or a training before it has optimizers.
 
     Args:
         module: The LightningModule, attached to its Trainer.
@@ -70,7 +70,7 @@ class Run:
         return result
 
     def end(self, remedy: str) -> WeightsLost | None:
-        """Bring everything home and disconnect; returns what was lost.
+        """Bring everything home and disconnect; returns the `WeightsLost`, if something is lost.
 
         Args:
             remedy: How to continue if something is lost.
@@ -102,20 +102,21 @@ class PlanFollower(Protocol):
     def bottleneck(self) -> str: ...
 
     def note_batch(self, count: Callable[[], int | None]) -> None:
-        """Look at a batch before its step; ``count`` returns its samples, None if not known."""
+        """Look at a batch before its step; ``count`` returns its number of samples, if it is
+        known."""
 
     def note_step(self) -> None:
         """Note that an optimizer has stepped."""
 
     def after_move(self) -> None:
-        """Note that layers have moved, or replicas take other shares."""
+        """Note a move of layers, or other shares of replicas."""
 
     def between_steps(self) -> None:
-        """Move layers, let workers join and leave, as it is worth it."""
+        """Move layers, and let workers join and leave, if it is worth it."""
 
 
 class Guard(Protocol):
-    """Looks for what would be silently wrong in a training, over all its deployments."""
+    """Looks for silent errors in a training, over all its deployments."""
 
     def begin_batch(self, deployment: Deployment, optimizers: Sequence[RemoteOptimizer]) -> None:
         """Count a batch before its step."""
@@ -136,11 +137,11 @@ class TrainingRun(Run):
         options: How batches are cut.
         optimizers: All of them.
         guard: Looks at all batches of the run, over all its deployments.
-        follow: Makes what looks after the plan.
+        follow: Makes the plan's follower.
 
     Attributes:
-        plans: Looks after the plan.
-        is_inside_window: Whether there are gradients that the next optimizer step will use.
+        plans: The plan's follower.
+        is_inside_window: Whether there are gradients for the next optimizer step.
     """
 
     is_inside_window = False
@@ -187,7 +188,7 @@ class TrainingRun(Run):
 
     @property
     def recorder(self) -> Recorder | None:
-        """Sums up this process's own work; None if that work cannot be told from waiting."""
+        """Sums up this process's own work; None if work and waiting look the same."""
         return self._step.recorder
 
     def training_step(self, step: Callable[[], Any], args: Sequence[Any]) -> Any:
@@ -205,7 +206,8 @@ class TrainingRun(Run):
             self._remote_steps.follow_dropped()
         result = self._step.run(step, args)
         if result is None:
-            # No backward follows, and gradients of the batches before were added up for the step.
+            # A backward does not follow, and gradients of the batches before were added up for the
+            # step.
             self._remote_steps.note_gradients()
         return result
 
@@ -232,16 +234,16 @@ class TrainingRun(Run):
                 yield
 
     def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
-        """Follow what user code calls on Lightning's wrappers of the optimizers."""
+        """Follow the user code's calls on Lightning's wrappers of the optimizers."""
         if self._followed is not None:
             self._followed.follow_wrappers(wrappers)
 
     def follow_dropped(self) -> None:
-        """Drop gradients on the workers that were dropped here."""
+        """Drop gradients on the workers if they were dropped here."""
         self._remote_steps.follow_dropped()
 
     def note_clipping(self) -> None:
-        """Note that all gradients, here and on the workers, were clipped."""
+        """Note a clipping of all gradients, here and on the workers."""
         self._remote_steps.note_gradients()
 
     def note_optimizer_step(self) -> None:
@@ -251,7 +253,7 @@ class TrainingRun(Run):
 
     @override
     def end(self, remedy: str) -> WeightsLost | None:
-        with suppress(HeteroError):  # what is lost is told as the weights come home
+        with suppress(HeteroError):  # a loss is reported as the weights come home
             self._step.finish()
         self._threads.close()
         self._hosted_hooks.close()
@@ -277,7 +279,7 @@ class TrainingRun(Run):
     def move(
         self, plan: Plan, optimizers: Sequence[Optimizer], carry_out: Callable[[], Deployment]
     ) -> None:
-        """Train on where another plan has the layers.
+        """Train on with the layers in another plan's places.
 
         Args:
             plan: The plan.
@@ -295,7 +297,7 @@ class TrainingRun(Run):
         self._remote_steps.detach()
         for remote, state in zip(remote_optimizers, states, strict=True):
             remote.take_back(state)
-        # What leaves with a layer is here until its worker has it.
+        # A leaving layer's state is here until its worker has it.
         here = [(optimizer, dict(optimizer.state)) for optimizer in optimizers]
         try:
             attached = self._attached(self.deployment, optimizers)
@@ -310,13 +312,13 @@ class TrainingRun(Run):
         self._follow_hosted(optimizers)
 
     def _follow_hosted(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note the steps of layers of which this process is a replica, and of no former ones."""
+        """Note the steps of the layers with a replica here now, and stop for former ones."""
         self._hosted_hooks.close()
         if self.deployment.hosted is not None:
             self._hosted_hooks = self.deployment.hosted.attach(optimizers)
 
     def share(self, plan: Plan) -> None:
-        """Let replicas take other shares; the plan differs in nothing else."""
+        """Let replicas take other shares; the plan differs only in them."""
         self.deployment.share(plan)
         self.plans.after_move()
 
@@ -346,8 +348,8 @@ class TrainingRun(Run):
 def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:
     """Allow ``copy.deepcopy(trainer.callbacks)`` until the returned stack is closed.
 
-    A callback holds what Lightning gave it: the module's ``log``, a progress bar its Trainer.
-    Neither can be copied while layers are on workers, so copies of callbacks share them.
+    A callback holds parts of Lightning: the module's ``log``, a progress bar its Trainer. Neither
+    can be copied while layers are on workers, so copies of callbacks share them.
     """
     put_back = ExitStack()
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -363,7 +365,7 @@ def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:
 
 
 class _SharedMethod(partial[Any]):
-    """A method that the copies of its holder share."""
+    """A method shared by the copies of its holder."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _SharedMethod:
         return self
@@ -374,7 +376,7 @@ def _copied_bar(trainer: pl.Trainer, bar: ProgressBar, memo: dict[int, Any]) -> 
     made: ProgressBar = type(bar).__new__(type(bar))
     memo[id(bar)] = made
     memo.setdefault(id(trainer), trainer)
-    # Bars leave out of copies what cannot be copied, such as their consoles.
+    # Bars leave out of copies their parts that cannot be copied, such as consoles.
     state: Any = bar.__reduce_ex__(4)[2]
     kept = {name: value for name, value in state.items() if name != "__deepcopy__"}
     vars(made).update(copy.deepcopy(kept, memo))
@@ -390,11 +392,11 @@ _BY_HAND = (
 def check_move(
     module: pl.LightningModule, deployment: Deployment | None, plan: Plan, is_inside_window: bool
 ) -> None:
-    """Refuse a move that cannot be made, before anything changes.
+    """Refuse an impossible move, before anything changes.
 
     Raises:
         MisconfigurationException: Under manual optimization.
-        PlanError: If the plan does not fit, or has workers that the run does not have.
+        PlanError: If the plan does not fit, or has workers outside of the run.
         ModelError: If layers cannot move now, or not at all.
     """
     if not module.automatic_optimization:
@@ -438,7 +440,7 @@ def moves_layers(module: pl.LightningModule) -> bool:
 
 
 def settle(optimizer: Optimizer) -> None:
-    """Move the optimizer state that is here to the device of its parameters."""
+    """Move the optimizer state in this process to the device of its parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in optimizer.state:

@@ -62,7 +62,7 @@ class Collated:
     """The facts of a batch besides its tensors.
 
     Args:
-        num_samples: How many samples were collated; None if that is not known.
+        num_samples: How many samples were collated; None if unknown.
         may_be_listed: Whether the batch may be a list with one entry per sample.
     """
 
@@ -94,7 +94,7 @@ class BatchReader:
 
     Args:
         trainer: Gives the batches.
-        batch_dim: The dimension that counts samples, if the user named it.
+        batch_dim: The dimension of samples, if the user named it.
     """
 
     def __init__(self, trainer: pl.Trainer, batch_dim: int | None) -> None:
@@ -111,7 +111,7 @@ class BatchReader:
             piece: The number of the batch in its window, if it is a piece of one.
 
         Raises:
-            BatchError: If it holds no tensor that can be cut.
+            BatchError: If it holds no tensor to cut.
         """
         numbers = [number for number in rest if isinstance(number, int)]
         loader = self._loader(numbers[1] if len(numbers) > 1 else 0)
@@ -161,7 +161,7 @@ class BatchStep:
         options: How batches are cut.
 
     Attributes:
-        recorder: Sums up this process's own work; None if that work cannot be told from waiting.
+        recorder: Sums up this process's own work; None if work and waiting look the same.
     """
 
     recorder: Recorder | None = None
@@ -176,7 +176,7 @@ class BatchStep:
         self._reader = BatchReader(module.trainer, options.batches.dim)
 
     def run(self, training_step: Callable[[], Any], args: Sequence[Any]) -> Any:
-        """Run the step of a batch; returns what ``training_step`` returns for a whole batch.
+        """Run the step of a batch; returns the result of ``training_step`` for a whole batch.
 
         Args:
             training_step: Lightning's call of the user's method with these arguments.
@@ -185,17 +185,17 @@ class BatchStep:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait for the backwards that have still to run."""
+        """Wait for the backwards still to run."""
 
     def _number_step(self) -> int:
-        """Number the step that begins next for dropout masks, by the batches of the training so
-        far: a checkpoint has that number, and evaluations do not change it."""
+        """Number the next step for dropout masks, by the batches of the training so far: a
+        checkpoint has this number, and evaluations do not change it."""
         step = num_batches_done(self._module.trainer) + 1
         self._count_from(step)
         return step
 
     def _count_from(self, step: int) -> None:
-        """Let the step that begins next have this number for dropout masks."""
+        """Give the next step this number for dropout masks."""
         self._deployment.coordinator.stages.dropout_step = step - 1  # it counts on from here
 
     @property
@@ -234,8 +234,8 @@ class WholeBatchStep(BatchStep):
 
     @contextmanager
     def _no_inner_backward(self) -> Iterator[None]:
-        """Inside, no backward may go through layers on workers under automatic optimization: what
-        Lightning drops behind `training_step` would stay there."""
+        """Inside, under automatic optimization, refuse a backward through layers on workers: the
+        gradients that Lightning drops after `training_step` would stay there."""
         if not self._module.automatic_optimization:
             yield
             return
@@ -251,7 +251,7 @@ def _refuse_backward() -> None:
 
 
 class StepGuard(Protocol):
-    """Looks for what would be silently wrong in the steps of a deployment, and refuses it."""
+    """Looks for silent errors in the steps of a deployment, and refuses them."""
 
     def begin_batch(
         self, cut: CutBatch | CutWindow, rest: Sequence[Any], accumulates: bool, step: int
@@ -265,27 +265,27 @@ class StepGuard(Protocol):
             step: The number of the step for dropout masks.
 
         Returns:
-            Whether its step has begun for that.
+            Whether the check has begun its step.
         """
 
     def begin_microbatches(self) -> None:
-        """Note that the micro-batches of the batch run next."""
+        """Note the start of the batch's micro-batches."""
 
     def part(self, microbatch: int) -> AbstractContextManager[None]:
         """Inside, a part of a micro-batch runs, up to its next hand-over."""
 
     def note_changes(self) -> None:
-        """Look at what the code between two hand-overs has changed."""
+        """Look at the changes made by the code between two hand-overs."""
 
     def end_batch(
         self, log: StepLog, results: Sequence[Any], gradients: Callable[[], Collection[Hashable]]
     ) -> None:
-        """Say what the micro-batches have changed, and note what they have had.
+        """Report the micro-batches' changes, and note their logs, results and gradients.
 
         Args:
             log: Their logs.
             results: The results of ``training_step`` for each.
-            gradients: Returns the parameters that have got a gradient, as far as that is known.
+            gradients: Returns the parameters with a gradient, as far as known.
         """
 
 
@@ -364,7 +364,7 @@ class MicrobatchedStep(BatchStep):
         with self._accumulation.batch(accumulates, len(cut.microbatches)) as first:
             merged = self._run(cut, weights, args, first)
         if merged is None:
-            # There is no backward, and gradients of earlier batches may wait on the workers.
+            # A backward does not follow, and gradients of earlier batches may wait on the workers.
             self.finish()
             self._add_gradients(are_kept=accumulates)
         elif accumulates:
@@ -375,7 +375,7 @@ class MicrobatchedStep(BatchStep):
     def _run(
         self, cut: CutBatch | CutWindow, weights: LossWeights, args: Sequence[Any], first: int
     ) -> Any:
-        """Run the micro-batches of a batch; returns what ``training_step`` returns for all of it.
+        """Run the micro-batches of a batch; returns the result of ``training_step`` for all of it.
 
         Args:
             cut: The batch in pieces.
@@ -403,7 +403,7 @@ class MicrobatchedStep(BatchStep):
         plan = self._deployment.plan
         self._flags.begin_step(len(work))
         self._guard.begin_microbatches()
-        # Whether the optimizer steps behind this batch: Lightning's rule has a private name.
+        # Whether the optimizer steps after this batch: Lightning's rule has a private name.
         is_last = not self._module.trainer.fit_loop._should_accumulate()
         self._deployment.coordinator.stages.is_before_step = is_last
         name = f"batch {rest[0]}" if rest and isinstance(rest[0], int) else "an earlier batch"
@@ -447,7 +447,7 @@ class MicrobatchedStep(BatchStep):
             return whole, whole.weights(self._loss_weighting, self._copies)
 
     def _cut_window(self, window: Window, rest: Sequence[Any]) -> CutWindow:
-        """Cut each piece of a window alike, a short window no more finely than others.
+        """Cut each piece of a window alike, a short window as finely as others.
 
         Raises:
             BatchError: If something in a piece cannot be cut.
@@ -504,7 +504,7 @@ class MicrobatchedStep(BatchStep):
     def _say_if_in_part(
         self, results: Sequence[Any], weights: Sequence[float], batch_of: Sequence[int]
     ) -> None:
-        """Warn once of a batch of which some micro-batches that count have no loss."""
+        """Warn once of a batch if some micro-batches with a weight lack a loss."""
         skipped = [loss_of(each) is None for each in results]
         counted = [*zip(skipped, weights, batch_of, strict=True)]
         trained = {batch for is_skipped, _, batch in counted if not is_skipped}
@@ -543,7 +543,7 @@ class MicrobatchedStep(BatchStep):
         """Add up the sums of all replicas before the optimizer steps.
 
         Args:
-            are_kept: Whether the present gradients are not those that Lightning drops next.
+            are_kept: Whether Lightning keeps the present gradients.
         """
         coordinator, hosted = self._deployment.coordinator, self._deployment.hosted
         if hosted is not None and coordinator.stages.is_before_step:
@@ -553,7 +553,7 @@ class MicrobatchedStep(BatchStep):
 
 
 class LossScaling:
-    """Refuses a loss that was scaled after its gradients were computed.
+    """Refuses a loss scaled after its gradients were computed.
 
     If reading the scale means waiting for the device, it is read when the next step begins.
     """
@@ -594,10 +594,10 @@ class LossScaling:
 
 
 class FrozenFlags:
-    """Refuses a ``training_step`` that freezes a parameter for some micro-batches only.
+    """Refuses a ``training_step`` if it freezes a parameter for some micro-batches only.
 
-    Micro-batches take turns, and a parameter that is frozen when a backward reaches it gets no
-    gradient: that of an earlier micro-batch would be lost.
+    Micro-batches take turns, and a backward skips a parameter frozen meanwhile: the gradient of an
+    earlier micro-batch would be lost.
 
     Args:
         module: The LightningModule.
@@ -610,14 +610,14 @@ class FrozenFlags:
         self._is_alone = True
 
     def begin_step(self, num_microbatches: int) -> None:
-        """The next micro-batch is the first one of a step, and sets what holds for all."""
+        """The next micro-batch is the first one of a step, and sets the flags for all."""
         self._present, self._is_alone = None, num_microbatches == 1
 
     def check(self, microbatch: int) -> None:
-        """Compare the flags with those of the pieces before.
+        """Compare the flags with the earlier micro-batches' flags.
 
         Raises:
-            ModelError: With a parameter that differs, and the remedy.
+            ModelError: With the name of a changed parameter, and the remedy.
         """
         if self._is_alone:
             return
@@ -636,16 +636,16 @@ class FrozenFlags:
 
 
 def num_batches_done(trainer: pl.Trainer) -> int:
-    """The batches that the training has ended.
+    """The number of ended batches of the training.
 
-    A batch in which a run was interrupted does not count, unlike in `total_batch_idx`. So the run
-    that goes on draws the dropout masks of an undisturbed run.
+    An interrupted batch does not count, unlike in `total_batch_idx`. So the resumed run draws the
+    dropout masks of an undisturbed run.
     """
     return trainer.fit_loop.epoch_loop.batch_progress.total.completed
 
 
 def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters in this process, and those that several modules share."""
+    """The parameters in this process, and the parameters shared by several modules."""
     local = [parameter for parameter in module.parameters() if not parameter.is_meta]
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     return local, [parameter for parameter in local if uses[id(parameter)] > 1]
@@ -658,15 +658,14 @@ def loss_scale_of(trainer: pl.Trainer) -> float:
 
 
 def as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
-    """A loss whose gradients exist already; its backward calls ``publish``."""
+    """A loss with gradients computed already; its backward calls ``publish``."""
     anchor = torch.zeros((), requires_grad=True)
     result: Tensor = _ComputedLoss.apply(anchor, loss, publish)  # type: ignore[no-untyped-call]
     return result
 
 
 class RefusesGradients(TorchFunctionMode):
-    """Inside, nobody gets gradients of a computed loss from `torch.autograd.grad`, which would find
-    that nothing depends on it."""
+    """Inside, refuses `torch.autograd.grad` of a computed loss: its graph is not here."""
 
     @override
     def __torch_function__(
@@ -701,7 +700,7 @@ def _is_computed(tensor: Tensor) -> bool:
 
 
 class _ComputedLoss(torch.autograd.Function):
-    """A loss whose gradients exist already: its backward only publishes them."""
+    """A loss with gradients computed already: its backward only publishes them."""
 
     @staticmethod
     def forward(

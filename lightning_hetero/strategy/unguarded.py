@@ -1,4 +1,4 @@
-"""A run whose steps nothing checks."""
+"""A run without checks of its steps."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .training_step import StepGuard
 
 
 class Unguarded:
-    """A `Guard` that looks for nothing."""
+    """A `Guard` without checks."""
 
     def begin_batch(self, deployment: Deployment, optimizers: Sequence[RemoteOptimizer]) -> None:
-        """Every batch is as good."""
+        """Do not look at the batch."""
 
     def watch(self, deployment: Deployment) -> StepWatch | None:
-        """Nothing looks at the optimizers' steps."""
+        """None: the optimizers' steps are unwatched."""
         return None
 
     def of_steps(self, deployment: Deployment) -> StepGuard:
-        """Nothing looks at the training steps."""
+        """A guard without checks."""
         return _UncheckedSteps()
 
 
 class _UncheckedSteps:
-    """A `StepGuard` that looks for nothing."""
+    """A `StepGuard` without checks."""
 
     def begin_batch(
         self, cut: CutBatch | CutWindow, rest: Sequence[Any], accumulates: bool, step: int

@@ -1,4 +1,4 @@
-"""The training step of a window where nothing cuts it into micro-batches, piece by piece.
+"""The training step of an uncut window, piece by piece.
 
     piece 0  training_step ─▶ backward
     piece 1                            training_step ─▶ backward
@@ -59,7 +59,7 @@ class PieceByPiece:
         forward: Callable[[int, Any], Any],
         backward: Callable[[Tensor, Tensor], None],
     ) -> Any:
-        """Run the step; returns what ``training_step`` returns for a batch.
+        """Run the step; returns the result of ``training_step`` for a batch.
 
         The ``backward`` of the returned loss only puts the gradients into ``.grad``.
 
@@ -67,7 +67,7 @@ class PieceByPiece:
             window: On its device.
             accumulates: Whether gradients of earlier batches are kept.
             forward: Runs ``training_step`` on the piece with this number.
-            backward: Runs the backward of a loss that begins with this gradient.
+            backward: Runs the backward of a loss, beginning with this gradient.
         """
         self._scaling.check_last()
         local = [each for each in self._module.parameters() if not each.is_meta]
@@ -145,7 +145,7 @@ class WindowStep(WholeBatchStep):
 
 
 class WindowsAlone:
-    """Trains windows where no layer is on a worker and nothing is cut: this process alone."""
+    """Trains windows, uncut, when all layers are in this process."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module

@@ -1,6 +1,6 @@
-"""The wings that a run takes in: the core calls these functions, and imports no wing itself.
+"""The wings of a run: the core calls these functions, and does not import a wing itself.
 
-Each function imports its wing when it is called, so a room that nobody chooses is not loaded.
+Each function imports its wing when it is called, so an unused wing is not loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def _has(wing: str) -> bool:
-    """Whether a wing that every run takes in is installed."""
+    """Whether a wing of every run is installed."""
     return find_spec(f"{__package__.partition('.')[0]}.{wing}") is not None
 
 
