@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..errors import (
     ChannelError,
@@ -143,16 +142,6 @@ class _Wishes:
         return "one more worker" if count == 1 else f"{count} more workers"
 
 
-class Faults(Protocol):
-    """Reports why workers do not come, as `Launcher.faults` does."""
-
-    def __call__(self, is_late: bool) -> list[str]: ...
-
-
-def _no_faults(is_late: bool) -> list[str]:
-    return []
-
-
 class Door:
     """Takes dialling workers in. Start it with `open_door`, end it with `close`.
 
@@ -212,7 +201,9 @@ class Door:
         for guest in guests:
             guest.connection.close()
 
-    def wait(self, wait_seconds: float, faults: Faults = _no_faults) -> None:
+    def wait(
+        self, wait_seconds: float, faults: Callable[[bool], Sequence[str]] = lambda is_late: ()
+    ) -> None:
         """Wait for the workers of the run.
 
         Args:
@@ -227,11 +218,11 @@ class Door:
             self._say(f"waiting at {self.address} for {missing} to join")
         while missing := self._missing():
             now = time.monotonic()
-            if found := faults(is_late=False):
+            if found := faults(False):
                 words = " ".join([f"The run still needs {missing}.", *found, *self._refused])
                 raise JoinError(words)
             if now - begin >= wait_seconds:
-                raise JoinError(self._too_few(missing, wait_seconds, faults(is_late=True)))
+                raise JoinError(self._too_few(missing, wait_seconds, faults(True)))
             if now - told >= _LINE_SECONDS:
                 told, left_seconds = now, wait_seconds - (now - begin)
                 self._say(f"still waiting for {missing}, for {left_seconds:.0f} s at most")
