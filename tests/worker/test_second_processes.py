@@ -87,9 +87,8 @@ def test_what_second_processes_do_is_known_while_they_live() -> None:
     assert asked.beside.statuses == []
 
 
-def test_a_second_process_is_described_in_one_word() -> None:
+def test_a_second_process_takes_its_share_of_the_memory_that_its_owner_allows() -> None:
     second = Second("0123abc", 2**33)
-    assert Second.parse(str(second)) == second
     assert second.limit(None) is None
     assert second.limit(2**32) == 2**32
     assert second.limit(2**34) == 2**33

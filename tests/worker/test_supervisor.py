@@ -14,7 +14,6 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 import torch
@@ -255,7 +254,7 @@ def test_a_process_that_was_not_forked_is_told_of_the_device() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with ours, theirs, listener:
         place = SessionPlace(listener, theirs, 0.0)
-        ours.send_bytes(b"go the-secret  " + msgspec.json.encode(equipment))
+        ours.send(("go", "the-secret", None, equipment))
         assert hear_turn(place) == ("the-secret", replace(place, equipment=equipment))
 
 
