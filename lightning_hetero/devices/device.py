@@ -375,18 +375,12 @@ class Accelerator(Device):
         if not cls.is_initialized():
             return []
         module = cls._module()
-        if hasattr(module, "get_rng_state_all"):
-            return list(module.get_rng_state_all())
         return [module.get_rng_state(index) for index in range(module.device_count())]
 
     @classmethod
     def restore_generators(cls, states: list[Tensor]) -> None:
-        module = cls._module()
-        if hasattr(module, "set_rng_state_all"):
-            module.set_rng_state_all(states)
-            return
         for index, state in enumerate(states):
-            module.set_rng_state(state, index)
+            cls._module().set_rng_state(state, index)
 
     @classmethod
     def seed_generators(cls, seed: int) -> None:

@@ -17,7 +17,6 @@ import logging
 import re
 import secrets
 import select
-import selectors
 import socket
 import threading
 import time
@@ -42,7 +41,6 @@ from ..transport.compatibility import Identity
 from ..transport.connection import (
     Connection,
     SocketConnection,
-    accept,
     keep_alive,
     prepare_socket,
     send_buffers,
@@ -56,7 +54,7 @@ from ..transport.handshake import (
     open_over,
     receive_opening,
 )
-from ..transport.handshake_limits import SECONDS_OF_A_LINE, Lobby, RefusalLog
+from ..transport.handshake_limits import Reception
 from ..transport.tls import secured
 from .launcher import reachable
 
@@ -143,7 +141,7 @@ class _Wishes:
 
 
 class Door:
-    """Takes dialling workers in. Start it with `open_door`, end it with `close`.
+    """Takes dialling workers in, from its making until `close`.
 
     Args:
         listener: A listening socket; the door closes it.
@@ -164,7 +162,6 @@ class Door:
         say: Callable[[str], None] = logger.info,
     ) -> None:
         self._say = say
-        self._listener = listener
         self._identity = identity
         self._deadlines = deadlines
         # Shows a worker without its coordinator whether another run is here by now.
@@ -177,27 +174,18 @@ class Door:
         # Second processes, by their sessions.
         self._seconds: dict[str, Guest] = {}
         self._refused: deque[str] = deque(maxlen=_MOST_REFUSED)
-        self._lobby = Lobby(_MOST_GREETINGS)
-        self._refusals = RefusalLog()
-        self._is_closed = False
-        self._closing, self._closed = socket.socketpair()
-        listener.setblocking(False)
-        self._thread = threading.Thread(target=self._take_connections, name="door", daemon=True)
-
-    def open(self) -> None:
-        """Begin to take connections."""
+        self._reception = Reception(listener, self._greet, _MOST_GREETINGS)
+        take = self._reception.take_connections
+        self._thread = threading.Thread(target=take, name="door", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Send all waiting workers away. The port is closed to further calls."""
         with self._changed:
-            self._is_closed = True
+            self._reception.end()
             guests = [*self._guests.values(), *self._seconds.values()]
             self._guests, self._seconds = {}, {}
-        self._closing.close()  # wakes the thread
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._listener.close()
+        self._thread.join()
         for guest in guests:
             guest.connection.close()
 
@@ -342,30 +330,6 @@ class Door:
             guest.connection.close()
             raise
 
-    def _take_connections(self) -> None:
-        with self._closed, selectors.DefaultSelector() as arrivals:
-            arrivals.register(self._listener, selectors.EVENT_READ)
-            arrivals.register(self._closed, selectors.EVENT_READ)
-            while not self._is_closed:
-                arrivals.select(SECONDS_OF_A_LINE)
-                self._refusals.tell_left_out()
-                with contextlib.suppress(BlockingIOError, ConnectionError):
-                    self._accept()
-        self._refusals.tell_left_out(at_once=True)
-
-    def _accept(self) -> None:
-        if self._is_closed:
-            return
-        connected, place = accept(self._listener)
-        connected.setblocking(True)
-        plain = SocketConnection(connected)
-        self._lobby.enter(plain)
-        thread = threading.Thread(target=self._greet, args=(plain, *place), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the machine has no thread left, and the handshake needs none
-            self._greet(plain, *place)
-
     def _greet(self, plain: SocketConnection, host: str, port: int) -> None:
         """Lead a connection through its handshake, and let the worker wait."""
         seconds = self._deadlines.connect_seconds
@@ -376,16 +340,16 @@ class Door:
             message = receive_opening(connection, seconds)
         except (OSError, HeteroError) as error:
             # A stranger, so far: do not answer.
-            self._refusals.note(host, port, str(error))
+            self._reception.refusals.note(host, port, str(error))
             plain.close()
         except Exception:
             logger.exception("connection from %s:%d failed", host, port)
             plain.close()
         else:
-            self._lobby.introduce(plain)
+            self._reception.lobby.introduce(plain)
             self._hear(connection, plain, message, host)
         finally:
-            self._lobby.leave(plain)
+            self._reception.lobby.leave(plain)
 
     def _hear(
         self, connection: Connection, plain: SocketConnection, message: m.Message, host: str
@@ -468,7 +432,7 @@ class Door:
         return self._guests, guest.name
 
     def _check_room(self, guest: Guest) -> None:
-        if self._is_closed:
+        if self._reception.is_over:
             raise JoinError("The run has ended; the next run takes workers again.")
         waiting, key = self._place_of(guest)
         if (other := waiting.get(key)) is not None:
@@ -564,9 +528,7 @@ def open_door(
         WorkerError: If the address is not available, or is beyond loopback without a token.
     """
     listener = listen(address, identity.credentials, for_workers=True)
-    door = Door(listener, identity, deadlines, least, named, say)
-    door.open()
-    return door
+    return Door(listener, identity, deadlines, least, named, say)
 
 
 def _guest_of(connection: Connection, plain: SocketConnection, hello: m.Hello, host: str) -> Guest:

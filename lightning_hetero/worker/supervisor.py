@@ -58,12 +58,11 @@ from multiprocessing.connection import Connection, Pipe
 from types import FrameType
 from typing import NoReturn
 
-import psutil  # type: ignore[import-untyped]
-
 from ..devices.device import is_any_in_use
 from ..errors import HeteroError, WorkerError
 from ..protocol.fields import Equipment
 from ..transport.deadlines import Deadlines
+from ..transport.peer_process import cpu_seconds_of
 from .join import Joiner
 from .second_processes import Second
 from .worker import Worker
@@ -135,11 +134,11 @@ class _Member:
         # The deadline for its end; None until its session is over.
         self.end_seconds: float | None = None
         self._silent_seconds = 0.0
-        self._cpu_seconds = self._used_seconds()
+        self._cpu_seconds = cpu_seconds_of(self.pid) or 0.0
 
     def note_heard(self) -> None:
         """Note a word or CPU time of the process."""
-        self._silent_seconds, self._cpu_seconds = 0.0, self._used_seconds()
+        self._silent_seconds, self._cpu_seconds = 0.0, cpu_seconds_of(self.pid) or 0.0
 
     def hangs(self, passed_seconds: float) -> bool:
         """Whether it has been silent for long, without CPU time meanwhile.
@@ -150,17 +149,11 @@ class _Member:
         self._silent_seconds += passed_seconds
         if self._silent_seconds < _SILENT_SECONDS:
             return False
-        computed_seconds = self._used_seconds() - self._cpu_seconds
+        computed_seconds = (cpu_seconds_of(self.pid) or 0.0) - self._cpu_seconds
         if computed_seconds < _SLOW_SHARE * self._silent_seconds:
             return True
         self.note_heard()
         return False
-
-    def _used_seconds(self) -> float:
-        with contextlib.suppress(psutil.Error):  # it has ended
-            times = psutil.Process(self.pid).cpu_times()
-            return float(times.user + times.system)
-        return 0.0
 
     def tell(self, *words: object) -> None:
         with contextlib.suppress(OSError):  # it has ended
@@ -171,6 +164,7 @@ class _Member:
         self.end_seconds = time.monotonic() + _ENDING_SECONDS
 
 
+@dataclass
 class Supervisor:
     """Starts a process for each session, and passes the owner's wishes on.
 
@@ -183,33 +177,23 @@ class Supervisor:
         secret: The secret for a process without a fork. Lists of processes must not show it.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        serve: Callable[[SessionPlace], None],
-        command: Callable[[SessionPlace], list[str]],
-        forks: bool,
-        stops_with_stdin: bool,
-        secret: str,
-    ) -> None:
-        self._listener = listener
-        self._serve = serve
-        self._command = command
-        self._forks = forks
-        self._stops_with_stdin = stops_with_stdin
-        self._secret = secret
+    listener: socket.socket
+    serve: Callable[[SessionPlace], None]
+    command: Callable[[SessionPlace], list[str]]
+    forks: bool
+    stops_with_stdin: bool
+    secret: str
+
+    def __post_init__(self) -> None:
         # As it came from the first process of a session.
         self._equipment: Equipment | None = None
-        self._began_seconds = time.monotonic()
         self._members: list[_Member] = []
         # A process that waits for its turn after its imports; None with forks.
         self._spare: _Member | None = None
-        self._is_paused = False
-        self._is_draining = False
-        self._has_served = False
+        self._is_paused = self._is_draining = self._has_served = False
         # Why the worker ends by itself; empty while it goes on.
         self._alone = ""
-        self._looked_seconds = time.monotonic()
+        self._began_seconds = self._looked_seconds = time.monotonic()
         self._events = selectors.DefaultSelector()
 
     def pause(self) -> None:
@@ -242,9 +226,9 @@ class Supervisor:
             HeteroError: If a process cannot serve, with its reason; or if the worker was never let
                 into its run.
         """
-        with self._listener, self._events, _noted_signals() as signals:
+        with self.listener, self._events, _noted_signals() as signals:
             self._events.register(signals, selectors.EVENT_READ)
-            if self._stops_with_stdin:
+            if self.stops_with_stdin:
                 self._events.register(sys.stdin.fileno(), selectors.EVENT_READ)
             # Garbage collectors of forked processes would write to every object, and so copy the
             # shared memory.
@@ -390,11 +374,11 @@ class Supervisor:
 
     def _process(self, second: Second | None) -> _Member:
         # A forked process could not use an accelerator after this process has used it.
-        if self._forks and not is_any_in_use():
+        if self.forks and not is_any_in_use():
             return self._fork(second)
         member = self._take_spare() or self._spawn()
         member.second = second
-        member.tell("go", self._secret, second, self._equipment)
+        member.tell("go", self.secret, second, self._equipment)
         self._spare = self._spawn()
         return member
 
@@ -405,7 +389,7 @@ class Supervisor:
             member.tell("pause")
 
     def _place(self, pipe: Connection, second: Second | None = None) -> SessionPlace:
-        return SessionPlace(self._listener, pipe, self._began_seconds, self._equipment, second)
+        return SessionPlace(self.listener, pipe, self._began_seconds, self._equipment, second)
 
     def _take_spare(self) -> _Member | None:
         """The waiting process, if there is one and it has not ended."""
@@ -419,7 +403,7 @@ class Supervisor:
         ours, theirs = Pipe()
         with theirs:
             place = self._place(theirs)
-            return _Member(_spawn(place.descriptors, self._command(place)), ours)
+            return _Member(_spawn(place.descriptors, self.command(place)), ours)
 
     def _fork(self, second: Second | None) -> _Member:
         """Start a process with all imports of this one."""
@@ -446,7 +430,7 @@ class Supervisor:
             self._events.close()
             for pipe in (ours, *(member.pipe for member in self._members)):
                 pipe.close()
-            self._serve(place)
+            self.serve(place)
             code = 0
         except BaseException:
             logger.exception("the process of a session failed")

@@ -14,7 +14,6 @@ import gc
 import logging
 import math
 import os
-import selectors
 import socket
 import threading
 import time
@@ -37,13 +36,12 @@ from ..transport.compatibility import Identity
 from ..transport.connection import (
     Connection,
     SocketConnection,
-    accept,
     prepare_socket,
     send_buffers,
 )
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import address_of, check_hello, receive_hello
-from ..transport.handshake_limits import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
+from ..transport.handshake_limits import Reception
 from ..transport.reconnection import Lingering
 from ..transport.tls import Credentials, secured
 from .owner import Host, Owner
@@ -125,17 +123,11 @@ class Worker:
         )
         self._is_paused = False
         self._is_draining = False
-        self._over = threading.Event()
         # Whether the only session of this process is over.
         self._is_replaced = False
         self._serves_one = False
-        # Several processes may wait for the same listener, and one of them is the first.
-        listener.setblocking(False)
-        self._listener = listener
         self._address = address_of(listener)
-        self._stopping, self._waiting = socket.socketpair()
-        self._lobby = Lobby(MOST_GREETINGS)
-        self._refusals = RefusalLog()
+        self._reception = Reception(listener, self._greet)
         self._session: StageSession | None = None
         # The name of its coordinator's process.
         self._process = ""
@@ -146,18 +138,7 @@ class Worker:
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
-        with self._listener, self._waiting, selectors.DefaultSelector() as arrivals:
-            arrivals.register(self._listener, selectors.EVENT_READ)
-            arrivals.register(self._waiting, selectors.EVENT_READ)
-            while not self.is_stopped:
-                arrivals.select(SECONDS_OF_A_LINE)
-                self._refusals.tell_left_out()
-                if (seconds := self.beside.leaving_seconds) > 0:
-                    self.wait_until_stopped(seconds)
-                # The peer may have gone, or another process may have accepted it.
-                with contextlib.suppress(BlockingIOError, ConnectionError):
-                    self._accept()
-        self._refusals.tell_left_out(at_once=True)
+        self._reception.take_connections(lambda: self.beside.leaving_seconds)
 
     def serve_session(self, began_seconds: float, on_over: Callable[[], None]) -> None:
         """Take connections until the first session is over.
@@ -172,35 +153,20 @@ class Worker:
         gc.collect()  # the session's own objects would keep the tensors alive
         device_for(self._host.device).free_cache()
         # Peers in the handshake are asked to dial again.
-        self._lobby.wait_until_empty(_FAREWELL_SECONDS)
-
-    def _accept(self) -> None:
-        if self.is_stopped:
-            return
-        connected, place = accept(self._listener)
-        connection = SocketConnection(connected)
-        self._lobby.enter(connection)
-        thread = threading.Thread(target=self._greet, args=(connection, *place), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            # The machine is out of threads. The handshake does not need one, and a session reports
-            # the lack to its peer.
-            self._greet(connection, *place)
+        self._reception.lobby.wait_until_empty(_FAREWELL_SECONDS)
 
     def stop(self) -> None:
         """Stop taking connections."""
-        self._over.set()
-        self._stopping.close()  # wakes `serve_forever`
+        self._reception.end()
 
     @property
     def is_stopped(self) -> bool:
         """Whether `stop` has been called."""
-        return self._over.is_set()
+        return self._reception.is_over
 
     def wait_until_stopped(self, seconds: float) -> None:
         """Wait for `stop`, but not for longer."""
-        self._over.wait(seconds)
+        self._reception.wait_until_over(seconds)
 
     @property
     def listener(self) -> Address:
@@ -315,14 +281,14 @@ class Worker:
         except _ServedElsewhere:
             plain.close_after_last_word(_LAST_WORD_SECONDS)
         except (OSError, HeteroError) as error:
-            self._refusals.note(host, port, str(error))
+            self._reception.refusals.note(host, port, str(error))
             plain.close_after_last_word(_LAST_WORD_SECONDS)
         except Exception:
             # If the connection stayed open, its peer would wait for an answer, and blame others.
             logger.exception("connection from %s:%d failed", host, port)
             plain.close()
         finally:
-            self._lobby.leave(plain)
+            self._reception.lobby.leave(plain)
         if session is not None:
             self._serve(session)
 
@@ -343,7 +309,7 @@ class Worker:
                 self._tell(connection, hello)
                 plain.close_after_last_word(_LAST_WORD_SECONDS)
                 return None
-            self._lobby.introduce(plain)
+            self._reception.lobby.introduce(plain)
             if hello.secret:
                 self._resume(connection, hello)
                 return None

@@ -306,7 +306,7 @@ def test_a_process_that_says_nothing_and_computes_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used = iter([0.0, 50.0, 50.0, 50.001])
-    monkeypatch.setattr(supervisor._Member, "_used_seconds", lambda _self: next(used))
+    monkeypatch.setattr(supervisor, "cpu_seconds_of", lambda _pid: next(used))
     ours, theirs = Pipe()
     with ours, theirs:
         member = supervisor._Member(0, ours)
