@@ -232,7 +232,7 @@ class StageMonitor(pl.Callback):
             return
         records = Telemetry.of(deployment.coordinator).records(asked.number)
         totals = {number: record.totals for number, record in records.items()}
-        losses = _losses_of(deployment)
+        losses = deployment.coordinator.replacements.losses
         # Also a worker lost before its answer.
         lost = lost_between(losses or (), asked.began_seconds, math.inf)
         replaced = {loss.worker.number for loss in lost}
@@ -287,11 +287,6 @@ class StageMonitor(pl.Callback):
         if isinstance(peaks, Mapping):
             return sum(peaks[name] for name in names) if set(names) <= set(peaks) else None
         return None if peaks is None else peaks * len(names)
-
-
-def _losses_of(deployment: Deployment) -> Sequence[Loss] | None:
-    """The run's lost workers; None without recovery."""
-    return deployment.coordinator.replacements.losses
 
 
 def _recovered(losses: Sequence[Loss], asked: _Asked) -> dict[str, float]:

@@ -57,7 +57,10 @@ def run(options: argparse.Namespace) -> None:
     token_file = find_token_file(options.token_file) if is_own else None
     if options.place is not None:
         place = SessionPlace.parse(options.place)
-        make_for = partial(_maker, options, token_file)
+
+        def make_for(secret: str) -> Callable[[SessionPlace], Worker]:
+            return partial(_worker, options, _credentials(token_file, secret))
+
         joiner = _joiner(options, address_of(place.listener))
         serve_one_session_anew(make_for, _say_when_it_ends, joiner, place)
     _warn_of_absent(tuple(options.allow))
@@ -231,13 +234,6 @@ def line_of(record: ServedRun, ended_at: str) -> Text:
         style="green" if is_good else "yellow",
     )
     return text
-
-
-def _maker(
-    options: argparse.Namespace, token_file: Path | None, secret: str
-) -> Callable[[SessionPlace], Worker]:
-    """Make a maker of the worker of a session, for the secret of the run."""
-    return partial(_worker, options, _credentials(token_file, secret))
 
 
 def _credentials(token_file: Path | None, secret: str) -> Credentials | None:

@@ -92,7 +92,11 @@ class SshWorkers:
         """
         line = "" if token is None else token.to_text()
         for host, name in zip(self.hosts, names_of(self.hosts), strict=True):
-            where = Address.parse(self.join) if self.join else self._seen_from(host, join)
+            where = (
+                Address.parse(self.join)
+                if self.join
+                else reachable(join, self._name_on_network(host))
+            )
             words = [*self.ssh, *_OPTIONS, host, self._remote_command(where, name)]
             about = f"to join {where}"
             self._commands[name] = start_command(f"ssh {host}", words, line, about=about)
@@ -132,10 +136,6 @@ class SshWorkers:
         words = ["worker", "--join", str(join), "--name", name, "--stop-with-stdin"]
         words += ["--rejoin-seconds", str(_REJOIN_SECONDS), "--log-level", "WARNING"]
         return f"{self.command} {shlex.join([*words, *self.options])}"
-
-    def _seen_from(self, host: str, join: Address) -> Address:
-        """Where a machine reaches this process."""
-        return reachable(join, self._name_on_network(host))
 
     def _name_on_network(self, host: str) -> str:
         """The network name of a machine in ssh's config, which may have names of its own."""

@@ -82,7 +82,7 @@ class _Lanes:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._grid = CardGrid.around(topology.places, CARD_WIDTH)
+        self._grid = CardGrid.around(topology.places)
         self._stops = self._lines_of_stops()
         # The links in the gap after each column, from left to right, so that few lines cross:
         # downward links with the longest first, upward links with the shortest first.

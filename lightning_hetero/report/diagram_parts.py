@@ -25,6 +25,7 @@ from .topology import (
 
 CARD_WIDTH = 252.0
 PADDING = 16
+INNER_WIDTH = CARD_WIDTH - 2 * PADDING
 HEADER_HEIGHT = 40
 DEVICE_LINE_HEIGHT = 16
 LAYERS_HEIGHT = 46
@@ -56,26 +57,22 @@ class CardGrid:
     """The common layout of all cards of a picture, with level rows.
 
     Args:
-        width: The width of a card.
         device_lines: The number of lines of the longest device name.
         has_memory: Whether any card has a memory bar.
         mark_rows: The largest number of rows of marks.
     """
 
-    width: float
     device_lines: int
     has_memory: bool
     mark_rows: int
 
     @classmethod
-    def around(cls, places: Sequence[DrawnPlace], width: float) -> CardGrid:
+    def around(cls, places: Sequence[DrawnPlace]) -> CardGrid:
         """The layout with room for all these places."""
-        inner = width - 2 * PADDING
         return cls(
-            width,
-            max((len(device_lines(place.device, inner)) for place in places), default=0),
+            max(len(device_lines(place.device, INNER_WIDTH)) for place in places),
             any(place.memory for place in places),
-            max((len(mark_rows(_other_marks(place), inner)) for place in places), default=0),
+            max(len(_mark_rows(place)) for place in places),
         )
 
     @property
@@ -93,29 +90,29 @@ class CardGrid:
 
 def card(place: DrawnPlace, num_layers: int, machine: int, grid: CardGrid) -> str:
     """The card of a worker, with its upper left corner at the origin."""
-    inner = grid.width - 2 * PADDING
     parts = [
-        svg.rectangle(0, 0, grid.width, grid.height, "card edge", radius=12),
-        svg.moved(PADDING, PADDING, header(place, machine, inner)),
+        svg.rectangle(0, 0, CARD_WIDTH, grid.height, "card edge", radius=12),
+        svg.moved(PADDING, PADDING, header(place, machine, INNER_WIDTH)),
     ]
     y = PADDING + HEADER_HEIGHT
-    for line, content in enumerate(device_lines(place.device, inner)):
+    for line, content in enumerate(device_lines(place.device, INNER_WIDTH)):
         parts.append(svg.text(PADDING, y + line * DEVICE_LINE_HEIGHT, content, "normal soft"))
     y += grid.device_lines * DEVICE_LINE_HEIGHT
-    parts.append(svg.moved(PADDING, y, layers_row(place, num_layers, machine, inner)))
+    parts.append(svg.moved(PADDING, y, layers_row(place, num_layers, machine, INNER_WIDTH)))
     y += LAYERS_HEIGHT
     if place.memory is not None:
-        parts.append(svg.moved(PADDING, y, memory_row(place.memory, inner)))
+        parts.append(svg.moved(PADDING, y, memory_row(place.memory, INNER_WIDTH)))
     y += grid.has_memory * MEMORY_HEIGHT
-    for row, marks in enumerate(mark_rows(_other_marks(place), inner)):
+    for row, marks in enumerate(_mark_rows(place)):
         parts.append(svg.moved(PADDING, y + row * MARKS_HEIGHT, marks_row(marks)))
     said = [place.name, place.device, stages_as_text(place.ranges), *place.marks]
     return svg.titled(", ".join(part for part in said if part), *parts, class_="place")
 
 
-def _other_marks(place: DrawnPlace) -> list[str]:
-    """The marks in the card. The embedding's mark is at the stage of the token ids instead."""
-    return [mark for mark in place.marks if mark != EMBEDDING]
+def _mark_rows(place: DrawnPlace) -> list[list[str]]:
+    """The marks in the card, in rows. The embedding's mark is at the stage of the token ids."""
+    marks = [mark for mark in place.marks if mark != EMBEDDING]
+    return svg.in_rows(marks, _pill_width, _PILL_GAP, INNER_WIDTH)
 
 
 def device_lines(device: str, width: float) -> list[str]:
@@ -207,11 +204,6 @@ def _memory_bar(memory: Memory, width: float) -> str:
 def memory_class(name: str) -> str:
     """The style class of a part of the memory bar."""
     return f"of-{name.replace(' ', '-')}"
-
-
-def mark_rows(marks: Sequence[str], width: float) -> list[list[str]]:
-    """The marks in rows of at most this width."""
-    return svg.in_rows(marks, _pill_width, _PILL_GAP, width)
 
 
 def marks_row(marks: Sequence[str]) -> str:

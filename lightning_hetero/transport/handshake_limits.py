@@ -144,6 +144,7 @@ class Reception:
     Attributes:
         lobby: The connections in their handshakes.
         refusals: The log of refused connections.
+        over: Set by `end`.
     """
 
     def __init__(
@@ -158,21 +159,12 @@ class Reception:
         self._greet = greet
         self.lobby = Lobby(most)
         self.refusals = RefusalLog()
-        self._over = threading.Event()
+        self.over = threading.Event()
         self._ending, self._ended = socket.socketpair()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `end` has been called."""
-        return self._over.is_set()
-
-    def wait_until_over(self, seconds: float) -> None:
-        """Wait for `end`, but not for longer."""
-        self._over.wait(seconds)
 
     def end(self) -> None:
         """Stop taking connections."""
-        self._over.set()
+        self.over.set()
         self._ending.close()  # wakes `take_connections`
 
     def take_connections(self, pause_seconds: Callable[[], float] = lambda: 0.0) -> None:
@@ -184,17 +176,17 @@ class Reception:
         with self._listener, self._ended, selectors.DefaultSelector() as arrivals:
             arrivals.register(self._listener, selectors.EVENT_READ)
             arrivals.register(self._ended, selectors.EVENT_READ)
-            while not self.is_over:
+            while not self.over.is_set():
                 arrivals.select(SECONDS_OF_A_LINE)
                 self.refusals.tell_left_out()
-                self.wait_until_over(pause_seconds())
+                self.over.wait(pause_seconds())
                 # The peer may have gone, or another process may have accepted it.
                 with contextlib.suppress(BlockingIOError, ConnectionError):
                     self._accept()
         self.refusals.tell_left_out(at_once=True)
 
     def _accept(self) -> None:
-        if self.is_over:
+        if self.over.is_set():
             return
         connected, place = accept(self._listener)
         connected.setblocking(True)

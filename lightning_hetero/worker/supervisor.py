@@ -488,12 +488,12 @@ def serve_one_session(
         pipe.say("failed", str(error))
         return
     if second is None:
-        worker.beside.ask = partial(pipe.say, "beside")
+        worker.host.beside.ask = partial(pipe.say, "beside")
     else:
-        worker.beside.only = second.session
+        worker.host.beside.only = second.session
         on_drain = _say_nothing
     threading.Thread(target=_obey, args=(worker, on_drain, place.pipe), daemon=True).start()
-    pipe.say("ready", str(worker.device), worker.equipment)
+    pipe.say("ready", str(worker.host.device), worker.host.identity.equipment)
     threading.Thread(target=_live, args=(worker, pipe), daemon=True).start()
     if second is not None:
         threading.Thread(target=_tell, args=(worker, second, pipe), daemon=True).start()
@@ -564,7 +564,7 @@ def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) ->
         on_drain(worker.has_run)
         worker.drain()
 
-    beside = worker.beside
+    beside = worker.host.beside
     actions: dict[str, Callable[..., None]] = {
         "pause": worker.pause,
         "resume": worker.resume,
