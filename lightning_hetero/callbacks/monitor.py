@@ -363,17 +363,6 @@ class MonitoredSteps:
         """A process's time for its actions."""
         return sum(self.totals[process].seconds.get(kind, 0.0) for kind in ACTIONS)
 
-    @property
-    def bubble(self) -> float:
-        """The idle share of all processes' time."""
-        busy = sum(map(self.computing_seconds, self.totals))
-        return 1 - busy / (len(self.totals) * self.step_seconds)
-
-    @property
-    def bottleneck(self) -> int:
-        """The number of the process with the longest computation."""
-        return max(self.totals, key=self.computing_seconds)
-
 
 def difference(after: Totals, before: Totals) -> Totals:
     """The growth of the totals between two moments."""
@@ -436,10 +425,11 @@ def _of_one(totals: Totals, num_steps: int) -> dict[str, float]:
 
 def pipeline_metrics(window: MonitoredSteps) -> dict[str, float]:
     """The metrics of all processes together."""
+    busy_seconds = sum(map(window.computing_seconds, window.totals))
     found = {
         "tokens_per_second": window.num_tokens / window.wall_seconds,
-        "bubble_share": window.bubble,
-        "bottleneck_stage": float(window.bottleneck),
+        "bubble_share": 1 - busy_seconds / (len(window.totals) * window.step_seconds),
+        "bottleneck_stage": float(max(window.totals, key=window.computing_seconds)),
     }
     if window.num_steps > 0:
         found["step_seconds"] = window.step_seconds / window.num_steps

@@ -118,7 +118,7 @@ class Guest:
 
 @dataclass(eq=False)
 class Door:
-    """Takes dialling workers in, from its making until `close`.
+    """Takes dialling workers in until `close`.
 
     Args:
         listener: A listening socket; the door closes it.
