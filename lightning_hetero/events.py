@@ -15,6 +15,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -207,21 +209,6 @@ class RunEnded(Event, frozen=True):
     ended_at: str
 
 
-_Any = (
-    RunBegan
-    | Deployed
-    | Progressed
-    | Lost
-    | Restored
-    | Recovered
-    | Entered
-    | Departed
-    | Noted
-    | Failed
-    | RunEnded
-)
-
-
 class RunObserver(Protocol):
     """Reads the events of a run as they come."""
 
@@ -272,11 +259,7 @@ class RecordFile:
         if self._folder is None or self._report is None or is_passing:
             return
         self._lines += msgspec.json.encode(event) + b"\n"
-        try:
-            write_beside_logs(self._folder, RECORD_NAME, self._lines)
-        except (OSError, ValueError) as error:
-            path = os.path.join(self._folder, RECORD_NAME)
-            logger.warning("%s is not written: %s", path, error)
+        keep_beside_logs(self._folder, RECORD_NAME, self._lines)
         self._report.on_event(event)
 
 
@@ -292,6 +275,14 @@ def write_beside_logs(folder: str, name: str, content: bytes) -> None:
     files.pipe_file(os.path.join(inner, name), content)
 
 
+def keep_beside_logs(folder: str, name: str, content: bytes) -> None:
+    """Write a file of a run as a whole; log an error, since a full disk must not end the run."""
+    try:
+        write_beside_logs(folder, name, content)
+    except (OSError, ValueError) as error:
+        logger.warning("%s is not written: %s", os.path.join(folder, name), error)
+
+
 def read_events(path: Path) -> list[Event]:
     """The events of a run's record.
 
@@ -299,4 +290,5 @@ def read_events(path: Path) -> list[Event]:
         OSError: If the file cannot be read.
         ValueError: If a line is not an event.
     """
-    return [msgspec.json.decode(line, type=_Any) for line in path.read_bytes().splitlines()]
+    kinds: Any = reduce(or_, Event.__subclasses__())
+    return [msgspec.json.decode(line, type=kinds) for line in path.read_bytes().splitlines()]

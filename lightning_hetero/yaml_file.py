@@ -17,16 +17,11 @@ from msgspec import inspect
 Kind = Literal["a plan", "a profile", "a config of LightningCLI"]
 Value = TypeVar("Value")
 
-# By a key found in one kind of file only.
-_KINDS: dict[str, Kind] = {
-    "stages": "a plan",
-    "devices": "a profile",
-    "trainer": "a config of LightningCLI",
-}
-_SOURCES: dict[Kind, str] = {
-    "a plan": "which `lightning-hetero plan` writes",
-    "a profile": "which `lightning-hetero profile` writes",
-    "a config of LightningCLI": "which has the strategy under trainer.strategy",
+# The kind, and where such a file comes from, by a key found in one kind of file only.
+_KINDS: dict[str, tuple[Kind, str]] = {
+    "stages": ("a plan", "which `lightning-hetero plan` writes"),
+    "devices": ("a profile", "which `lightning-hetero profile` writes"),
+    "trainer": ("a config of LightningCLI", "which has the strategy under trainer.strategy"),
 }
 _MOST_SHOWN = 80
 
@@ -98,9 +93,10 @@ def check_kind(content: object, wanted: Kind, error_class: type[Exception]) -> N
         error_class: With the kind of the content, and the wanted kind.
     """
     keys = content if isinstance(content, Mapping) else ()
-    found = next((kind for key, kind in _KINDS.items() if key in keys), wanted)
+    found = next((kind for key, (kind, _) in _KINDS.items() if key in keys), wanted)
     if found != wanted:
-        raise error_class(f"It is {found}; name {wanted}, {_SOURCES[wanted]}.")
+        source = dict(_KINDS.values())[wanted]
+        raise error_class(f"It is {found}; name {wanted}, {source}.")
 
 
 def convert(

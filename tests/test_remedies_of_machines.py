@@ -31,7 +31,7 @@ from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.discovery import mdns
 from lightning_hetero.errors import JoinError
 from lightning_hetero.launch import join as joins
-from lightning_hetero.launch.launcher import start_command, stop_commands
+from lightning_hetero.launch.launcher import start_command
 from lightning_hetero.launch.ssh import names_of
 from lightning_hetero.optional import bitsandbytes, peft
 from lightning_hetero.plan import Plan, StagePlan
@@ -127,7 +127,7 @@ def two_guests(*names: str) -> Act:
 
 
 def started(*words: str) -> Act:
-    return lambda: stop_commands([start_command("it", words)])
+    return lambda: start_command("it", words).stop()
 
 
 def announced(host: str, has_token: bool = True, hosts: tuple[str, ...] = ("192.168.1.7",)) -> Act:

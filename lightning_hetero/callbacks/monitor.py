@@ -232,7 +232,7 @@ class StageMonitor(pl.Callback):
             return
         records = Telemetry.of(deployment.coordinator).records(asked.number)
         totals = {number: record.totals for number, record in records.items()}
-        losses = _losses_of(deployment)
+        losses = deployment.coordinator.replacements.losses
         # Also a worker lost before its answer.
         lost = lost_between(losses or (), asked.began_seconds, math.inf)
         replaced = {loss.worker.number for loss in lost}
@@ -287,11 +287,6 @@ class StageMonitor(pl.Callback):
         if isinstance(peaks, Mapping):
             return sum(peaks[name] for name in names) if set(names) <= set(peaks) else None
         return None if peaks is None else peaks * len(names)
-
-
-def _losses_of(deployment: Deployment) -> Sequence[Loss] | None:
-    """The run's lost workers; None without recovery."""
-    return deployment.coordinator.replacements.losses
 
 
 def _recovered(losses: Sequence[Loss], asked: _Asked) -> dict[str, float]:
@@ -368,17 +363,6 @@ class MonitoredSteps:
         """A process's time for its actions."""
         return sum(self.totals[process].seconds.get(kind, 0.0) for kind in ACTIONS)
 
-    @property
-    def bubble(self) -> float:
-        """The idle share of all processes' time."""
-        busy = sum(map(self.computing_seconds, self.totals))
-        return 1 - busy / (len(self.totals) * self.step_seconds)
-
-    @property
-    def bottleneck(self) -> int:
-        """The number of the process with the longest computation."""
-        return max(self.totals, key=self.computing_seconds)
-
 
 def difference(after: Totals, before: Totals) -> Totals:
     """The growth of the totals between two moments."""
@@ -441,10 +425,11 @@ def _of_one(totals: Totals, num_steps: int) -> dict[str, float]:
 
 def pipeline_metrics(window: MonitoredSteps) -> dict[str, float]:
     """The metrics of all processes together."""
+    busy_seconds = sum(map(window.computing_seconds, window.totals))
     found = {
         "tokens_per_second": window.num_tokens / window.wall_seconds,
-        "bubble_share": window.bubble,
-        "bottleneck_stage": float(window.bottleneck),
+        "bubble_share": 1 - busy_seconds / (len(window.totals) * window.step_seconds),
+        "bottleneck_stage": float(max(window.totals, key=window.computing_seconds)),
     }
     if window.num_steps > 0:
         found["step_seconds"] = window.step_seconds / window.num_steps

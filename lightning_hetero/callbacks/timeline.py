@@ -10,7 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +207,10 @@ class _Writer:
         self._flows = count(1)
 
     def events(self, step: RecordedStep) -> Iterator[Event]:
-        for process in step.processes:
-            for span in process.spans:
-                yield self._slice(step, process, span)
-        for process in step.processes:
-            for span in process.spans:
-                yield from self._flow(step, process, span)
+        spans = [(process, span) for process in step.processes for span in process.spans]
+        yield from (self._slice(step, *each) for each in spans)
+        for each in spans:
+            yield from self._flow(step, *each)
         for absence in step.absences:
             yield from self._absence(step, absence)
 
@@ -220,16 +218,10 @@ class _Writer:
         start = step.first_action_seconds
         for process in prediction.processes:
             for span in process.spans:
-                yield {
-                    "ph": "X",
-                    "cat": "predicted",
-                    "name": name_of(span),
-                    "pid": PREDICTED + process.number,
-                    "tid": _COMPUTES,
-                    "ts": self._micro(start + span.start_seconds),
-                    "dur": 1e6 * (span.end_seconds - span.start_seconds),
-                    "args": {"step": step.step, "kind": span.kind},
-                }
+                track = PREDICTED + process.number, _COMPUTES
+                times = start + span.start_seconds, start + span.end_seconds
+                args = {"step": step.step, "kind": span.kind}
+                yield self._bar("predicted", name_of(span), track, times, args)
 
     def summary(self, step: RecordedStep, prediction: Prediction | None) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -261,34 +253,18 @@ class _Writer:
             args["to" if span.kind == "send" else "from"] = span.peer
         if span.arrived_seconds is not None:
             args["arrived_us"] = self._micro(span.arrived_seconds)
-        return {
-            "ph": "X",
-            "cat": category,
-            "name": name,
-            "pid": process.number,
-            "tid": track + (span.peer or 0) if category == "send" else track,
-            "ts": self._micro(span.start_seconds),
-            "dur": 1e6 * (span.end_seconds - span.start_seconds),
-            "args": args,
-        }
+        track += (span.peer or 0) if category == "send" else 0
+        times = span.start_seconds, span.end_seconds
+        return self._bar(category, name, (process.number, track), times, args)
 
     def _absence(self, step: RecordedStep, away: Absence) -> Iterator[Event]:
         """Until another process had the layers, and while it repeated the lost worker's work."""
-        parts = [
-            ("lost", away.start_seconds, away.restored_seconds),
-            (f"repeats {away.repeated}", away.restored_seconds, away.end_seconds),
-        ]
-        for name, start, end in parts:
-            yield {
-                "ph": "X",
-                "cat": "recovery",
-                "name": name,
-                "pid": away.number,
-                "tid": _LOST,
-                "ts": self._micro(start),
-                "dur": 1e6 * (end - start),
-                "args": {"step": step.step, "why": away.reason},
-            }
+        moments = away.start_seconds, away.restored_seconds, away.end_seconds
+        args = {"step": step.step, "why": away.reason}
+        for name, times in zip(
+            ("lost", f"repeats {away.repeated}"), pairwise(moments), strict=True
+        ):
+            yield self._bar("recovery", name, (away.number, _LOST), times, args)
 
     def _flow(self, step: RecordedStep, process: ProcessSpans, span: Span) -> Iterator[Event]:
         """An arrow from a sent tensor to the action that used it."""
@@ -302,6 +278,24 @@ class _Writer:
         arrival = min(max(action.start_seconds, span.start_seconds), action.end_seconds)
         end = {"pid": span.peer, "tid": _COMPUTES, "ts": self._micro(arrival)}
         yield {"ph": "f", "bp": "e", **shared, **end}
+
+    def _bar(
+        self,
+        category: str,
+        name: str,
+        track: tuple[int, int],
+        times: tuple[float, float],
+        args: dict[str, Any],
+    ) -> Event:
+        """A bar of a process's track, from a start to an end in seconds."""
+        (process, thread), (start, end) = track, times
+        place = {
+            "pid": process,
+            "tid": thread,
+            "ts": self._micro(start),
+            "dur": 1e6 * (end - start),
+        }
+        return {"ph": "X", "cat": category, "name": name, **place, "args": args}
 
     def _micro(self, seconds: float) -> float:
         return 1e6 * (seconds - self._zero)

@@ -10,7 +10,7 @@ import warnings
 import torch
 from rich.console import Console
 
-from ..devices.description import equipment_here, named_device
+from ..devices.description import accelerators_here, equipment_here, named_device
 from ..verify.device_check import CheckFinding, check_device
 from .options import check_folder, writing
 
@@ -19,7 +19,7 @@ _MARKS = {True: "ok", False: "**FAILS**", None: ""}
 
 def run(options: argparse.Namespace) -> None:
     check_folder("report", options.output)
-    devices = [named_device(name) for name in options.device or _devices_here()]
+    devices = [named_device(name) for name in options.device or accelerators_here() or ["cpu"]]
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     console, lines, is_good = Console(stderr=True), [], True
@@ -36,14 +36,6 @@ def run(options: argparse.Namespace) -> None:
         with writing("report", options.output):
             options.output.write_text(report, encoding="utf-8")
     sys.exit(0 if is_good else 1)
-
-
-def _devices_here() -> list[str]:
-    """The accelerators of this machine, or else the processor."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return ["cpu"]
-    return [f"{accelerator.type}:{number}" for number in range(torch.accelerator.device_count())]
 
 
 def _heading(device: torch.device) -> list[str]:

@@ -66,382 +66,11 @@ def command_line() -> Parser:
         help="print a script to complete commands and options in this shell, and exit",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (text, add_options) in COMMANDS.items():
-        add_options(commands.add_parser(name, help=text, description=f"{text}."))
+    for name, (text, options) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f"{text}.")
+        for add_to in options:
+            add_to(command)
     return parser
-
-
-def _add_worker_options(worker: argparse.ArgumentParser) -> None:
-    worker.add_argument(
-        "--listen",
-        type=_checked(Address.parse),
-        metavar="HOST:PORT",
-        help="address to listen on; beyond loopback only with a token; port 0 takes a free port "
-        f"(default: {DEFAULT_LISTEN}; with --join a free port)",
-    )
-    _add_join_options(worker)
-    _add_token_option(worker, "accept only coordinators and workers with this token")
-    worker.add_argument(
-        "--announce",
-        action=argparse.BooleanOptionalAction,
-        help="answer searches on the local network for workers of this token (default: if other "
-        "machines can reach the worker and the extra `discovery` is installed)",
-    )
-    worker.add_argument(
-        "--device", default="auto", help="a torch device such as cuda:0 (default: %(default)s)"
-    )
-    worker.add_argument(
-        "--threads", type=_count, metavar="N", help="compute threads on the CPU (default: torch's)"
-    )
-    worker.add_argument(
-        "--log-level",
-        default="INFO",
-        type=str.upper,
-        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
-        help="how much the worker logs (default: %(default)s)",
-    )
-    worker.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        type=_module_name,
-        metavar="PACKAGE",
-        help="a package or module whose layer classes and functions a coordinator may have "
-        "imported and run here; repeatable (default: none)",
-    )
-    _add_owner_options(worker)
-    _add_local_options(worker)
-
-
-def _add_join_options(worker: argparse.ArgumentParser) -> None:
-    worker.add_argument(
-        "--join",
-        type=_checked(Address.parse),
-        metavar="HOST:PORT",
-        help="dial the waiting coordinator there, serve, and dial again",
-    )
-    worker.add_argument(
-        "--name",
-        type=_checked(checked_name),
-        metavar="NAME",
-        help="with --join: the worker's name in plans (default: the machine's name and the port)",
-    )
-    worker.add_argument(
-        "--rejoin-seconds",
-        type=_seconds(0, _MOST_SECONDS),
-        default=600.0,
-        metavar="SECONDS",
-        help="with --join: end after so long without being let in (default: %(default)g)",
-    )
-
-
-def _add_owner_options(worker: argparse.ArgumentParser) -> None:
-    worker.add_argument(
-        "--memory",
-        type=_checked(parse_bytes),
-        metavar="10GiB",
-        help="the limit of the device's memory for stages (default: all of it)",
-    )
-    worker.add_argument(
-        "--linger-seconds",
-        type=_seconds(0, MOST_LINGER_SECONDS),
-        default=LINGER_SECONDS,
-        metavar="SECONDS",
-        help="how long a run with `recovery` may keep this worker while their connection is "
-        "broken; 0 for not at all (default: %(default)g)",
-    )
-
-
-def _add_local_options(worker: argparse.ArgumentParser) -> None:
-    """The strategy's options for its own local workers; they do not use a token file."""
-    # An open socket to listen on, the end together with the parent process, and the user's script.
-    # The script must come last, because its own arguments follow.
-    worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
-    worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
-    # How the process of a session starts, and its inheritance if it is not forked. On macOS the
-    # frameworks of the system do not survive a fork.
-    how = "fork" if sys.platform.startswith("linux") else "spawn"
-    worker.add_argument(
-        "--sessions", choices=("fork", "spawn"), default=how, help=argparse.SUPPRESS
-    )
-    worker.add_argument("--place", help=argparse.SUPPRESS)
-    worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
-
-
-def _add_workers_options(workers: argparse.ArgumentParser) -> None:
-    _add_token_option(workers, "the token of the workers")
-
-
-def _add_token_options(token: argparse.ArgumentParser) -> None:
-    token.add_argument(
-        "file",
-        nargs="?",
-        type=Path,
-        default=DEFAULT_FILE,
-        metavar="FILE",
-        help="file for the token; an existing file is not overwritten (default: %(default)s)",
-    )
-    token.add_argument(
-        "--paste",
-        action="store_true",
-        help="use the token of another machine: ask for it, or read it from standard input",
-    )
-
-
-def _add_doctor_options(doctor: argparse.ArgumentParser) -> None:
-    _add_addresses(doctor, "addresses")
-    _add_token_option(doctor, "the token of the workers")
-    doctor.add_argument(
-        "--profile", metavar="FILE", help="measurements of a model; the link must meet its needs"
-    )
-    doctor.add_argument(
-        "--plan", metavar="FILE", help="plan of this model (default: the best plan for the profile)"
-    )
-    doctor.add_argument(
-        "--timeout",
-        type=_seconds(_LEAST_SECONDS, _MOST_LOOK_SECONDS),
-        default=10.0,
-        metavar="SECONDS",
-        help="deadline of each step of the connection (default: %(default)s)",
-    )
-    doctor.add_argument(
-        "--seconds",
-        type=_seconds(_LEAST_SECONDS, _MOST_LOOK_SECONDS),
-        default=2.0,
-        metavar="SECONDS",
-        help="about how long to measure each link (default: %(default)s)",
-    )
-    doctor.add_argument("--json", action="store_true", help="print all findings as JSON")
-
-
-def _add_profile_options(profile: argparse.ArgumentParser) -> None:
-    _add_project_options(profile)
-    profile.add_argument("--force", action="store_true", help="measure everything again")
-    _add_output_option(profile, "the profile", "a new profile.yaml")
-
-
-def _add_plan_options(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
-    plan.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="WORKER=START:END",
-        help="layers from START to before END, which a worker, or the coordinator, must hold; "
-        "repeatable",
-    )
-    plan.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="WORKER",
-        help="a worker without layers; repeatable",
-    )
-    plan.add_argument(
-        "--memory",
-        action="append",
-        default=[],
-        metavar="WORKER=10GiB",
-        help="memory to plan with instead of the measured memory; repeatable",
-    )
-    plan.add_argument("--batch-size", type=int, metavar="N", help="samples in a training batch")
-    plan.add_argument(
-        "--micro-batches",
-        type=int,
-        metavar="N",
-        help="micro-batches in a batch (default: the planner chooses)",
-    )
-    plan.add_argument(
-        "--accumulate",
-        type=int,
-        metavar="N",
-        help="batches for each optimizer step, the Trainer's accumulate_grad_batches",
-    )
-    plan.add_argument(
-        "--no-replicas", action="store_true", help="let only one process hold each stage"
-    )
-    _add_questions(plan)
-    _add_output_option(plan, "the plan", "a new plan.yaml")
-
-
-def _add_questions(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument(
-        "--given",
-        metavar="PLAN",
-        help="predict this plan instead of choosing one; writes no plan",
-    )
-    plan.add_argument(
-        "--what-if",
-        action="append",
-        default=[],
-        metavar="[WORKER=]CARD",
-        help="guess a worker more with this card, such as 'RTX 4090', or another card in a worker, "
-        "from published peak figures; writes no plan; repeatable",
-    )
-
-
-def _add_schema_options(schema: argparse.ArgumentParser) -> None:
-    schema.add_argument("kind", choices=("plan", "profile"), help="what the file is")
-    _add_output_option(schema, "the schema", "standard output")
-
-
-def _add_diagram_options(diagram: argparse.ArgumentParser) -> None:
-    diagram.add_argument("plan", metavar="PLAN", help="file with the plan")
-    diagram.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="measurements; with them the picture shows devices, memory and links",
-    )
-    diagram.add_argument("--title", default="", help="title of the picture, such as the model")
-    text = "the file for the picture, with the suffix .svg, .png or .mmd (Mermaid)"
-    _add_output_option(diagram, text, "a new architecture.svg")
-
-
-def _add_check_options(check: argparse.ArgumentParser) -> None:
-    check.add_argument(
-        "--device",
-        action="append",
-        metavar="DEVICE",
-        help="check this device, such as cuda:1; may be repeated (default: all accelerators, and "
-        "the processor where there is none)",
-    )
-    _add_output_option(check, "the report as Markdown", "standard output")
-
-
-def _add_verify_options(verify: argparse.ArgumentParser) -> None:
-    _add_project_options(verify)
-    verify.add_argument(
-        "--plan",
-        metavar="FILE",
-        type=Path,
-        help="the layers of each process (default: the config's plan; 'even' if it is 'auto')",
-    )
-
-
-def _add_top_options(top: argparse.ArgumentParser) -> None:
-    _add_addresses(top, "workers")
-    _add_token_option(top, "the token of the workers")
-    top.add_argument(
-        "--interval",
-        type=_seconds(_LEAST_SECONDS, _MOST_LOOK_SECONDS),
-        default=2.0,
-        metavar="SECONDS",
-        help="time between two looks (default: %(default)s)",
-    )
-    top.add_argument(
-        "--patience",
-        type=_seconds(_LEAST_SECONDS, _MOST_LOOK_SECONDS),
-        default=3.0,
-        metavar="SECONDS",
-        help="show a worker as gone after this time without an answer (default: %(default)s)",
-    )
-    top.add_argument(
-        "--once",
-        action="store_true",
-        help="show one table and exit, with status 1 if a worker did not answer; of workers in a "
-        "run it shows the time between two looks",
-    )
-
-
-def _add_cluster_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("cluster", metavar="FILE", help="the cluster file, such as cluster.yaml")
-
-
-def _add_down_options(down: argparse.ArgumentParser) -> None:
-    _add_cluster_options(down)
-    down.add_argument(
-        "--now", action="store_true", help="end the workers at once, also in the middle of a run"
-    )
-
-
-def _add_report_options(report: argparse.ArgumentParser) -> None:
-    report.add_argument(
-        "folder",
-        type=Path,
-        metavar="RUN_DIR",
-        help="folder with the run's logs, such as lightning_logs/version_0",
-    )
-    _add_output_option(report, "the page", "report.html in RUN_DIR")
-
-
-def _add_replay_options(replay: argparse.ArgumentParser) -> None:
-    replay.add_argument(
-        "record",
-        type=Path,
-        metavar="FILE",
-        help="the record of the run, such as lightning_logs/version_0/events.jsonl",
-    )
-
-
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
-    "worker": ("serve stages to one coordinator after another", _add_worker_options),
-    "workers": ("list the announced workers on the local network", _add_workers_options),
-    "up": ("start a worker on each machine of a cluster file", _add_cluster_options),
-    "down": ("end the workers of a cluster file", _add_down_options),
-    "status": ("show the state of the workers of a cluster file", _add_cluster_options),
-    "token": ("make the common secret of all machines of a run", _add_token_options),
-    "doctor": ("find out why a worker cannot be used, hop by hop", _add_doctor_options),
-    "profile": ("measure a model on its devices, without training", _add_profile_options),
-    "plan": ("choose the layers of each device from measurements", _add_plan_options),
-    "schema": ("write the JSON schema of a plan or a profile, for editors", _add_schema_options),
-    "diagram": ("draw the processes of a plan with their layers", _add_diagram_options),
-    "verify": ("check whether the workers compute the same as one device", _add_verify_options),
-    "check": ("check whether training is right on the devices of this machine", _add_check_options),
-    "top": ("show the work of workers live", _add_top_options),
-    "report": ("write an HTML page about a run", _add_report_options),
-    "replay": ("show what each worker of a run was after each event", _add_replay_options),
-}
-"""By command, in the order of the help text: its help, and what adds its options."""
-
-
-def _add_project_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="+",
-        help="a config of LightningCLI, with the strategy in it; of several the last one wins",
-    )
-    command.add_argument(
-        "--model",
-        metavar="CLASS",
-        help="module.Class where the config has no class_path for it",
-    )
-    command.add_argument(
-        "--data", metavar="CLASS", help="module.Class where the config has no class_path for it"
-    )
-
-
-def _add_addresses(command: argparse.ArgumentParser, name: str) -> None:
-    """Add the addresses of one or more workers as the argument ``name``."""
-    command.add_argument(
-        name,
-        nargs="+",
-        type=_checked(Address.parse),
-        metavar="HOST:PORT",
-        help="addresses of the workers",
-    )
-
-
-def _add_token_option(command: argparse.ArgumentParser, text: str) -> None:
-    """Add ``--token-file``; the text names the use of the token."""
-    command.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"{text} (default: ${FILE_VARIABLE}, where an empty value stands for no token, or "
-        f"{DEFAULT_FILE} if it exists)",
-    )
-
-
-def _add_output_option(command: argparse.ArgumentParser, text: str, default: str) -> None:
-    """Add ``-o`` and ``--output`` for a new or existing file; the text describes its content."""
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"{text}; an existing file is replaced (default: {default})",
-    )
 
 
 def _checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
@@ -462,7 +91,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(least: float, most: float) -> Callable[[str], float]:
+def _seconds_from(least: float, most: float) -> Callable[[str], float]:
     """The parser of a number of seconds in this range."""
 
     def parsed(text: str) -> float:
@@ -483,6 +112,281 @@ def _module_name(text: str) -> str:
     if not all(part.isidentifier() for part in text.split(".")):
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a package as in an import.")
     return text
+
+
+Option = Callable[[argparse.ArgumentParser], object]
+"""Adds an option to the parser of a command."""
+
+
+def _option(words: str, text: str, **settings: Any) -> Option:
+    """An option with its help; the words are its name and its value. An argument has no hyphens."""
+    name, _, value = words.partition(" ")
+    return lambda command: command.add_argument(name, help=text, metavar=value or None, **settings)
+
+
+def _flag(name: str, text: str) -> Option:
+    return lambda command: command.add_argument(name, help=text, action="store_true")
+
+
+def _seconds(
+    name: str, text: str, default: float, least: float = 0.0, most: float = _MOST_SECONDS
+) -> Option:
+    """A number of seconds in this range."""
+    text = f"{text} (default: %(default)g)"
+    return _option(f"{name} SECONDS", text, default=default, type=_seconds_from(least, most))
+
+
+def _look_seconds(name: str, text: str, default: float) -> Option:
+    return _seconds(name, text, default, _LEAST_SECONDS, _MOST_LOOK_SECONDS)
+
+
+def _repeated(words: str, text: str, **settings: Any) -> Option:
+    """An option for any number of values, one at a time."""
+    return _option(words, f"{text}; repeatable", action="append", default=[], **settings)
+
+
+def _addresses(name: str) -> Option:
+    return _option(f"{name} HOST:PORT", "addresses of the workers", nargs="+", type=_ADDRESS)
+
+
+def _token_file(text: str) -> Option:
+    """``--token-file``; the text names the use of the token."""
+    text = (
+        f"{text} (default: ${FILE_VARIABLE}, where an empty value stands for no token, or "
+        f"{DEFAULT_FILE} if it exists)"
+    )
+    return _option("--token-file FILE", text, type=Path)
+
+
+def _output(text: str, default: str) -> Option:
+    """``-o`` and ``--output`` for a new or existing file; the text describes its content."""
+    text = f"{text}; an existing file is replaced (default: {default})"
+    return lambda command: command.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=text
+    )
+
+
+_ADDRESS = _checked(Address.parse)
+_PROJECT = (
+    _option(
+        "config CONFIG",
+        "a config of LightningCLI, with the strategy in it; of several the last one wins",
+        nargs="+",
+    ),
+    _option("--model CLASS", "module.Class where the config has no class_path for it"),
+    _option("--data CLASS", "module.Class where the config has no class_path for it"),
+)
+_CLUSTER = _option("cluster FILE", "the cluster file, such as cluster.yaml")
+_WORKERS_TOKEN = _token_file("the token of the workers")
+_WORKER = (
+    _option(
+        "--listen HOST:PORT",
+        "address to listen on; beyond loopback only with a token; port 0 takes a free port "
+        f"(default: {DEFAULT_LISTEN}; with --join a free port)",
+        type=_ADDRESS,
+    ),
+    _option(
+        "--join HOST:PORT",
+        "dial the waiting coordinator there, serve, and dial again",
+        type=_ADDRESS,
+    ),
+    _option(
+        "--name NAME",
+        "with --join: the worker's name in plans (default: the machine's name and the port)",
+        type=_checked(checked_name),
+    ),
+    _seconds("--rejoin-seconds", "with --join: end after so long without being let in", 600.0),
+    _token_file("accept only coordinators and workers with this token"),
+    _option(
+        "--announce",
+        "answer searches on the local network for workers of this token (default: if other "
+        "machines can reach the worker and the extra `discovery` is installed)",
+        action=argparse.BooleanOptionalAction,
+    ),
+    _option("--device", "a torch device such as cuda:0 (default: %(default)s)", default="auto"),
+    _option("--threads N", "compute threads on the CPU (default: torch's)", type=_count),
+    _option(
+        "--log-level",
+        "how much the worker logs (default: %(default)s)",
+        default="INFO",
+        type=str.upper,
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+    ),
+    _repeated(
+        "--allow PACKAGE",
+        "a package or module whose layer classes and functions a coordinator may have "
+        "imported and run here (default: none)",
+        type=_module_name,
+    ),
+    _option(
+        "--memory 10GiB",
+        "the limit of the device's memory for stages (default: all of it)",
+        type=_checked(parse_bytes),
+    ),
+    _seconds(
+        "--linger-seconds",
+        "how long a run with `recovery` may keep this worker while their connection is "
+        "broken; 0 for not at all",
+        LINGER_SECONDS,
+        most=MOST_LINGER_SECONDS,
+    ),
+)
+# The strategy's options for its own local workers; they do not use a token file: an open socket to
+# listen on, and the end together with the parent process. Then how the process of a session starts,
+# and its inheritance if it is not forked; on macOS the frameworks of the system do not survive a
+# fork. The user's script must come last, because its own arguments follow.
+_LOCAL = (
+    _option("--listen-fd", argparse.SUPPRESS, type=int),
+    _flag("--stop-with-stdin", argparse.SUPPRESS),
+    _option(
+        "--sessions",
+        argparse.SUPPRESS,
+        choices=("fork", "spawn"),
+        default="fork" if sys.platform.startswith("linux") else "spawn",
+    ),
+    _option("--place", argparse.SUPPRESS),
+    _option("--script", argparse.SUPPRESS, nargs=argparse.REMAINDER, default=[]),
+)
+_PLAN = (
+    _option("profile PROFILE", "file with the measurements"),
+    _repeated(
+        "--pin WORKER=START:END",
+        "layers from START to before END, which a worker, or the coordinator, must hold",
+    ),
+    _repeated("--exclude WORKER", "a worker without layers"),
+    _repeated("--memory WORKER=10GiB", "memory to plan with instead of the measured memory"),
+    _option("--batch-size N", "samples in a training batch", type=int),
+    _option(
+        "--micro-batches N", "micro-batches in a batch (default: the planner chooses)", type=int
+    ),
+    _option(
+        "--accumulate N",
+        "batches for each optimizer step, the Trainer's accumulate_grad_batches",
+        type=int,
+    ),
+    _flag("--no-replicas", "let only one process hold each stage"),
+    _option("--given PLAN", "predict this plan instead of choosing one; writes no plan"),
+    _repeated(
+        "--what-if [WORKER=]CARD",
+        "guess a worker more with this card, such as 'RTX 4090', or another card in a worker, "
+        "from published peak figures; writes no plan",
+    ),
+    _output("the plan", "a new plan.yaml"),
+)
+
+
+def _command(text: str, *options: Option) -> tuple[str, Sequence[Option]]:
+    return text, options
+
+
+COMMANDS = {
+    "worker": _command("serve stages to one coordinator after another", *_WORKER, *_LOCAL),
+    "workers": _command("list the announced workers on the local network", _WORKERS_TOKEN),
+    "up": _command("start a worker on each machine of a cluster file", _CLUSTER),
+    "down": _command(
+        "end the workers of a cluster file",
+        _CLUSTER,
+        _flag("--now", "end the workers at once, also in the middle of a run"),
+    ),
+    "status": _command("show the state of the workers of a cluster file", _CLUSTER),
+    "token": _command(
+        "make the common secret of all machines of a run",
+        _option(
+            "file FILE",
+            "file for the token; an existing file is not overwritten (default: %(default)s)",
+            nargs="?",
+            type=Path,
+            default=DEFAULT_FILE,
+        ),
+        _flag(
+            "--paste",
+            "use the token of another machine: ask for it, or read it from standard input",
+        ),
+    ),
+    "doctor": _command(
+        "find out why a worker cannot be used, hop by hop",
+        _addresses("addresses"),
+        _WORKERS_TOKEN,
+        _option("--profile FILE", "measurements of a model; the link must meet its needs"),
+        _option("--plan FILE", "plan of this model (default: the best plan for the profile)"),
+        _look_seconds("--timeout", "deadline of each step of the connection", 10.0),
+        _look_seconds("--seconds", "about how long to measure each link", 2.0),
+        _flag("--json", "print all findings as JSON"),
+    ),
+    "profile": _command(
+        "measure a model on its devices, without training",
+        *_PROJECT,
+        _flag("--force", "measure everything again"),
+        _output("the profile", "a new profile.yaml"),
+    ),
+    "plan": _command("choose the layers of each device from measurements", *_PLAN),
+    "schema": _command(
+        "write the JSON schema of a plan or a profile, for editors",
+        _option("kind", "what the file is", choices=("plan", "profile")),
+        _output("the schema", "standard output"),
+    ),
+    "diagram": _command(
+        "draw the processes of a plan with their layers",
+        _option("plan PLAN", "file with the plan"),
+        _option(
+            "--profile FILE", "measurements; with them the picture shows devices, memory and links"
+        ),
+        _option("--title", "title of the picture, such as the model", default=""),
+        _output(
+            "the file for the picture, with the suffix .svg, .png or .mmd (Mermaid)",
+            "a new architecture.svg",
+        ),
+    ),
+    "verify": _command(
+        "check whether the workers compute the same as one device",
+        *_PROJECT,
+        _option(
+            "--plan FILE",
+            "the layers of each process (default: the config's plan; 'even' if it is 'auto')",
+            type=Path,
+        ),
+    ),
+    "check": _command(
+        "check whether training is right on the devices of this machine",
+        _option(
+            "--device DEVICE",
+            "check this device, such as cuda:1; may be repeated (default: all accelerators, "
+            "and the processor where there is none)",
+            action="append",
+        ),
+        _output("the report as Markdown", "standard output"),
+    ),
+    "top": _command(
+        "show the work of workers live",
+        _addresses("workers"),
+        _WORKERS_TOKEN,
+        _look_seconds("--interval", "time between two looks", 2.0),
+        _look_seconds("--patience", "show a worker as gone after this time without an answer", 3.0),
+        _flag(
+            "--once",
+            "show one table and exit, with status 1 if a worker did not answer; of workers in "
+            "a run it shows the time between two looks",
+        ),
+    ),
+    "report": _command(
+        "write an HTML page about a run",
+        _option(
+            "folder RUN_DIR",
+            "folder with the run's logs, such as lightning_logs/version_0",
+            type=Path,
+        ),
+        _output("the page", "report.html in RUN_DIR"),
+    ),
+    "replay": _command(
+        "show what each worker of a run was after each event",
+        _option(
+            "record FILE",
+            "the record of the run, such as lightning_logs/version_0/events.jsonl",
+            type=Path,
+        ),
+    ),
+}
+"""By command, in the order of the help text: its help, and its options."""
 
 
 def new_file(name: str) -> Path:

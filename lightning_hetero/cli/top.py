@@ -134,9 +134,7 @@ class WorkerSighting:
 def seen_again(last: WorkerSighting, answer: WorkerStatus | str) -> WorkerSighting:
     """The sighting after another look, from the worker's answer or the reason for its silence."""
     if isinstance(answer, str):
-        return WorkerSighting(
-            last.name, last.seen, None, answer, last.num_missed + 1, busy_share=None
-        )
+        return WorkerSighting(last.name, last.seen, None, answer, last.num_missed + 1)
     before = last.seen if not last.problem and _are_of_one_run(last.seen, answer) else None
     share = _busy_share(before, answer)
     if share is None and before is not None and answer.status.stage and answer.status.stage.stages:
@@ -238,8 +236,8 @@ def _table(sightings: Sequence[WorkerSighting], left_out: Sequence[str]) -> Tabl
         show_edge=False,
     )
     for each in sightings:
-        cells = dict(zip(COLUMNS, _cells(each), strict=True))
-        shown.add_row(*(cells[n] for n in columns), style="dim" if each.problem else None)
+        cells, style = _cells(each), "dim" if each.problem else None
+        shown.add_row(*(cells.get(n, "") for n in columns), style=style)
     return shown
 
 
@@ -257,45 +255,34 @@ def _repetition(each: WorkerSighting) -> Text | None:
     return Text.assemble((each.name, "bold"), f" has the place of a lost worker: it {said}")
 
 
-def _cells(each: WorkerSighting) -> list[Text]:
-    seen, blank = each.seen, [Text("")]
+def _cells(each: WorkerSighting) -> dict[str, Text]:
+    """The known cells of a worker's row, by their columns."""
+    cells, seen, stage = {"worker": Text(each.name)}, each.seen, each.stage
     if seen is None:  # before the first answer
-        state = Text(each.state, style="bold red") if each.problem else Text("")
-        return [Text(each.name), Text(""), state, *blank * (len(COLUMNS) - 3)]
-    device = short_device(seen.equipment.device_name, _is_short)
-    first = [Text(each.name), Text(device), Text(each.state, style=_COLOURS[each.state])]
-    if each.problem:
-        of_run = _cells_of_run(each)
-        return [*first, *of_run, *blank * (len(COLUMNS) - len(first) - len(of_run))]
-    memory = in_bytes(seen.status.used_bytes)
-    if seen.equipment.memory_bytes:
-        memory += f"\nof {in_bytes(seen.equipment.memory_bytes)}"
-    traffic = "\n".join(_traffic(traffic) for traffic in each.traffic)
-    return [*first, *_cells_of_run(each), Text(memory), Text(traffic)]
+        return cells | ({"state": Text(each.state, "bold red")} if each.problem else {})
+    cells["device"] = Text(short_device(seen.equipment.device_name, _is_short))
+    cells["state"] = Text(each.state, _COLOURS[each.state])
+    status = each.spare if stage is None else stage
+    cells["run from"] = Text("" if status is None else _run_from(status))
+    if stage is not None:
+        held = (
+            f"{held.number}: {held.first_layer} to {held.end_layer - 1}"
+            for held in stage.stages
+            if held.end_layer > held.first_layer
+        )
+        cells["layers"] = Text("none" if each.state == "idle" else "\n".join(held))
+        cells["step"] = Text(str(stage.step or ""))
+        cells["busy"] = Text("" if each.busy_share is None else _bar(each.busy_share))
+    if not each.problem:
+        total_bytes = seen.equipment.memory_bytes
+        of_all = f"\nof {in_bytes(total_bytes)}" if total_bytes else ""
+        cells["memory"] = Text(f"{in_bytes(seen.status.used_bytes)}{of_all}")
+        cells["links, MB/s"] = Text("\n".join(map(_traffic, each.traffic)))
+    return cells
 
 
 def _is_short(device: str) -> bool:
     return "(" not in device and len(device) <= _MOST_OF_DEVICE
-
-
-def _cells_of_run(each: WorkerSighting) -> list[Text]:
-    stage = each.stage
-    if stage is None:
-        waits_for = "" if each.spare is None else _run_from(each.spare)
-        return [Text(waits_for), *[Text("")] * 3]
-    held = "\n".join(
-        f"{each.number}: {each.first_layer} to {each.end_layer - 1}"
-        for each in stage.stages
-        if each.end_layer > each.first_layer
-    )
-    if each.state == "idle":
-        held = "none"
-    return [
-        Text(_run_from(stage)),
-        Text(held),
-        Text(str(stage.step or "")),
-        Text("" if each.busy_share is None else _bar(each.busy_share)),
-    ]
 
 
 def _run_from(status: StageStatus | SpareStatus) -> str:

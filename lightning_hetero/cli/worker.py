@@ -57,7 +57,10 @@ def run(options: argparse.Namespace) -> None:
     token_file = find_token_file(options.token_file) if is_own else None
     if options.place is not None:
         place = SessionPlace.parse(options.place)
-        make_for = partial(_maker, options, token_file)
+
+        def make_for(secret: str) -> Callable[[SessionPlace], Worker]:
+            return partial(_worker, options, _credentials(token_file, secret))
+
         joiner = _joiner(options, address_of(place.listener))
         serve_one_session_anew(make_for, _say_when_it_ends, joiner, place)
     _warn_of_absent(tuple(options.allow))
@@ -78,14 +81,18 @@ def run(options: argparse.Namespace) -> None:
         stops_with_stdin=options.stop_with_stdin,
         secret=secret,
     )
-    # Only for the strategy's own worker does the standard input take an answer.
-    on_listening = None if is_own else _tell_ready
-    peers = _peers(token_file, is_started_by_run=bool(secret))
-    saying = _Saying(supervisor, address_of(listener), peers, on_listening)
+    where, peers = address_of(listener), _peers(token_file, is_started_by_run=bool(secret))
+
+    def say_ready(device: str) -> None:
+        # A program may read this line and send a signal at once.
+        logger.info("listening on %s, computing on %s, for %s", where, device, peers)
+        if not is_own:  # the standard input of the strategy's own worker takes an answer
+            _tell_ready()
+
     # A joining worker is not announced, unless its owner wants it.
     wanted = False if options.join is not None and options.announce is None else options.announce
-    with announced_worker(wanted, address_of(listener), token_file):
-        supervisor.serve_forever(saying.on_ready, saying.on_signal)
+    with announced_worker(wanted, where, token_file):
+        supervisor.serve_forever(say_ready, partial(_carry_out, supervisor))
 
 
 def _warn_of_absent(allowed: tuple[str, ...]) -> None:
@@ -178,43 +185,16 @@ def _command_at(place: SessionPlace) -> list[str]:
     return [sys.executable, "-m", "lightning_hetero", "worker", "--place", str(place), *options]
 
 
-class _Saying:
-    """Reports the worker's work to its owner, and passes the owner's signals on."""
-
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        where: Address,
-        peers: str,
-        on_listening: Callable[[], None] | None,
-    ) -> None:
-        self._supervisor = supervisor
-        self._where = where
-        self._peers = peers
-        self._on_listening = on_listening
-        self._is_first = True
-
-    def on_ready(self, device: str) -> None:
-        """Say once where the worker listens."""
-        if self._is_first:
-            # A program may read this line and send a signal at once.
-            logger.info(
-                "listening on %s, computing on %s, for %s", self._where, device, self._peers
-            )
-            if self._on_listening is not None:
-                self._on_listening()
-        self._is_first = False
-
-    def on_signal(self, number: int) -> None:
-        """Carry out a signal of the owner."""
-        if number == signal.SIGUSR1:
-            _print("paused; SIGUSR2 resumes the worker", stderr=True)
-            self._supervisor.pause()
-        elif number == signal.SIGUSR2:
-            _print("resumed", stderr=True)
-            self._supervisor.resume()
-        else:
-            self._supervisor.drain()
+def _carry_out(supervisor: Supervisor, number: int) -> None:
+    """Carry out a signal of the owner."""
+    if number == signal.SIGUSR1:
+        _print("paused; SIGUSR2 resumes the worker", stderr=True)
+        supervisor.pause()
+    elif number == signal.SIGUSR2:
+        _print("resumed", stderr=True)
+        supervisor.resume()
+    else:
+        supervisor.drain()
 
 
 def _say_when_it_ends(has_run: bool) -> None:
@@ -254,13 +234,6 @@ def line_of(record: ServedRun, ended_at: str) -> Text:
         style="green" if is_good else "yellow",
     )
     return text
-
-
-def _maker(
-    options: argparse.Namespace, token_file: Path | None, secret: str
-) -> Callable[[SessionPlace], Worker]:
-    """Make a maker of the worker of a session, for the secret of the run."""
-    return partial(_worker, options, _credentials(token_file, secret))
 
 
 def _credentials(token_file: Path | None, secret: str) -> Credentials | None:

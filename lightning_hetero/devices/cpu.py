@@ -26,11 +26,7 @@ class Cpu(Device, device_type="cpu"):
     trial_size = 256
 
     @property
-    def memory_name(self) -> str:
-        return "main"
-
-    @property
-    def overcommits(self) -> bool:
+    def uses_main_memory(self) -> bool:
         return True
 
     @property

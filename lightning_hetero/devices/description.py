@@ -154,6 +154,14 @@ def _multiply_seconds(device: Device, dtype: torch.dtype) -> float:
     return statistics.median(run() for _ in range(3))
 
 
+def accelerators_here() -> list[str]:
+    """The names of this machine's accelerators."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return []
+    return [f"{found.type}:{number}" for number in range(torch.accelerator.device_count())]
+
+
 def named_device(name: str) -> torch.device:
     """The device of a name, after a test.
 
@@ -163,17 +171,14 @@ def named_device(name: str) -> torch.device:
     Raises:
         HeteroError: If this machine does not have the device.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    here = ["cpu", *accelerators_here()]
     if name == "auto":
-        name = "cpu" if accelerator is None else f"{accelerator.type}:0"
+        name = here[:2][-1]
     try:
         device = torch.device(name)
         # Allocation works without a kernel, and torch may lack kernels for an old or new GPU.
         torch.ones(1, device=device).add_(1).tolist()
     except (RuntimeError, AssertionError) as error:
-        here = ["cpu"]
-        if accelerator is not None:
-            here += [f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count())]
         raise HeteroError(_why_not(name, here, error)) from error
     return device
 

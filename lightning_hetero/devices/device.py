@@ -95,14 +95,24 @@ class Device:
         self._library: Any = getattr(torch, torch_device.type, None)
 
     @property
+    def uses_main_memory(self) -> bool:
+        """Whether the device computes in main memory, as the graphics of a processor do."""
+        return False
+
+    @property
     def memory_name(self) -> str:
         """The name of the device's memory; devices with a common memory have the same name."""
+        return "main" if self.uses_main_memory else self.own_memory_name
+
+    @property
+    def own_memory_name(self) -> str:
+        """The name of the device's own memory."""
         return str(self.torch_device)
 
     @property
     def overcommits(self) -> bool:
         """Whether the system hands out more memory than it has, and then swaps."""
-        return False
+        return self.uses_main_memory
 
     @property
     def has_flash_attention(self) -> bool:
@@ -264,25 +274,11 @@ class Accelerator(Device):
     """
 
     @property
-    def is_integrated(self) -> bool:
-        """Whether the device computes in main memory, as the graphics of a processor do."""
+    def uses_main_memory(self) -> bool:
         ask = getattr(self._library, "get_device_properties", None)
         found = None if ask is None else ask(self.torch_device)
         names = ("is_integrated", "is_integrated_gpu")
         return any(bool(getattr(found, name, False)) for name in names)
-
-    @property
-    def memory_name(self) -> str:
-        return "main" if self.is_integrated else self.own_memory_name
-
-    @property
-    def own_memory_name(self) -> str:
-        """The name of the device's own memory."""
-        return str(self.torch_device)
-
-    @property
-    def overcommits(self) -> bool:
-        return self.is_integrated
 
     def make_current(self) -> None:
         # Without an index, the thread's current device is meant.
@@ -326,7 +322,7 @@ class Accelerator(Device):
     def untaken_bytes(self) -> int:
         has_own = hasattr(self._library, "mem_get_info")
         free_bytes, _ = self._ask("mem_get_info" if has_own else "get_memory_info")
-        if self.is_integrated:
+        if self.uses_main_memory:
             # The driver reports its own limit, without the share of other processes.
             free_bytes = min(free_bytes, free_main_memory())
         return int(free_bytes)
@@ -375,18 +371,12 @@ class Accelerator(Device):
         if not cls.is_initialized():
             return []
         module = cls._module()
-        if hasattr(module, "get_rng_state_all"):
-            return list(module.get_rng_state_all())
         return [module.get_rng_state(index) for index in range(module.device_count())]
 
     @classmethod
     def restore_generators(cls, states: list[Tensor]) -> None:
-        module = cls._module()
-        if hasattr(module, "set_rng_state_all"):
-            module.set_rng_state_all(states)
-            return
         for index, state in enumerate(states):
-            module.set_rng_state(state, index)
+            cls._module().set_rng_state(state, index)
 
     @classmethod
     def seed_generators(cls, seed: int) -> None:

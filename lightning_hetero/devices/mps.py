@@ -21,11 +21,7 @@ class Mps(Device, device_type="mps"):
     out_of_memory_texts = ("MPS backend out of memory",)
 
     @property
-    def memory_name(self) -> str:
-        return "main"
-
-    @property
-    def overcommits(self) -> bool:
+    def uses_main_memory(self) -> bool:
         return True
 
     def total_bytes(self) -> int:

@@ -108,20 +108,17 @@ class Report:
 def completed(findings: Iterable[Finding]) -> Iterator[Finding]:
     """One finding per check: the given ones up to the first failure, and ``skipped`` for the
     others."""
+    found: dict[Check, Finding] = {}
     failed: Check | None = None
-    reached = 0
     for finding in findings:
-        place = CHECKS.index(finding.check)
-        for check in CHECKS[reached:place]:
-            yield Finding(check, "skipped", "not reached")
-        yield finding
-        reached = place + 1
+        found[finding.check] = finding
         if finding.outcome == "failed":
             failed = finding.check
             break
-    for check in CHECKS[reached:]:
-        why = "not reached" if failed is None else f"needs {failed}"
-        yield Finding(check, "skipped", why)
+    for place, check in enumerate(CHECKS):
+        is_before = failed is None or place < CHECKS.index(failed)
+        why = "not reached" if is_before else f"needs {failed}"
+        yield found.get(check) or Finding(check, "skipped", why)
 
 
 def advice(reports: Sequence[Report]) -> list[str]:

@@ -47,6 +47,8 @@ folder={folder}; pid="$folder/{files}.pid"; log="$folder/{files}.log"; token="$f
 say() {{ echo "{mark} $*"; }}
 is_gone() {{ case "$(ps -o stat= -p "$(cat "$pid")" 2>/dev/null)" in ""|Z*) ;; *) false ;; esac; }}
 runs() {{ [ -f "$pid" ] && ps -ww -o args= -p "$(cat "$pid")" 2>/dev/null | grep -qF "$token"; }}
+finish() {{ say "$1"; rm -f "$token" "$pid"; exit; }}
+wait_for_end() {{ for second in $(seq {seconds}); do is_gone && finish ended; sleep 1; done; }}
 """
 _SCRIPTS: dict[Action, str] = {
     "up": """
@@ -63,22 +65,16 @@ done
 say fault "$(tail -n 4 "$log" | tr '\\n' ' ')"
 """,
     "down": """
-if ! runs; then say stopped; rm -f "$token" "$pid"; exit; fi
+runs || finish stopped
 kill -TERM "$(cat "$pid")"
-for second in $(seq {seconds}); do
-  if is_gone; then say ended; rm -f "$token" "$pid"; exit; fi
-  sleep 1
-done
+wait_for_end
 say draining "$(cat "$pid")"
 """,
     "now": """
-if ! runs; then say stopped; rm -f "$token" "$pid"; exit; fi
+runs || finish stopped
 kill -TERM "$(cat "$pid")"; sleep 1; kill -TERM "$(cat "$pid")" 2>/dev/null
-for second in $(seq {seconds}); do
-  if is_gone; then say ended; rm -f "$token" "$pid"; exit; fi
-  sleep 1
-done
-kill -KILL "$(cat "$pid")"; rm -f "$token" "$pid"; say ended
+wait_for_end
+kill -KILL "$(cat "$pid")"; finish ended
 """,
     "status": """
 if runs; then say running "$(cat "$pid")"; else say stopped; fi

@@ -17,14 +17,12 @@ import logging
 import re
 import secrets
 import select
-import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from ..errors import (
     ChannelError,
@@ -43,7 +41,6 @@ from ..transport.compatibility import Identity
 from ..transport.connection import (
     Connection,
     SocketConnection,
-    accept,
     keep_alive,
     prepare_socket,
     send_buffers,
@@ -57,7 +54,7 @@ from ..transport.handshake import (
     open_over,
     receive_opening,
 )
-from ..transport.handshake_limits import SECONDS_OF_A_LINE, Lobby, RefusalLog
+from ..transport.handshake_limits import Reception
 from ..transport.tls import secured
 from .launcher import reachable
 
@@ -119,42 +116,9 @@ class Guest:
         return f"{self.name} ({device}, from {self.host})" if device else self.name
 
 
-@dataclass
-class _Wishes:
-    """The workers wanted by the run, and the workers it has taken.
-
-    Args:
-        least: The wanted number of workers.
-        named: The wanted names, in place of a number.
-        members: The names of the workers of the run; empty until it begins.
-    """
-
-    least: int
-    named: Sequence[str] = ()
-    members: list[str] = field(default_factory=list)
-
-    def missing(self, names: Sequence[str]) -> str:
-        """The missing workers in words, if the named ones are here; empty if all are here."""
-        if self.named:
-            return _listed([name for name in self.named if name not in names])
-        count = self.least - len(names)
-        if count <= 0:
-            return ""
-        return "one more worker" if count == 1 else f"{count} more workers"
-
-
-class Faults(Protocol):
-    """Reports why workers do not come, as `Launcher.faults` does."""
-
-    def __call__(self, is_late: bool) -> list[str]: ...
-
-
-def _no_faults(is_late: bool) -> list[str]:
-    return []
-
-
+@dataclass(eq=False)
 class Door:
-    """Takes dialling workers in. Start it with `open_door`, end it with `close`.
+    """Takes dialling workers in until `close`.
 
     Args:
         listener: A listening socket; the door closes it.
@@ -165,54 +129,43 @@ class Door:
         say: Takes each line about coming and leaving workers, in any thread.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        identity: Identity,
-        deadlines: Deadlines,
-        least: int,
-        named: Sequence[str] = (),
-        say: Callable[[str], None] = logger.info,
-    ) -> None:
-        self._say = say
-        self._listener = listener
-        self._identity = identity
-        self._deadlines = deadlines
+    listener: socket.socket
+    identity: Identity
+    deadlines: Deadlines
+    least: int
+    named: Sequence[str] = ()
+    say: Callable[[str], None] = logger.info
+
+    def __post_init__(self) -> None:
         # Shows a worker without its coordinator whether another run is here by now.
         self._run = secrets.token_hex(_RUN_BYTES)
-        self._wishes = _Wishes(least, named)
-        self.address = address_of(listener)
+        # The names of the workers of the run; empty until it begins.
+        self._members: list[str] = []
+        self.address = address_of(self.listener)
         self._changed = threading.Condition()
         # In the order of their arrival.
         self._guests: dict[str, Guest] = {}
         # Second processes, by their sessions.
         self._seconds: dict[str, Guest] = {}
         self._refused: deque[str] = deque(maxlen=_MOST_REFUSED)
-        self._lobby = Lobby(_MOST_GREETINGS)
-        self._refusals = RefusalLog()
-        self._is_closed = False
-        self._closing, self._closed = socket.socketpair()
-        listener.setblocking(False)
-        self._thread = threading.Thread(target=self._take_connections, name="door", daemon=True)
-
-    def open(self) -> None:
-        """Begin to take connections."""
+        self._reception = Reception(self.listener, self._greet, _MOST_GREETINGS)
+        take = self._reception.take_connections
+        self._thread = threading.Thread(target=take, name="door", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Send all waiting workers away. The port is closed to further calls."""
         with self._changed:
-            self._is_closed = True
+            self._reception.end()
             guests = [*self._guests.values(), *self._seconds.values()]
             self._guests, self._seconds = {}, {}
-        self._closing.close()  # wakes the thread
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._listener.close()
+        self._thread.join()
         for guest in guests:
             guest.connection.close()
 
-    def wait(self, wait_seconds: float, faults: Faults = _no_faults) -> None:
+    def wait(
+        self, wait_seconds: float, faults: Callable[[bool], Sequence[str]] = lambda is_late: ()
+    ) -> None:
         """Wait for the workers of the run.
 
         Args:
@@ -224,17 +177,17 @@ class Door:
         """
         begin = told = time.monotonic()
         if missing := self._missing():
-            self._say(f"waiting at {self.address} for {missing} to join")
+            self.say(f"waiting at {self.address} for {missing} to join")
         while missing := self._missing():
             now = time.monotonic()
-            if found := faults(is_late=False):
+            if found := faults(False):
                 words = " ".join([f"The run still needs {missing}.", *found, *self._refused])
                 raise JoinError(words)
             if now - begin >= wait_seconds:
-                raise JoinError(self._too_few(missing, wait_seconds, faults(is_late=True)))
+                raise JoinError(self._too_few(missing, wait_seconds, faults(True)))
             if now - told >= _LINE_SECONDS:
                 told, left_seconds = now, wait_seconds - (now - begin)
-                self._say(f"still waiting for {missing}, for {left_seconds:.0f} s at most")
+                self.say(f"still waiting for {missing}, for {left_seconds:.0f} s at most")
             with self._changed:
                 self._changed.wait(min(_LOOK_SECONDS, wait_seconds - (now - begin)))
 
@@ -251,16 +204,14 @@ class Door:
         with self._changed:
             self._forget_gone()
             guests = dict(self._guests)
-            first = [name for name in self._wishes.named if name in guests]
+            first = [name for name in self.named if name in guests]
             others = [name for name in guests if name not in first]
             count = len(guests) if most is None else max(0, most - len(first))
             taken = sorted([*first, *others[:count]], key=_in_order)
-            self._wishes.members = taken
+            self._members = taken
         for name in others[count:]:
             guests[name].tell(self._note(name))
-            self._say(
-                f"{guests[name]} waits as a spare: the run takes {len(taken)} workers at most"
-            )
+            self.say(f"{guests[name]} waits as a spare: the run takes {len(taken)} workers at most")
         return {name: guests[name].address for name in taken}
 
     def names(self) -> Sequence[str]:
@@ -282,7 +233,7 @@ class Door:
     def note_members(self, names: Collection[str]) -> None:
         """Note the workers of the run."""
         with self._changed:
-            self._wishes.members = sorted(names, key=_in_order)
+            self._members = sorted(names, key=_in_order)
 
     def admit(self, name: str, session_name: str) -> tuple[Channel, m.Welcome, Address]:
         """Open the conversation with a waiting worker.
@@ -314,7 +265,7 @@ class Door:
         Raises:
             WorkerUnreachable: If it does not come in time, has left, or refuses.
         """
-        seconds = self._deadlines.connect_seconds
+        seconds = self.deadlines.connect_seconds
         with self._changed:
             self._changed.wait_for(lambda: session_name in self._seconds, seconds)
             guest = self._seconds.pop(session_name, None)
@@ -338,8 +289,8 @@ class Door:
                 guest.connection,
                 guest.address,
                 session_name,
-                self._deadlines,
-                self._identity,
+                self.deadlines,
+                self.identity,
                 has_joined_again,
             )
         except (OSError, ChannelError, RemoteProtocolError) as error:
@@ -351,50 +302,26 @@ class Door:
             guest.connection.close()
             raise
 
-    def _take_connections(self) -> None:
-        with self._closed, selectors.DefaultSelector() as arrivals:
-            arrivals.register(self._listener, selectors.EVENT_READ)
-            arrivals.register(self._closed, selectors.EVENT_READ)
-            while not self._is_closed:
-                arrivals.select(SECONDS_OF_A_LINE)
-                self._refusals.tell_left_out()
-                with contextlib.suppress(BlockingIOError, ConnectionError):
-                    self._accept()
-        self._refusals.tell_left_out(at_once=True)
-
-    def _accept(self) -> None:
-        if self._is_closed:
-            return
-        connected, place = accept(self._listener)
-        connected.setblocking(True)
-        plain = SocketConnection(connected)
-        self._lobby.enter(plain)
-        thread = threading.Thread(target=self._greet, args=(plain, *place), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the machine has no thread left, and the handshake needs none
-            self._greet(plain, *place)
-
     def _greet(self, plain: SocketConnection, host: str, port: int) -> None:
         """Lead a connection through its handshake, and let the worker wait."""
-        seconds = self._deadlines.connect_seconds
+        seconds = self.deadlines.connect_seconds
         try:
             prepare_socket(plain.socket)
             keep_alive(plain.socket)
-            connection = secured(plain, self._identity.credentials, True, seconds, is_mute=True)
+            connection = secured(plain, self.identity.credentials, True, seconds, is_mute=True)
             message = receive_opening(connection, seconds)
         except (OSError, HeteroError) as error:
             # A stranger, so far: do not answer.
-            self._refusals.note(host, port, str(error))
+            self._reception.refusals.note(host, port, str(error))
             plain.close()
         except Exception:
             logger.exception("connection from %s:%d failed", host, port)
             plain.close()
         else:
-            self._lobby.introduce(plain)
+            self._reception.lobby.introduce(plain)
             self._hear(connection, plain, message, host)
         finally:
-            self._lobby.leave(plain)
+            self._reception.lobby.leave(plain)
 
     def _hear(
         self, connection: Connection, plain: SocketConnection, message: m.Message, host: str
@@ -413,7 +340,7 @@ class Door:
             self._refuse(connection, who, str(error))
             plain.close_after_last_word(_WORD_SECONDS)
         except (OSError, HeteroError) as error:
-            self._say(f"the {who} left while it joined: {error}")
+            self.say(f"the {who} left while it joined: {error}")
             plain.close()
 
     def _checked(self, message: m.Message) -> m.Hello:
@@ -423,7 +350,7 @@ class Door:
                 "workers; name the address of a worker, or start workers with `lightning-hetero "
                 f"worker --join {reachable(self.address)}`."
             )
-        return check_hello(message, self._identity, "the coordinator", ("joiner",))
+        return check_hello(message, self.identity, "the coordinator", ("joiner",))
 
     def _tell_run(self, connection: Connection, hello: m.Hello) -> None:
         """Answer a worker's question for the present run; it may be a member of this run."""
@@ -447,10 +374,10 @@ class Door:
             waiting[key] = guest
             note = "the run takes it in at once"
             if not guest.session:
-                self._say(self._line(guest))
+                self.say(self._line(guest))
                 note = self._note(guest.name)
             try:
-                self._say_welcome(guest.connection, rules, note, bool(self._wishes.members))
+                self._say_welcome(guest.connection, rules, note, bool(self._members))
             except BaseException:
                 del waiting[key]
                 raise
@@ -461,7 +388,7 @@ class Door:
     ) -> None:
         welcome = m.Welcome(
             m.PROTOCOL_VERSION,
-            self._identity.equipment,
+            self.identity.equipment,
             time.time(),
             note=note,
             is_spare=is_spare,
@@ -477,7 +404,7 @@ class Door:
         return self._guests, guest.name
 
     def _check_room(self, guest: Guest) -> None:
-        if self._is_closed:
+        if self._reception.over.is_set():
             raise JoinError("The run has ended; the next run takes workers again.")
         waiting, key = self._place_of(guest)
         if (other := waiting.get(key)) is not None:
@@ -499,7 +426,7 @@ class Door:
             if is_new:
                 self._refused.append(sentence)
         if is_new:  # it dials again and again
-            self._say(sentence)
+            self.say(sentence)
 
     def _forget_gone(self) -> None:
         """Forget workers that have left; the caller holds the lock."""
@@ -508,33 +435,43 @@ class Door:
                 waiting, key = self._place_of(guest)
                 del waiting[key]
                 guest.connection.close()
-                self._say(f"{guest} has left before the run took it")
+                self.say(f"{guest} has left before the run took it")
 
     def _missing(self) -> str:
         with self._changed:
             self._forget_gone()
-            return self._wishes.missing(list(self._guests))
+            return self._missing_now()
+
+    def _missing_now(self) -> str:
+        """The missing workers in words, if the named ones are here; empty if all are here. The
+        caller holds the lock.
+        """
+        if self.named:
+            return _listed([name for name in self.named if name not in self._guests])
+        count = self.least - len(self._guests)
+        if count <= 0:
+            return ""
+        return "one more worker" if count == 1 else f"{count} more workers"
 
     def _note(self, name: str) -> str:
         """The note for a waiting worker."""
-        wishes = self._wishes
-        if name in wishes.members:
+        if name in self._members:
             return "the run has a worker of this name, so it waits until that worker is lost"
-        if wishes.members:
-            return f"the run has begun with {_listed(wishes.members)}, so it waits as a spare"
-        missing = wishes.missing(list(self._guests))
+        if self._members:
+            return f"the run has begun with {_listed(self._members)}, so it waits as a spare"
+        missing = self._missing_now()
         return f"it waits for {missing}" if missing else "the run begins"
 
     def _line(self, guest: Guest) -> str:
         """The line of the log about a new worker."""
-        if guest.name in self._wishes.members:
+        if guest.name in self._members:
             return f"{guest} has joined, and takes the place of the lost worker of its name"
-        if self._wishes.members:
+        if self._members:
             return (
-                f"{guest} has joined; the run goes on with {_listed(self._wishes.members)}, and "
+                f"{guest} has joined; the run goes on with {_listed(self._members)}, and "
                 "the new worker waits as a spare"
             )
-        missing = self._wishes.missing(list(self._guests))
+        missing = self._missing_now()
         count = len(self._guests)
         here = f"{count} worker{'s are' if count > 1 else ' is'} here"
         return f"{guest} has joined: {here}; missing: {missing or 'none'}"
@@ -573,9 +510,7 @@ def open_door(
         WorkerError: If the address is not available, or is beyond loopback without a token.
     """
     listener = listen(address, identity.credentials, for_workers=True)
-    door = Door(listener, identity, deadlines, least, named, say)
-    door.open()
-    return door
+    return Door(listener, identity, deadlines, least, named, say)
 
 
 def _guest_of(connection: Connection, plain: SocketConnection, hello: m.Hello, host: str) -> Guest:

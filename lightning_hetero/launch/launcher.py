@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Protocol, runtime_checkable
 
 from ..errors import PlanError, WorkerError
@@ -97,18 +98,22 @@ class Joining:
         return []
 
 
-def check_wishes(launcher: Launcher, num_started: float = math.inf) -> None:
-    """Check the numbers and the address of a launcher.
+def check_wishes(
+    launcher: Launcher, num_started: float = math.inf, join: str | None = None
+) -> None:
+    """Check the numbers and the addresses of a launcher.
 
     Args:
         launcher: The launcher.
         num_started: How many workers it starts; infinite if unknown.
+        join: The address for its workers to dial, if the user names it.
 
     Raises:
         PlanError: With the name of the argument.
     """
     name = type(launcher).__name__
-    Address.parse(launcher.listen)
+    for address in filter(None, (join, launcher.listen)):
+        Address.parse(address)
     if not _is_count(launcher.least):
         raise PlanError(
             f"The argument `least` of {name} is {launcher.least!r}; it must be a whole number "
@@ -169,6 +174,7 @@ class Command:
         printed: Its output.
         about: Its purpose in words.
         started_seconds: The moment of its start, by `time.monotonic`.
+        start: Starts the same command.
     """
 
     name: str
@@ -177,13 +183,7 @@ class Command:
     printed: IO[bytes]
     about: str
     started_seconds: float
-
-    def say(self, line: str) -> None:
-        """Send a line to its standard input, and keep the input open."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.write(line.encode() + b"\n")
-                self.process.stdin.flush()
+    start: Callable[[], Command]
 
     @property
     def status(self) -> int | None:
@@ -207,6 +207,23 @@ class Command:
             return " ".join(line.strip() for line in lines[-4:] if line.strip())
         return ""
 
+    def started_again(self, worker: str) -> tuple[Command, str]:
+        """Start the command once more if it has ended, at most every few seconds.
+
+        Args:
+            worker: The name of the worker that the run misses.
+
+        Returns:
+            The command that runs, and a sentence with the reason and the last printed lines; this
+            command and an empty text if nothing was started.
+        """
+        is_early = time.monotonic() < self.started_seconds + BETWEEN_STARTS_SECONDS
+        if self.status is None or is_early:
+            return self, ""
+        said = f"`{self.name}` has ended with status {self.status}.{self.printed_words}"
+        self.stop()
+        return self.start(), f"{said} It is started once more, for the worker {worker}."
+
     def end_input(self) -> None:
         """End its standard input. This asks `ssh` and its worker to end."""
         if self.process.stdin is not None:
@@ -228,13 +245,18 @@ class Command:
 
 
 def start_command(
-    name: str, words: Sequence[str], ends_with_us: bool = False, about: str = ""
+    name: str,
+    words: Sequence[str],
+    line: str | None = None,
+    ends_with_us: bool = False,
+    about: str = "",
 ) -> Command:
     """Start a command; Ctrl-C does not reach it.
 
     Args:
         name: Its name for people.
         words: The program and its arguments.
+        line: The first line of its standard input, if any; the input stays open.
         about: Its purpose in words.
         ends_with_us: Whether the system ends the command by SIGTERM when this process, or the
             calling thread, ends, if the system can. Leave it out if the command ends with its
@@ -259,29 +281,12 @@ def start_command(
             f"{words[0]!r} cannot be started: {error.strerror or error}. Install it, or name its "
             "path."
         ) from error
-    return Command(name, words, process, printed, about, time.monotonic())
-
-
-def start_ended_again(
-    command: Command, start: Callable[[], Command], worker: str
-) -> tuple[Command, str]:
-    """Start a command once more if it has ended, at most every few seconds.
-
-    Args:
-        command: The command.
-        start: Starts it.
-        worker: The name of the worker that the run misses.
-
-    Returns:
-        The command that runs, and a sentence with the reason and the last printed lines; the given
-        command and an empty text if nothing was started.
-    """
-    is_early = time.monotonic() < command.started_seconds + BETWEEN_STARTS_SECONDS
-    if command.status is None or is_early:
-        return command, ""
-    said = f"`{command.name}` has ended with status {command.status}.{command.printed_words}"
-    command.stop()
-    return start(), f"{said} It is started once more, for the worker {worker}."
+    if line is not None and process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.write(line.encode() + b"\n")
+            process.stdin.flush()
+    again = partial(start_command, name, words, line, ends_with_us, about)
+    return Command(name, words, process, printed, about, time.monotonic(), again)
 
 
 def _ending_with_us(words: Sequence[str]) -> Sequence[str]:
@@ -290,11 +295,3 @@ def _ending_with_us(words: Sequence[str]) -> Sequence[str]:
         return words
     python = [sys.executable, "-I", "-S", "-c", _ENDING_WITH_PARENT]
     return [*python, str(os.getpid()), *words]
-
-
-def stop_commands(commands: Sequence[Command]) -> None:
-    """End several commands at the same time."""
-    for command in commands:
-        command.end_input()
-    for command in commands:
-        command.stop()

@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..errors import WorkerError
 from ..model.allowed_imports import Allowed
 from ..transport.address import Address
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import address_of, listen
+from ..transport.peer_process import cpu_seconds_of
 from ..transport.tls import Credentials
 from ..transport.token import Token
 
@@ -166,32 +166,14 @@ def stop_local_workers(workers: list[LocalWorker], deadlines: Deadlines | None =
         worker.stop((deadlines or Deadlines()).stop_seconds)
 
 
-def cpu_seconds_of(pid: int) -> float | None:
-    """The CPU time of a process so far, if the system has `/proc`."""
-    try:
-        # The command's name, in brackets, may hold spaces and brackets.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    ticks = int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def _start(
     name: str, listener: socket.socket, device: str, threads: int, allowed: Allowed
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a listening process; returns the process and this process's end of its leash."""
     command = [sys.executable, "-m", "lightning_hetero", "worker"]
     command += ["--listen", str(address_of(listener)), "--listen-fd", str(listener.fileno())]
-    command += [
-        "--device",
-        device,
-        "--threads",
-        str(threads),
-        "--log-level",
-        "WARNING",
-        "--stop-with-stdin",
-    ]
+    command += ["--device", device, "--threads", str(threads), "--log-level", "WARNING"]
+    command.append("--stop-with-stdin")
     command += [f"--allow={package}" for package in allowed.packages]
     command += ["--script", *allowed.script] if allowed.script else []
     leash, its_end = socket.socketpair()

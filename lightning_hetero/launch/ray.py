@@ -88,9 +88,7 @@ class RayWorkers:
                 'start a cluster on this machine alone; write "auto" or the address of a cluster.'
             )
         self.least = self.least or len(self.bundles)
-        if self.join is not None:
-            Address.parse(self.join)
-        check_wishes(self, len(self.bundles))
+        check_wishes(self, len(self.bundles), self.join)
         self._placed: _Placed | None = None
 
     def start(self, join: Address, token: Token | None) -> None:

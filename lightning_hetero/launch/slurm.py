@@ -11,21 +11,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from ..errors import PlanError
 from ..transport.address import Address
 from ..transport.token import Token
-from .launcher import (
-    Command,
-    check_wishes,
-    reachable,
-    start_command,
-    start_ended_again,
-    stop_commands,
-)
+from .launcher import Command, check_wishes, reachable, start_command
 
 # If the coordinator is gone and srun goes on, the worker ends by itself after this time.
 _REJOIN_SECONDS = 60
@@ -84,12 +76,8 @@ class SlurmWorkers:
                 "least one kind of node, such as '--gres=gpu:1 -n4'."
             )
         self.least = self.least or sum(tasks_of(component) for component in self.components)
-        if self.join is not None:
-            Address.parse(self.join)
-        check_wishes(self)
-        # srun, once it has been started.
-        self._commands: list[Command] = []
-        self._start: Callable[[], Command] | None = None
+        check_wishes(self, join=self.join)
+        self._srun: Command | None = None
 
     def start(self, join: Address, token: Token | None) -> None:
         """Start srun; it waits for its nodes.
@@ -99,8 +87,7 @@ class SlurmWorkers:
         """
         where = Address.parse(self.join) if self.join else reachable(join)
         # srun goes on when its input ends, also in the queue.
-        self._start = partial(start_command, "srun", self._words(where), ends_with_us=True)
-        self._commands.append(self._start())
+        self._srun = start_command("srun", self._words(where), ends_with_us=True)
 
     def start_again(self, name: str) -> str:
         """Start srun once more if it has ended, at most every few seconds. All workers that it
@@ -109,34 +96,32 @@ class SlurmWorkers:
         Returns:
             A sentence on that; empty if srun still runs, or the worker is none of its tasks.
         """
-        if not self._commands or self._start is None or not name.startswith(_NAME):
+        if self._srun is None or not name.startswith(_NAME):
             return ""
-        self._commands[0], said = start_ended_again(self._commands[0], self._start, name)
+        self._srun, said = self._srun.started_again(name)
         return said
 
     def stop(self) -> None:
         """End srun, and with it the workers. May be called twice."""
-        commands, self._commands, self._start = self._commands, [], None
-        for command in commands:
-            command.process.terminate()  # srun passes it on to each task
-        stop_commands(commands)
+        srun, self._srun = self._srun, None
+        if srun is not None:
+            srun.process.terminate()  # srun passes it on to each task
+            srun.stop()
 
     def faults(self, is_late: bool) -> list[str]:
         """A sentence on srun if it has ended, or if the wait is over."""
-        found = []
-        for command in self._commands:
-            said = command.printed_words
-            if command.status is not None:
-                found.append(
-                    f"srun ended with status {command.status}.{said} Start that command by hand to "
-                    f"see more: {shlex.join(command.words)}"
-                )
-            elif is_late:
-                found.append(
-                    f"srun still runs; `squeue` shows the reason for its wait.{said} Raise "
-                    "`wait_seconds` if the queue is long."
-                )
-        return found
+        srun = self._srun
+        if srun is not None and srun.status is not None:
+            return [
+                f"srun ended with status {srun.status}.{srun.printed_words} Start that command by "
+                f"hand to see more: {shlex.join(srun.words)}"
+            ]
+        if srun is None or not is_late:
+            return []
+        return [
+            f"srun still runs; `squeue` shows the reason for its wait.{srun.printed_words} Raise "
+            "`wait_seconds` if the queue is long."
+        ]
 
     def _words(self, join: Address) -> list[str]:
         """The command line, with a colon between two components."""

@@ -14,21 +14,13 @@ import re
 import shlex
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from ..errors import PlanError, WorkerError
 from ..transport.address import Address
 from ..transport.token import Token
-from .launcher import (
-    Command,
-    check_wishes,
-    reachable,
-    start_command,
-    start_ended_again,
-    stop_commands,
-)
+from .launcher import Command, check_wishes, reachable, start_command
 
 # ssh must not wait for an answer: the user does not see its questions.
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
@@ -88,12 +80,9 @@ class SshWorkers:
                     "me@gpu1."
                 )
         self.least = self.least or len(self.hosts)
-        if self.join is not None:
-            Address.parse(self.join)
-        check_wishes(self, len(self.hosts))
-        # By the workers' names; and what starts the worker of a machine and a name.
+        check_wishes(self, len(self.hosts), self.join)
+        # By the workers' names.
         self._commands: dict[str, Command] = {}
-        self._start: Callable[[str, str], Command] | None = None
 
     def start(self, join: Address, token: Token | None) -> None:
         """Start ssh for each machine.
@@ -101,9 +90,16 @@ class SshWorkers:
         Raises:
             WorkerError: If there is no ssh here.
         """
-        self._start = partial(self._started, join, token)
+        line = "" if token is None else token.to_text()
         for host, name in zip(self.hosts, names_of(self.hosts), strict=True):
-            self._commands[name] = self._start(host, name)
+            where = (
+                Address.parse(self.join)
+                if self.join
+                else reachable(join, self._name_on_network(host))
+            )
+            words = [*self.ssh, *_OPTIONS, host, self._remote_command(where, name)]
+            about = f"to join {where}"
+            self._commands[name] = start_command(f"ssh {host}", words, line, about=about)
 
     def start_again(self, name: str) -> str:
         """Start ssh once more for a worker after its ssh has ended, at most every few seconds.
@@ -111,18 +107,18 @@ class SshWorkers:
         Returns:
             A sentence on the start; empty if ssh still runs, or belongs to another launcher.
         """
-        command = self._commands.get(name)
-        if command is None or self._start is None:
+        if name not in self._commands:
             return ""
-        host = dict(zip(names_of(self.hosts), self.hosts, strict=True))[name]
-        start = partial(self._start, host, name)
-        self._commands[name], said = start_ended_again(command, start, name)
+        self._commands[name], said = self._commands[name].started_again(name)
         return said
 
     def stop(self) -> None:
         """End ssh, and with it the workers. May be called twice."""
-        commands, self._commands, self._start = self._commands, {}, None
-        stop_commands([*commands.values()])
+        commands, self._commands = self._commands, {}
+        for command in commands.values():
+            command.end_input()
+        for command in commands.values():
+            command.stop()
 
     def faults(self, is_late: bool) -> list[str]:
         """A sentence for each ended ssh, if fewer than ``least`` still run. If it is late, also a
@@ -135,27 +131,11 @@ class SshWorkers:
         running = [command for command in commands if is_late and command.status is None]
         return [*map(self._why, ended), *map(_why_not_yet, running)]
 
-    def _started(self, join: Address, token: Token | None, host: str, name: str) -> Command:
-        """Start ssh for a machine.
-
-        Raises:
-            WorkerError: If there is no ssh here.
-        """
-        where = Address.parse(self.join) if self.join else self._seen_from(host, join)
-        words = [*self.ssh, *_OPTIONS, host, self._remote_command(where, name)]
-        started = start_command(f"ssh {host}", words, about=f"to join {where}")
-        started.say("" if token is None else token.to_text())
-        return started
-
     def _remote_command(self, join: Address, name: str) -> str:
         """The command for the machine's shell."""
         words = ["worker", "--join", str(join), "--name", name, "--stop-with-stdin"]
         words += ["--rejoin-seconds", str(_REJOIN_SECONDS), "--log-level", "WARNING"]
         return f"{self.command} {shlex.join([*words, *self.options])}"
-
-    def _seen_from(self, host: str, join: Address) -> Address:
-        """Where a machine reaches this process."""
-        return reachable(join, self._name_on_network(host))
 
     def _name_on_network(self, host: str) -> str:
         """The network name of a machine in ssh's config, which may have names of its own."""

@@ -182,7 +182,9 @@ class PassingLayers:
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a layer's ``forward``."""
-        hidden, args, kwargs, place = take_hidden(number, args, kwargs, self._is_passed_on)
+        hidden, args, kwargs, place = take_hidden(
+            number, args, kwargs, lambda value: value is self._passed_on
+        )
         args, kwargs = without_cache(self.layers[number].module, args, kwargs)
         # A layer's input does not depend on the wanted gradients.
         args, kwargs = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
@@ -211,10 +213,6 @@ class PassingLayers:
             return torch.zeros_like(form.tensors[position], device=hidden.device)
 
         return form.fill(make)
-
-    def _is_passed_on(self, value: Any) -> bool:
-        """Whether a value is the output of the last called layer."""
-        return value is self._passed_on
 
     def _result(self, number: int, call: LayerCall, hidden: Tensor) -> ResultForm:
         if number not in self._results:

@@ -71,9 +71,16 @@ def measure_ends(sighting: ModelSighting, budget_seconds: float, tick: Tick) -> 
     """
     sizes = sorted(sighting.subject.examples)
     patience = patience_for(budget_seconds, len(sizes))
-    if sighting.cutting.at_boundary:
-        return _measure_whole(sighting, sizes, patience, tick)
     result = DeviceResult()
+    if sighting.cutting.at_boundary:
+        # One run for the whole batch; each micro-batch gets its share of the time.
+        whole = sighting.batch_size
+        found = _measure_batch(sighting, whole, patience, tick)
+        if isinstance(found, m.NotMeasured):
+            raise _ends_failed(found, whole)
+        for size in sizes:
+            result.timings += _timings(sighting, size, found, size / whole)
+        return result
     clock = sighting.bench.clock
     end_seconds, last_seconds = clock() + budget_seconds, 0.0
     for size in sizes:
@@ -94,31 +101,6 @@ def measure_ends(sighting: ModelSighting, budget_seconds: float, tick: Tick) -> 
     return result
 
 
-def _measure_whole(
-    sighting: ModelSighting, sizes: Sequence[int], patience_seconds: float, tick: Tick
-) -> DeviceResult:
-    """Measure ends with one run per batch: each micro-batch gets its share of the time."""
-    whole = sighting.batch_size
-    found = _measure_batch(sighting, whole, patience_seconds, tick)
-    if isinstance(found, m.NotMeasured):
-        raise _ends_failed(found, whole)
-    result = DeviceResult()
-    for size in sizes:
-        ends = {part: _share_of(measured, size / whole) for part, measured in found.items()}
-        result.timings += _timings(sighting, size, ends)
-    return result
-
-
-def _share_of(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
-    return m.LayerMeasured(
-        whole.forward_seconds * share,
-        whole.backward_seconds * share,
-        round(whole.saved_bytes * share),
-        round(whole.peak_bytes * share),
-        whole.spread,
-    )
-
-
 def _measure_batch(
     sighting: ModelSighting, size: int, patience_seconds: float, tick: Tick
 ) -> dict[str, m.LayerMeasured] | m.NotMeasured:
@@ -129,10 +111,23 @@ def _measure_batch(
 
 
 def _timings(
-    sighting: ModelSighting, size: int, ends: Mapping[str, m.LayerMeasured]
+    sighting: ModelSighting, size: int, ends: Mapping[str, m.LayerMeasured], share: float = 1.0
 ) -> list[Timing]:
     dtype = sighting.subject.dtype
-    return [timing_of(LayerJob(dtype, size, part, False), taken) for part, taken in ends.items()]
+    return [
+        timing_of(LayerJob(dtype, size, part, False), _share_of(whole, share))
+        for part, whole in ends.items()
+    ]
+
+
+def _share_of(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
+    return m.LayerMeasured(
+        whole.forward_seconds * share,
+        whole.backward_seconds * share,
+        round(whole.saved_bytes * share),
+        round(whole.peak_bytes * share),
+        whole.spread,
+    )
 
 
 def _ends_failed(failed: m.NotMeasured, size: int) -> StageFailed:
@@ -196,16 +191,19 @@ def measure_links(
         )
         tick()
         if found is not None:
-            yield from _fitted(first, second, found)
+            yield from links_of(first, second, found)
             continue
         leg_seconds = patience_seconds / 2
-        first_leg = _fitted(COORDINATOR, first, _link_from_here(connections, first, leg_seconds))
-        second_leg = _fitted(COORDINATOR, second, _link_from_here(connections, second, leg_seconds))
+        first_leg = links_of(COORDINATOR, first, _link_from_here(connections, first, leg_seconds))
+        second_leg = links_of(
+            COORDINATOR, second, _link_from_here(connections, second, leg_seconds)
+        )
         yield in_series(first_leg[1], second_leg[0])
         yield in_series(second_leg[1], first_leg[0])
 
 
-def _fitted(first: str, second: str, found: m.LinkMeasured) -> tuple[Link, Link]:
+def links_of(first: str, second: str, found: m.LinkMeasured) -> tuple[Link, Link]:
+    """Both directions of a measured link."""
     there = fit_link(first, second, [(s.num_bytes, s.seconds) for s in found.there])
     return there, fit_link(second, first, [(s.num_bytes, s.seconds) for s in found.back])
 

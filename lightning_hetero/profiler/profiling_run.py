@@ -41,7 +41,7 @@ from ..model.layers import DecoderLayer
 from ..model.tensors import bring_here, weights_in_checkpoint
 from ..pipeline.microbatch import BatchOptions
 from ..plan import COORDINATOR
-from ..planner.profile import DeviceProfile, Link, Measured, Profile, fit_link, in_series
+from ..planner.profile import DeviceProfile, Link, Measured, Profile, in_series
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
@@ -62,6 +62,7 @@ from .measure import (
     Measuring,
     ProfilingOptions,
     describe_workers,
+    links_of,
     usable_memory,
 )
 from .measured_model import Cutting, ModelIdentity, Subject, fingerprint, sight
@@ -160,10 +161,8 @@ def links_with(
         send, probe = connections.requests.send_alone, m.Probe(back_bytes)
         send(worker, probe, *payload(there_bytes)).alone(m.ProbeAnswer)
 
-    measured = measure_link(exchange, _LINK_SECONDS)
-    name = worker.name
-    there = fit_link(COORDINATOR, name, [(s.num_bytes, s.seconds) for s in measured.there])
-    back = fit_link(name, COORDINATOR, [(s.num_bytes, s.seconds) for s in measured.back])
+    name, measured = worker.name, measure_link(exchange, _LINK_SECONDS)
+    there, back = links_of(COORDINATOR, name, measured)
     found = {(link.source, link.target): link for link in known}
     new = {(COORDINATOR, name): there, (name, COORDINATOR): back}
     for other in others:

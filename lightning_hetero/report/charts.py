@@ -9,17 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..units import in_percent
-from .svg import (
-    HUES,
-    Point,
-    element,
-    elided,
-    hue,
-    picture,
-    rectangle,
-    text,
-    width_of,
-)
+from . import svg
+from .svg import Point
 
 Curve = Sequence[tuple[float, float]]
 """Pairs of a step and its value, ordered by step."""
@@ -75,8 +66,10 @@ def line_chart(
     reach = min(steps), max(steps)
     frame = _Frame(reach, (ticks[0], ticks[-1]), _LEFT, room, _TOP, height - _TOP - _FOOT)
     lines = [_line(frame, curve, number) for number, curve in enumerate(finite.values())]
-    kinds = legend({name: hue(number) for number, name in enumerate(finite)})
-    return picture(WIDTH, height, label, kinds, *_grid(frame, ticks), *_step_axis(frame), *lines)
+    kinds = legend({name: svg.hue(number) for number, name in enumerate(finite)})
+    return svg.picture(
+        WIDTH, height, label, kinds, *_grid(frame, ticks), *_step_axis(frame), *lines
+    )
 
 
 def shares_chart(
@@ -98,13 +91,13 @@ def shares_chart(
     for index, (name, curves) in enumerate(rows.items()):
         y = _TOP + index * _BAND
         frame = _Frame(reach, (0, 1), _LABEL, room, y, _BAND - 12)
-        parts.append(text(0, y + 20, elided(name, _LABEL - 12, 12), "normal ink"))
+        parts.append(svg.text(0, y + 20, svg.elided(name, _LABEL - 12, 12), "normal ink"))
         parts += _bands(frame, curves, colours)
         share = typical(curves.get(next(iter(colours)), ()))
         said = "" if share is None else in_percent(share)
-        parts.append(text(WIDTH - _RIGHT, y + 20, said, "normal soft", "end"))
+        parts.append(svg.text(WIDTH - _RIGHT, y + 20, said, "normal soft", "end"))
     height = _TOP + len(rows) * _BAND + _FOOT - 12
-    return picture(WIDTH, height, label, legend(colours), *parts, *_step_axis(frame))
+    return svg.picture(WIDTH, height, label, legend(colours), *parts, *_step_axis(frame))
 
 
 def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
@@ -145,12 +138,12 @@ def legend(colours: Mapping[str, str]) -> str:
     """The kinds of a picture, each after its colour."""
     parts, x = [], 0.0
     for name, colour in colours.items():
-        said = elided(name, 220, 12)
-        if x + 18 + width_of(said, 12) > WIDTH:
+        said = svg.elided(name, 220, 12)
+        if x + 18 + svg.width_of(said, 12) > WIDTH:
             break
-        parts.append(rectangle(x, 5, 12, 12, colour, radius=3))
-        parts.append(text(x + 18, 15.5, said, "normal soft"))
-        x += 18 + width_of(said, 12) + 20
+        parts.append(svg.rectangle(x, 5, 12, 12, colour, radius=3))
+        parts.append(svg.text(x + 18, 15.5, said, "normal soft"))
+        x += 18 + svg.width_of(said, 12) + 20
     return "".join(parts)
 
 
@@ -161,30 +154,30 @@ def _grid(frame: _Frame, ticks: Sequence[float]) -> Iterator[str]:
     for tick in ticks:
         _, y = frame.place(frame.x[0], tick)
         path = f"M{frame.left:g} {y:.1f}H{frame.left + frame.width:g}"
-        yield element("path", d=path, class_="grid")
+        yield svg.element("path", d=path, class_="grid")
         said = f"{tick:,.{digits}f}"
-        yield text(frame.left - 8, y + 4, elided(said, _LEFT - 8, 11), "small soft", "end")
+        yield svg.text(frame.left - 8, y + 4, svg.elided(said, _LEFT - 8, 11), "small soft", "end")
 
 
 def _step_axis(frame: _Frame) -> Iterator[str]:
     first, last = frame.x
     y = frame.top + frame.height + 18
-    yield text(frame.left, y, f"step {first:,.0f}", "small soft")
-    yield text(frame.left + frame.width / 2, y, "optimizer steps", "small soft", "middle")
-    yield text(frame.left + frame.width, y, f"step {last:,.0f}", "small soft", "end")
+    yield svg.text(frame.left, y, f"step {first:,.0f}", "small soft")
+    yield svg.text(frame.left + frame.width / 2, y, "optimizer steps", "small soft", "middle")
+    yield svg.text(frame.left + frame.width, y, f"step {last:,.0f}", "small soft", "end")
 
 
 def _line(frame: _Frame, curve: Curve, number: int) -> str:
     if len(curve) == 1:
         x, y = frame.place(*curve[0])
-        return element("circle", cx=x, cy=y, r=3.0, class_=hue(number))
+        return svg.element("circle", cx=x, cy=y, r=3.0, class_=svg.hue(number))
     path = frame.path(thinned(curve))
-    return element("polyline", points=path, class_=f"trace stroke-{number % len(HUES)}")
+    return svg.element("polyline", points=path, class_=f"trace stroke-{number % len(svg.HUES)}")
 
 
 def _bands(frame: _Frame, curves: Mapping[str, Curve], colours: Mapping[str, str]) -> Iterator[str]:
     """Stacked areas; a kind without a value at a step has height zero there."""
-    yield rectangle(frame.left, frame.top, frame.width, frame.height, "track", radius=3)
+    yield svg.rectangle(frame.left, frame.top, frame.width, frame.height, "track", radius=3)
     steps = sorted({step for curve in curves.values() for step, _ in _finite(curve)})
     if not steps:
         return
@@ -198,7 +191,7 @@ def _bands(frame: _Frame, curves: Mapping[str, Curve], colours: Mapping[str, str
             (place, min(1.0, base + max(0.0, values.get(step, 0.0))))
             for (place, base), step in zip(below, steps, strict=True)
         ]
-        yield element("polygon", points=frame.path([*above, *reversed(below)]), class_=colour)
+        yield svg.element("polygon", points=frame.path([*above, *reversed(below)]), class_=colour)
         below = above
 
 

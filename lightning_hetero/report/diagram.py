@@ -25,6 +25,7 @@ from pathlib import PurePath
 from ..errors import PictureError
 from ..pipeline.placement import COORDINATOR_STAGE
 from ..telemetry.layer_ranges import Range, layers_as_text, stages_as_text
+from . import svg
 from .diagram_parts import (
     CARD_WIDTH,
     LABEL_HEIGHT,
@@ -42,21 +43,7 @@ from .diagram_parts import (
     legend_rows,
     size_of,
 )
-from .svg import (
-    HUES,
-    Point,
-    arrow,
-    element,
-    elided,
-    hue,
-    moved,
-    picture_file,
-    png,
-    rectangle,
-    text,
-    titled,
-    width_of,
-)
+from .svg import Point
 from .topology import (
     EMBEDDING,
     DrawnHop,
@@ -95,7 +82,7 @@ class _Lanes:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._grid = CardGrid.around(topology.places, CARD_WIDTH)
+        self._grid = CardGrid.around(topology.places)
         self._stops = self._lines_of_stops()
         # The links in the gap after each column, from left to right, so that few lines cross:
         # downward links with the longest first, upward links with the shortest first.
@@ -109,7 +96,7 @@ class _Lanes:
     def svg(self) -> str:
         topology = self._topology
         height = self._bottom + 30 + LEGEND_ROW * len(self._legend_rows) + MARGIN - 12
-        return picture_file(
+        return svg.picture_file(
             MARGIN + self._inner + MARGIN,
             height,
             f"Topology: {topology.title or size_of(topology)}",
@@ -173,7 +160,7 @@ class _Lanes:
         found = []
         for number, stops in enumerate(self._stops):
             own = max(
-                max(width_of(first, 12, is_bold=True), width_of(second, 11))
+                max(svg.width_of(first, 12, is_bold=True), svg.width_of(second, 11))
                 for first, second in stops.values()
             )
             before = self._gaps[number - 1] if number else []
@@ -213,23 +200,23 @@ class _Lanes:
     def _lane(self, index: int) -> str:
         place, y = self._topology.places[index], self._y(index)
         num_layers, machine = self._topology.num_layers, self._machine(index)
-        lane = rectangle(MARGIN, y, self._inner, self._grid.height, "lane", radius=12)
-        return lane + moved(MARGIN, y, card(place, num_layers, machine, self._grid))
+        lane = svg.rectangle(MARGIN, y, self._inner, self._grid.height, "lane", radius=12)
+        return lane + svg.moved(MARGIN, y, card(place, num_layers, machine, self._grid))
 
     def _stop(self, number: int, index: int) -> str:
         first, second = self._stops[number][index]
         x, width = self._columns[number], self._widths[number]
         y, room, middle = self._middle(index) - _STOP_HEIGHT / 2, width - 12, x + width / 2
         parts = [
-            rectangle(x, y, width, _STOP_HEIGHT, "pill", radius=9),
-            rectangle(x + 10, y, width - 20, 3, hue(self._machine(index))),
+            svg.rectangle(x, y, width, _STOP_HEIGHT, "pill", radius=9),
+            svg.rectangle(x + 10, y, width - 20, 3, svg.hue(self._machine(index))),
         ]
         if second:
-            shown = elided(second, room, 11)
-            parts.append(text(middle, y + 39, shown, "small soft", "middle"))
-        shown = elided(first, room, 12, is_bold=True)
-        parts.append(text(middle, y + (22 if second else 30), shown, "normal ink", "middle"))
-        return titled(", ".join(each for each in (first, second) if each), *parts)
+            shown = svg.elided(second, room, 11)
+            parts.append(svg.text(middle, y + 39, shown, "small soft", "middle"))
+        shown = svg.elided(first, room, 12, is_bold=True)
+        parts.append(svg.text(middle, y + (22 if second else 30), shown, "normal ink", "middle"))
+        return svg.titled(", ".join(each for each in (first, second) if each), *parts)
 
     def _machine(self, index: int) -> int:
         return self._topology.machines.index(self._topology.places[index].machine)
@@ -239,7 +226,7 @@ class _Lanes:
     def _wire(self, hop: DrawnHop) -> str:
         start, end = self._ends(hop)
         if hop.is_inside:
-            return arrow([start, end], "activation")
+            return svg.arrow([start, end], "activation")
         x = start[0] + self._bends[hop.stage][self._gaps[hop.stage].index(hop)]
         wire = both_ways([start, (x, start[1]), (x, end[1]), end], hop.link)
         if not self._labels_room(hop):
@@ -263,10 +250,10 @@ class _Lanes:
         for upper, lower in pairwise(self._stops[number]):
             top, bottom = self._middle(upper) + _STOP_HEIGHT / 2, self._middle(lower)
             path = f"M{x:g} {top:g} L{x:g} {bottom - _STOP_HEIGHT / 2:g}"
-            lines.append(element("path", d=path, class_="line exchange-line"))
+            lines.append(svg.element("path", d=path, class_="line exchange-line"))
         if not lines:
             return ""
-        return titled(f"replicas exchange gradients of stage {number}", *lines, class_="link")
+        return svg.titled(f"replicas exchange gradients of stage {number}", *lines, class_="link")
 
 
 def _of_stage(held: Range, also: str) -> tuple[str, str]:
@@ -297,7 +284,7 @@ def _lines(topology: Topology) -> Iterator[str]:
     for hop in topology.exchanges:
         yield f"  {ids[hop.source]} {_mermaid_exchange(hop)} {ids[hop.target]}"
     for own, place in zip(ids, topology.places, strict=True):
-        hue = HUES[topology.machines.index(place.machine) % len(HUES)]
+        hue = svg.HUES[topology.machines.index(place.machine) % len(svg.HUES)]
         yield f"  style {own} stroke:{hue},stroke-width:2px"
 
 
@@ -356,7 +343,7 @@ def _said(text: str) -> str:
 
 FORMATS: dict[str, Callable[[Topology], bytes]] = {
     ".svg": lambda topology: diagram(topology).encode(),
-    ".png": lambda topology: png(diagram(topology)),
+    ".png": lambda topology: svg.png(diagram(topology)),
     ".mmd": lambda topology: mermaid(topology).encode(),
 }
 

@@ -6,22 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..telemetry.layer_ranges import layers_as_text, stages_as_text
-from .svg import (
-    Point,
-    arrow,
-    beside,
-    element,
-    elided,
-    escaped,
-    hue,
-    in_rows,
-    moved,
-    rectangle,
-    text,
-    titled,
-    width_of,
-    wrapped,
-)
+from . import svg
+from .svg import Point
 from .topology import (
     EMBEDDING,
     MEMORY_PARTS,
@@ -39,6 +25,7 @@ from .topology import (
 
 CARD_WIDTH = 252.0
 PADDING = 16
+INNER_WIDTH = CARD_WIDTH - 2 * PADDING
 HEADER_HEIGHT = 40
 DEVICE_LINE_HEIGHT = 16
 LAYERS_HEIGHT = 46
@@ -70,26 +57,22 @@ class CardGrid:
     """The common layout of all cards of a picture, with level rows.
 
     Args:
-        width: The width of a card.
         device_lines: The number of lines of the longest device name.
         has_memory: Whether any card has a memory bar.
         mark_rows: The largest number of rows of marks.
     """
 
-    width: float
     device_lines: int
     has_memory: bool
     mark_rows: int
 
     @classmethod
-    def around(cls, places: Sequence[DrawnPlace], width: float) -> CardGrid:
+    def around(cls, places: Sequence[DrawnPlace]) -> CardGrid:
         """The layout with room for all these places."""
-        inner = width - 2 * PADDING
         return cls(
-            width,
-            max((len(device_lines(place.device, inner)) for place in places), default=0),
+            max(len(device_lines(place.device, INNER_WIDTH)) for place in places),
             any(place.memory for place in places),
-            max((len(mark_rows(_other_marks(place), inner)) for place in places), default=0),
+            max(len(_mark_rows(place)) for place in places),
         )
 
     @property
@@ -107,38 +90,38 @@ class CardGrid:
 
 def card(place: DrawnPlace, num_layers: int, machine: int, grid: CardGrid) -> str:
     """The card of a worker, with its upper left corner at the origin."""
-    inner = grid.width - 2 * PADDING
     parts = [
-        rectangle(0, 0, grid.width, grid.height, "card edge", radius=12),
-        moved(PADDING, PADDING, header(place, machine, inner)),
+        svg.rectangle(0, 0, CARD_WIDTH, grid.height, "card edge", radius=12),
+        svg.moved(PADDING, PADDING, header(place, machine, INNER_WIDTH)),
     ]
     y = PADDING + HEADER_HEIGHT
-    for line, content in enumerate(device_lines(place.device, inner)):
-        parts.append(text(PADDING, y + line * DEVICE_LINE_HEIGHT, content, "normal soft"))
+    for line, content in enumerate(device_lines(place.device, INNER_WIDTH)):
+        parts.append(svg.text(PADDING, y + line * DEVICE_LINE_HEIGHT, content, "normal soft"))
     y += grid.device_lines * DEVICE_LINE_HEIGHT
-    parts.append(moved(PADDING, y, layers_row(place, num_layers, machine, inner)))
+    parts.append(svg.moved(PADDING, y, layers_row(place, num_layers, machine, INNER_WIDTH)))
     y += LAYERS_HEIGHT
     if place.memory is not None:
-        parts.append(moved(PADDING, y, memory_row(place.memory, inner)))
+        parts.append(svg.moved(PADDING, y, memory_row(place.memory, INNER_WIDTH)))
     y += grid.has_memory * MEMORY_HEIGHT
-    for row, marks in enumerate(mark_rows(_other_marks(place), inner)):
-        parts.append(moved(PADDING, y + row * MARKS_HEIGHT, marks_row(marks)))
+    for row, marks in enumerate(_mark_rows(place)):
+        parts.append(svg.moved(PADDING, y + row * MARKS_HEIGHT, marks_row(marks)))
     said = [place.name, place.device, stages_as_text(place.ranges), *place.marks]
-    return titled(", ".join(part for part in said if part), *parts, class_="place")
+    return svg.titled(", ".join(part for part in said if part), *parts, class_="place")
 
 
-def _other_marks(place: DrawnPlace) -> list[str]:
-    """The marks in the card. The embedding's mark is at the stage of the token ids instead."""
-    return [mark for mark in place.marks if mark != EMBEDDING]
+def _mark_rows(place: DrawnPlace) -> list[list[str]]:
+    """The marks in the card, in rows. The embedding's mark is at the stage of the token ids."""
+    marks = [mark for mark in place.marks if mark != EMBEDDING]
+    return svg.in_rows(marks, _pill_width, _PILL_GAP, INNER_WIDTH)
 
 
 def device_lines(device: str, width: float) -> list[str]:
     """The name of a device in two lines of at most this width; words without room are left out."""
 
     def fits(name: str) -> bool:
-        return not any("…" in line for line in wrapped(name.rstrip(" …"), width, 12, 2))
+        return not any("…" in line for line in svg.wrapped(name.rstrip(" …"), width, 12, 2))
 
-    return wrapped(short_device(device, fits), width, 12, 2)
+    return svg.wrapped(short_device(device, fits), width, 12, 2)
 
 
 def header(place: DrawnPlace, machine: int, width: float) -> str:
@@ -146,28 +129,30 @@ def header(place: DrawnPlace, machine: int, width: float) -> str:
     host, port = split_address(place.name)
     aside = f"{port} {place.machine_name}" if port and is_loopback(host) else port or place.host
     room = width - 34
-    aside_width = width_of(aside, 12) + 6 if aside else 0
-    if aside and not port and width_of(host, 14, is_bold=True) + aside_width > room:
+    aside_width = svg.width_of(aside, 12) + 6 if aside else 0
+    if aside and not port and svg.width_of(host, 14, is_bold=True) + aside_width > room:
         aside, aside_width = "", 0
-    name = elided(host, room - aside_width, 14, is_bold=True)
-    parts = [element("tspan", escaped(name), class_="name ink")]
+    name = svg.elided(host, room - aside_width, 14, is_bold=True)
+    parts = [svg.element("tspan", svg.escaped(name), class_="name ink")]
     if aside:
         # A space character, not only a gap, so that screen readers separate the two words.
         said = aside if port else f" {aside}"
-        parts.append(element("tspan", escaped(said), class_="normal soft", dx=1))
-    circle = element("circle", cx=12, cy=12, r=12, class_=hue(machine))
-    chip = text(12, 16.5, str(place.number), "chip", "middle")
-    return circle + chip + element("text", *parts, x=34, y=17)
+        parts.append(svg.element("tspan", svg.escaped(said), class_="normal soft", dx=1))
+    circle = svg.element("circle", cx=12, cy=12, r=12, class_=svg.hue(machine))
+    chip = svg.text(12, 16.5, str(place.number), "chip", "middle")
+    return circle + chip + svg.element("text", *parts, x=34, y=17)
 
 
 def layers_row(place: DrawnPlace, num_layers: int, machine: int, width: float) -> str:
     """The layers of a place, and their position in the model."""
     count = f"{place.num_layers} of {num_layers}"
     layers = [each.layers for each in place.ranges]
-    room = width - width_of(count, 11) - 8
-    words = text(0, 12, elided(layers_as_text(*layers), room, 13, is_bold=True), "strong ink")
-    words += text(width, 12, count, "small soft", "end")
-    return words + moved(0, 20, layer_map(layers, num_layers, machine, width))
+    room = width - svg.width_of(count, 11) - 8
+    words = svg.text(
+        0, 12, svg.elided(layers_as_text(*layers), room, 13, is_bold=True), "strong ink"
+    )
+    words += svg.text(width, 12, count, "small soft", "end")
+    return words + svg.moved(0, 20, layer_map(layers, num_layers, machine, width))
 
 
 def layer_map(
@@ -178,40 +163,40 @@ def layer_map(
     cell = (width + _CELL_GAP) / max(num_layers, 1)
     if cell >= _LEAST_CELL:
         held = {number for layers in ranges for number in range(*layers)}
-        colours = [hue(machine) if n in held else "track" for n in range(num_layers)]
+        colours = [svg.hue(machine) if n in held else "track" for n in range(num_layers)]
         return "".join(
-            rectangle(index * cell, 0, cell - _CELL_GAP, 10, colour, radius=2)
+            svg.rectangle(index * cell, 0, cell - _CELL_GAP, 10, colour, radius=2)
             for index, colour in enumerate(colours)
         )
-    parts = [rectangle(0, 0, width, 10, "track", radius=3)]
+    parts = [svg.rectangle(0, 0, width, 10, "track", radius=3)]
     cell = width / num_layers
     for first, end in ranges:
         length = max((end - first) * cell, 3)
         start = min(first * cell, width - length)
-        parts.append(rectangle(start, 0, length, 10, hue(machine), radius=2))
+        parts.append(svg.rectangle(start, 0, length, 10, svg.hue(machine), radius=2))
     return "".join(parts)
 
 
 def memory_row(memory: Memory, width: float) -> str:
     """The memory of a place as text and as a bar."""
     parts = [
-        text(0, 8, memory.name, "small soft"),
-        text(width, 8, memory_as_text(memory), "small soft", "end"),
+        svg.text(0, 8, memory.name, "small soft"),
+        svg.text(width, 8, memory_as_text(memory), "small soft", "end"),
     ]
     if memory.total_bytes and memory.used_bytes:
-        parts.append(moved(0, 15, _memory_bar(memory, width)))
+        parts.append(svg.moved(0, 15, _memory_bar(memory, width)))
     return "".join(parts)
 
 
 def _memory_bar(memory: Memory, width: float) -> str:
     """The bar of the memory's parts, in the legend's colours; it ends at the device's memory."""
-    parts = [rectangle(0, 0, width, _BAR_HEIGHT, "track", radius=3)]
+    parts = [svg.rectangle(0, 0, width, _BAR_HEIGHT, "track", radius=3)]
     start = 0.0
     for name in MEMORY_PARTS:
         share = memory.used_bytes.get(name, 0.0) / memory.total_bytes
         length = min(share * width, width - start)
         if length > 0:
-            parts.append(rectangle(start, 0, length, _BAR_HEIGHT, memory_class(name)))
+            parts.append(svg.rectangle(start, 0, length, _BAR_HEIGHT, memory_class(name)))
             start += length
     return "".join(parts)
 
@@ -221,24 +206,19 @@ def memory_class(name: str) -> str:
     return f"of-{name.replace(' ', '-')}"
 
 
-def mark_rows(marks: Sequence[str], width: float) -> list[list[str]]:
-    """The marks in rows of at most this width."""
-    return in_rows(marks, _pill_width, _PILL_GAP, width)
-
-
 def marks_row(marks: Sequence[str]) -> str:
     """A row of marks, each in a rounded box."""
     parts, x = [], 0.0
     for mark in marks:
         width = _pill_width(mark)
-        parts.append(rectangle(x, 0, width, MARK_HEIGHT, "pill", radius=MARK_HEIGHT / 2))
-        parts.append(text(x + width / 2, 14, mark, "small ink", "middle"))
+        parts.append(svg.rectangle(x, 0, width, MARK_HEIGHT, "pill", radius=MARK_HEIGHT / 2))
+        parts.append(svg.text(x + width / 2, 14, mark, "small ink", "middle"))
         x += width + _PILL_GAP
     return "".join(parts)
 
 
 def _pill_width(mark: str) -> float:
-    return width_of(mark, 11) + 18
+    return svg.width_of(mark, 11) + 18
 
 
 @dataclass(frozen=True)
@@ -253,12 +233,12 @@ def both_ways(points: Sequence[Point], link: DrawnLink) -> str:
     """The two lines of a link: activations along the points, gradients back. A one-way link carries
     only token ids."""
     if link.is_one_way:
-        lines = arrow(points, "token")
+        lines = svg.arrow(points, "token")
     else:
-        lines = arrow(beside(points, APART), "activation")
-        lines += arrow(list(reversed(beside(points, -APART))), "gradient")
+        lines = svg.arrow(svg.beside(points, APART), "activation")
+        lines += svg.arrow(list(reversed(svg.beside(points, -APART))), "gradient")
     said = [label.content for side in labels(link) for label in side]
-    return titled(", ".join(said), lines, class_="link") if said else lines
+    return svg.titled(", ".join(said), lines, class_="link") if said else lines
 
 
 def labels(link: DrawnLink) -> tuple[list[Label], list[Label]]:
@@ -288,7 +268,7 @@ def label_beside(x: float, y: float, link: DrawnLink) -> str:
 def labels_width(link: DrawnLink) -> float:
     """The width of the labels beside a vertical link."""
     lines = [" · ".join(one.content for one in line) for line in _lines(link)]
-    return max((width_of(line, 11) for line in lines), default=0.0)
+    return max((svg.width_of(line, 11) for line in lines), default=0.0)
 
 
 def _lines(link: DrawnLink) -> list[list[Label]]:
@@ -297,10 +277,12 @@ def _lines(link: DrawnLink) -> list[list[Label]]:
 
 def _in_a_line(x: float, y: float, parts: Sequence[Label]) -> str:
     spans = [
-        element("tspan", escaped(f"{' · ' * (number > 0)}{part.content}"), class_=part.class_)
+        svg.element(
+            "tspan", svg.escaped(f"{' · ' * (number > 0)}{part.content}"), class_=part.class_
+        )
         for number, part in enumerate(parts)
     ]
-    return element("text", *spans, x=x, y=y)
+    return svg.element("text", *spans, x=x, y=y)
 
 
 def _are_alike(one: DrawnSpeed, other: DrawnSpeed) -> bool:
@@ -319,7 +301,7 @@ def fact_lines(topology: Topology, width: float) -> list[str]:
     facts = [*([size_of(topology)] if topology.title else []), *topology.facts]
     # Non-breaking spaces make lines end between facts where possible.
     whole = (fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts)
-    lines = wrapped(" · ".join(whole), width, 12, most_lines=4)
+    lines = svg.wrapped(" · ".join(whole), width, 12, most_lines=4)
     return [line.removesuffix(" ·") for line in lines]
 
 
@@ -330,10 +312,10 @@ def heading_height(topology: Topology, width: float) -> float:
 
 def heading(topology: Topology, left: float, width: float) -> str:
     """The title, and the facts about the whole run."""
-    title = elided(topology.title or size_of(topology), width, 20, is_bold=True)
-    lines = [text(left, MARGIN + 16, title, "title ink")]
+    title = svg.elided(topology.title or size_of(topology), width, 20, is_bold=True)
+    lines = [svg.text(left, MARGIN + 16, title, "title ink")]
     for number, line in enumerate(fact_lines(topology, width)):
-        lines.append(text(left, MARGIN + 40 + 17 * number, line, "normal soft"))
+        lines.append(svg.text(left, MARGIN + 40 + 17 * number, line, "normal soft"))
     return "".join(lines)
 
 
@@ -354,7 +336,7 @@ def legend_rows(topology: Topology, width: float) -> list[list[_Item]]:
     }
     words = {"training": "gradients and optimizer", "other": "working memory"}
     items += [(name, words.get(name, name)) for name in MEMORY_PARTS if name in used]
-    return in_rows(items, lambda item: 28 + width_of(item[1], 11), 22, width)
+    return svg.in_rows(items, lambda item: 28 + svg.width_of(item[1], 11), 22, width)
 
 
 def legend(rows: Sequence[Sequence[_Item]], left: float, top: float) -> str:
@@ -364,13 +346,13 @@ def legend(rows: Sequence[Sequence[_Item]], left: float, top: float) -> str:
     for row in rows:
         x = left
         for kind, words in row:
-            parts.append(moved(x, y, _swatch(kind), text(28, 11, words, "small soft")))
-            x += 28 + width_of(words, 11) + 22
+            parts.append(svg.moved(x, y, _swatch(kind), svg.text(28, 11, words, "small soft")))
+            x += 28 + svg.width_of(words, 11) + 22
         y += LEGEND_ROW
-    return element("g", *parts, class_="legend")
+    return svg.element("g", *parts, class_="legend")
 
 
 def _swatch(kind: str) -> str:
     if kind in MEMORY_PARTS:
-        return rectangle(6, 2, 14, 10, memory_class(kind), radius=2)
-    return element("path", d="M0 7 L22 7", class_=f"line {kind}-line")
+        return svg.rectangle(6, 2, 14, 10, memory_class(kind), radius=2)
+    return svg.element("path", d="M0 7 L22 7", class_=f"line {kind}-line")

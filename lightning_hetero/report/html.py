@@ -73,13 +73,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    found.filters["data_uri"] = _data_uri
+    # Scripts in an image do not run.
+    found.filters["base64"] = lambda svg: base64.b64encode(svg.encode()).decode()
     return found
-
-
-def _data_uri(svg: str) -> str:
-    """A picture as the address of an image: scripts in an image do not run."""
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
 def _summary(record: RunRecord) -> str:

@@ -8,7 +8,7 @@ import os
 from msgspec import json
 
 from ..errors import HeteroError, PictureError, PlanError
-from ..events import Deployed, Event, Noted, Progressed, write_beside_logs
+from ..events import Deployed, Event, Noted, Progressed, keep_beside_logs, write_beside_logs
 from ..plan import Plan
 from .diagram import picture_for
 from .run_record import FACTS, PICTURE_NAME, PLAN_NAME, facts_of
@@ -39,22 +39,18 @@ class RunFiles:
                 logger.warning("The topology of this run is not drawn: %s", error)
             return
         self._events.append(event)
-        try:
-            self._write(FACTS, json.encode(facts_of(self._events)))
-        except (OSError, ValueError) as error:
-            path = os.path.join(self._folder, FACTS)
-            logger.warning("%s is not written: %s", path, error)
+        keep_beside_logs(self._folder, FACTS, json.encode(facts_of(self._events)))
 
     def _draw(self, event: Deployed) -> None:
         """Write all pictures possible on this machine, and the plan."""
         topology = topology_of_run(event)
         for name in (f"{PICTURE_NAME}{suffix}" for suffix in (".svg", ".mmd", ".png")):
             try:
-                self._write(name, picture_for(name, topology))
+                write_beside_logs(self._folder, name, picture_for(name, topology))
             except PictureError as error:
                 logger.info("%s is skipped: %s", name, error)
         if not self._has(event.plan):
-            self._write(PLAN_NAME, event.plan.as_yaml().encode())
+            write_beside_logs(self._folder, PLAN_NAME, event.plan.as_yaml().encode())
 
     def _has(self, plan: Plan) -> bool:
         """Whether the file has the plan already; it may have a person's comments."""
@@ -62,6 +58,3 @@ class RunFiles:
             return Plan.from_yaml(os.path.join(self._folder, PLAN_NAME)) == plan
         except PlanError:
             return False
-
-    def _write(self, name: str, content: bytes) -> None:
-        write_beside_logs(self._folder, name, content)

@@ -184,21 +184,11 @@ def elided(text: str, width: float, size: float, is_bold: bool = False) -> str:
 
 def wrapped(text: str, width: float, size: float, most_lines: int = 2) -> list[str]:
     """The text in lines of at most ``width``; the last line is elided if the rest is too long."""
-    lines: list[str] = []
     words = [word for word in text.split(" ") if word]
-    while words and len(lines) < most_lines - 1:
-        count = _fitting(words, width, size)
-        lines.append(elided(" ".join(words[:count]), width, size))
-        words = words[count:]
-    return [*lines, elided(" ".join(words), width, size)] if words else lines
-
-
-def _fitting(words: list[str], width: float, size: float) -> int:
-    """How many words go into a line, one at least."""
-    count = 1
-    while count < len(words) and width_of(" ".join(words[: count + 1]), size) <= width:
-        count += 1
-    return count
+    rows = in_rows(words, lambda word: width_of(word, size), width_of(" ", size), width)
+    last = [word for row in rows[most_lines - 1 :] for word in row]
+    lines = [*rows[: most_lines - 1], last]
+    return [elided(" ".join(line), width, size) for line in lines if line]
 
 
 def _other_width(character: str) -> float:

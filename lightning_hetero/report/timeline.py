@@ -9,18 +9,8 @@ from ..protocol.fields import Span
 from ..telemetry.layer_ranges import stages_as_text
 from ..telemetry.recorded_step import Absence, Prediction, ProcessSpans, RecordedStep, name_of
 from ..units import in_duration, in_percent, time_unit
+from . import svg
 from .charts import legend, nice_ticks
-from .svg import (
-    element,
-    elided,
-    moved,
-    picture_file,
-    rectangle,
-    text,
-    titled,
-    width_of,
-    wrapped,
-)
 
 # In pixels.
 _STEP_WIDTH = 960.0
@@ -96,13 +86,13 @@ def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
     parts: list[str] = []
     top = _MARGIN
     for panel in panels:
-        parts.append(moved(0, top, *_drawn(panel, left, scale)))
+        parts.append(svg.moved(0, top, *_drawn(panel, left, scale)))
         top += panel.height
-    parts.append(moved(left, top, *_seconds_axis(longest, scale)))
+    parts.append(svg.moved(left, top, *_seconds_axis(longest, scale)))
     shown = _ACTIONS | (_ABSENCES if step.absences else {})
-    parts.append(moved(left, top + _AXIS + 4, legend(shown)))
+    parts.append(svg.moved(left, top + _AXIS + 4, legend(shown)))
     height = top + _AXIS + _LEGEND + _MARGIN
-    return picture_file(_STEP_WIDTH, height, f"Step {step.step}", _HATCH, *parts) + "\n"
+    return svg.picture_file(_STEP_WIDTH, height, f"Step {step.step}", _HATCH, *parts) + "\n"
 
 
 def _measured(step: RecordedStep) -> _Panel:
@@ -126,11 +116,11 @@ def _predicted(prediction: Prediction) -> _Panel:
 
 
 def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
-    yield text(_MARGIN, 16, panel.title, "name ink")
+    yield svg.text(_MARGIN, 16, panel.title, "name ink")
     for index, process in enumerate(panel.processes):
         y = _TITLE + index * panel.row_height
         yield _label(process, y)
-        yield rectangle(left, y, panel.row_seconds * scale, _BAR, "bubble")
+        yield svg.rectangle(left, y, panel.row_seconds * scale, _BAR, "bubble")
         for away in panel.absences:
             if away.number == process.number:
                 yield from _absence(away, panel.start_seconds, left, y, scale)
@@ -140,7 +130,9 @@ def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
             x = left + (span.start_seconds - panel.start_seconds) * scale
             yield from _action(span, has_stages, x, y, scale)
         share = process.computing_seconds / panel.step_seconds if panel.step_seconds > 0 else 0.0
-        yield text(_STEP_WIDTH - _MARGIN, y + 16, f"{in_percent(share)} busy", "normal ink", "end")
+        yield svg.text(
+            _STEP_WIDTH - _MARGIN, y + 16, f"{in_percent(share)} busy", "normal ink", "end"
+        )
 
 
 def _absence(
@@ -154,25 +146,25 @@ def _absence(
     for kind, (said, start, end) in parts.items():
         first = max(start, start_seconds)
         width = max(0.4, (end - first) * scale)
-        bar = rectangle(left + (first - start_seconds) * scale, y, width, _BAR, kind)
-        yield titled(f"{said}: {in_duration(end - start)}", bar)
+        bar = svg.rectangle(left + (first - start_seconds) * scale, y, width, _BAR, kind)
+        yield svg.titled(f"{said}: {in_duration(end - start)}", bar)
 
 
 def _label(process: ProcessSpans, y: float) -> str:
     """The name of a process, and below it its layers by stages."""
-    name = text(_MARGIN, y + 9, elided(process.name, _STEP_LABEL - 8, 12), "normal ink")
+    name = svg.text(_MARGIN, y + 9, svg.elided(process.name, _STEP_LABEL - 8, 12), "normal ink")
     layers = [
-        text(_MARGIN, y + 22 + number * _LINE, line, "small soft")
+        svg.text(_MARGIN, y + 22 + number * _LINE, line, "small soft")
         for number, line in enumerate(_layer_lines(process))
     ]
-    return titled(f"{process.name}: {stages_as_text(process.ranges)}", name, *layers)
+    return svg.titled(f"{process.name}: {stages_as_text(process.ranges)}", name, *layers)
 
 
 def _layer_lines(process: ProcessSpans) -> list[str]:
     """The layers by stages in lines; a line ends between two stages."""
     whole = stages_as_text(process.ranges).replace(" ", "\N{NO-BREAK SPACE}")
     parted = whole.replace(",\N{NO-BREAK SPACE}stage", ", stage")
-    return wrapped(parted, _STEP_LABEL - 8, 11, _MOST_LINES)
+    return svg.wrapped(parted, _STEP_LABEL - 8, 11, _MOST_LINES)
 
 
 def _action(span: Span, has_stages: bool, x: float, y: float, scale: float) -> Iterator[str]:
@@ -180,13 +172,13 @@ def _action(span: Span, has_stages: bool, x: float, y: float, scale: float) -> I
     name, seconds = name_of(span), span.end_seconds - span.start_seconds
     width = seconds * scale
     # A narrow gap separates neighbouring bars.
-    shown = rectangle(x, y, max(0.4, width - 0.6), _BAR, span.kind)
-    yield titled(f"{name}: {in_duration(seconds)}", shown)
+    shown = svg.rectangle(x, y, max(0.4, width - 0.6), _BAR, span.kind)
+    yield svg.titled(f"{name}: {in_duration(seconds)}", shown)
     if span.microbatch is None:
         return
     said = name if has_stages else str(span.microbatch)
-    if width >= width_of(said, 12) + _AROUND:
-        yield text(x + width / 2, y + 16, said, "inside", "middle")
+    if width >= svg.width_of(said, 12) + _AROUND:
+        yield svg.text(x + width / 2, y + 16, said, "inside", "middle")
 
 
 def _seconds_axis(longest: float, scale: float) -> Iterator[str]:
@@ -194,5 +186,5 @@ def _seconds_axis(longest: float, scale: float) -> Iterator[str]:
     for tick in nice_ticks(0.0, longest / size, 6):
         if tick * size <= longest:
             x = tick * size * scale
-            yield element("path", d=f"M{x:.1f} 0V6", class_="grid")
-            yield text(x, 20, f"{tick:,.6g} {unit}", "small soft", "middle")
+            yield svg.element("path", d=f"M{x:.1f} 0V6", class_="grid")
+            yield svg.text(x, 20, f"{tick:,.6g} {unit}", "small soft", "middle")

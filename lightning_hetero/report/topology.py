@@ -184,15 +184,11 @@ class Topology:
         return max((held.stage for place in self.places for held in place.ranges), default=0)
 
     @property
-    def has_replicas(self) -> bool:
-        """Whether several places hold the same stage."""
-        return any(held.share is not None for place in self.places for held in place.ranges)
-
-    @property
     def is_line(self) -> bool:
         """Whether each worker has one stage for itself, or all of them are without a stage."""
         has_one_each = all(len(place.ranges) == 1 for place in self.workers)
-        return not self.hops or (has_one_each and not self.has_replicas)
+        has_replicas = any(held.share is not None for each in self.places for held in each.ranges)
+        return not self.hops or (has_one_each and not has_replicas)
 
     def ranges_of_stage(self, number: int) -> dict[int, Range]:
         """The range of each place of a stage on workers, by the place's index."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from msgspec.structs import replace
+from numpy import interp
 
 from ..errors import ChannelError, PlanError
 from ..pipeline.placement import Placement
@@ -67,14 +67,8 @@ class ClockMap:
 
     def offset_at(self, moment_seconds: float) -> float:
         """How far the peer's clock is ahead of ours when it shows this moment."""
-        behind = bisect(self.knots, moment_seconds, key=lambda knot: knot.moment_seconds)
-        if behind == 0 or behind == len(self.knots):
-            return self.knots[max(0, behind - 1)].offset_seconds
-        start, end = self.knots[behind - 1], self.knots[behind]
-        share = (moment_seconds - start.moment_seconds) / (
-            end.moment_seconds - start.moment_seconds
-        )
-        return start.offset_seconds + share * (end.offset_seconds - start.offset_seconds)
+        moments = [knot.moment_seconds for knot in self.knots]
+        return float(interp(moment_seconds, moments, [knot.offset_seconds for knot in self.knots]))
 
     @property
     def error_seconds(self) -> float:

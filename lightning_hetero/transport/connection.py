@@ -165,7 +165,7 @@ class SocketConnection:
     def peer_cpu_seconds(self) -> float | None:
         if not self._has_looked:
             self._has_looked, self._peer = True, find_peer_process(self._socket)
-        return cpu_seconds_of(self._peer)
+        return None if self._peer is None else cpu_seconds_of(self._peer.pid)
 
     def finish_sending(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""Limits of handshakes: how many run at the same time, and how many refused ones the log names.
+"""Takes connections within limits: how many handshakes run at once, and how many refused ones the
+log names.
 
 Anyone may connect to a port. So the handshakes of strangers take bounded room, and refused
 connections take a bounded number of lines in the log.
@@ -6,13 +7,16 @@ connections take a bounded number of lines in the log.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .connection import Connection
+from .connection import Connection, SocketConnection, accept
 
 logger = logging.getLogger(__name__)
 
@@ -126,3 +130,72 @@ class RefusalLog:
                     )
                     if not at_once:
                         self._refused[host] = _RefusedAddress(now)
+
+
+class Reception:
+    """Takes connections from a listener, and leads each through its handshake in a thread.
+
+    Args:
+        listener: A listening socket; `take_connections` closes it.
+        greet: Leads a connection from a host and a port through its handshake. It must let the
+            connection leave the lobby.
+        most: The most handshakes at the same time.
+
+    Attributes:
+        lobby: The connections in their handshakes.
+        refusals: The log of refused connections.
+        over: Set by `end`.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        greet: Callable[[SocketConnection, str, int], None],
+        most: int = MOST_GREETINGS,
+    ) -> None:
+        # Several processes may wait for the same listener, and one of them is the first.
+        listener.setblocking(False)
+        self._listener = listener
+        self._greet = greet
+        self.lobby = Lobby(most)
+        self.refusals = RefusalLog()
+        self.over = threading.Event()
+        self._ending, self._ended = socket.socketpair()
+
+    def end(self) -> None:
+        """Stop taking connections."""
+        self.over.set()
+        self._ending.close()  # wakes `take_connections`
+
+    def take_connections(self, pause_seconds: Callable[[], float] = lambda: 0.0) -> None:
+        """Take connections until `end` is called.
+
+        Args:
+            pause_seconds: How long to leave a connection to other processes first.
+        """
+        with self._listener, self._ended, selectors.DefaultSelector() as arrivals:
+            arrivals.register(self._listener, selectors.EVENT_READ)
+            arrivals.register(self._ended, selectors.EVENT_READ)
+            while not self.over.is_set():
+                arrivals.select(SECONDS_OF_A_LINE)
+                self.refusals.tell_left_out()
+                self.over.wait(pause_seconds())
+                # The peer may have gone, or another process may have accepted it.
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    self._accept()
+        self.refusals.tell_left_out(at_once=True)
+
+    def _accept(self) -> None:
+        if self.over.is_set():
+            return
+        connected, place = accept(self._listener)
+        connected.setblocking(True)
+        connection = SocketConnection(connected)
+        self.lobby.enter(connection)
+        thread = threading.Thread(target=self._greet, args=(connection, *place), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # The machine is out of threads. The handshake does not need one, and a session reports
+            # the lack to its peer.
+            self._greet(connection, *place)

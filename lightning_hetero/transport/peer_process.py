@@ -36,12 +36,11 @@ def find_peer_process(connected: socket.socket) -> psutil.Process | None:
     return None
 
 
-def cpu_seconds_of(process: psutil.Process | None) -> float | None:
+def cpu_seconds_of(pid: int) -> float | None:
     """The CPU time of a process so far, if it is visible."""
     with suppress(psutil.Error):
-        if process is not None:
-            times = process.cpu_times()
-            return float(times.user + times.system)
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
     return None
 
 

@@ -100,7 +100,7 @@ class Joiner:
             worker: Serves the session in the second process.
             session: The name of the session.
         """
-        end, waits = time.monotonic() + worker.deadlines.connect_seconds, pauses()
+        end, waits = time.monotonic() + worker.host.deadlines.connect_seconds, pauses()
         while not worker.is_stopped:
             try:
                 joined = self._dial(worker, session)
@@ -120,8 +120,10 @@ class Joiner:
         Raises:
             JoinError: If it does not let the worker in.
         """
-        listener, deadlines, identity = worker.listener, worker.deadlines, worker.identity
-        return join(self.address, self.name, listener, deadlines, identity, session)
+        host = worker.host
+        return join(
+            self.address, self.name, worker.listener, host.deadlines, host.identity, session
+        )
 
     def _stay(self, joined: Joined, worker: Worker) -> None:
         """Wait at the coordinator's door, and serve its session, if it opens one."""
@@ -168,7 +170,7 @@ class Joiner:
             if not worker.waits_for_coordinator:
                 continue
             try:
-                other = run_at(self.address, run, worker.deadlines, worker.identity)
+                other = run_at(self.address, run, worker.host.deadlines, worker.host.identity)
             except (OSError, HeteroError) as error:
                 logger.debug("asking at %s for the present run: %s", self.address, error)
                 continue

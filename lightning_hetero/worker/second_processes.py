@@ -44,15 +44,6 @@ class Second:
     session: str
     most_bytes: int
 
-    def __str__(self) -> str:
-        return f"{self.session}:{self.most_bytes}"
-
-    @classmethod
-    def parse(cls, text: str) -> Second:
-        """Read the text of another process."""
-        session, _, most_bytes = text.partition(":")
-        return cls(session, int(most_bytes))
-
     def limit(self, owner_bytes: int | None) -> int | None:
         """The largest memory of the process, if its owner sets a limit."""
         return None if owner_bytes is None else min(owner_bytes, self.most_bytes)
@@ -136,7 +127,7 @@ class Beside:
                 empty after a successful start.
         """
         obstacle, name = self.obstacle, second.session
-        # The name travels in words; a space ends a word.
+        # The name comes from another machine.
         if not (name.isascii() and name.isalnum()):
             obstacle = f"{name!r:.80} is not a name of a session: take letters and digits."
         if obstacle or self.ask is None:

@@ -12,25 +12,24 @@ not survive a fork, the process of a session starts anew and imports everything 
 seconds. So it starts one turn early, and waits: the worker takes the memory of one more process,
 about 400 MiB.
 
-The two processes talk through a pipe, in words:
+The two processes talk through a pipe, in tuples of a word and its values:
 
-    warm process   "go SECRET SECOND EQUIPMENT" (to a process without a fork), pause, resume,
-                   drain
-    session        "ready DEVICE EQUIPMENT", "failed REASON", "over", "alive" every few seconds,
-                   "alone REASON" (it cannot join)
+    warm process   go SECRET SECOND EQUIPMENT (to a process without a fork), pause, resume, drain
+    session        ready DEVICE EQUIPMENT, failed REASON, over, alive every few seconds,
+                   alone REASON (it cannot join)
 
 A run may need a second session here, in the place of a lost worker; see `second_processes.py`. Then
-there is a first process and second ones. The first process says "over" before its successor starts;
+there is a first process and second ones. The first process says over before its successor starts;
 a second process is for one session of a NAME:
 
-    first session  "beside NAME:BYTES" asks for a second process
-    second one     "does NAME STATUS" now and then
-    warm process   "begun NAME", "refused NAME REASON", "gone NAME", "does NAME STATUS" to the
-                   first; to second ones "retire" after the first session, and "first" to one that
-                   must answer all callers, because the first process is gone
+    first session  beside SECOND asks for a second process
+    second one     does NAME STATUS now and then
+    warm process   begun NAME, refused NAME REASON, gone NAME, does NAME STATUS to the first; to
+                   second ones retire after the first session, and first to one that must answer
+                   all callers, because the first process is gone
 
 A hanging process, in a driver for example, or a stopped one, would keep the worker from every later
-run. So a process says "alive" now and then, but not when its session has lost its coordinator and
+run. So a process says alive now and then, but not when its session has lost its coordinator and
 does not end. The warm process ends a process after a long silence without CPU time.
 
 The first process of a session describes its device. Later ones get this description, so they answer
@@ -54,19 +53,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from types import FrameType
 from typing import NoReturn
-
-import msgspec
-import psutil  # type: ignore[import-untyped]
 
 from ..devices.device import is_any_in_use
 from ..errors import HeteroError, WorkerError
 from ..protocol.fields import Equipment
 from ..transport.deadlines import Deadlines
+from ..transport.peer_process import cpu_seconds_of
 from .join import Joiner
-from .second_processes import Second, SecondStatus
+from .second_processes import Second
 from .worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -136,11 +134,11 @@ class _Member:
         # The deadline for its end; None until its session is over.
         self.end_seconds: float | None = None
         self._silent_seconds = 0.0
-        self._cpu_seconds = self._used_seconds()
+        self._cpu_seconds = cpu_seconds_of(self.pid) or 0.0
 
     def note_heard(self) -> None:
         """Note a word or CPU time of the process."""
-        self._silent_seconds, self._cpu_seconds = 0.0, self._used_seconds()
+        self._silent_seconds, self._cpu_seconds = 0.0, cpu_seconds_of(self.pid) or 0.0
 
     def hangs(self, passed_seconds: float) -> bool:
         """Whether it has been silent for long, without CPU time meanwhile.
@@ -151,27 +149,22 @@ class _Member:
         self._silent_seconds += passed_seconds
         if self._silent_seconds < _SILENT_SECONDS:
             return False
-        computed_seconds = self._used_seconds() - self._cpu_seconds
+        computed_seconds = (cpu_seconds_of(self.pid) or 0.0) - self._cpu_seconds
         if computed_seconds < _SLOW_SHARE * self._silent_seconds:
             return True
         self.note_heard()
         return False
 
-    def _used_seconds(self) -> float:
-        with contextlib.suppress(psutil.Error):  # it has ended
-            times = psutil.Process(self.pid).cpu_times()
-            return float(times.user + times.system)
-        return 0.0
-
-    def tell(self, wish: str) -> None:
+    def tell(self, *words: object) -> None:
         with contextlib.suppress(OSError):  # it has ended
-            self.pipe.send_bytes(wish.encode())
+            self.pipe.send(words)
 
     def note_over(self) -> None:
         """Its session is over, so it has to end."""
         self.end_seconds = time.monotonic() + _ENDING_SECONDS
 
 
+@dataclass
 class Supervisor:
     """Starts a process for each session, and passes the owner's wishes on.
 
@@ -184,33 +177,23 @@ class Supervisor:
         secret: The secret for a process without a fork. Lists of processes must not show it.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        serve: Callable[[SessionPlace], None],
-        command: Callable[[SessionPlace], list[str]],
-        forks: bool,
-        stops_with_stdin: bool,
-        secret: str,
-    ) -> None:
-        self._listener = listener
-        self._serve = serve
-        self._command = command
-        self._forks = forks
-        self._stops_with_stdin = stops_with_stdin
-        self._secret = secret
-        # As JSON, as it came from the first process of a session.
-        self._equipment = ""
-        self._began_seconds = time.monotonic()
+    listener: socket.socket
+    serve: Callable[[SessionPlace], None]
+    command: Callable[[SessionPlace], list[str]]
+    forks: bool
+    stops_with_stdin: bool
+    secret: str
+
+    def __post_init__(self) -> None:
+        # As it came from the first process of a session.
+        self._equipment: Equipment | None = None
         self._members: list[_Member] = []
         # A process that waits for its turn after its imports; None with forks.
         self._spare: _Member | None = None
-        self._is_paused = False
-        self._is_draining = False
-        self._has_served = False
+        self._is_paused = self._is_draining = self._has_served = False
         # Why the worker ends by itself; empty while it goes on.
         self._alone = ""
-        self._looked_seconds = time.monotonic()
+        self._began_seconds = self._looked_seconds = time.monotonic()
         self._events = selectors.DefaultSelector()
 
     def pause(self) -> None:
@@ -236,16 +219,16 @@ class Supervisor:
         Only the main thread may call it.
 
         Args:
-            on_ready: Called with the device when a process takes connections.
+            on_ready: Called with the device when the first process takes connections.
             on_signal: Called with the number of each signal of the owner.
 
         Raises:
             HeteroError: If a process cannot serve, with its reason; or if the worker was never let
                 into its run.
         """
-        with self._listener, self._events, _noted_signals() as signals:
+        with self.listener, self._events, _noted_signals() as signals:
             self._events.register(signals, selectors.EVENT_READ)
-            if self._stops_with_stdin:
+            if self.stops_with_stdin:
                 self._events.register(sys.stdin.fileno(), selectors.EVENT_READ)
             # Garbage collectors of forked processes would write to every object, and so copy the
             # shared memory.
@@ -293,48 +276,45 @@ class Supervisor:
     def _hear(self, member: _Member, on_ready: Callable[[str], None]) -> None:
         """Take the next words of a session's process."""
         try:
-            word, _, rest = member.pipe.recv_bytes().decode().partition(" ")
+            word, *facts = member.pipe.recv()
         except (EOFError, OSError):
             self._hang_up(member)
             return
         member.note_heard()
-        if word == "alive":
-            return
+        # The worker goes on whatever happens to a second process.
+        session = None if member.second is None else member.second.session
         if word == "beside":
-            self._start_second(Second.parse(rest))
+            self._start_second(*facts)
         elif word == "does":
-            self._tell_first(f"does {rest}")
-        elif member.second is not None:
-            self._hear_second(member, member.second.session, word, rest)
+            self._tell_first(word, *facts)
         elif word == "ready":
             member.is_ready = True
-            device, _, self._equipment = rest.partition(" ")
-            on_ready(device)
+            if session is None:
+                is_first = self._equipment is None
+                device, self._equipment = facts
+                if is_first:
+                    on_ready(device)
+            else:
+                self._tell_first("begun", session)
         elif word == "over":
             member.note_over()
-            self._has_served = self._has_served or not self._is_draining
-            self._follow_first()
+            if session is None:
+                self._has_served = self._has_served or not self._is_draining
+                self._follow_first()
+        elif word == "failed" and session is not None:
+            self._tell_first("refused", session, *facts)
         elif word == "alone":
-            logger.warning(rest)
-            self._alone, self._is_draining = rest, True
-        else:
-            raise HeteroError(rest)
+            (self._alone,) = facts
+            logger.warning(self._alone)
+            self._is_draining = True
+        elif word != "alive":
+            raise HeteroError(*facts)
 
-    def _hear_second(self, member: _Member, session: str, word: str, rest: str) -> None:
-        """Take the next words of a second process; the worker goes on in any case."""
-        if word == "ready":
-            member.is_ready = True
-            self._tell_first(f"begun {session}")
-        elif word == "over":
-            member.note_over()
-        else:
-            self._tell_first(f"refused {session} {rest}")
-
-    def _tell_first(self, words: str) -> None:
+    def _tell_first(self, *words: object) -> None:
         """Send words to the first process, for the next session or the first session of a run."""
         for member in self._members:
             if member.second is None and member.end_seconds is None:
-                member.tell(words)
+                member.tell(*words)
 
     def _bury(self) -> None:
         """Forget ended processes, and end late ones."""
@@ -353,7 +333,7 @@ class Supervisor:
         self._hang_up(member)
         how = f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
         if member.second is not None:
-            self._tell_first(f"gone {member.second.session}")
+            self._tell_first("gone", member.second.session)
             return
         was_ended = member.end_seconds is not None  # by this process
         if not member.is_ready and not self._is_draining and not was_ended:
@@ -381,24 +361,24 @@ class Supervisor:
         member = self._process(None)
         for other in self._members:
             if other.second is not None and other.is_ready:
-                member.tell(f"begun {other.second.session}")
+                member.tell("begun", other.second.session)
         self._admit(member)
 
     def _start_second(self, second: Second) -> None:
         """Start a second process, unless the owner drains the worker."""
         if self._is_draining:
             reason = "This worker ends with its present run, as its owner wants."
-            self._tell_first(f"refused {second.session} {reason}")
+            self._tell_first("refused", second.session, reason)
         else:
             self._admit(self._process(second))
 
     def _process(self, second: Second | None) -> _Member:
         # A forked process could not use an accelerator after this process has used it.
-        if self._forks and not is_any_in_use():
+        if self.forks and not is_any_in_use():
             return self._fork(second)
         member = self._take_spare() or self._spawn()
         member.second = second
-        member.tell(f"go {self._secret} {second or ''} {self._equipment}")
+        member.tell("go", self.secret, second, self._equipment)
         self._spare = self._spawn()
         return member
 
@@ -409,8 +389,7 @@ class Supervisor:
             member.tell("pause")
 
     def _place(self, pipe: Connection, second: Second | None = None) -> SessionPlace:
-        equipment = _read_equipment(self._equipment)
-        return SessionPlace(self._listener, pipe, self._began_seconds, equipment, second)
+        return SessionPlace(self.listener, pipe, self._began_seconds, self._equipment, second)
 
     def _take_spare(self) -> _Member | None:
         """The waiting process, if there is one and it has not ended."""
@@ -424,7 +403,7 @@ class Supervisor:
         ours, theirs = Pipe()
         with theirs:
             place = self._place(theirs)
-            return _Member(_spawn(place.descriptors, self._command(place)), ours)
+            return _Member(_spawn(place.descriptors, self.command(place)), ours)
 
     def _fork(self, second: Second | None) -> _Member:
         """Start a process with all imports of this one."""
@@ -451,7 +430,7 @@ class Supervisor:
             self._events.close()
             for pipe in (ours, *(member.pipe for member in self._members)):
                 pipe.close()
-            self._serve(place)
+            self.serve(place)
             code = 0
         except BaseException:
             logger.exception("the process of a session failed")
@@ -506,16 +485,15 @@ def serve_one_session(
     try:
         worker = make_worker(place)
     except HeteroError as error:
-        pipe.say(f"failed {error}")
+        pipe.say("failed", str(error))
         return
     if second is None:
-        worker.beside.ask = lambda wanted: pipe.say(f"beside {wanted}")
+        worker.host.beside.ask = partial(pipe.say, "beside")
     else:
-        worker.beside.only = second.session
+        worker.host.beside.only = second.session
         on_drain = _say_nothing
     threading.Thread(target=_obey, args=(worker, on_drain, place.pipe), daemon=True).start()
-    equipment = msgspec.json.encode(worker.equipment).decode()
-    pipe.say(f"ready {worker.device} {equipment}")
+    pipe.say("ready", str(worker.host.device), worker.host.identity.equipment)
     threading.Thread(target=_live, args=(worker, pipe), daemon=True).start()
     if second is not None:
         threading.Thread(target=_tell, args=(worker, second, pipe), daemon=True).start()
@@ -550,15 +528,8 @@ def serve_one_session_anew(
 
 def hear_turn(place: SessionPlace) -> tuple[str, SessionPlace]:
     """Wait for the "go" of the warm process; the secret, and the place with the received values."""
-    _, secret, second, equipment = place.pipe.recv_bytes().decode().split(" ", 3)
-    place = replace(place, equipment=_read_equipment(equipment))
-    if second:
-        place = replace(place, second=Second.parse(second))
-    return secret, place
-
-
-def _read_equipment(text: str) -> Equipment | None:
-    return msgspec.json.decode(text, type=Equipment) if text else None
+    _, secret, second, equipment = place.pipe.recv()
+    return secret, replace(place, equipment=equipment, second=second)
 
 
 def exit_at_once(code: int) -> NoReturn:
@@ -576,9 +547,9 @@ class _Voice:
         self._pipe = pipe
         self._speaking = threading.Lock()
 
-    def say(self, words: str) -> None:
+    def say(self, *words: object) -> None:
         with self._speaking:
-            self._pipe.send_bytes(words.encode())
+            self._pipe.send(words)
 
 
 def _say_nothing(_has_run: bool) -> None:
@@ -593,33 +564,24 @@ def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) ->
         on_drain(worker.has_run)
         worker.drain()
 
-    def note_status(session: str, text: str) -> None:
-        beside.note_status(session, msgspec.json.decode(text, type=SecondStatus))
-
-    beside = worker.beside
-    wishes: dict[str, Callable[[], None]] = {
+    beside = worker.host.beside
+    actions: dict[str, Callable[..., None]] = {
         "pause": worker.pause,
         "resume": worker.resume,
         "drain": drain,
         "retire": worker.retire,
         "first": beside.answer_all,
-    }
-    news: dict[str, Callable[[str, str], None]] = {
-        "begun": lambda session, _: beside.note_begun(session),
+        "begun": beside.note_begun,
         "refused": beside.note_refused,
-        "gone": lambda session, _: beside.note_end(session),
-        "does": note_status,
+        "gone": beside.note_end,
+        "does": beside.note_status,
     }
     while True:
         try:
-            word, _, rest = pipe.recv_bytes().decode().partition(" ")
+            word, *facts = pipe.recv()
         except (EOFError, OSError):
             os._exit(1)
-        if word in wishes:
-            wishes[word]()
-        else:
-            session, _, text = rest.partition(" ")
-            news[word](session, text)
+        actions[word](*facts)
 
 
 def _live(worker: Worker, pipe: _Voice) -> None:
@@ -633,8 +595,7 @@ def _live(worker: Worker, pipe: _Voice) -> None:
 def _tell(worker: Worker, second: Second, pipe: _Voice) -> None:
     """Report this second process's status to the first process now and then."""
     while not worker.is_stopped:
-        status = msgspec.json.encode(worker.own_status).decode()
-        pipe.say(f"does {second.session} {status}")
+        pipe.say("does", second.session, worker.own_status)
         worker.wait_until_stopped(_TELLING_SECONDS)
 
 
@@ -644,7 +605,7 @@ def _join(worker: Worker, joiner: Joiner, pipe: _Voice, second: Second | None) -
     """
 
     def leave(reason: str) -> None:
-        pipe.say(f"alone {reason}")
+        pipe.say("alone", reason)
         worker.drain()
 
     try:
@@ -655,7 +616,7 @@ def _join(worker: Worker, joiner: Joiner, pipe: _Voice, second: Second | None) -
     except Exception as error:
         # Without this thread the worker would wait in vain.
         logger.exception("joining %s failed", joiner.address)
-        pipe.say(f"failed Joining {joiner.address} failed: {error!r}.")
+        pipe.say("failed", f"Joining {joiner.address} failed: {error!r}.")
 
 
 def _ignore_signals() -> None:

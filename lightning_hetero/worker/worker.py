@@ -14,7 +14,6 @@ import gc
 import logging
 import math
 import os
-import selectors
 import socket
 import threading
 import time
@@ -37,18 +36,17 @@ from ..transport.compatibility import Identity
 from ..transport.connection import (
     Connection,
     SocketConnection,
-    accept,
     prepare_socket,
     send_buffers,
 )
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import address_of, check_hello, receive_hello
-from ..transport.handshake_limits import MOST_GREETINGS, SECONDS_OF_A_LINE, Lobby, RefusalLog
+from ..transport.handshake_limits import Reception
 from ..transport.line import Lingering
 from ..transport.tls import Credentials, secured
 from ..transport.wings import linger_seconds
 from .owner import Host, Owner
-from .second_processes import Beside, SecondStatus
+from .second_processes import SecondStatus
 from .session import StageSession
 
 logger = logging.getLogger(__name__)
@@ -100,6 +98,9 @@ class Worker:
         owner: The owner's wishes.
         equipment: A former process's description of the device; by default this process looks.
 
+    Attributes:
+        host: The worker as its sessions see it.
+
     Raises:
         ModelError: If the kind of device lacks a backend.
     """
@@ -117,7 +118,7 @@ class Worker:
         check_has_backend(device)
         owner = owner or Owner()
         owner.limit(device)
-        self._host = Host(
+        self.host = Host(
             device,
             deadlines or Deadlines(),
             allowed or Allowed(),
@@ -126,17 +127,11 @@ class Worker:
         )
         self._is_paused = False
         self._is_draining = False
-        self._over = threading.Event()
         # Whether the only session of this process is over.
         self._is_replaced = False
         self._serves_one = False
-        # Several processes may wait for the same listener, and one of them is the first.
-        listener.setblocking(False)
-        self._listener = listener
         self._address = address_of(listener)
-        self._stopping, self._waiting = socket.socketpair()
-        self._lobby = Lobby(MOST_GREETINGS)
-        self._refusals = RefusalLog()
+        self._reception = Reception(listener, self._greet)
         self._session: StageSession | None = None
         # The name of its coordinator's process.
         self._process = ""
@@ -147,18 +142,7 @@ class Worker:
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
-        with self._listener, self._waiting, selectors.DefaultSelector() as arrivals:
-            arrivals.register(self._listener, selectors.EVENT_READ)
-            arrivals.register(self._waiting, selectors.EVENT_READ)
-            while not self.is_stopped:
-                arrivals.select(SECONDS_OF_A_LINE)
-                self._refusals.tell_left_out()
-                if (seconds := self.beside.leaving_seconds) > 0:
-                    self.wait_until_stopped(seconds)
-                # The peer may have gone, or another process may have accepted it.
-                with contextlib.suppress(BlockingIOError, ConnectionError):
-                    self._accept()
-        self._refusals.tell_left_out(at_once=True)
+        self._reception.take_connections(lambda: self.host.beside.leaving_seconds)
 
     def serve_session(self, began_seconds: float, on_over: Callable[[], None]) -> None:
         """Take connections until the first session is over.
@@ -171,67 +155,27 @@ class Worker:
         self.serve_forever()
         on_over()
         gc.collect()  # the session's own objects would keep the tensors alive
-        device_for(self._host.device).free_cache()
+        device_for(self.host.device).free_cache()
         # Peers in the handshake are asked to dial again.
-        self._lobby.wait_until_empty(_FAREWELL_SECONDS)
-
-    def _accept(self) -> None:
-        if self.is_stopped:
-            return
-        connected, place = accept(self._listener)
-        connection = SocketConnection(connected)
-        self._lobby.enter(connection)
-        thread = threading.Thread(target=self._greet, args=(connection, *place), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            # The machine is out of threads. The handshake does not need one, and a session reports
-            # the lack to its peer.
-            self._greet(connection, *place)
+        self._reception.lobby.wait_until_empty(_FAREWELL_SECONDS)
 
     def stop(self) -> None:
         """Stop taking connections."""
-        self._over.set()
-        self._stopping.close()  # wakes `serve_forever`
+        self._reception.end()
 
     @property
     def is_stopped(self) -> bool:
         """Whether `stop` has been called."""
-        return self._over.is_set()
+        return self._reception.over.is_set()
 
     def wait_until_stopped(self, seconds: float) -> None:
         """Wait for `stop`, but not for longer."""
-        self._over.wait(seconds)
+        self._reception.over.wait(seconds)
 
     @property
     def listener(self) -> Address:
         """Where the worker listens."""
         return self._address
-
-    @property
-    def beside(self) -> Beside:
-        """The sessions of the same run in other processes."""
-        return self._host.beside
-
-    @property
-    def identity(self) -> Identity:
-        """The worker's identity for its peers."""
-        return self._host.identity
-
-    @property
-    def deadlines(self) -> Deadlines:
-        """How long each kind of waiting may take."""
-        return self._host.deadlines
-
-    @property
-    def device(self) -> torch.device:
-        """Where stages compute."""
-        return self._host.device
-
-    @property
-    def equipment(self) -> m.Equipment:
-        """The worker's equipment for its peers."""
-        return self._host.identity.equipment
 
     def pause(self) -> None:
         """Finish the present micro-batch, then pause until `resume`."""
@@ -310,20 +254,20 @@ class Worker:
         session: StageSession | None = None
         try:
             prepare_socket(plain.socket)
-            patience_seconds = self._host.deadlines.connect_seconds
-            connection = secured(plain, self._host.identity.credentials, True, patience_seconds)
+            patience_seconds = self.host.deadlines.connect_seconds
+            connection = secured(plain, self.host.identity.credentials, True, patience_seconds)
             session = self._talk(plain, connection, f"{host}:{port}")
         except _ServedElsewhere:
             plain.close_after_last_word(_LAST_WORD_SECONDS)
         except (OSError, HeteroError) as error:
-            self._refusals.note(host, port, str(error))
+            self._reception.refusals.note(host, port, str(error))
             plain.close_after_last_word(_LAST_WORD_SECONDS)
         except Exception:
             # If the connection stayed open, its peer would wait for an answer, and blame others.
             logger.exception("connection from %s:%d failed", host, port)
             plain.close()
         finally:
-            self._lobby.leave(plain)
+            self._reception.lobby.leave(plain)
         if session is not None:
             self._serve(session)
 
@@ -332,9 +276,9 @@ class Worker:
     ) -> StageSession | None:
         """Read the peer's Hello and answer; a refused peer gets the reason."""
         try:
-            hello = receive_hello(connection, self._host.deadlines, self._host.identity)
-            if self.beside.is_elsewhere(hello.session):
-                self.beside.leave_next()
+            hello = receive_hello(connection, self.host.deadlines, self.host.identity)
+            if self.host.beside.is_elsewhere(hello.session):
+                self.host.beside.leave_next()
                 raise _ServedElsewhere(
                     "another process of this worker serves this session; dial again."
                 )
@@ -344,7 +288,7 @@ class Worker:
                 self._tell(connection, hello)
                 plain.close_after_last_word(_LAST_WORD_SECONDS)
                 return None
-            self._lobby.introduce(plain)
+            self._reception.lobby.introduce(plain)
             if hello.secret:
                 self._resume(connection, hello)
                 return None
@@ -366,7 +310,7 @@ class Worker:
                 coordinator. The coordinator gets the reason.
         """
         try:
-            hello = check_hello(message, self._host.identity, "the worker", ("coordinator",))
+            hello = check_hello(message, self.host.identity, "the worker", ("coordinator",))
             session = self._welcome(connection, hello, peer)
         except (ProtocolError, WorkerError) as error:
             _tell_reason(connection, error)
@@ -379,9 +323,9 @@ class Worker:
         is_coordinator = hello.role == "coordinator"
         rules = answering_session(hello.role)
         rules.received(hello)
-        deadlines = self._host.deadlines
+        deadlines = self.host.deadlines
         patience_seconds = deadlines.frozen_seconds if is_coordinator else None
-        seconds = linger_seconds(min(hello.linger_seconds, self._host.owner.linger_seconds))
+        seconds = linger_seconds(min(hello.linger_seconds, self.host.owner.linger_seconds))
         lingering = Lingering(seconds) if seconds > 0 else None
         channel = Channel(connection, rules, peer, deadlines, patience_seconds, lingering)
         with self._session_changed:
@@ -396,7 +340,7 @@ class Worker:
             self._check_free(hello)
             self._say_welcome(connection, rules, lingering)
             self._process = hello.process
-            self._session = StageSession(hello.session, channel, self._host)
+            self._session = StageSession(hello.session, channel, self.host)
             if self._is_paused:
                 self._session.wish(m.Paused())
             return self._session
@@ -430,12 +374,12 @@ class Worker:
         self._say_welcome(connection, rules)
         status = self._status
         rules.sent(status)
-        send_buffers(connection, encode_frame(Frame(status)), self._host.deadlines.connect_seconds)
+        send_buffers(connection, encode_frame(Frame(status)), self.host.deadlines.connect_seconds)
 
     @property
     def _status(self) -> m.Status:
         """The status of this process, with the stages and the memory of the processes beside it."""
-        own, others, session = self.own_status, self.beside.statuses, self._session
+        own, others, session = self.own_status, self.host.beside.statuses, self._session
         used_bytes = sum(each.used_bytes for each in (own, *others))
         stage = None if session is None else session.status()
         if stage is not None:
@@ -452,7 +396,7 @@ class Worker:
         """The stages of this process, and its memory."""
         session = self._session
         stages = [] if session is None else session.status().stages
-        return SecondStatus(stages, device_for(self._host.device).used_bytes())
+        return SecondStatus(stages, device_for(self.host.device).used_bytes())
 
     def _check_free(self, hello: m.Hello) -> None:
         """Wait for the end of an ending run; refuse a coordinator if the run goes on.
@@ -467,7 +411,7 @@ class Worker:
             raise WorkerError(
                 "this worker ends with its present run, as its owner wants; use another worker."
             )
-        busy_seconds = self._host.deadlines.busy_seconds
+        busy_seconds = self.host.deadlines.busy_seconds
         if hello.ended and hello.ended == self._process:
             self.give_up_coordinator("Its process has ended.")
         elif self.waits_for_coordinator:
@@ -512,7 +456,7 @@ class Worker:
     ) -> None:
         welcome = m.Welcome(
             m.PROTOCOL_VERSION,
-            self._host.identity.equipment,
+            self.host.identity.equipment,
             time.time(),
             0.0 if lingering is None else lingering.seconds,
             "" if lingering is None else lingering.secret,
@@ -520,7 +464,7 @@ class Worker:
         )
         rules.sent(welcome)
         before_sending()
-        send_buffers(connection, encode_frame(Frame(welcome)), self._host.deadlines.connect_seconds)
+        send_buffers(connection, encode_frame(Frame(welcome)), self.host.deadlines.connect_seconds)
 
     def _serve(self, session: StageSession) -> None:
         logger.info("session %s begins in process %d", session.name, os.getpid())
@@ -529,7 +473,7 @@ class Worker:
         except BaseException:  # the coordinator has the report, and the thread ends here
             logger.exception("session %s failed", session.name)
         finally:
-            self._host.owner.on_run_end(session.record)
+            self.host.owner.on_run_end(session.record)
             with self._session_changed:
                 self._session = None
                 self._is_replaced = self._serves_one

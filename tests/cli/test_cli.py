@@ -211,7 +211,7 @@ def test_a_worker_allows_the_named_packages_and_the_script(
     common = ["lightning-hetero", "worker", "--listen", "127.0.0.1:0", "--device", "cpu"]
     monkeypatch.setattr("sys.argv", [*common, *arguments])
     cli.main()
-    assert [worker._host.allowed for worker in made] == [expected]
+    assert [worker.host.allowed for worker in made] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -612,7 +612,7 @@ def test_a_token_is_written_to_the_home_folder_by_default_and_found_there(
     monkeypatch.setenv(FILE_VARIABLE, "")
     monkeypatch.setattr("sys.argv", [*common, "127.0.0.1:0"])
     cli.main()
-    assert [worker._host.identity.credentials is None for worker in made] == [False, True]
+    assert [worker.host.identity.credentials is None for worker in made] == [False, True]
 
 
 def test_a_pasted_token_is_the_same_token(

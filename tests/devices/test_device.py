@@ -158,11 +158,14 @@ class PlayedLibrary:
         self.seeds: list[int] = []
         self.num_synchronized = 0
 
-    def get_rng_state_all(self) -> list[Tensor]:
-        return list(self.states)
+    def device_count(self) -> int:
+        return len(self.states)
 
-    def set_rng_state_all(self, states: list[Tensor]) -> None:
-        self.states = list(states) or self.states
+    def get_rng_state(self, index: int) -> Tensor:
+        return self.states[index]
+
+    def set_rng_state(self, state: Tensor, index: int) -> None:
+        self.states[index] = state
 
     def manual_seed_all(self, seed: int) -> None:
         self.seeds.append(seed)

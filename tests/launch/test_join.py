@@ -193,9 +193,9 @@ def test_fifty_workers_that_come_at_once_are_all_let_in() -> None:
         joined = list(pool.map(lambda name: knock(opened, name), names))
         opened.wait(PATIENCE_SECONDS)
         assert list(opened.begin(most=40)) == sorted(
-            opened._wishes.members, key=lambda name: int(name[1:])
+            opened._members, key=lambda name: int(name[1:])
         )
-        assert len(opened._wishes.members) == 40
+        assert len(opened._members) == 40
         told = [each for each in joined if each.note]
         assert len(told) == 50
 

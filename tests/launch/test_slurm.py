@@ -95,7 +95,8 @@ def test_workers_whose_srun_ends_come_back_by_another_one(
     class Killing(TinyModule):
         def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
             if batch_idx == 1:
-                srun = psutil.Process(launcher._commands[0].process.pid)
+                assert launcher._srun is not None
+                srun = psutil.Process(launcher._srun.process.pid)
                 for process in [srun, *srun.children(recursive=True)]:
                     process.kill()
 
@@ -124,19 +125,19 @@ def test_an_srun_that_ends_again_is_started_every_few_seconds_and_told(
     assert launcher.start_again("slurm-0") == ""
     launcher.start(Address("127.0.0.1", 1), None)
     try:
-        first = launcher._commands[0]
+        first = launcher._srun
         first.process.wait(20)
         assert launcher.start_again("somebody's own") == ""
         assert launcher.start_again("slurm-0") == (
             "`srun` has ended with status 1. It printed: srun: error: Job has expired It is "
             "started once more, for the worker slurm-0."
         )
-        (second,) = launcher._commands
+        second = launcher._srun
         assert second.words == first.words
         second.process.wait(20)
         monkeypatch.setattr(launcher_module, "BETWEEN_STARTS_SECONDS", 3600.0)
         assert launcher.start_again("slurm-0") == ""
-        assert launcher._commands == [second]
+        assert launcher._srun is second
     finally:
         launcher.stop()
     assert launcher.start_again("slurm-0") == ""
@@ -160,7 +161,7 @@ def test_a_node_without_the_token_is_told() -> None:
     told = r"srun ended with status 1\. It printed: .*There is no token file '/nowhere/token'"
     with pytest.raises(JoinError, match=told):
         fit(TinyModule(), HeteroPipelineStrategy(launcher, "even"))
-    assert not launcher._commands
+    assert launcher._srun is None
 
 
 def test_an_srun_that_fails_is_told_with_what_it_printed(srun: Path) -> None:
@@ -169,7 +170,7 @@ def test_an_srun_that_fails_is_told_with_what_it_printed(srun: Path) -> None:
     told = r"srun ended with status 1\. It printed: srun: error: Invalid gres Start that command"
     with pytest.raises(JoinError, match=told):
         fit(TinyModule(), HeteroPipelineStrategy(launcher, "even"))
-    assert not launcher._commands
+    assert launcher._srun is None
 
 
 def test_one_that_waits_in_the_queue_too_long_is_told_and_ended(srun: Path) -> None:
@@ -178,7 +179,7 @@ def test_one_that_waits_in_the_queue_too_long_is_told_and_ended(srun: Path) -> N
     told = r"Missing: one more worker\. srun still runs; `squeue` shows .*`wait_seconds`"
     with pytest.raises(JoinError, match=told):
         fit(TinyModule(), HeteroPipelineStrategy(launcher, "even"))
-    assert not launcher._commands
+    assert launcher._srun is None
 
 
 def test_without_srun_the_error_names_it() -> None:

@@ -46,7 +46,7 @@ def test_it_serves_over_the_connection_that_it_has_dialled_and_joins_again() -> 
             assert welcome.equipment.device == "cpu"
             channel.start(SimpleQueue())
             channel.close(m.Goodbye())
-            opened._wishes.members.clear()  # as another run's door begins
+            opened._members.clear()  # as another run's door begins
         worker.stop()
         thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
@@ -132,6 +132,6 @@ def test_equipment_goes_both_ways() -> None:
     with serving_worker() as (worker, _), door(identity=Identity()) as opened:
         thread = joining(worker, opened)
         opened.wait(PATIENCE_SECONDS)
-        assert opened._guests["a"].equipment == worker.identity.equipment
+        assert opened._guests["a"].equipment == worker.host.identity.equipment
         worker.stop()
         thread.join(PATIENCE_SECONDS)

@@ -87,9 +87,8 @@ def test_what_second_processes_do_is_known_while_they_live() -> None:
     assert asked.beside.statuses == []
 
 
-def test_a_second_process_is_described_in_one_word() -> None:
+def test_a_second_process_takes_its_share_of_the_memory_that_its_owner_allows() -> None:
     second = Second("0123abc", 2**33)
-    assert Second.parse(str(second)) == second
     assert second.limit(None) is None
     assert second.limit(2**32) == 2**32
     assert second.limit(2**34) == 2**33
@@ -114,12 +113,12 @@ def test_a_peer_at_the_wrong_process_is_told_to_dial_again() -> None:
         channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
         channel.start(Inbox())
         stack.callback(channel.close, m.Goodbye())
-        worker.beside.ask = lambda _second: None
-        worker.beside.open(Second("b", 1), lambda _reason: None)
-        worker.beside.note_begun("b")
+        worker.host.beside.ask = lambda _second: None
+        worker.host.beside.open(Second("b", 1), lambda _reason: None)
+        worker.host.beside.note_begun("b")
         quick = replace(QUICK, connect_seconds=0.3)
         with pytest.raises(WorkerUnreachable, match="another process of this worker serves"):
             dial(address, "neighbor", "b", quick, Identity())
-        worker.beside.note_end("b")
+        worker.host.beside.note_end("b")
         with pytest.raises(WorkerUnreachable, match="does not serve the session"):
             dial(address, "neighbor", "b", quick, Identity())

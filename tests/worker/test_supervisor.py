@@ -14,7 +14,6 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 import torch
@@ -255,7 +254,7 @@ def test_a_process_that_was_not_forked_is_told_of_the_device() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with ours, theirs, listener:
         place = SessionPlace(listener, theirs, 0.0)
-        ours.send_bytes(b"go the-secret  " + msgspec.json.encode(equipment))
+        ours.send(("go", "the-secret", None, equipment))
         assert hear_turn(place) == ("the-secret", replace(place, equipment=equipment))
 
 
@@ -307,7 +306,7 @@ def test_a_process_that_says_nothing_and_computes_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used = iter([0.0, 50.0, 50.0, 50.001])
-    monkeypatch.setattr(supervisor._Member, "_used_seconds", lambda _self: next(used))
+    monkeypatch.setattr(supervisor, "cpu_seconds_of", lambda _pid: next(used))
     ours, theirs = Pipe()
     with ours, theirs:
         member = supervisor._Member(0, ours)
