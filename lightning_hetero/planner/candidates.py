@@ -54,7 +54,7 @@ from .replicas import (
     of_replica,
     optimizer_part,
 )
-from .safe_mode import predict_safe
+from .safe_mode import safe_step_seconds
 from .simulation import Simulation, predict, predict_below
 from .step_model import Hop, Pipeline, Replicas, StageTimes, busy_seconds_of_media
 
@@ -455,13 +455,20 @@ class Candidate:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The simulated step."""
-        return (predict_safe if self.costs.is_safe_mode else predict)(self.pipeline)
+        """The simulated step; in the safe mode its spans are those of the other mode."""
+        found, seconds = predict(self.pipeline), self._safe_seconds
+        return found if seconds is None else replace(found, step_seconds=seconds)
 
     @property
     def step_seconds(self) -> float:
         """The predicted step."""
-        return self.simulation.step_seconds
+        seconds = self._safe_seconds
+        return self.simulation.step_seconds if seconds is None else seconds
+
+    @cached_property
+    def _safe_seconds(self) -> float | None:
+        """The step in the safe mode; None in the other mode, and where both have the same."""
+        return safe_step_seconds(self.pipeline) if self.costs.is_safe_mode else None
 
     def is_below(self, seconds: float) -> bool:
         """Whether the predicted step is shorter; the simulation ends as soon as it cannot be."""
