@@ -15,9 +15,11 @@ from itertools import combinations, permutations
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.plan import most_started
+from lightning_hetero.plan import COORDINATOR, most_started
+from lightning_hetero.planner import replica_teams
+from lightning_hetero.planner.arrangements import Arrangement
 from lightning_hetero.planner.bounds import least_bottleneck
-from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs, boundary_hops
+from lightning_hetero.planner.candidates import Candidate, Costs, boundary_hops
 from lightning_hetero.planner.costs import BothEnds, Holder
 from lightning_hetero.planner.profile import HEAD, Profile
 from lightning_hetero.planner.search import speeds_of
@@ -58,6 +60,7 @@ class BruteForce:
 
     def __init__(self, profile: Profile, known: float = math.inf, uses_bounds: bool = True) -> None:
         self._costs = Costs(profile, {})
+        self._of_teams = replica_teams.Tables(self._costs)
         self._profile = profile
         self._tables: dict[tuple[int, int], Tables] = {}
         self._best: Candidate | None = None
@@ -93,14 +96,14 @@ class BruteForce:
         counts = {1, 2, math.ceil(num / 2), num, 2 * num, 3 * num} if order else {1}
         may_leave = self._profile.model.embedding_may_leave and bool(order)
         for left in (False, True) if may_leave else (False,):
-            way = Arrangement(self._costs, order, pieces, left)
+            way = Arrangement.line(self._of_teams, order, pieces, left)
             for in_flight in sorted({min(count, pieces) for count in counts}):
                 yield way, in_flight
 
     def _try_splits(self, way: Arrangement, in_flight: int) -> None:
         spans = all_splits(len(self._profile.model.layers), len(way.workers))
         tables = [self._own_table(way.own, in_flight)]
-        tables += [self._table(holder, in_flight) for holder in way.holders]
+        tables += [self._table(holder, in_flight) for holder in _holders(way)]
         fits = [
             np.isfinite(table.forward[each[:, 0], each[:, 1]])
             for table, each in zip(tables, of_devices(spans), strict=True)
@@ -180,12 +183,12 @@ class Bounds:
         own, first, end = triples[0]
         self._loss = way.own.behind.end_seconds(HEAD) + np.asarray(own.behind)[first, end]
         self._own = []
-        holders = [way.own.front, *way.holders]
+        holders = [way.own.front, *_holders(way)]
         for holder, ahead, behind in zip(holders, forward, backward, strict=True):
             before = holder.before_layers
             self._own.append(ahead + behind + before.forward_seconds + before.backward_seconds)
         of_ends = [[*way.own.front.ends.values(), *way.own.behind.ends.values()]]
-        of_ends += [[*holder.ends.values()] for holder in way.holders]
+        of_ends += [[*holder.ends.values()] for holder in _holders(way)]
         self._optimizer = np.max(
             [
                 seconds + sum(end.optimizer_seconds for end in ends)
@@ -200,7 +203,9 @@ class Bounds:
         if len(self._own) == 1:
             return np.asarray(self._count * (self._own[0] + self._loss) + self._optimizer)
         way, count = self._way, self._count
-        there, back = boundary_hops(way.costs, way.names, way.size, way.embedding_left)
+        there, back = boundary_hops(
+            way.costs, [COORDINATOR, *way.workers], way.size, way.embedding_left
+        )
         passing = [hop.busy_seconds + hop.latency_seconds for hop in (*there, *back)]
         whole = sum(self._own) + self._loss + sum(passing)
         busiest = max(busy_seconds_of_media([*there, *back]).values())
@@ -218,6 +223,11 @@ class Bounds:
             bounds.append(math.ceil(count / self._in_flight) * (whole - before))
             bounds.append(before + count * self._own[index])
         return np.asarray(np.max(bounds, axis=0) + self._optimizer)
+
+
+def _holders(way: Arrangement) -> list[Holder]:
+    """The workers of a line."""
+    return [way.tables.holders(request)[0] for request in way.requests(in_flight=1)]
 
 
 def of_devices(spans: Spans) -> list[Spans]:

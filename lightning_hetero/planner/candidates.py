@@ -54,7 +54,7 @@ from .replicas import (
     of_replica,
     optimizer_part,
 )
-from .safe_mode import predict_safe
+from .safe_mode import safe_step_seconds
 from .simulation import Simulation, predict, predict_below
 from .step_model import Hop, Pipeline, Replicas, StageTimes, busy_seconds_of_media
 
@@ -455,13 +455,20 @@ class Candidate:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The simulated step."""
-        return (predict_safe if self.costs.is_safe_mode else predict)(self.pipeline)
+        """The simulated step; in the safe mode its spans are those of the other mode."""
+        found, seconds = predict(self.pipeline), self._safe_seconds
+        return found if seconds is None else replace(found, step_seconds=seconds)
 
     @property
     def step_seconds(self) -> float:
         """The predicted step."""
-        return self.simulation.step_seconds
+        seconds = self._safe_seconds
+        return self.simulation.step_seconds if seconds is None else seconds
+
+    @cached_property
+    def _safe_seconds(self) -> float | None:
+        """The step in the safe mode; None in the other mode, and where both have the same."""
+        return safe_step_seconds(self.pipeline) if self.costs.is_safe_mode else None
 
     def is_below(self, seconds: float) -> bool:
         """Whether the predicted step is shorter; the simulation ends as soon as it cannot be."""
@@ -581,106 +588,6 @@ def boundary_hops(
 
 def _hop(costs: Costs, source: str, target: str, num_bytes: float) -> Hop:
     return NO_HOP if source == target else costs.hop(source, target, num_bytes)
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """A candidate whose layers are not chosen yet; each worker has one seat.
-
-    Args:
-        costs: The costs of devices and links.
-        workers: The workers in the order of the layers.
-        micro_batches: Pieces of all batches of the window.
-        embedding_left: Whether the first worker has the embedding.
-    """
-
-    costs: Costs
-    workers: Sequence[str]
-    micro_batches: int
-    embedding_left: bool = False
-
-    @classmethod
-    def of(cls, candidate: Candidate) -> Arrangement:
-        """The arrangement of a candidate."""
-        pieces, left = candidate.micro_batches, candidate.embedding_left
-        return cls(candidate.costs, candidate.workers, pieces, left)
-
-    @property
-    def names(self) -> list[str]:
-        """The coordinator and the workers."""
-        return [COORDINATOR, *self.workers]
-
-    @property
-    def size(self) -> int:
-        """Samples in a micro-batch."""
-        return self.costs.size(self.micro_batches)
-
-    @cached_property
-    def own(self) -> BothEnds:
-        """The coordinator."""
-        return self.costs.both_ends(self.size, self.embedding_left)
-
-    @cached_property
-    def holders(self) -> list[Holder]:
-        """The workers."""
-        return [
-            self.costs.holder(name, self.size, self._ends_of(index))
-            for index, name in enumerate(self.workers)
-        ]
-
-    def _ends_of(self, index: int) -> tuple[str, ...]:
-        return (EMBEDDING,) if self.embedding_left and index == 0 else ()
-
-    @cached_property
-    def hops(self) -> Hops:
-        """The forward and the backward hop that leaves each stage; none without workers."""
-        if not self.workers:
-            return (), ()
-        return self.costs.hops(self.names, self.size, self.embedding_left)
-
-    @property
-    def travel_seconds(self) -> list[float]:
-        """The seconds behind each stage, there and back."""
-        there, back = self.hops
-        return [
-            hop.busy_seconds + hop.latency_seconds + after.busy_seconds + after.latency_seconds
-            for hop, after in zip(there, [*back[1:], *back[:1]], strict=True)
-        ]
-
-    def with_ranges(self, ranges: Sequence[Range], in_flight: int) -> Candidate:
-        """The candidate with these layers, where each device uses its fastest option that fits.
-
-        Args:
-            ranges: The layers of each seat, those of the coordinator at both ends.
-            in_flight: The most micro-batches in flight.
-        """
-        (_, first), *between, (end, _) = ranges
-        before, behind = self.own.options_for(first, end, in_flight)
-        seats = [Seat(COORDINATOR, ranges[0], before, tuple(self.own.front.ends))]
-        for index, (name, span) in enumerate(zip(self.workers, between, strict=True)):
-            option = self.holders[index].option_for(*span, in_flight)
-            seats.append(Seat(name, span, option, self._ends_of(index)))
-        seats.append(Seat(COORDINATOR, ranges[-1], behind, (HEAD,)))
-        return Candidate(self.costs, seats, self.micro_batches, in_flight)
-
-    def slowest_seconds(self, ranges: Sequence[Range], in_flight: int) -> float:
-        """The slowest process's time for one micro-batch; infinite if the layers do not fit."""
-        (_, first), *between, (end, _) = ranges
-        seconds = [float(self.own.matrix(in_flight)[first, end])]
-        for holder, span in zip(self.holders, between, strict=True):
-            seconds.append(float(holder.matrix(in_flight)[span]))
-        return max(seconds)
-
-    def keeps_pins(self, ranges: Sequence[Range]) -> bool:
-        """Whether each pinned device has its layers."""
-        pins = self.costs.pins
-        if COORDINATOR in pins:
-            held = [span for span in (ranges[0], ranges[-1]) if span[0] < span[1]]
-            wanted = pins[COORDINATOR]
-            if held != ([wanted] if wanted[0] < wanted[1] else []):
-                return False
-        spans = zip(self.workers, ranges[1:-1], strict=True)
-        return all(pins.get(name, span) == span for name, span in spans)
 
 
 def spans_of(counts: Sequence[int]) -> list[Range]:

@@ -20,6 +20,14 @@ from ..errors import PlanError
 from ..pipeline.placement import turns
 from ..plan import COORDINATOR, Dtype, Plan, StagePlan
 from .candidates import Candidate, spans_of
+from .changes import (
+    MOST_NEAR_PLAYED,
+    descended,
+    least_of,
+    moved_layers,
+    step_of,
+    with_moved_shares,
+)
 from .costs import KEPT_FREE
 from .drift import StageSeconds
 from .feasibility import candidate_of, shortages
@@ -36,11 +44,12 @@ from .profile import (
     Profile,
     Timing,
 )
-from .replica_search import LEAST_GAIN_OF_CHANGE, moved_layers, with_moved_shares
-from .search import EXCHANGES_UP_TO, MOST_NEAR_PLAYED
 
 LEAST_GAIN = 0.05
 """Share of the step that a move must save."""
+
+MOST_DESCENDED = 10
+"""Workers up to which layers move between seats after the exact splits."""
 
 # The fingerprint of times without measurements.
 _SEEN = "timed in the run"
@@ -217,13 +226,7 @@ def best_shares(plan: Plan, profile: Profile) -> Replanned | None:
     tried = [each for each in (before, best) if not shortages(each)]
     if not tried:
         return None
-    best = min(tried, key=_step)
-    while True:
-        near = sorted(with_moved_shares(best), key=_least)[:MOST_NEAR_PLAYED]
-        found = next((other for other in near if _is_better(other, best)), None)
-        if found is None:
-            break
-        best = found
+    best = descended(min(tried, key=step_of), with_moved_shares)
     shares = {stage.layers: stage.shares for stage in best.plan().stages}
     stages = [
         stage if len(stage.workers) < 2 else dataclasses.replace(stage, shares=shares[stage.layers])
@@ -252,34 +255,10 @@ def best_split(before: Candidate, keeps_own: bool, keeps_last: bool = False) -> 
         tried.insert(0, before)
     if not tried:
         return None
-    best = min(sorted(tried, key=_least)[:MOST_NEAR_PLAYED], key=_step)
-    if len(best.workers) <= EXCHANGES_UP_TO:
-        best = _descended(best, keeps_own, keeps_last)
-    return best
-
-
-def _descended(best: Candidate, keeps_own: bool, keeps_last: bool) -> Candidate:
-    """The candidate to which moves of layers between seats lead while the step gets shorter."""
-    while True:
-        moved = _with_moved_layers(best, keeps_own, keeps_last)
-        near = sorted(moved, key=_least)[:MOST_NEAR_PLAYED]
-        found = next((other for other in near if _is_better(other, best)), None)
-        if found is None:
-            return best
-        best = found
-
-
-def _least(candidate: Candidate) -> float:
-    return candidate.least_seconds
-
-
-def _step(candidate: Candidate) -> float:
-    return candidate.step_seconds
-
-
-def _is_better(other: Candidate, best: Candidate) -> bool:
-    limit = best.step_seconds * (1 - LEAST_GAIN_OF_CHANGE)
-    return other.least_seconds < limit and other.is_below(limit) and not shortages(other)
+    best = min(sorted(tried, key=least_of)[:MOST_NEAR_PLAYED], key=step_of)
+    if len(best.workers) > MOST_DESCENDED:
+        return best
+    return descended(best, lambda each: _with_moved_layers(each, keeps_own, keeps_last))
 
 
 def _splits(before: Candidate, keeps_own: bool, keeps_last: bool) -> Iterator[Candidate]:
@@ -310,10 +289,12 @@ def _with_moved_layers(before: Candidate, keeps_own: bool, keeps_last: bool) -> 
     last = len(before.ranges_of_teams) - 1
     first = 1 if keeps_own else int(before.embedding_left)
     places = range(first, last + (not keeps_own and not keeps_last))
-    teams = [[before.seats[0]], *before.teams, [before.seats[-1]]]
-    stages = [StagePlan([seat.name for seat in team], team[0].layers) for team in teams]
-    for ranges in _moved(stages, before.ranges_of_teams, places):
-        yield _with_layers(before, ranges)
+    counts = [end - start for start, end in before.ranges_of_teams]
+    for moved in moved_layers(counts, places, places):
+        if min(moved[1:-1], default=1) > 0:
+            other = _with_layers(before, spans_of(moved))
+            if other.least_seconds < before.step_seconds and not shortages(other):
+                yield other
 
 
 def _with_layers(before: Candidate, ranges: Sequence[tuple[int, int]]) -> Candidate:
@@ -416,15 +397,6 @@ def _layers_run(plan: Plan, num_microbatches: int) -> Counter[str]:
             part = taken.count(index) / num_microbatches
             found[name] += len(stage.layer_indices) * part  # type: ignore[assignment]
     return found
-
-
-def _moved(
-    stages: Sequence[StagePlan], ranges: Sequence[tuple[int, int]], places: Sequence[int]
-) -> Iterator[list[tuple[int, int]]]:
-    """The ranges in which one stage has some layers less and another one more."""
-    counts = [end - first for first, end in ranges]
-    least = [0 if stage.is_local else 1 for stage in stages]
-    return map(spans_of, moved_layers(counts, places, least))
 
 
 def with_both_ends(plan: Plan) -> list[StagePlan]:

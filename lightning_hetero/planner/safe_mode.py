@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from .simulation import Simulation, predict
+from .simulation import predict
 from .step_model import Hop, Pipeline, StageTimes
 
 
@@ -41,12 +41,6 @@ def safe_step_seconds(pipeline: Pipeline) -> float | None:
         + pipeline.exchange_seconds
         + optimizer_seconds
     )
-
-
-def predict_safe(pipeline: Pipeline) -> Simulation:
-    """The prediction of a step in the safe mode; its spans are those of the other mode."""
-    found, seconds = predict(pipeline), safe_step_seconds(pipeline)
-    return found if seconds is None else replace(found, step_seconds=seconds)
 
 
 def own_share(pipeline: Pipeline) -> float:

@@ -1,28 +1,24 @@
-"""The search: which devices, in which order, and into how many micro-batches.
+"""The search: which devices, as which teams and in which order, and into how many micro-batches.
 
-With up to five workers the search tries every subset in every order, and counts interchangeable
-devices once. It begins with the lowest bound and stops at the best step simulated so far.
+A plan is a list of teams, of which each holds a stage; a line is teams of one. With up to five
+workers the search tries every subset of them as a line in every order, and counts interchangeable
+devices once. It begins with the lowest bound and stops at the best step simulated so far. For one
+order of devices it takes the split with the fastest slowest stage (`place`), with the coordinator's
+layers in front and behind.
 
-With more workers it tries the fastest one, two, three, … of them, each in order of speed and along
-the fastest links. It splits those for which (micro-batches + processes - 1) times the bound per
-micro-batch is least, and simulates the splits with the lowest bounds. With up to ten workers it
-then exchanges two workers, removes or adds one, or changes the number of micro-batches, while that
-helps.
+From the best of these lines it makes small changes while the simulated step gets shorter: it moves
+layers, exchanges, adds or removes a worker, or changes the place of the embedding, the number of
+micro-batches or of those in flight. At the end it leaves out workers that save little, and takes as
+few micro-batches in flight as are nearly as fast.
 
-The search tries all of the coordinator's layers in front of the workers' and all of them behind,
-and keeps them in front on a tie. For one order of devices it takes the split with the fastest
-slowest stage (`place`).
+Then it goes on with replicas, from teams of several kinds and from the best line. Further changes
+merge two stages, move a worker into another one, let the coordinator be a replica or not, or move
+micro-batches between replicas. Until then replicas step parts of the parameters, which is never
+slower. At the end it also tries the whole optimizer on each replica. For a mixture in halves it
+tries the experts on one worker and all else on another (`experts`).
 
-Where few micro-batches fill the pipeline, other splits and orders are faster. So with up to ten
-workers the search then splits the best orders for each number of the coordinator's layers in front.
-From the best of all it makes small changes while the simulated step gets shorter: it moves layers
-between seats, exchanges, removes or adds a worker, or changes the place of the embedding, the
-number of micro-batches or of those in flight.
-
-At the end it takes as few micro-batches in flight as are nearly as fast. For a mixture in halves it
-also tries the experts on one worker and all else on another (`experts`). Then it looks for plans
-with replicas, and takes one if it is faster by as much as a device has to be (`replica_search`).
-With more than ten workers that search goes on by random changes, of lines too (`team_walk`).
+With more workers there are too many changes to try them all. Then the search splits the fastest
+one, two, three, … workers, and goes on from the best line by random changes (`team_walk`).
 """
 
 from __future__ import annotations
@@ -30,38 +26,44 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations, permutations, product
+from typing import NamedTuple
 
 from msgspec import structs
 
 from ..plan import COORDINATOR
+from .arrangements import Arrangement, Teams, fronts_of, place, place_at, place_in
 from .bounds import least_bottleneck
-from .candidates import Arrangement, Candidate, Costs, spans_of
-from .experts import best_apart
-from .replica_search import (
-    LAYERS_MOVED,
-    LEAST_GAIN_IN_FLIGHT,
+from .candidates import Candidate, Costs, Range, spans_of
+from .changes import (
     LEAST_GAIN_OF_CHANGE,
-    TeamSearch,
+    MOST_NEAR_PLAYED,
+    descended,
+    least_of,
     moved_layers,
+    step_of,
+    with_counts,
+    with_moved_layers,
+    with_moved_shares,
+    with_other_turns,
+    with_whole_optimizer,
 )
+from .experts import best_apart
+from .replica_teams import Tables
 from .step_model import Speed
-from .worker_orders import (
-    Orders,
-    in_flight_of,
-    interchangeable,
-    place,
-    place_all,
-    place_at,
-    place_behind,
-)
+from .team_walk import TeamWalk
+from .worker_orders import Orders, interchangeable
 
 ALL_ORDERS_UP_TO = 5
-"""Workers up to which all subsets in all orders are tried: 325 arrangements."""
+"""Workers up to which all subsets in all orders are tried as lines, 325 arrangements; with more, a
+walk goes on from the usual orders."""
+
+ALL_TEAMS_UP_TO = 3
+"""Workers up to which the search begins with all ordered teams."""
 
 EXCHANGES_UP_TO = 10
-"""Workers up to which the search makes small changes."""
+"""Workers up to which a plan with given workers is improved by small changes."""
 
 MOST_PLAYED = 24
 """Candidates of one choice of devices that an exhaustive search simulates."""
@@ -69,21 +71,47 @@ MOST_PLAYED = 24
 MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
 """With more workers: choices that are split, and candidates that are simulated at a time."""
 
-NUM_STARTS = 4
+NUM_STARTS = 6
 """The best candidates with unlike devices, from which the search makes small changes."""
 
-MOST_NEAR_PLAYED = 12
-"""Small changes of one candidate that are simulated, those with the lowest bounds first."""
+MOST_WORSE = 1.2
+"""How much longer than that of the best line the step of a start with replicas may be."""
 
-MOST_WORSE = 1.05
-"""How much longer than the best step known the step of a split may be whose neighbors are played.
-"""
+MOST_FILLED = 4
+"""Processes up to which four times as many micro-batches in flight are tried."""
 
 LEAST_GAIN = 0.02
-"""Share of the step that a device must save, because each additional device can drift or fail."""
+"""Share of the step that a device must save, because each additional device can drift or fail; also
+an optimizer in parts, and replicas against the best line."""
 
-LEAST_GAIN_BEHIND = 1e-9
-"""Share of the step that the coordinator's layers behind must save; less is rounding of sums."""
+LEAST_GAIN_IN_FLIGHT = 0.005
+"""Share of the step that more micro-batches in flight must save, because each keeps activations."""
+
+
+class Effort(NamedTuple):
+    """How much a search from some plans tries.
+
+    Args:
+        near_played: Changes of one plan that are simulated, those with the lowest bounds first.
+        replicates: Whether changes make replicas.
+        keeps_devices: Whether changes keep the workers.
+        first_played: Plans to begin with that are simulated, those with the lowest bounds first.
+        starts: The best plans with unlike teams, from which the search makes small changes.
+        tried: Other teams that are split.
+    """
+
+    near_played: int = MOST_NEAR_PLAYED
+    replicates: bool = False
+    keeps_devices: bool = False
+    first_played: int = 24
+    starts: int = 4
+    tried: int = 400
+
+
+LINES, SAME_DEVICES = Effort(), Effort(keeps_devices=True)
+FEW_TEAMS = Effort(64, replicates=True, first_played=96, starts=8, tried=4000)
+TEAMS = Effort(replicates=True)
+"""For lines, for plans with given workers, and for teams of up to three workers and of more."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +130,16 @@ class Search:
     Args:
         costs: The costs of devices and links.
         micro_batches: Numbers of micro-batches to choose from.
-        may_replicate: Whether several processes may hold the same stage.
+        may_replicate: Whether several processes may hold the same stage; never where layers are
+            pinned.
         counts_alone: Numbers of micro-batches for one device alone; left out, the same ones.
 
     Attributes:
         costs: The costs of devices and links.
         line: The best plan without replicas, once `best` has run; None if none fits.
         knows_line: Whether `best` has run.
-        teams: The search among plans with replicas.
+        fastest: The fastest plan with replicas that was found, also if a line is faster; None if
+            none fits or comes near.
     """
 
     def __init__(
@@ -120,25 +150,30 @@ class Search:
         counts_alone: Sequence[int] = (),
     ) -> None:
         self.costs = costs
-        self._may_replicate = may_replicate
+        self._may_replicate = may_replicate and not costs.pins
         self.micro_batches = micro_batches
         self.counts_alone = counts_alone or micro_batches
+        self._tables = Tables(costs)
         self._classes = interchangeable(costs)
         self._starts: list[Candidate] = []
         self._orders = Orders(costs, costs.size(max(micro_batches)))
-        self.teams = TeamSearch(costs, micro_batches, self._classes, self._orders.by_speed)
         self.line: Candidate | None = None
         self.knows_line = False
+        self.fastest: Candidate | None = None
 
     def best(self) -> Candidate | None:
         """The best candidate without devices that gain too little; None if nothing fits."""
-        best = self._best_devices()
-        found = None if best is None else self._with_enough_in_flight(best)
-        self.line, self.knows_line = found, True
-        if self._may_replicate:
-            found = self.teams.best(found) or found
-            if found is not None and not found.has_replicas:
-                self.line = found
+        found = line = self._best_line()
+        self.line, self.knows_line = line, True
+        may_replicate, is_many = self._may_replicate, len(self._classes) > EXCHANGES_UP_TO
+        if not self._looks_at_all and (may_replicate or not is_many):
+            found = self._walked(line, may_replicate)
+            if found is not None and found.has_replicas and not is_many:
+                self.line = self._walked(line, may_replicate=False)
+        elif may_replicate and self._classes:
+            found = self._best_of_teams(line) or line
+        if found is not None and not found.has_replicas:
+            self.line = found
         limit = math.inf if found is None else found.step_seconds * (1 - LEAST_GAIN)
         return self.apart if self.apart is not None and self.apart.is_below(limit) else found
 
@@ -147,24 +182,17 @@ class Search:
         """The fastest plan with the experts of a mixture apart; None if there is none."""
         return best_apart(self.costs, self._orders.by_speed, self.micro_batches)
 
-    def _best_devices(self) -> Candidate | None:
-        subsets = list(self._subsets())
-        if self._looks_at_all:
-            best = self._best_among(subsets, math.inf)
-            if best is None:
-                return None
-            starts = [*self._starts, *self._with_both_ends(self._starts)]
-            starts += self._around_one_worker(best.step_seconds)
-            return self._without_idlers(self._descend(starts))
-        placed = self._place_likely(self._choices(subsets))
-        best = self._best_played(placed, math.inf, MOST_OF_MANY_PLAYED)
-        if best is None:
+    def replicated(self) -> Candidate | None:
+        """The fastest plan in which every process holds all layers; None if none fits."""
+        team = (*self._orders.by_speed, COORDINATOR)
+        ways = [Arrangement(self._tables, (team,), pieces) for pieces in self.micro_batches]
+        placed = [candidate for way in ways for candidate in place(way)]
+        placed.sort(key=least_of)
+        if not placed:
             return None
-        if len(best.workers) > EXCHANGES_UP_TO:
-            return _fewest(placed, best)
-        improved = self._improve(best)
-        starts = [improved, *self._with_both_ends([improved])]
-        return self._without_idlers(self._descend(starts))
+        best = min(placed[:MOST_PLAYED], key=step_of)
+        limit = best.step_seconds * (1 + LEAST_GAIN)
+        return self._with_enough_in_flight(with_whole_optimizer(best, limit), limit)
 
     def at_once(self, num_batches: int) -> Search:
         """The search among plans for so many batches that come as one, in as many micro-batches
@@ -179,24 +207,27 @@ class Search:
         return Search(Costs(profile, costs.pins), pieces, self._may_replicate)
 
     def best_with(self, workers: Iterable[str], below: float = math.inf) -> Candidate | None:
-        """The best candidate with exactly these workers, if its step is shorter than ``below``."""
+        """The best candidate with exactly these workers as a line, if its step is shorter than
+        ``below``."""
         best = self._best_among([tuple(workers)], below)
         if best is None:
             return None
-        return self._with_enough_in_flight(self._descend([best], keeps_devices=True))
+        if len(best.workers) <= EXCHANGES_UP_TO:
+            best = self._descended([best], SAME_DEVICES)
+        return self._with_enough_in_flight(best)
 
     def best_alone(self, name: str) -> Candidate | None:
         """The best candidate with all layers on one device; None if they do not fit."""
-        num_layers = self.costs.num_layers
         workers = [] if name == COORDINATOR else [name]
-        ranges = spans_of([0, num_layers, 0] if workers else [num_layers, 0])
+        num = self.costs.num_layers
+        ranges = spans_of([0, num, 0] if workers else [num, 0])
         placed = []
         for pieces, left in product(self.counts_alone, self._embeddings if workers else (False,)):
-            way = Arrangement(self.costs, workers, pieces, left)
+            way = Arrangement.line(self._tables, workers, pieces, left)
             placed += [
                 way.with_ranges(ranges, min(in_flight, pieces))
                 for in_flight in ((4, 2, 1) if workers else (1,))
-                if math.isfinite(way.slowest_seconds(ranges, in_flight))
+                if math.isfinite(way.least_seconds(ranges, in_flight))
             ]
         return self._best_played(placed, math.inf, MOST_PLAYED)
 
@@ -220,6 +251,34 @@ class Search:
     def _looks_at_all(self) -> bool:
         return len(self._classes) <= ALL_ORDERS_UP_TO
 
+    def _best_line(self) -> Candidate | None:
+        subsets = list(self._subsets())
+        if self._looks_at_all:
+            best = self._best_among(subsets, math.inf)
+            if best is None:
+                return None
+            self._play_both_ends(best.step_seconds * MOST_WORSE)
+            lowest = self._descended(self._starts, LINES)
+            return self._with_enough_in_flight(self._without_idlers(lowest))
+        placed = self._place_likely(self._choices(subsets))
+        best = self._best_played(placed, math.inf, MOST_OF_MANY_PLAYED)
+        return None if best is None else self._with_enough_in_flight(_fewest(placed, best))
+
+    def _play_both_ends(self, below: float) -> None:
+        """Play lines with some of the coordinator's layers in front, in the orders of the best
+        lines and with each worker alone. These may be the best ones although the same workers gain
+        nothing behind or before all of the coordinator's layers."""
+        lines = [(Arrangement.of(start, self._tables), start.in_flight) for start in self._starts]
+        for name, pieces in product(self.one_of_each(), self.micro_batches):
+            lines.append((Arrangement.line(self._tables, [name], pieces), min(4, pieces)))
+        for way, in_flight in lines:
+            staying, placed = replace(way, embedding_left=False), []
+            for front in range(1, self.costs.num_layers if way.teams else 0):
+                if staying.own.front_seconds(front) * way.micro_batches >= below:
+                    break
+                placed += place_at(staying, in_flight, front, below)
+            self._best_played(placed, below, MOST_NEAR_PLAYED)
+
     def _best_among(self, subsets: Sequence[tuple[str, ...]], below: float) -> Candidate | None:
         choices = [choice for choice in self._choices(subsets) if choice.least_seconds < below]
         if not self._looks_at_all:
@@ -228,17 +287,27 @@ class Search:
         for choice in sorted(choices, key=lambda c: (c.least_seconds, len(c.workers))):
             if choice.least_seconds >= below:
                 break
-            found = self._best_order(choice, below)
-            if found is not None:
-                best, below = found, found.step_seconds
+            for ways in self._lines(self._all_orders(choice.workers), choice.micro_batches):
+                for front in fronts_of(ways[0]):
+                    placed = place_in(ways, front, below * (1 - LEAST_GAIN_OF_CHANGE))
+                    found = self._best_played(placed, below, MOST_PLAYED)
+                    if found is not None:
+                        best, below = found, found.step_seconds
         return best
+
+    def _lines(
+        self, orders: Sequence[Sequence[str]], pieces: int
+    ) -> Iterator[Sequence[Arrangement]]:
+        """Orders of the same workers, with the embedding wherever it may be."""
+        for left in self._embeddings if orders[0] else (False,):
+            yield [Arrangement.line(self._tables, order, pieces, left) for order in orders]
 
     def _best_played(
         self, placed: Iterable[Candidate], below: float, most: int
     ) -> Candidate | None:
         """Simulate the candidates with the lowest bounds; the shortest step below ``below``."""
         best: Candidate | None = None
-        for candidate in sorted(placed, key=lambda candidate: candidate.least_seconds)[:most]:
+        for candidate in sorted(placed, key=least_of)[:most]:
             if candidate.least_seconds >= below:
                 break
             self._note_start(candidate)
@@ -248,12 +317,12 @@ class Search:
 
     def _note_start(self, candidate: Candidate) -> None:
         """Keep the candidate if it is among the best ones with unlike devices."""
-        alike = [start for start in self._starts if _is_akin(start, candidate)]
+        alike = [start for start in self._starts if _kin_of(start) == _kin_of(candidate)]
         others = [start for start in self._starts if start not in alike]
         ranked = alike or others[NUM_STARTS - 1 :]
         if ranked and not candidate.is_below(ranked[0].step_seconds):
             return
-        self._starts = sorted([*others, candidate], key=_step_of)[:NUM_STARTS]
+        self._starts = sorted([*others, candidate], key=step_of)[:NUM_STARTS]
 
     def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
         """Split the choices with the shortest estimated steps, until enough of them have fit."""
@@ -261,11 +330,9 @@ class Search:
         placed: list[Candidate] = []
         num_split = 0
         for choice in sorted(possible, key=lambda c: c.likely_seconds):
-            found = [
-                candidate
-                for order in self._orders.usual(choice.workers)
-                for candidate in place_all(Arrangement(self.costs, order, choice.micro_batches))
-            ]
+            orders = self._orders.usual(choice.workers)
+            lines = self._lines(orders, choice.micro_batches)
+            found = [each for ways in lines for way in ways for each in place(way)]
             placed += found
             num_split += bool(found)
             if num_split == MOST_SPLIT:
@@ -281,15 +348,6 @@ class Search:
         speeds = speeds_of(self.costs, workers, pieces)
         slowest = least_bottleneck(speeds, len(self.costs.profile.model.layers))
         return Choice(pieces * slowest, (pieces + len(workers)) * slowest, pieces, workers)
-
-    def _best_order(self, choice: Choice, below: float) -> Candidate | None:
-        orders, pieces = self._all_orders(choice.workers), choice.micro_batches
-        ways = [Arrangement(self.costs, order, pieces) for order in orders]
-        first = self._best_played(place(ways, None, below), below, MOST_PLAYED)
-        if not choice.workers:
-            return first
-        below = (below if first is None else first.step_seconds) * (1 - LEAST_GAIN_BEHIND)
-        return self._best_played(place_behind(ways, below), below, MOST_PLAYED) or first
 
     def _subsets(self) -> Iterator[tuple[str, ...]]:
         """Subsets of the workers; each has all pinned workers."""
@@ -311,184 +369,263 @@ class Search:
             orders.setdefault(tuple(self._classes[name] for name in order), order)
         return list(orders.values())
 
-    def _improve(self, best: Candidate) -> Candidate:
-        """Exchange, remove or add a worker, or change the micro-batches, while that helps."""
-        while True:
-            climbed = self._climb(best)
-            placed = [climbed, *self._changed(climbed)]
-            for pieces in self.micro_batches:
-                placed += place_all(Arrangement(self.costs, climbed.workers, pieces))
-            found = self._best_played(placed, best.step_seconds, MOST_OF_MANY_PLAYED)
-            if found is None:
-                return best
-            best = found
+    def _best_of_teams(self, line: Candidate | None) -> Candidate | None:
+        """The best plan with replicas; None if none is faster than the best line by as much as a
+        device has to be."""
+        effort = FEW_TEAMS if len(self._classes) <= ALL_TEAMS_UP_TO else TEAMS
+        starts = self._starts_of_teams(line, effort)
+        best = self._descended(starts, effort) if starts else None
+        self.fastest = best if best is not None and best.has_replicas else None
+        limit = math.inf if line is None else line.step_seconds * (1 - LEAST_GAIN)
+        if self.fastest is None or not self.fastest.is_below(limit):
+            return None
+        finished = self._finished(self.fastest)
+        return finished if finished.is_below(limit) else self.fastest
 
-    def _descend(self, starts: Sequence[Candidate], keeps_devices: bool = False) -> Candidate:
-        """The best candidate to which small changes lead from the given ones.
+    def _starts_of_teams(self, line: Candidate | None, effort: Effort) -> list[Candidate]:
+        """The best plans to begin with, of unlike teams, and the best line."""
+        below = math.inf if line is None else line.step_seconds * MOST_WORSE
+        ways = [
+            Arrangement(self._tables, teams, pieces, left, kept)
+            for teams, pieces in product(self._first_teams(), self._first_counts(line))
+            for left in self._embeddings_of(teams)
+            for kept in self._kept_by(teams)
+        ]
+        placed = [candidate for way in ways for candidate in self._placed(way, below)]
+        placed.sort(key=least_of)
+        found: dict[Hashable, Candidate] = {}
+        for candidate in placed[: effort.first_played]:
+            key = self._key(Arrangement.of(candidate, self._tables))
+            if key not in found or candidate.is_below(found[key].step_seconds):
+                found[key] = candidate
+        best = sorted(found.values(), key=step_of)[: effort.starts]
+        return best if line is None or not line.workers else [*best, line]
+
+    def _first_counts(self, line: Candidate | None) -> Sequence[int]:
+        """The numbers of micro-batches to begin with: with many workers those near the line's."""
+        if line is None or self._looks_at_all:
+            return self.micro_batches
+        pieces = line.micro_batches
+        return [count for count in self.micro_batches if pieces <= 2 * count <= 4 * pieces]
+
+    def _embeddings_of(self, teams: Teams) -> tuple[bool, ...]:
+        """Where the embedding may be."""
+        return self._embeddings if teams and COORDINATOR not in teams[0] else (False,)
+
+    def _kept_by(self, teams: Teams) -> list[tuple[int, int]]:
+        """How many layers the coordinator may have for itself in front and behind: none, and, as a
+        replica of the only stage of a few workers, as many as possible and half of these."""
+        found = [(0, 0)]
+        if len(teams) == 1 and COORDINATOR in teams[0] and len(self._classes) <= ALL_TEAMS_UP_TO:
+            most = self.costs.num_layers - 1
+            for count in (most, most // 2):
+                half = count // 2
+                found += [(count, 0), (0, count), (count - half, half)]
+        return [*dict.fromkeys(found)]
+
+    def _first_teams(self) -> list[Teams]:
+        workers = tuple(self._orders.by_speed)
+        if len(workers) <= ALL_TEAMS_UP_TO:
+            return list(_all_teams(self._orders.slowest_first))
+        found: list[Teams] = [((*workers, COORDINATOR),), (workers,)]
+        if self._looks_at_all:
+            found += [((name, COORDINATOR),) for name in workers]
+        found += self._teams_of_equals()
+        return list(dict.fromkeys(tuple(map(self._orders.ordered, teams)) for teams in found))
+
+    def _teams_of_equals(self) -> Iterator[Teams]:
+        """The workers with equal measurements as one team, as two, and as four."""
+        kinds: dict[Hashable, list[str]] = {}
+        for name in self._orders.by_speed:
+            kinds.setdefault(self.costs.kinds[name], []).append(name)
+        most = max(map(len, kinds.values()))
+        for num in [n for n in (1, 2, 4) if n < most]:
+            parts = (names[index::num] for names in kinds.values() for index in range(num))
+            yield tuple(tuple(part) for part in parts if part)
+
+    def _walked(self, line: Candidate | None, may_replicate: bool) -> Candidate | None:
+        """The best plan that a walk finds from the best line and from some teams."""
+        starts = [] if line is None else [line]
+        if may_replicate:
+            few = TEAMS._replace(first_played=NUM_STARTS)
+            starts += self._starts_of_teams(line, few)
+        orders = self._orders
+        walk = TeamWalk(
+            self._tables, self.micro_batches, orders.by_speed, orders.ordered, may_replicate
+        )
+        # In its outlines the coordinator shares no stage with workers.
+        alone = [each for each in starts if COORDINATOR not in _names_of(each)]
+        found = [each for each in (*starts, walk.best(alone)) if each is not None]
+        if may_replicate:
+            replicated = [each for each in found if each.has_replicas]
+            self.fastest = min(replicated, key=step_of, default=None)
+        best = min(found, key=step_of, default=None)
+        return best and with_whole_optimizer(best, best.step_seconds * (1 + LEAST_GAIN))
+
+    def _descended(self, starts: Sequence[Candidate], effort: Effort) -> Candidate:
+        """The best candidate to which small changes lead from one of some candidates.
 
         The simulator is the judge of each change. So this finds splits that are faster than the
         ones with the fastest slowest stage, as where few micro-batches have to fill the pipeline.
-        With more than `EXCHANGES_UP_TO` workers it changes nothing, because simulations take long.
         """
-        if len(starts[0].workers) > EXCHANGES_UP_TO:
-            return min(starts, key=_step_of)
         played: set[Hashable] = set()
-        return min((self._descended(each, keeps_devices, played) for each in starts), key=_step_of)
+        tried: set[Hashable] = set()
+        near = partial(self._near, effort=effort, tried=tried)
+        found = [descended(start, near, effort.near_played, played) for start in starts]
+        # With replicas the line is among the starts, and does not count.
+        replicated = [each for each in found if each.has_replicas] if effort.replicates else []
+        return min(replicated or found, key=step_of)
 
-    def _descended(self, best: Candidate, keeps_devices: bool, played: set[Hashable]) -> Candidate:
-        while True:
-            before = best
-            near = [*_with_moved_layers(best, best.step_seconds), *_with_other_in_flight(best)]
-            near += self._rearranged(best, keeps_devices)
-            best = _best_near(best, near, played)
-            if best is before:
-                return best
-
-    def _with_both_ends(self, starts: Sequence[Candidate]) -> list[Candidate]:
-        """Candidates in which the coordinator has other numbers of its layers in front, for the
-        orders of some candidates; all layers are split anew."""
-        found = []
-        for start in starts:
-            way = replace(Arrangement.of(start), embedding_left=False)
-            found += self._at_both_ends(way, start.in_flight, start.step_seconds)
-        return found
-
-    def _around_one_worker(self, below: float) -> list[Candidate]:
-        """Candidates with the coordinator at both ends of one worker. They may be the best ones
-        although the same worker gains nothing behind or before all of the coordinator's layers."""
-        found = []
-        for name, pieces in product(self.one_of_each(), self.micro_batches):
-            way = Arrangement(self.costs, [name], pieces)
-            found += self._at_both_ends(way, min(4, pieces), below)
-        return found
-
-    def _at_both_ends(self, way: Arrangement, in_flight: int, below: float) -> list[Candidate]:
-        """The best candidate of an arrangement with layers in front; none if it is not faster.
-
-        The split with the fastest slowest stage need not fill the pipeline soonest. So for each
-        number of layers in front the neighbors of that split are played too, if it comes near.
-        """
-        placed = []
-        for front in range(1, self.costs.num_layers if way.workers else 0):
-            if way.own.front_seconds(front) * way.micro_batches >= below:
-                break
-            candidate = place_at(way, in_flight, front, below)
-            placed += [] if candidate is None else [candidate]
-        best: Candidate | None = None
-        for split in sorted(placed, key=lambda each: each.least_seconds)[:MOST_NEAR_PLAYED]:
-            if not split.is_below(below * MOST_WORSE):
-                continue
-            near = [split, *_with_moved_layers(split, below)]
-            found = self._best_played(near, below, MOST_NEAR_PLAYED)
-            if found is not None:
-                best, below = found, found.step_seconds
-        return [] if best is None else [best]
-
-    def _rearranged(self, best: Candidate, keeps_devices: bool) -> Iterator[Candidate]:
-        """Candidates with another order, place of the embedding or number of micro-batches, or a
-        worker more or less.
-
-        Each seat keeps its number of layers if the devices stay; the layers are also split anew.
-        """
-        way = Arrangement.of(best)
-        own, counts = _own_counts(best), _counts_of(best)
-        ways = [replace(way, workers=order) for order in self._exchanged(best.workers)]
-        ways += [replace(way, embedding_left=left) for left in self._embeddings if best.workers]
-        ways += [replace(way, micro_batches=pieces) for pieces in self.micro_batches]
+    def _near(self, best: Candidate, effort: Effort, tried: set[Hashable]) -> Iterator[Candidate]:
+        """The candidates with one change that may be faster."""
+        way, below = Arrangement.of(best, self._tables), best.step_seconds
+        if best.has_replicas or not effort.replicates:  # A line has been changed so already.
+            yield from with_moved_layers(way, best)
+            yield from with_moved_shares(best)
+            yield from with_other_turns(best)
+            yield from _with_other_in_flight(way, best)
+        ways = [replace(way, micro_batches=n) for n in self.micro_batches]
+        if way.hosted is None:
+            ways += [replace(way, embedding_left=left) for left in self._embeddings_of(way.teams)]
+        else:
+            ways += self._with_other_kept(way)
+        for teams in self._changed(way.teams, effort):
+            ways += self._with_teams(way, teams, best)
         for each in ways:
-            yield from _with_counts(each, own, counts, best)
-        if not keeps_devices:
-            for order in self._one_more_anywhere(best.workers):
-                longer = replace(way, workers=order)
-                yield from _with_one_more(longer, own, counts, best)
-                ways.append(longer)
-            for order in self._one_less(best.workers):
-                left = bool(order) and way.embedding_left
-                ways.append(replace(way, workers=order, embedding_left=left))
-        for each in ways:
-            levels = {best.in_flight, *in_flight_of(len(each.names))} if each.workers else {1}
-            sizes = sorted({min(level, each.micro_batches) for level in levels})
-            is_same_order = each.workers and each.workers == best.workers
-            fronts = _fronts_of(best) if is_same_order else [_front_of(best)]
-            for in_flight, front in product(sizes, fronts if each.workers else [None]):
-                placed = place_at(each, in_flight, front, best.step_seconds)
-                yield from [] if placed is None else [placed]
+            if not effort.replicates:
+                yield from _with_counts(each, best)
+                yield from self._placed_near(each, best)
+            elif self._key(each) not in tried and len(tried) < effort.tried:
+                tried.add(self._key(each))
+                yield from self._placed(each, below)
 
-    def _one_more_anywhere(self, workers: Sequence[str]) -> Iterator[list[str]]:
-        """The workers with another one, in each place."""
-        spare = [name for name in self._orders.by_speed if name not in workers]
-        for name, index in product(self.one_of_each(spare), range(len(workers) + 1)):
-            yield [*workers[:index], name, *workers[index:]]
+    def _placed(self, way: Arrangement, below: float) -> list[Candidate]:
+        """The arrangement with its layers split; none if it does not fit or is not faster."""
+        is_hopeful = len(way.teams) <= self.costs.num_layers and way.most_hopeful_seconds < below
+        return place(way, below) if is_hopeful else []
 
-    def _climb(self, best: Candidate) -> Candidate:
-        """Exchange, remove or add a worker while the bound falls, without a simulation."""
-        while True:
-            found = min(self._changed(best), key=lambda c: c.least_seconds, default=best)
-            if found.least_seconds >= best.least_seconds * (1 - 1e-9):
-                return best
-            best = found
+    @staticmethod
+    def _placed_near(way: Arrangement, best: Candidate) -> Iterator[Candidate]:
+        """A line with its layers split, also with the micro-batches in flight of the best one, and
+        with its number of the coordinator's layers in front."""
+        num = len(way.workers) + 1
+        levels = {best.in_flight, 2 * num, (4 if num <= MOST_FILLED else 2) * num}
+        sizes = sorted({min(level, way.micro_batches) for level in levels if way.teams} or {1})
+        for in_flight, front in product(sizes, _fronts_near(best, way)):
+            yield from place_at(way, in_flight, front, best.step_seconds)
 
-    def _changed(self, best: Candidate) -> list[Candidate]:
-        orders = [*self._exchanged(best.workers), *self._one_less(best.workers)]
-        orders += self._one_more(best.workers)
-        way = Arrangement.of(best)
-        placed = []
-        for order in orders:
-            left = bool(order) and way.embedding_left
-            other = replace(way, workers=order, embedding_left=left)
-            front = _front_of(best) if order else None
-            placed.append(place_at(other, best.in_flight, front))
-        return [candidate for candidate in placed if candidate is not None]
+    def _with_other_kept(self, way: Arrangement) -> Iterator[Arrangement]:
+        """Arrangements in which the coordinator, a replica, has a layer more or less for itself."""
+        (front, behind), most = way.kept, self.costs.num_layers - len(way.teams)
+        for one, other in [(1, 0), (0, 1), (-1, 0), (0, -1)]:
+            kept = front + one, behind + other
+            if min(kept) >= 0 and sum(kept) <= most:
+                yield replace(way, kept=kept)
 
-    def _exchanged(self, workers: Sequence[str]) -> Iterator[list[str]]:
-        for one, other in combinations(range(len(workers)), 2):
-            if self._classes[workers[one]] != self._classes[workers[other]]:
-                order = list(workers)
-                order[one], order[other] = order[other], order[one]
-                yield order
+    @staticmethod
+    def _with_teams(way: Arrangement, teams: Teams, best: Candidate) -> Iterator[Arrangement]:
+        """The arrangement with other teams. A coordinator that becomes a replica has no layers for
+        itself, or keeps those that it has."""
+        is_hosted = any(COORDINATOR in team for team in teams)
+        left = way.embedding_left and bool(teams) and COORDINATOR not in teams[0]
+        kept = way.kept if is_hosted else (0, 0)
+        yield replace(way, teams=teams, embedding_left=left, kept=kept)
+        if is_hosted and way.hosted is None and not left:
+            own = best.seats[0].num_layers, best.seats[-1].num_layers
+            yield replace(way, teams=teams, embedding_left=left, kept=own)
 
-    def _one_less(self, workers: Sequence[str]) -> Iterator[list[str]]:
-        """The workers without one of each class; pinned workers stay."""
-        for name in self.one_of_each(workers[::-1]):
+    def _key(self, way: Arrangement) -> Hashable:
+        """Equal for arrangements that differ in interchangeable workers only."""
+        teams = tuple(
+            tuple(sorted(self._classes.get(name, -1) for name in team)) for team in way.teams
+        )
+        return teams, way.micro_batches, way.embedding_left, way.kept
+
+    def _changed(self, teams: Teams, effort: Effort) -> Iterator[Teams]:
+        """The teams with one change of their members or their order."""
+        for one, other in combinations(range(len(teams)), 2):
+            order = [*teams]
+            order[one], order[other] = order[other], order[one]
+            if effort.replicates or not self.are_alike(teams[one][0], teams[other][0]):
+                yield _checked(order)
+        if effort.keeps_devices:
+            return
+        members = [name for team in teams for name in team if name != COORDINATOR]
+        spare = self.one_of_each([n for n in self._orders.by_speed if n not in members])
+        for name in self.one_of_each(members) if not effort.replicates else members:
             if name not in self.costs.pins:
-                yield [other for other in workers if other != name]
+                yield _without(teams, name)
+        for name in [*spare, *(members if effort.replicates else [])]:
+            others = _without(teams, name)
+            for index in range(len(others) + 1):
+                yield _checked([*others[:index], (name,), *others[index:]])
+            for index, team in enumerate(others if effort.replicates else ()):
+                joined = self._orders.ordered([*team, name])
+                yield _checked([*others[:index], joined, *others[index + 1 :]])
+        if effort.replicates:
+            yield from self._merged(teams)
+            yield from _with_coordinator(teams)
 
-    def _one_more(self, workers: Sequence[str]) -> Iterator[list[str]]:
-        spare = [name for name in self._orders.by_speed if name not in workers]
-        for name in self.one_of_each(spare):
-            yield self._orders.by_speed_and_pins([*workers, name])
+    def _merged(self, teams: Teams) -> Iterator[Teams]:
+        """The teams of which two are one."""
+        for one, other in permutations(range(len(teams)), 2):
+            merged = [*teams]
+            merged[one] = self._orders.ordered([*teams[one], *teams[other]])
+            yield _checked([team for n, team in enumerate(merged) if n != other])
+
+    def _finished(self, best: Candidate) -> Candidate:
+        """The candidate without workers that gain little, with the whole optimizer on each replica
+        where parts gain little, and with as few micro-batches in flight as are nearly as fast.
+
+        All of these together may make the step longer by `LEAST_GAIN`.
+        """
+        limit = best.step_seconds * (1 + LEAST_GAIN)
+        best = with_whole_optimizer(self._without_idlers(best), limit)
+        return self._with_enough_in_flight(best, limit)
 
     def _without_idlers(self, best: Candidate) -> Candidate:
         limit = best.step_seconds * (1 + LEAST_GAIN)
         while True:
-            trials = [
-                self._best_among([tuple(less)], limit) for less in self._one_less(best.workers)
-            ]
-            found = [trial for trial in trials if trial is not None]
-            if not found:
+            way, trials = Arrangement.of(best, self._tables), list[Candidate]()
+            for name in self.one_of_each(best.workers[::-1]):
+                others = [worker for worker in best.workers if worker != name]
+                if name in self.costs.pins:
+                    continue
+                if best.has_lone_seats:
+                    found = self._best_among([tuple(others)], limit)
+                    trials += [] if found is None else [found]
+                elif others:
+                    less = replace(way, teams=_without(way.teams, name))
+                    trials += [each for each in self._placed(less, limit) if each.is_below(limit)]
+            if not trials:
                 return best
-            best = self._descend([min(found, key=_step_of)], keeps_devices=True)
+            best = min(trials, key=step_of)
+            if best.has_lone_seats:
+                best = self._descended([best], SAME_DEVICES)
 
-    def _with_enough_in_flight(self, best: Candidate) -> Candidate:
+    def _with_enough_in_flight(self, best: Candidate, limit: float = math.inf) -> Candidate:
         """Take the fewest micro-batches in flight that are nearly as fast as the best number.
 
-        The numbers are one to four times that of the processes.
+        The numbers are one to four times that of the processes, and five times with replicas.
         """
-        processes = len(best.processes)
-        if processes == 1:
+        num, way = len(best.processes), Arrangement.of(best, self._tables)
+        if num == 1:
             return best
-        counts = {min(processes * quarters // 4, best.micro_batches) for quarters in range(4, 17)}
-        trials = [_with_in_flight(best, count) for count in counts]
-        trials += [
-            place_at(Arrangement.of(best), count, front)
-            for front in _fronts_of(best)
-            for count in counts
-        ]
-        found = {trial.identity: trial for trial in trials if trial is not None}
-        found[best.identity] = best
-        limit = best.step_seconds * (1 + LEAST_GAIN_IN_FLIGHT)
-        fast = [trial for trial in found.values() if trial is best or trial.is_below(limit)]
-        limit = min(map(_step_of, fast)) * (1 + LEAST_GAIN_IN_FLIGHT)
+        quarters = range(4, 21 if best.has_replicas else 17)
+        counts = sorted({min(num * n // 4, best.micro_batches) for n in quarters})
+        trials = []
+        if best.has_replicas:
+            trials += [replace(best, in_flight=n) for n in counts if n < best.in_flight]
+        ranges = best.ranges_of_teams
+        trials += [way.with_ranges(ranges, n) for n in counts if _fits(way, ranges, n)]
+        if best.has_lone_seats:
+            pairs = product(_fronts_near(best, way), counts)
+            trials += [each for front, n in pairs for each in place_at(way, n, front)]
+        # Where two are alike, the later one may recompute less.
+        trials = [*{trial.identity: trial for trial in [*trials, best]}.values()]
+        limit = min(limit, best.step_seconds * (1 + LEAST_GAIN_IN_FLIGHT))
+        fast = [trial for trial in trials if trial is best or trial.is_below(limit)]
+        limit = min(map(step_of, fast)) * (1 + LEAST_GAIN_IN_FLIGHT)
         fast = [candidate for candidate in fast if candidate.step_seconds <= limit]
         return min(fast, key=lambda candidate: (candidate.in_flight, candidate.step_seconds))
 
@@ -506,118 +643,51 @@ def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[
     return [own, *(costs.holder(name, size).speed for name in workers)]
 
 
-def _step_of(candidate: Candidate) -> float:
-    return candidate.step_seconds
-
-
-def _best_near(best: Candidate, near: Iterable[Candidate], played: set[Hashable]) -> Candidate:
-    """The best one of some candidates, of which those with the lowest bounds are simulated."""
-    for candidate in sorted(near, key=lambda near: near.least_seconds)[:MOST_NEAR_PLAYED]:
-        limit = best.step_seconds * (1 - LEAST_GAIN_OF_CHANGE)
-        if candidate.least_seconds >= limit:
-            break
-        if candidate.identity not in played and candidate.is_below(limit):
-            best = candidate
-        played.add(candidate.identity)
-    return best
-
-
-def _is_akin(one: Candidate, other: Candidate) -> bool:
-    """Whether candidates differ at most in their splits and in flight."""
-    return _kin_of(one) == _kin_of(other)
-
-
 def _kin_of(candidate: Candidate) -> Hashable:
-    own = [count > 0 for count in _own_counts(candidate)]
+    """Equal for candidates that differ at most in their splits and in flight."""
+    own = [candidate.seats[end].num_layers > 0 for end in (0, -1)]
     return candidate.workers, candidate.micro_batches, candidate.embedding_left, *own
 
 
-def _front_of(candidate: Candidate) -> int | None:
-    """The coordinator's layers in front; None if it has no others."""
-    front, behind = _own_counts(candidate)
-    return None if front and not behind else front
+def _names_of(candidate: Candidate) -> list[str]:
+    """The processes of all stages behind the coordinator's first layers."""
+    return [seat.name for seat in candidate.seats[1:-1]]
 
 
-def _fronts_of(candidate: Candidate) -> list[int | None]:
+def _fits(way: Arrangement, ranges: Sequence[Range], in_flight: int) -> bool:
+    return math.isfinite(way.least_seconds(ranges, in_flight))
+
+
+def _fronts_near(candidate: Candidate, way: Arrangement) -> list[int | None]:
     """Numbers of the coordinator's layers in front that a change tries."""
-    if candidate.embedding_left or not Arrangement.of(candidate).own.speed.most_layers:
-        return [0]
-    return [None, *sorted({0, _own_counts(candidate)[0]})]
+    found = fronts_of(way)
+    return found if len(found) < 2 else [None, *sorted({0, candidate.seats[0].num_layers})]
 
 
-def _own_counts(candidate: Candidate) -> tuple[int, int]:
-    """The numbers of the coordinator's layers in front and behind."""
-    return candidate.seats[0].num_layers, candidate.seats[-1].num_layers
-
-
-def _counts_of(candidate: Candidate) -> dict[str, int]:
-    """The number of layers of each worker."""
-    return {seat.name: seat.num_layers for seat in candidate.seats[1:-1]}
-
-
-def _with_moved_layers(best: Candidate, below: float) -> Iterator[Candidate]:
-    """Candidates in which one seat has some layers less and another one more; the seats between
-    them keep their number."""
-    way, counts = Arrangement.of(best), [seat.num_layers for seat in best.seats]
-    least = [0, *[1] * (len(counts) - 2), 0]
-    for moved in moved_layers(counts, range(len(counts)), least):
-        yield from _with_spans(way, moved, best.in_flight, below)
-
-
-def _with_counts(
-    way: Arrangement, own: tuple[int, int], counts: dict[str, int], best: Candidate
-) -> Iterator[Candidate]:
-    """The candidate in which these devices keep their numbers of layers, if they can."""
-    front, behind = own
-    in_order = [front, *(counts[name] for name in way.workers), behind]
-    yield from _with_spans(way, in_order, best.in_flight, best.step_seconds)
-
-
-def _with_spans(
-    way: Arrangement, counts: Sequence[int], most_in_flight: int, below: float
-) -> Iterator[Candidate]:
-    """The candidate with these numbers of layers, if they fit the devices and the pins, and if the
-    slowest process alone takes less than ``below``."""
-    front, *of_workers, behind = counts
-    if min(front, behind) < 0 or min(of_workers, default=1) < 1:
+def _with_counts(way: Arrangement, best: Candidate) -> Iterator[Candidate]:
+    """The candidates in which the workers of a line keep their numbers of layers, and a new worker
+    takes layers from one other seat."""
+    held = {seat.name: seat.num_layers for seat in best.seats}
+    if len(way.workers) < len(best.workers):
         return
-    if not of_workers and behind or way.embedding_left and front:
-        return
-    ranges, in_flight = spans_of(counts), min(most_in_flight, way.micro_batches)
-    least_seconds = way.micro_batches * way.slowest_seconds(ranges, in_flight)
-    if least_seconds < below and way.keeps_pins(ranges):
-        yield way.with_ranges(ranges, in_flight)
+    own = [[best.seats[end].num_layers] for end in (0, -1)]
+    counts = [*own[0], *(held.get(name, 0) for name in way.workers), *own[1]]
+    found = [counts]
+    if len(way.workers) > len(best.workers):
+        new = next(index for index, name in enumerate(way.workers, start=1) if name not in held)
+        found = [*moved_layers(counts, range(len(counts)), [new])]
+    for each in found:
+        yield from with_counts(way, each, best.in_flight, best.step_seconds)
 
 
-def _with_one_more(
-    way: Arrangement, own: tuple[int, int], counts: dict[str, int], best: Candidate
-) -> Iterator[Candidate]:
-    """Candidates in which a new worker takes layers from one other seat."""
-    new = next(name for name in way.workers if name not in counts)
-    for by in LAYERS_MOVED:
-        yield from _with_counts(way, (own[0] - by, own[1]), {**counts, new: by}, best)
-        yield from _with_counts(way, (own[0], own[1] - by), {**counts, new: by}, best)
-        for giver in counts:
-            taken = {**counts, giver: counts[giver] - by, new: by}
-            yield from _with_counts(way, own, taken, best)
-
-
-def _with_other_in_flight(candidate: Candidate) -> Iterator[Candidate]:
+def _with_other_in_flight(way: Arrangement, best: Candidate) -> Iterator[Candidate]:
     """Candidates with the same layers and other numbers of micro-batches in flight."""
-    if candidate.workers:
-        num, present = len(candidate.processes), candidate.in_flight
-        counts = {1, present - 1, present + 1, num, 2 * num, 3 * num, 4 * num}
-        for count in sorted({min(max(count, 1), candidate.micro_batches) for count in counts}):
-            other = _with_in_flight(candidate, count)
-            if other is not None:
-                yield other
-
-
-def _with_in_flight(candidate: Candidate, in_flight: int) -> Candidate | None:
-    """The same layers with this number in flight; None if they do not fit."""
-    way, ranges = Arrangement.of(candidate), candidate.ranges
-    fits = math.isfinite(way.slowest_seconds(ranges, in_flight))
-    return way.with_ranges(ranges, in_flight) if fits else None
+    num, present = len(best.processes), best.in_flight
+    counts = {1, present - 1, present + 1, present * 3 // 2, num, 2 * num, 3 * num, 4 * num}
+    layers = [end - first for first, end in best.ranges_of_teams]
+    for count in sorted({min(max(count, 1), best.micro_batches) for count in counts} - {present}):
+        if best.workers:
+            yield from with_counts(way, layers, count, best.step_seconds)
 
 
 def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
@@ -625,7 +695,50 @@ def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
     limit = best.step_seconds * (1 + LEAST_GAIN)
     fewer = [c for c in placed if len(c.workers) < len(best.workers) and c.least_seconds < limit]
     fewer.sort(key=lambda candidate: len(candidate.workers))
-    for candidate in fewer[:MOST_OF_MANY_PLAYED]:
-        if candidate.step_seconds < limit:
-            return candidate
-    return best
+    return next((c for c in fewer[:MOST_OF_MANY_PLAYED] if c.step_seconds < limit), best)
+
+
+def _without(teams: Teams, name: str) -> Teams:
+    """The teams without a worker; a coordinator that is alone then is no replica."""
+    others = [tuple(each for each in team if each != name) for team in teams]
+    return _checked([team for team in others if team and team != (COORDINATOR,)])
+
+
+def _checked(teams: Sequence[tuple[str, ...]]) -> Teams:
+    """The teams, in which the coordinator may be in the first or the last one only, and in one."""
+    last = len(teams) - 1
+    return tuple(
+        team
+        if index in (0, last) and not (index == last > 0 and COORDINATOR in teams[0])
+        else tuple(name for name in team if name != COORDINATOR)
+        for index, team in enumerate(teams)
+    )
+
+
+def _with_coordinator(teams: Teams) -> Iterator[Teams]:
+    """The teams with the coordinator in none, in the first one, and in the last one."""
+    alone = [tuple(name for name in team if name != COORDINATOR) for team in teams]
+    yield tuple(alone)
+    for index in {0, len(teams) - 1}:
+        yield tuple(
+            (*team, COORDINATOR) if number == index else team for number, team in enumerate(alone)
+        )
+
+
+def _all_teams(names: Sequence[str]) -> Iterator[Teams]:
+    """All ordered teams of some workers, with the coordinator in none, in the first one, and in the
+    last one; without lines."""
+    for count in range(1, len(names) + 1):
+        for chosen in combinations(names, count):
+            for teams in _ordered_teams(chosen):
+                hosted = dict.fromkeys(_with_coordinator(teams))
+                yield from (each for each in hosted if max(map(len, each)) > 1)
+
+
+def _ordered_teams(names: Sequence[str]) -> Iterator[Teams]:
+    if not names:
+        yield ()
+    for count in range(1, len(names) + 1):
+        for first in combinations(names, count):
+            others = [name for name in names if name not in first]
+            yield from ((first, *behind) for behind in _ordered_teams(others))

@@ -269,7 +269,7 @@ def solve_replicated(profile: Profile, wishes: Wishes | None = None) -> Solution
             "plan; use a larger batch or more micro-batches, or exclude workers."
         )
     search = Search(costs, pieces)
-    chosen = search.teams.replicated()
+    chosen = search.replicated()
     if chosen is not None:
         return Solution(chosen, search)
     of_batch = max(pieces) // costs.num_batches

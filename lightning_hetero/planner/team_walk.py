@@ -15,8 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
+from ..plan import COORDINATOR
+from .arrangements import Arrangement
 from .candidates import Candidate, spans_of
-from .replica_teams import Tables, TeamArrangement
+from .changes import LEAST_GAIN_OF_CHANGE, step_of
+from .replica_teams import Tables
 from .team_estimate import Estimates, Outline
 
 LAYERS_MOVED = (1, 1, 1, 2, 2, 4, 8)
@@ -55,9 +58,6 @@ class Steps(NamedTuple):
 MANY_WORKERS = 32
 """Up to so many workers, planning takes seconds; beyond, a minute is allowed."""
 
-LEAST_GAIN_OF_CHANGE = 1e-9
-"""Share of the step that a change must save; less is rounding of sums."""
-
 WARMTH = 0.02
 """Share of the step by which a change may make the estimate longer at the beginning of a walk."""
 
@@ -76,6 +76,7 @@ class TeamWalk:
         micro_batches: Numbers of micro-batches to choose from.
         by_speed: The workers, the fastest first.
         ordered: Puts the workers of a team in order.
+        may_replicate: Whether teams may have several workers.
         steps: How far it goes.
     """
 
@@ -83,6 +84,7 @@ class TeamWalk:
     micro_batches: Sequence[int]
     by_speed: Sequence[str]
     ordered: Ordered
+    may_replicate: bool = True
     steps: Steps = Steps()
 
     def __post_init__(self) -> None:
@@ -96,7 +98,7 @@ class TeamWalk:
         Args:
             starts: Candidates to begin with, beside the walk's own.
         """
-        outlines = [*map(_outline_of, starts), *self._first()]
+        outlines = [*map(_outline_of, starts), *(self._first() if self.may_replicate else [])]
         walked = [self._walked(outline, self.steps.first) for outline in outlines]
         walked = sorted(dict.fromkeys(walked), key=self._cost)[: self.steps.kept]
         walked += [self._walked(outline, self.steps.more) for outline in walked]
@@ -104,7 +106,7 @@ class TeamWalk:
         found += starts
         if not found:
             return None
-        return self._played(min(found, key=lambda each: each.step_seconds))
+        return self._played(min(found, key=step_of))
 
     def _cost(self, outline: Outline) -> float:
         """The estimated step, and the price of its workers."""
@@ -183,12 +185,10 @@ class TeamWalk:
 
     def _candidates(self, outline: Outline, below: float = math.inf) -> list[Candidate]:
         """The outline as a candidate, if it fits and may be faster."""
-        pieces, left = outline.micro_batches, outline.embedding_left
-        way = TeamArrangement(self.tables, outline.teams, pieces, left)
-        ranges = spans_of(outline.counts)
-        if way.least_seconds(ranges, outline.in_flight) >= below:
+        if self._least_seconds(outline) >= below:
             return []
-        found = way.with_ranges(ranges, outline.in_flight)
+        ranges, in_flight = spans_of(outline.counts), outline.in_flight
+        found = self._way_of(outline).with_ranges(ranges, in_flight)
         return [found] if found.least_seconds < below else []
 
     def _changed(self, outline: Outline) -> Outline | None:
@@ -205,7 +205,27 @@ class TeamWalk:
             self._with_cut_team,
             self._with_others,
         )
-        return self._draw.choice(changes)(outline)
+        found = self._draw.choice(changes)(outline)
+        return found if found is not None and self._is_possible(found) else None
+
+    def _is_possible(self, outline: Outline) -> bool:
+        """Whether each team has layers, one process the first one, and each pin what it asks."""
+        front, *of_teams, behind = outline.counts
+        if min(of_teams) < 1 or min(front, behind) < 0 or outline.embedding_left and front:
+            return False
+        if not self.may_replicate and max(map(len, outline.teams)) > 1:
+            return False
+        pinned = {*self.tables.costs.pins} - {COORDINATOR}
+        is_kept = pinned <= {*outline.workers}
+        return is_kept and (not self.tables.costs.pins or self._least_seconds(outline) < math.inf)
+
+    def _least_seconds(self, outline: Outline) -> float:
+        ranges, in_flight = spans_of(outline.counts), outline.in_flight
+        return self._way_of(outline).least_seconds(ranges, in_flight)
+
+    def _way_of(self, outline: Outline) -> Arrangement:
+        pieces, left = outline.micro_batches, outline.embedding_left
+        return Arrangement(self.tables, outline.teams, pieces, left)
 
     def _slowest(self, outline: Outline) -> int:
         """The index of the team that is busy longest."""
@@ -233,7 +253,7 @@ class TeamWalk:
         by = self._draw.choice(LAYERS_MOVED)
         counts[giver] -= by
         counts[taker] += by
-        return _checked(replace(outline, counts=tuple(counts)))
+        return replace(outline, counts=tuple(counts))
 
     def _with_moved_worker(self, outline: Outline) -> Outline | None:
         """A worker joins another team, leaves, or becomes a team by itself."""
@@ -305,7 +325,7 @@ class TeamWalk:
             return replace(outline, micro_batches=pieces, in_flight=in_flight)
         if not self.tables.costs.profile.model.embedding_may_leave:
             return None
-        return _checked(replace(outline, embedding_left=not outline.embedding_left))
+        return replace(outline, embedding_left=not outline.embedding_left)
 
     @staticmethod
     def _with_teams(
@@ -324,15 +344,7 @@ class TeamWalk:
         if not found:
             return None
         kept[-1] += spare
-        changed = replace(outline, teams=tuple(found), counts=(*kept, counts[-1]))
-        return _checked(changed)
-
-
-def _checked(outline: Outline) -> Outline | None:
-    """The outline, or None if a team has no layer, or two have the first one."""
-    front, *of_teams, behind = outline.counts
-    is_possible = min(of_teams) > 0 and min(front, behind) >= 0
-    return outline if is_possible and not (outline.embedding_left and front) else None
+        return replace(outline, teams=tuple(found), counts=(*kept, counts[-1]))
 
 
 def _outline_of(candidate: Candidate) -> Outline:

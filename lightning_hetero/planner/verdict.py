@@ -280,7 +280,7 @@ def _about_replicas(candidate: Candidate, search: Search) -> str:
     )
     if seconds >= candidate.step_seconds:
         return f"{cost}, which is longer than this plan's whole step"
-    fastest = search.teams.fastest
+    fastest = search.fastest
     if fastest is None:
         return f"{cost}; no plan with replicas comes near this one"
     longer = fastest.step_seconds / candidate.step_seconds - 1

@@ -1,239 +1,15 @@
-"""Orders of workers: the exact splits of many at once, those to begin with, and which are alike."""
+"""Orders of workers with which a search begins, and which workers are alike."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-
-import numpy as np
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ..plan import COORDINATOR
-from .candidates import Arrangement, Candidate, Costs, boundary_hops
-from .costs import BothEnds
-from .layer_split import (
-    Choice,
-    Indices,
-    Matrix,
-    Numbers,
-    Splits,
-    best_splits,
-    bottlenecks,
-    nowhere_but,
-    only,
-)
-from .step_model import busy_seconds_of_media
-
-MOST_AT_ONCE = 2**20
-"""Numbers of a batch of matrices, which bounds its memory."""
-
-MOST_KEPT = 24
-"""Orders whose splits become candidates, those with the lowest bounds."""
-
-MOST_FILLED = 4
-"""Processes up to which four times as many micro-batches in flight are tried."""
+from .candidates import Costs, boundary_hops
 
 MOST_WORKERS_CHAINED = 10
 """Workers up to which the search also begins with an order along the fastest links."""
-
-
-def place(
-    ways: Sequence[Arrangement], front: int | None, below: float = math.inf
-) -> list[Candidate]:
-    """Split the layers of some arrangements exactly, for several numbers in flight.
-
-    Twice as many micro-batches in flight as processes hide the transfers. Fewer are tried if they
-    leave memory for a better split.
-
-    Args:
-        ways: Orders of the same workers, with as many micro-batches and the embedding alike.
-        front: How many layers the coordinator has before those of the workers; None if it has no
-            others.
-        below: Without the candidates whose step cannot be shorter.
-    """
-    num, pieces = len(ways[0].names), ways[0].micro_batches
-    batch = _Batch(ways, front)
-    least = batch.bottlenecks(1)
-    is_possible = pieces * least < below
-    batch, least = batch.among(is_possible), least[is_possible]
-    found: list[Candidate] = []
-    levels = {2 * num, num, math.ceil(num / 2), 1} if num > 1 else {1}
-    for in_flight in sorted({min(level, pieces) for level in levels}, reverse=True):
-        if not batch.ways:
-            break
-        splits = batch.splits(in_flight)
-        found += batch.candidates(splits, in_flight, below)
-        # The two sum in different orders, so their last digits may differ.
-        is_slower = splits.bottleneck_seconds > least * (1 + 1e-9)
-        batch, least = batch.among(is_slower), least[is_slower]
-    return found
-
-
-def in_flight_of(num_processes: int) -> set[int]:
-    """Numbers of micro-batches in flight that hide most transfers: twice as many as processes, and
-    with few processes also four times as many, which hide those of slow links."""
-    twice = 2 * num_processes
-    return {twice, 2 * twice} if num_processes <= MOST_FILLED else {twice}
-
-
-def place_at(
-    way: Arrangement, in_flight: int, front: int | None, below: float = math.inf
-) -> Candidate | None:
-    """Split the layers exactly for this number in flight; None if they do not fit, or if the step
-    cannot be shorter than ``below``."""
-    batch = _Batch([way], front)
-    return next(iter(batch.candidates(batch.splits(in_flight), in_flight, below)), None)
-
-
-def place_behind(ways: Sequence[Arrangement], below: float = math.inf) -> list[Candidate]:
-    """Split the layers with the coordinator's layers behind those of the workers.
-
-    The embedding leaves where it may, because the links carry less then. It stays where a worker
-    with it would be a slower stage or link.
-    """
-    # A coordinator without layers was tried in front.
-    may_have_layers = ways[0].own.speed.most_layers > 0
-    if not ways[0].costs.profile.model.embedding_may_leave:
-        return place(ways, 0, below) if may_have_layers else []
-    lines = [replace(way, embedding_left=True) for way in ways]
-    found = place(lines, 0, below)
-    if not may_have_layers:
-        return found
-    slowest, slowest_in_line = (
-        np.maximum(batch.bottlenecks(1), batch.busiest_seconds)
-        for batch in (_Batch(ways, 0), _Batch(lines, 0))
-    )
-    staying = _Batch(ways, 0).among(slowest < slowest_in_line).ways
-    return found + (place(staying, 0, below) if staying else [])
-
-
-def place_all(way: Arrangement) -> list[Candidate]:
-    """Split the layers with the coordinator's first and, if there are workers, also with them
-    last."""
-    found = place([way], None)
-    return found + (place_behind([way]) if way.workers else [])
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Orders of the same workers, with as many of the coordinator's layers in front."""
-
-    ways: Sequence[Arrangement]
-    front: int | None
-
-    def among(self, chosen: Choice) -> _Batch:
-        """The batch without the orders that are not chosen."""
-        pairs = zip(self.ways, chosen, strict=True)
-        return _Batch([way for way, is_chosen in pairs if is_chosen], self.front)
-
-    def bottlenecks(self, in_flight: int) -> Numbers:
-        """The least possible bottleneck of each order."""
-        ends = self._ends(in_flight)
-        found = [bottlenecks(self._stages(ways, in_flight), *ends) for ways in self._parts()]
-        return np.concatenate(found)
-
-    def splits(self, in_flight: int) -> Splits:
-        """The best split of each order: that with the fastest slowest stage, or, with one
-        micro-batch in flight, that with the least sum, because stages take turns then."""
-        ends, floors = self._ends(in_flight), self.busiest_seconds
-        if in_flight == 1:
-            floors = np.full_like(floors, np.inf)
-        found, done = [], 0
-        for ways in self._parts():
-            floor_seconds = floors[done : done + len(ways)]
-            found.append(best_splits(self._stages(ways, in_flight), *ends, floor_seconds))
-            done += len(ways)
-        return Splits(
-            np.concatenate([each.cuts for each in found]),
-            np.concatenate([each.stage_seconds for each in found]),
-            np.concatenate([each.own_seconds for each in found]),
-        )
-
-    def candidates(self, splits: Splits, in_flight: int, below: float) -> Iterator[Candidate]:
-        """The candidates of splits whose step may be shorter."""
-        fit = np.flatnonzero(np.isfinite(splits.own_seconds))
-        least = self._least_seconds(splits, fit, in_flight)
-        likely = np.argsort(least, kind="stable")[:MOST_KEPT]
-        for index in fit[likely[least[likely] < below]]:
-            cuts = splits.cuts[index].tolist()
-            bounds = [0, *cuts, self._num_layers]
-            ranges = list(zip(bounds, bounds[1:], strict=False))
-            yield self.ways[index].with_ranges(ranges, in_flight)
-
-    @cached_property
-    def busiest_seconds(self) -> Numbers:
-        """For each order the seconds of a micro-batch on the link or shared medium that it occupies
-        longest."""
-        hops = ([*way.hops[0], *way.hops[1]] if way.workers else [] for way in self.ways)
-        return np.array([max(busy_seconds_of_media(each).values(), default=0.0) for each in hops])
-
-    @property
-    def _own(self) -> BothEnds:
-        return self.ways[0].own
-
-    @property
-    def _num_layers(self) -> int:
-        return self.ways[0].costs.num_layers
-
-    def _parts(self) -> Iterator[Sequence[Arrangement]]:
-        size = max(1, MOST_AT_ONCE // (self._num_layers + 1) ** 2)
-        for start in range(0, len(self.ways), size):
-            yield self.ways[start : start + size]
-
-    def _stages(self, ways: Sequence[Arrangement], in_flight: int) -> list[Numbers]:
-        """For each place the matrices of the workers that have it in each order."""
-        found: dict[tuple[str, bool], int] = {}
-        matrices: list[Matrix] = []
-        numbers = []
-        for way in ways:
-            row = []
-            for place, name in enumerate(way.workers):
-                key = name, way.embedding_left and place == 0
-                if key not in found:
-                    found[key] = len(matrices)
-                    matrices.append(_worker_matrix(way, place, in_flight))
-                row.append(found[key])
-            numbers.append(row)
-        if len(ways) < 2:
-            return [matrix[None] for matrix in matrices]
-        every = np.stack(matrices)
-        return [every[list(column)] for column in zip(*numbers, strict=True)]
-
-    def _ends(self, in_flight: int) -> tuple[Numbers, Numbers]:
-        """The coordinator's seconds before the workers' layers and behind them."""
-        seconds = self._own_matrix(in_flight)
-        size = len(seconds)
-        if self.front is None:
-            return seconds[:, -1], nowhere_but(size - 1, size)
-        return nowhere_but(self.front, size), seconds[self.front]
-
-    def _own_matrix(self, in_flight: int) -> Matrix:
-        seconds, pin = self._own.matrix(in_flight), self.ways[0].costs.pins.get(COORDINATOR)
-        if pin is None:
-            return seconds
-        return only(seconds, (pin[1], len(seconds) - 1) if pin[0] == 0 else (0, pin[0]))
-
-    def _least_seconds(self, splits: Splits, fit: Indices, in_flight: int) -> Numbers:
-        """The bounds of `least_seconds` by each process's work, without making candidates."""
-        own, count = splits.own_seconds[fit], self.ways[0].micro_batches
-        cuts = splits.cuts[fit]
-        front = self._own.front_matrix(in_flight)[cuts[:, 0], cuts[:, -1]]
-        most, before = count * own, np.zeros(len(fit))
-        travel = np.array([self.ways[index].travel_seconds for index in fit])
-        stages = np.concatenate([front[:, None], splits.stage_seconds[fit]], axis=1)
-        for index in range(stages.shape[1]):
-            most = np.maximum(most, before + count * stages[:, index])
-            before = before + stages[:, index]
-            if travel.size:
-                before = before + travel[:, index]
-        return np.asarray(np.maximum(most, before + count * (own - front)))
-
-
-def _worker_matrix(way: Arrangement, place: int, in_flight: int) -> Matrix:
-    seconds, pins = way.holders[place].matrix(in_flight), way.costs.pins
-    name = way.workers[place]
-    return only(seconds, pins[name]) if name in pins else seconds
 
 
 class Orders:
@@ -249,6 +25,14 @@ class Orders:
         workers = costs.profile.workers
         self._seconds = {name: costs.holder(name, size).speed.layer_seconds for name in workers}
         self.by_speed = sorted(workers, key=lambda name: self._seconds[name])
+        self.slowest_first = sorted(self.by_speed, key=lambda name: -self._seconds[name])
+
+    def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The workers of a team, the slowest first, and the coordinator last. The first of replicas
+        has the first of their turns, and a slow one should not have the last of them."""
+        members = {*names}
+        known = [name for name in self.slowest_first if name in members]
+        return (*known, *([COORDINATOR] if COORDINATOR in members else []))
 
     def usual(self, workers: Sequence[str]) -> list[list[str]]:
         """The order by speed and, if links were measured, the order along the fastest links."""

@@ -5,17 +5,20 @@ The exact splits of several orders at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
 
 from lightning_hetero.pipeline.rule import starts_first_with
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
-from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs
+from lightning_hetero.planner.arrangements import Arrangement, place, place_at, place_in
+from lightning_hetero.planner.candidates import Candidate, Costs
 from lightning_hetero.planner.feasibility import candidate_of
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, Part, Profile
+from lightning_hetero.planner.replica_teams import Tables
+from lightning_hetero.planner.search import Search
 from lightning_hetero.planner.step_model import Hop, StageTimes
-from lightning_hetero.planner.worker_orders import place, place_at, place_behind
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
 
@@ -41,8 +44,12 @@ def costs() -> Costs:
     return Costs(cluster(), {})
 
 
+def line(of: Costs, workers: Sequence[str], pieces: int, left: bool = False) -> Arrangement:
+    return Arrangement.line(Tables(of), workers, pieces, left)
+
+
 def way(*workers: str, pieces: int = 4, left: bool = False) -> Arrangement:
-    return Arrangement(costs(), workers, pieces, left)
+    return line(costs(), workers, pieces, left)
 
 
 def test_the_pipeline_has_every_measured_time() -> None:
@@ -172,8 +179,9 @@ def test_the_embedding_leaves_where_the_links_gain_more_than_the_worker_loses(
         model,
         batch_size=8,
     )
-    found = place_behind([Arrangement(Costs(given, {}), ["w"], 8)])
-    assert found[-1].embedding_left is leaves
+    found = Search(Costs(given, {}), [8]).best_with(["w"])
+    assert found is not None
+    assert found.embedding_left is leaves
 
 
 @pytest.mark.parametrize(("pieces", "size"), [(1, 10), (3, 4), (4, 3), (10, 1)])
@@ -188,26 +196,25 @@ def with_memory(memory_bytes: int, saved_bytes: int) -> Costs:
 
 
 def test_enough_memory_allows_two_in_flight_per_process() -> None:
-    assert [c.in_flight for c in place([Arrangement(with_memory(GIB, 1), ["w"], 16)], None)] == [4]
+    assert [c.in_flight for c in place_in([line(with_memory(GIB, 1), ["w"], 16)], None)] == [4]
 
 
 def test_little_memory_tries_fewer_in_flight_and_recomputation() -> None:
-    placed = place([Arrangement(with_memory(2000, 200), ["w"], 16)], None)
+    placed = place_in([line(with_memory(2000, 200), ["w"], 16)], None)
     # Four in flight keep 3200 bytes, two 1600.
     assert [(c.in_flight, c.seats[1].option.recompute) for c in placed] == [(4, True), (2, False)]
 
 
 def test_layers_that_fit_nowhere_are_not_placed() -> None:
-    ways = [Arrangement(with_memory(100, 200), ["w"], 16)]
-    assert place(ways, None) == place(ways, 0) == place_behind(ways) == []
+    assert place(line(with_memory(100, 200), ["w"], 16)) == []
 
 
 def test_a_pinned_device_holds_its_layers_or_none() -> None:
     workers = [device("a", 1, 1), device("b", 1, 1)]
     pinned = Costs(profile(6, workers, batch_size=1), {"b": (1, 2)})
-    assert place([Arrangement(pinned, ["b", "a"], 1)], None) == []
+    assert place_in([line(pinned, ["b", "a"], 1)], None) == []
     pinned = Costs(profile(6, workers, batch_size=1), {"b": (4, 6)})
-    (candidate,) = place([Arrangement(pinned, ["a", "b"], 1)], None)
+    (candidate,) = place_in([line(pinned, ["a", "b"], 1)], None)
     assert candidate.ranges == [(0, 0), (0, 4), (4, 6), (6, 6)]
 
 
@@ -215,8 +222,7 @@ def test_a_pinned_device_holds_its_layers_or_none() -> None:
 def test_the_coordinator_has_as_many_layers_in_front_as_asked(front: int | None) -> None:
     own = coordinator([*device("", 1, 2).timings, *ends(0.5, 1)])
     of = Costs(profile(9, [device("w", 1, 2)], own, batch_size=4), {})
-    candidate = place_at(Arrangement(of, ["w"], 4), 4, front)
-    assert candidate is not None
+    (candidate,) = place_at(line(of, ["w"], 4), 4, front)
     before, between, behind = candidate.seats
     assert before.num_layers == (4 if front is None else front)
     # The ends take as long as a layer.
@@ -229,10 +235,10 @@ def test_orders_at_once_are_split_as_one_by_one() -> None:
     sizes = {"activation_bytes_per_sample": 4, "gradient_bytes_per_sample": 2}
     own = coordinator([*device("", 3, 3).timings, *ends(1, 1)])
     of = Costs(profile(9, workers, own, links, sizes, batch_size=8), {})
-    ways = [Arrangement(of, order, 8) for order in permutations("abc")]
+    ways = [line(of, order, 8) for order in permutations("abc")]
     for front in (None, 0, 1):
-        at_once = place(ways, front)
-        one_by_one = [candidate for each in ways for candidate in place([each], front)]
+        at_once = place_in(ways, front)
+        one_by_one = [candidate for each in ways for candidate in place_in([each], front)]
         assert len(at_once) == 6
         assert {c.identity for c in at_once} == {c.identity for c in one_by_one}
 
@@ -246,7 +252,7 @@ def test_with_one_micro_batch_the_sum_is_minimized_over_any_link(link_seconds: f
         model_options={"activation_bytes_per_sample": 1},
         batch_size=1,
     )
-    candidate = place([Arrangement(Costs(thin, {}), ["a", "b"], 1)], None)[0]
+    candidate = place_in([line(Costs(thin, {}), ["a", "b"], 1)], None)[0]
     assert [seat.num_layers for seat in candidate.seats[1:-1]] == [9, 1]
 
 
@@ -266,6 +272,6 @@ def test_kinds_of_layers_have_parts_of_their_own() -> None:
         model_options={"parts": parts},
         batch_size=1,
     )
-    (candidate,) = place([Arrangement(Costs(mixed, {}), ["w"], 1)], None)
+    (candidate,) = place_in([line(Costs(mixed, {}), ["w"], 1)], None)
     assert candidate.need("w").weights == 5
     assert candidate.pipeline.stages[1] == StageTimes(11, 11)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import pytest
@@ -21,10 +20,11 @@ from benchmarks.planner_optimality.main import (
 )
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, Plan
+from lightning_hetero.planner.arrangements import Arrangement, place
 from lightning_hetero.planner.candidates import Candidate, Costs
 from lightning_hetero.planner.feasibility import shortages
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
-from lightning_hetero.planner.replica_teams import Tables, TeamArrangement
+from lightning_hetero.planner.replica_teams import Tables
 from lightning_hetero.planner.solver import (
     Wishes,
     replicated_plan,
@@ -219,8 +219,8 @@ def test_no_plan_is_faster_than_the_bound_of_its_teams() -> None:
         for kept in product(range(4) if is_hosted else [0], repeat=2):
             if sum(kept) + len(teams) > 4:
                 continue
-            way = TeamArrangement(tables, teams, 4, kept=kept)
-            for candidate in way.place_many(4, math.inf, 2) or []:
+            way = Arrangement(tables, teams, 4, kept=kept)
+            for candidate in place(way):
                 assert candidate.step_seconds >= way.most_hopeful_seconds * (1 - 1e-9)
                 num_placed += 1
     assert num_placed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, permutations
 
 import pytest
@@ -18,8 +18,10 @@ from benchmarks.planner_optimality import clusters
 from benchmarks.planner_optimality.brute_force import BruteForce
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, most_started
-from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs
+from lightning_hetero.planner.arrangements import Arrangement, place_at
+from lightning_hetero.planner.candidates import Candidate, Costs
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
+from lightning_hetero.planner.replica_teams import Tables
 from lightning_hetero.planner.search import (
     LEAST_GAIN,
     LEAST_GAIN_IN_FLIGHT,
@@ -28,7 +30,7 @@ from lightning_hetero.planner.search import (
 from lightning_hetero.planner.simulation import simulate
 from lightning_hetero.planner.solver import Wishes, solve
 from lightning_hetero.planner.step_model import Hop, Pipeline, StageTimes
-from lightning_hetero.planner.worker_orders import Orders, interchangeable, place_at
+from lightning_hetero.planner.worker_orders import Orders, interchangeable
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
 
@@ -386,8 +388,7 @@ def test_the_search_takes_the_fewest_in_flight_that_are_nearly_fastest(
     for count in range(num_workers + 1, 4 * (num_workers + 1) + 1):
         own = chosen.seats[0].num_layers, chosen.seats[-1].num_layers
         for front in {0, own[0], None}:
-            placed = place_at(Arrangement.of(replace(chosen, costs=costs)), count, front)
-            assert placed is not None
+            (placed,) = place_at(Arrangement.of(chosen, Tables(costs)), count, front)
             seconds[count] = min(placed.step_seconds, seconds.get(count, math.inf))
     limit = min(seconds.values()) * (1 + LEAST_GAIN_IN_FLIGHT)
     assert chosen.step_seconds <= limit
@@ -414,13 +415,12 @@ def test_layers_at_both_ends_of_the_model_fill_the_pipeline() -> None:
     """Eight layers in halves and a head of 0.75 layers on two equal devices: 1.91 times as fast as
     one of them. With four in flight it is less if the coordinator's layers are on one side."""
     chosen = solve(halved(8, 0.75), Wishes(micro_batches=16)).chosen
-    alone, way = 16 * 8.75, Arrangement(chosen.costs, ["w"], 16)
+    alone, way = 16 * 8.75, Arrangement.line(Tables(chosen.costs), ["w"], 16)
     both_ends = way.with_ranges([(0, 2), (2, 11), (11, 16)], 4)
     assert alone / chosen.step_seconds >= 1.91
     assert alone / both_ends.step_seconds >= 1.91
     for front in (None, 0):
-        one_side = place_at(way, 4, front)
-        assert one_side is not None
+        (one_side,) = place_at(way, 4, front)
         assert alone / one_side.step_seconds < 1.9
 
 
@@ -455,8 +455,7 @@ def solve_or_none(case: Case) -> Candidate | None:
 def test_with_one_micro_batch_in_flight_the_fastest_worker_has_most_layers() -> None:
     """Stages take turns then, so the sum of their seconds counts and not the slowest stage."""
     costs = Costs(profile(8, [device("fast", 1, 2), device("slow", 2, 4)], batch_size=4), {})
-    placed = place_at(Arrangement(costs, ["fast", "slow"], 4), 1, None)
-    assert placed is not None
+    (placed,) = place_at(Arrangement.line(Tables(costs), ["fast", "slow"], 4), 1, None)
     assert [seat.num_layers for seat in placed.seats] == [0, 7, 1, 0]
     assert placed.step_seconds == 4 * (7 * 3 + 6)
 

@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks.planner_fleets.fleets import draw_fleet
 from benchmarks.planner_fleets.main import BOUND, compare
+from lightning_hetero.planner.arrangements import Arrangement, place_at
 from lightning_hetero.planner.candidates import Costs
 from lightning_hetero.planner.feasibility import shortages
-from lightning_hetero.planner.replica_teams import Tables, TeamArrangement
+from lightning_hetero.planner.replica_teams import Tables
 from lightning_hetero.planner.replicas import whole_counts
 from lightning_hetero.planner.solver import solve
 from lightning_hetero.planner.team_estimate import Estimates, Outline, dealt
@@ -37,7 +38,8 @@ def test_the_estimate_is_near_the_simulated_step() -> None:
     for num_teams in (2, 3, 5, 8, 15):
         draw.shuffle(names)
         teams = tuple(tuple(names[index::num_teams]) for index in range(num_teams))
-        for found in TeamArrangement(tables, teams, 32).place(32) or []:
+        way = Arrangement(tables, teams, 32)
+        for found in [*place_at(way, 32, None), *place_at(way, 32, 0)]:
             counts = tuple(end - first for first, end in found.ranges_of_teams)
             seconds = estimates.step_seconds(Outline(teams, counts, 32, 32))
             ratios.append(seconds / found.step_seconds)
