@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attributes import refill
-from .layer_code import is_installed
+from .outer_values import is_installed
 from .placeholders import is_away
 from .state import Same, Stamp
 

@@ -116,7 +116,7 @@ def set_at(module: ModuleType, path: str, value: Any) -> None:
         ("is_wide", False, "layers.is_wide"),
         ("kind", "wide", "layers.kind"),
         ("sizes", (2, 2), "layers.sizes[0]"),
-        ("table", {"gain": 2.0, "folder": "/here"}, "layers.table['gain']"),
+        ("table", {"gain": 2.0, "folder": "/here"}, "layers.table.gain"),
         ("dtype", torch.float64, "layers.dtype"),
         ("order", None, "layers.order"),
         ("act", torch.tanh, "layers.act"),
