@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dis import get_instructions
 from functools import cache, cached_property, partial, partialmethod
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ from .outer_values import (
     is_installed,
     package_of,
     readings_in,
+    resolved,
     text_of_module,
     told,
 )
@@ -61,7 +62,6 @@ _ENTRIES = ("__init__", "__call__", "forward", "backward", "setup_context")
 _PLAIN = frozenset({type(None), bool, int, float, str, dict, list, tuple})
 # What holds functions.
 _HOLDING = (property, cached_property, partial, partialmethod, staticmethod, classmethod)
-_EMPTY_CLASSES = {object, nn.Module, torch.autograd.Function}
 _MOST_NAMED = 3
 # Names by which code reads environment variables.
 _ENVIRONMENT = frozenset({"environ", "getenv"})
@@ -187,7 +187,7 @@ class _Survey:
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._found: dict[str, str] = {}
         self._left: list[_Found] = []
-        self._classes: set[type] = {*_EMPTY_CLASSES}
+        self._classes: set[type] = {object, nn.Module, torch.autograd.Function}
         # Methods that nothing has named so far, by their names.
         self._unnamed: defaultdict[str, list[_Found]] = defaultdict(list)
         self._named = {*_ENTRIES}
@@ -290,30 +290,26 @@ class _Survey:
         code = _code_of(function.__code__)
         self._name(code.attributes)
         self._stored |= code.stored
-        home, own = _home_of(function), function.__code__
+        caller, own = _home_of(function), function.__code__
         local = {*own.co_varnames, *own.co_cellvars, *own.co_freevars}
-        read = [reading for reading in code.readings if reading[0] not in local]
-        is_own = not is_installed(home)
-        if is_own and not _ENVIRONMENT.isdisjoint({*code.attributes, *(each[0] for each in read)}):
-            self.environment.add(f"{told(home)}.{function.__qualname__}")
-        for reading in read:
-            self._follow_name(function, reading)
-            if not _is_of_platform(home) and (value := global_value(function, reading)):
+        named = {*code.attributes, *(reading[0] for reading in code.readings)}
+        if not (is_installed(caller) or _ENVIRONMENT.isdisjoint(named)):
+            self.environment.add(f"{told(caller)}.{function.__qualname__}")
+        for reading in code.readings:
+            module, content, path = resolved(function, reading)
+            self._take(caller, module, path[0], content.get(path[0]))
+            if reading[0] in local or _is_of_platform(caller):
+                continue
+            if (value := global_value(caller, module, content, path)) is not None:
                 self._values[value.place] = value
         return code.digest
 
-    def _follow_name(self, function: FunctionType, names: Reading) -> None:
-        """What a function means by a dotted name, such as ``nn.functional.silu``."""
-        caller, name = _home_of(function), names[0]
-        module, found = caller, function.__globals__.get(str(name))
-        for inside in names[1:]:
-            if not isinstance(found, ModuleType):
-                break
-            module, name, found = found.__name__, inside, vars(found).get(str(inside))
+    def _take(self, caller: str, module: str, name: str, found: Any) -> None:
+        """What a caller finds in a module under a name."""
         place, holder = f"{told(module)}.{name}", _holder_of(found)
         for inner in _functions_in(found):
             is_held = holder and _is_of_platform(module)
-            if is_held or _counts(_home_of(inner), module, str(name), caller):
+            if is_held or _counts(_home_of(inner), module, name, caller):
                 self.add(place, inner, holder)
         if isinstance(found, type):
             is_near = package_of(found.__module__) == package_of(caller)

@@ -149,28 +149,36 @@ class OuterValues:
         return next((v.place for v, before in self._before if v.read() != before), None)
 
 
-def global_value(function: FunctionType, path: Reading) -> OuterValue | None:
-    """The value at a path that a function reads; None if it is not the user's.
+def resolved(function: FunctionType, path: Any) -> tuple[str, dict[str, Any], Any]:
+    """The module in which a path of a function ends, what the module has, and the path in it."""
+    module, content = str(function.__globals__.get("__name__", "")), function.__globals__
+    while len(path) > 1 and isinstance(found := content.get(path[0]), ModuleType):
+        module, content, path = found.__name__, vars(found), path[1:]
+    return module, content, path
+
+
+def global_value(
+    caller: str, module: str, content: Mapping[str, Any], path: Any
+) -> OuterValue | None:
+    """The value at a path in a module; None if it is not the user's.
 
     Of a library count the constants that its own functions read.
 
     Args:
-        function: Reads it.
-        path: Begins with a name of the function's module.
+        caller: The module of the function that reads it.
+        module: The name of the module.
+        content: What the module has.
+        path: The path there.
     """
-    home = module = str(function.__globals__.get("__name__", ""))
-    content = function.__globals__
-    while len(path) > 1 and isinstance(found := content.get(str(path[0])), ModuleType):
-        module, content, path = found.__name__, vars(found), path[1:]
-    name = str(path[0])
-    is_constant = name.isupper() and package_of(module) == package_of(home)
-    if name not in content or not (is_constant if is_installed(home) else _is_own(module)):
+    name, *inside = path
+    is_constant = not inside and name.isupper() and package_of(module) == package_of(caller)
+    if name not in content or not (is_constant if is_installed(caller) else _is_own(module)):
         return None
 
     def read() -> str | None:
         file, name_there = _imported_by(module).get(name, (module, name))
         value, is_set = content.get(name, MISSING), name_there in _set_in_module(file)
-        for step in path[1:]:
+        for step in inside:
             if isinstance(value, (str, Tensor, FunctionType)):
                 break  # What follows is a method of it.
             if isinstance(value, type) and not _is_own(value.__module__):
