@@ -191,8 +191,9 @@ class _Survey:
         # Methods that nothing has named so far, by their names.
         self._unnamed: defaultdict[str, list[_Found]] = defaultdict(list)
         self._named = {*_ENTRIES}
-        # Values at places. Some that code sets count what happens in a process.
-        self._values: dict[str, OuterValue] = {}
+        # Values by place and name: one of a class may also be read by way of a module. Some that
+        # code sets count what happens in a process.
+        self._values: dict[tuple[str, str], OuterValue] = {}
         self._stored: set[str] = set()
         # The functions of the user's own that read environment variables.
         self.environment: set[str] = set()
@@ -262,7 +263,7 @@ class _Survey:
                     if not is_installed(base.__module__) or (
                         type(value) in (int, float) and not _is_of_platform(base.__module__)
                     ):
-                        self._values[place] = class_value(base, name, place)
+                        self._note_value(class_value(base, name, place))
         self._name(self._named)
 
     def _name(self, names: Iterable[str]) -> None:
@@ -277,6 +278,9 @@ class _Survey:
         if place not in self._found:
             self._found[place] = ""
             self._left.append(_Found(place, function, holder))
+
+    def _note_value(self, value: OuterValue) -> None:
+        self._values[value.place, value.name] = value
 
     def _note_object(self, place: str, value: Any) -> None:
         """An object that is called like a function, and has no function inside."""
@@ -301,7 +305,7 @@ class _Survey:
             if reading[0] in local or _is_of_platform(caller):
                 continue
             if (value := global_value(caller, module, content, path)) is not None:
-                self._values[value.place] = value
+                self._note_value(value)
         return code.digest
 
     def _take(self, caller: str, module: str, name: str, found: Any) -> None:
