@@ -215,6 +215,8 @@ Value = Union[  # noqa: UP007 - the names are known only later
 # Of these a second one would be another object: a change of one would not be a change of the other.
 _MEANT_AGAIN = (Items, DictionaryTable, ObjectRecord, Loose, Config)
 
+# Writes what is inside of a value; the second argument names it, unless it is named as the value.
+_Write: TypeAlias = Callable[..., Value]
 Written: TypeAlias = dict[int, tuple[int, Any]]
 """The numbers of values that were written, by their ids, with the values, which keep their ids."""
 
@@ -281,27 +283,22 @@ def write_value(
     written = {} if written is None else written
     if id(value) in written:
         return Again(written[id(value)][0])
-    found = _write_new(value, where, paths, owner, depth, written)
+    if depth > MOST_DEPTH:
+        raise _refusal(where, f"is nested deeper than {MOST_DEPTH}", "keep plain values in it")
+
+    def write(item: Any, where: str = where) -> Value:
+        return write_value(item, where, paths, owner, depth + 1, written)
+
+    found = _write_new(value, where, paths, owner, write)
     if isinstance(found, _MEANT_AGAIN):
         written[id(value)] = len(written), value
     return found
 
 
 def _write_new(
-    value: Any,
-    where: str,
-    paths: set[ImportPath],
-    owner: nn.Module | None,
-    depth: int,
-    written: Written,
+    value: Any, where: str, paths: set[ImportPath], owner: nn.Module | None, write: _Write
 ) -> Value:
     kind: Any = type(value)
-
-    def write(item: Any, where: str = where) -> Value:
-        return write_value(item, where, paths, owner, depth + 1, written)
-
-    if depth > MOST_DEPTH:
-        raise _refusal(where, f"is nested deeper than {MOST_DEPTH}", "keep plain values in it")
     if kind in _SCALARS and not _is_too_large(value):
         plain: Value = value
         return plain
@@ -343,9 +340,7 @@ def _write_new(
     raise _refusal(where, *_cause_and_remedy(value))
 
 
-def _write_object(
-    value: Any, where: str, paths: set[ImportPath], write: Callable[[Any, str], Value]
-) -> ObjectRecord:
+def _write_object(value: Any, where: str, paths: set[ImportPath], write: _Write) -> ObjectRecord:
     """Encode an object by its attributes."""
     kind = type(value)
     content = content_of(value)
@@ -418,7 +413,7 @@ def is_loose(value: Any) -> TypeGuard[nn.Module]:
     return not draws and not hooks and all(each is None for each in content)
 
 
-def _write_loose(module: nn.Module, path: ImportPath, write: Callable[[Any], Value]) -> Loose:
+def _write_loose(module: nn.Module, path: ImportPath, write: _Write) -> Loose:
     """Encode a module of torch that is no child of another one."""
     own = {name: write(item) for name, item in vars(module).items() if name not in _OF_MODULES}
     return Loose(path, own, module.training)
@@ -448,10 +443,7 @@ def _write_part(value: Any, where: str, owner: nn.Module | None) -> Value:
 
 
 def _write_closure(
-    value: FunctionType,
-    where: str,
-    paths: set[ImportPath],
-    write: Callable[[Any], Value],
+    value: FunctionType, where: str, paths: set[ImportPath], write: _Write
 ) -> Closure:
     """Encode a function that was made inside another one."""
     outer_name, *_ = value.__qualname__.split(LOCALS)
@@ -557,7 +549,11 @@ def read_value(
         raise ModelError(f"The recipe has a value that is nested deeper than {MOST_DEPTH}.")
     before = found.num_values
     found.count()
-    made = _read_new(value, allowed, owner, depth, device, found)
+
+    def read(item: Value) -> Any:
+        return read_value(item, allowed, owner, depth + 1, device, found)
+
+    made = _read_new(value, allowed, owner, device, read)
     if isinstance(value, _MEANT_AGAIN):
         found.again.append((made, found.num_values - before))
     return made
@@ -567,13 +563,9 @@ def _read_new(
     value: Value,
     allowed: Allowed,
     owner: nn.Module | None,
-    depth: int,
     device: torch.device,
-    found: Found,
+    read: Callable[[Value], Any],
 ) -> Any:
-    def read(item: Value) -> Any:
-        return read_value(item, allowed, owner, depth + 1, device, found)
-
     match value:
         case Items(container, items):
             return _hashed(_CONTAINERS[container], [read(item) for item in items])

@@ -302,28 +302,10 @@ def _is_bounded(item: Any) -> bool:
     return not isinstance(item, float) and not (isinstance(item, dict) and _FLOAT_KEY in item)
 
 
-class _HubSwitch:
-    """Counts the blocks that keep the hub off, in all threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_blocks = 0
-        self._was_off = False
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._num_blocks:
-                self._was_off, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
-            self._num_blocks += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._num_blocks -= 1
-            if not self._num_blocks:
-                hub.HF_HUB_OFFLINE = self._was_off
-
-
-_HUB_SWITCH = _HubSwitch()
+# Whether the hub was off before each block that keeps it off, in any thread; all but the first find
+# it off, so the blocks may end in any order.
+_WAS_OFF: list[bool] = []
+_LOCK = threading.Lock()
 
 
 @contextmanager
@@ -333,8 +315,11 @@ def hubs_shut_off() -> Iterator[None]:
     A recipe is checked before it is built. This holds for what a library does beyond it: some
     models ask the hub for kernels or other models when they are built.
     """
-    _HUB_SWITCH.enter()
+    with _LOCK:
+        _WAS_OFF.append(hub.HF_HUB_OFFLINE)
+        hub.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        _HUB_SWITCH.leave()
+        with _LOCK:
+            hub.HF_HUB_OFFLINE = _WAS_OFF.pop()

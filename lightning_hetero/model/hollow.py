@@ -353,32 +353,20 @@ class HollowLayers:
         before = hidden.form if isinstance(hidden, HiddenStatesAway) else _form_of(hidden)
         # Layers are tried on `meta`, where the device's autocast does not apply.
         uncertain = {"dtype"} if torch.is_autocast_enabled(device.type) else set()
-        find = partial(
-            self._forms_behind,
-            call,
-            before,
-            self._records.forms(call),
-            torch.is_grad_enabled(),
-            uncertain,
-        )
-        found = Once(find)
-        made = (
-            HiddenStatesAway(
-                call.layer_index,
-                device,
-                lambda at=at: found()[at],  # type: ignore[misc]
-                self._records.assumptions,
-                at,
-            )
-            for at in (call.hidden_at, *call.others)
-        )
-        return {states.position: self._records.note(states) for states in made}
+        along, has_gradients = self._records.forms(call), torch.is_grad_enabled()
+        forms = Once(lambda: self._forms_behind(call, before(), along(), has_gradients, uncertain))
+        found: dict[int, HiddenStatesAway] = {}
+        for at in (call.hidden_at, *call.others):
+            form, assumptions = partial(_at, forms, at), self._records.assumptions
+            states = HiddenStatesAway(call.layer_index, device, form, assumptions, at)
+            found[at] = self._records.note(states)
+        return found
 
     def _forms_behind(
         self,
         call: LayerCall,
-        find_before: Callable[[], Form],
-        find_along: Callable[[], Mapping[str, Tensor]],
+        before: Form,
+        along: Mapping[str, Tensor],
         grad_enabled: bool,
         uncertain: set[str],
     ) -> dict[int, Form]:
@@ -386,7 +374,7 @@ class HollowLayers:
 
         If the layer cannot be tried, the form before the layer is assumed.
         """
-        layer, before, along = self._modules[call.layer_index], find_before(), find_along()
+        layer = self._modules[call.layer_index]
         hidden, uncertain = before.on_meta, {*before.uncertain, *uncertain}
         found: Mapping[int, Tensor]
         if call.layer_index == EMBEDDING_LAYER:
@@ -499,6 +487,10 @@ class HollowLayers:
 
     def __reduce__(self) -> NoReturn:
         raise no_copy(self._modules)
+
+
+def _at(forms: Callable[[], Mapping[int, Form]], position: int) -> Form:
+    return forms()[position]
 
 
 def _never(_value: Any) -> bool:

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
 from .attributes import refill
-from .layer_code import is_installed
+from .outer_values import is_installed
 from .placeholders import is_away
 from .state import Same, Stamp
 
@@ -50,8 +50,11 @@ def form_of(value: Any, depth: int = 0) -> Any:
     elif isinstance(value, (set, frozenset)):
         items = sorted(map(repr, value)) if len(value) <= _MOST_COMPARED else ()
     elif isinstance(value, FunctionType):
-        cells = (cell.cell_contents for cell in value.__closure__ or () if _is_full(cell))
-        items = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        items = [
+            *(cell.cell_contents for cell in _full_cells(value)),
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+        ]
     elif is_dataclass(value) or isinstance(value, (SimpleNamespace, threading.local)):
         items = [part for pair in vars(value).items() for part in pair]
     else:
@@ -62,11 +65,9 @@ def form_of(value: Any, depth: int = 0) -> Any:
     return type(value).__name__, length, [form_of(item, depth + 1) for item in items]
 
 
-def _is_full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False  # its variable has no value yet
+def _full_cells(function: FunctionType) -> list[CellType]:
+    """What a function encloses; a variable may have no value yet."""
+    return [cell for cell in function.__closure__ or () if cell != CellType()]
 
 
 class OuterState:
@@ -132,9 +133,9 @@ class OuterContent:
         changed = sorted(n for n in names if forms.get(n) != self._forms.get(n))
         if changed:
             for holder, content in self._names:
-                _put_back(holder, content)
+                _put_back(holder, content, holder.__setitem__, holder.__delitem__)
             for kind, content in self._attributes:
-                _put_back_in_class(kind, content)
+                _put_back(vars(kind), content, partial(setattr, kind), partial(delattr, kind))
             # Another thread may use the others just now.
             for put_back in filter(None, map(self._contents.get, changed)):
                 put_back()
@@ -153,7 +154,7 @@ def _content_of(value: Any) -> Callable[[], None] | None:
 
 
 def _content_of_function(function: FunctionType) -> Callable[[], None]:
-    cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if _is_full(cell)]
+    cells = [(cell, cell.cell_contents) for cell in _full_cells(function)]
     defaults = [*map(_content_of, function.__defaults__ or ())]
 
     def put_back() -> None:
@@ -165,17 +166,14 @@ def _content_of_function(function: FunctionType) -> Callable[[], None]:
     return put_back
 
 
-def _put_back(holder: Any, content: Mapping[str, Any]) -> None:
-    for name in [*holder]:
+def _put_back(
+    holder: Mapping[str, Any],
+    content: Mapping[str, Any],
+    put: Callable[[str, Any], None],
+    drop: Callable[[str], None],
+) -> None:
+    for name, value in [*holder.items()]:
         if name not in content:
-            del holder[name]
-        elif holder[name] is not content[name]:
-            holder[name] = content[name]
-
-
-def _put_back_in_class(kind: type, content: Mapping[str, Any]) -> None:
-    for name, value in [*vars(kind).items()]:
-        if name not in content:
-            delattr(kind, name)
+            drop(name)
         elif value is not content[name]:
-            setattr(kind, name, content[name])
+            put(name, content[name])

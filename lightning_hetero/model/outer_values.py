@@ -3,8 +3,9 @@
 A worker imports the user's modules by itself and has what their text says. What the training
 script has set since (``blocks.SCALE = 2.0``, ``blocks.config.rope = False``) it does not have.
 
+    is_installed   whether a module is a library's, or the user's own
     readings_in    what a function reads, such as ``config.rope`` and ``TABLE["scale"]``
-    OuterValue   one such value of the user's own modules, as text that both sides can compare
+    OuterValue     one such value of the user's own modules, as text that both sides can compare
 
 Numbers and tensors always count. Of the rest counts only what the text of the module or of the
 class sets: what it computes may differ with the machine, such as whether there is a GPU.
@@ -15,12 +16,17 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import os
+import site
 import sys
+import sysconfig
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache
+from importlib import metadata
 from importlib.util import resolve_name
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,10 +34,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MISSING = object()
+from .allowed_imports import MAIN, SCRIPT
+from .state import MISSING
+
 _NUMBERS = frozenset({int, float, complex})
 _WORDS = frozenset({type(None), bool, str, torch.dtype})
-_LISTS = frozenset({list, tuple, set, frozenset})
+_LISTS = (list, tuple, set, frozenset)
 # Calls of these compute nothing of the machine.
 _CONTAINERS = frozenset({"dict", "list", "tuple", "set", "frozenset", "SimpleNamespace"})
 # Modules with attributes that differ between machines.
@@ -39,19 +47,55 @@ _OF_MACHINE = frozenset({"os", "platform", "sys"})
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _MOST_CHARACTERS = 60
 _MOST_ELEMENTS = 2**20
+_DIGEST_BYTES = 8
+
+Reading: TypeAlias = tuple[str | int, ...]
+"""A name, and the attributes, keys or numbers that lead from there: ``("config", "rope")``."""
 
 
-class Item(NamedTuple):
-    """A step of a path that is no attribute: ``["scale"]``."""
-
-    key: str | int
-
-    def __str__(self) -> str:
-        return f"[{self.key!r}]"
+def package_of(module: str) -> str:
+    """The first part of a module's name."""
+    return module.partition(".")[0]
 
 
-# Such as ``("config", "rope")``.
-Reading: TypeAlias = tuple[str | Item, ...]
+def told(module: str) -> str:
+    """The name of a module that is the same on both sides, also for the user's script."""
+    main = sys.modules[MAIN]
+    if module == MAIN and main.__spec__ is not None:
+        return main.__spec__.name
+    return MAIN if module == SCRIPT else module
+
+
+@cache
+def _installed_folders() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()]
+    return tuple(f"{Path(folder).resolve()}{os.sep}" for folder in folders)
+
+
+@cache
+def is_installed(module: str) -> bool:
+    """Whether a module belongs to Python or to an installed library, and is no user's own file."""
+    if module in (MAIN, SCRIPT) or module not in sys.modules:
+        return False
+    file = getattr(sys.modules[module], "__file__", None)
+    if file is None:
+        return True
+    path = Path(file).resolve()
+    depth = module.count(".") + (path.stem == "__init__")
+    above = [*path.parents][depth : depth + 1]  # of another name than its place, it has none
+    return str(path).startswith(_installed_folders()) or any(
+        package_of(module) in _libraries_in(folder) for folder in above
+    )
+
+
+@cache
+def _libraries_in(folder: Path) -> frozenset[str]:
+    """The libraries that were installed into a folder which is on the path for another reason, such
+    as `PYTHONPATH`. The user's own code may lie beside them."""
+    found = metadata.distributions(path=[str(folder)])
+    files = (file for each in found for file in each.files or ())
+    return frozenset(file.parts[0].removesuffix(".py") for file in files)
 
 
 def readings_in(nodes: Iterable[ast.AST]) -> frozenset[Reading]:
@@ -61,16 +105,15 @@ def readings_in(nodes: Iterable[ast.AST]) -> frozenset[Reading]:
     return frozenset(path for node in nodes if id(node) not in inside and (path := _path(node)))
 
 
-def _step(node: ast.AST) -> str | Item | None:
+def _step(node: ast.AST) -> str | int | None:
     if isinstance(node, ast.Attribute):
         return node.attr
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return Item(node.slice.value) if isinstance(node.slice.value, (str, int)) else None
-    return None
+    key = getattr(getattr(node, "slice", None), "value", None)
+    return key if isinstance(key, (str, int)) else None
 
 
 def _path(node: Any) -> Reading:
-    steps: list[str | Item] = []
+    steps: list[str | int] = []
     while (step := _step(node)) is not None:
         steps.append(step)
         node = node.value
@@ -82,10 +125,12 @@ class OuterValue(NamedTuple):
 
     Args:
         place: Where it is, by names that are the same on both sides.
+        name: The global, or the attribute with a dot, that code which sets it names.
         read: Gives its text; None if it does not count.
     """
 
     place: str
+    name: str
     read: Callable[[], str | None]
 
 
@@ -104,69 +149,77 @@ class OuterValues:
         return next((v.place for v, before in self._before if v.read() != before), None)
 
 
+def resolved(function: FunctionType, path: Any) -> tuple[str, dict[str, Any], Any]:
+    """The module in which a path of a function ends, what the module has, and the path in it."""
+    module, content = str(function.__globals__.get("__name__", "")), function.__globals__
+    while len(path) > 1 and isinstance(found := content.get(path[0]), ModuleType):
+        module, content, path = found.__name__, vars(found), path[1:]
+    return module, content, path
+
+
 def global_value(
-    function: FunctionType, path: Reading, is_own: Callable[[str], bool], told: Callable[[str], str]
+    caller: str, module: str, content: Mapping[str, Any], path: Any
 ) -> OuterValue | None:
-    """The value at a path that a function of the user's own reads; None if it is not the user's.
+    """The value at a path in a module; None if it is not the user's.
+
+    Of a library count the constants that its own functions read.
 
     Args:
-        function: Reads it.
-        path: Begins with a name of the function's module.
-        is_own: Whether a module of this name is the user's own.
-        told: The name of a module that is the same on both sides.
+        caller: The module of the function that reads it.
+        module: The name of the module.
+        content: What the module has.
+        path: The path there.
     """
-    module, content = str(function.__globals__.get("__name__", "")), function.__globals__
-    while len(path) > 1 and isinstance(found := content.get(str(path[0])), ModuleType):
-        module, content, path = found.__name__, vars(found), path[1:]
-    name = str(path[0])
-    if name not in content or not is_own(module):
+    name, *inside = path
+    is_constant = not inside and name.isupper() and package_of(module) == package_of(caller)
+    if name not in content or not (is_constant if is_installed(caller) else _is_own(module)):
         return None
 
     def read() -> str | None:
-        home, name_there = _imported_by(module).get(name, (module, name))
-        value, is_set = content.get(name, _MISSING), name_there in _set_in_module(home)
-        for step in path[1:]:
-            if isinstance(value, (str, torch.Tensor, FunctionType)):
+        file, name_there = _imported_by(module).get(name, (module, name))
+        value, is_set = content.get(name, MISSING), name_there in _set_in_module(file)
+        for step in inside:
+            if isinstance(value, (str, Tensor, FunctionType)):
                 break  # What follows is a method of it.
-            if isinstance(value, type) and not is_own(value.__module__):
+            if isinstance(value, type) and not _is_own(value.__module__):
                 return None
-            if isinstance(step, str):
-                is_set &= _may_be_set(value, step, is_own)
+            is_set &= isinstance(step, int) or _may_be_set(value, step)
             value = _inside(value, step)
-        return text_of(value, is_set)
+        return text_of(value, is_set and _is_own(module))
 
-    steps = "".join(str(each) if isinstance(each, Item) else f".{each}" for each in path)
-    return OuterValue(f"{told(module)}{steps}", read)
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return OuterValue(f"{told(module)}{''.join(steps)}", name, read)
 
 
 def class_value(owner: type, name: str, place: str) -> OuterValue:
-    """An attribute of a class of the user's own."""
+    """An attribute of a class."""
 
     def read() -> str | None:
-        return text_of(vars(owner).get(name, _MISSING), name in _set_in_class(owner))
+        return text_of(vars(owner).get(name, MISSING), name in _set_in_class(owner))
 
-    return OuterValue(place, read)
+    return OuterValue(place, f".{name}", read)
 
 
-def _inside(holder: Any, step: str | Item) -> Any:
+def _is_own(module: str) -> bool:
+    return not is_installed(module)
+
+
+def _inside(holder: Any, step: Any) -> Any:
     """What an object has, without calling the user's code."""
     try:
-        if isinstance(step, Item):
-            content: Any = holder if isinstance(holder, (Mapping, list, tuple)) else {}
-            return content[step.key]
-        if isinstance(holder, Mapping) and step in holder:
-            return holder[step]
+        if isinstance(step, int) or (isinstance(holder, Mapping) and step in holder):
+            return holder[step] if isinstance(holder, (Mapping, list, tuple)) else MISSING
     except (LookupError, TypeError):
-        return _MISSING
-    found = inspect.getattr_static(holder, step, _MISSING)
+        return MISSING
+    found = inspect.getattr_static(holder, step, MISSING)
     is_slot = inspect.ismemberdescriptor(found) and not isinstance(holder, type)
-    return getattr(holder, step, _MISSING) if is_slot else found
+    return getattr(holder, step, MISSING) if is_slot else found
 
 
-def _may_be_set(holder: Any, name: str, is_own: Callable[[str], bool]) -> bool:
+def _may_be_set(holder: Any, name: str) -> bool:
     """Whether a text may say what an object has under a name: a constructor may compute it."""
     kind = holder if isinstance(holder, type) else type(holder)
-    own = [base for base in kind.__mro__ if is_own(base.__module__)]
+    own = [base for base in kind.__mro__ if _is_own(base.__module__)]
     return not own or any(name in _set_in_class(base) for base in own)
 
 
@@ -177,7 +230,7 @@ def text_of(value: Any, is_set: bool) -> str | None:
         value: The value.
         is_set: Whether a text says it, and no computation.
     """
-    if isinstance(value, (np.number, np.bool_)):
+    if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
         value = torch.from_numpy(np.ascontiguousarray(value))
@@ -188,9 +241,7 @@ def text_of(value: Any, is_set: bool) -> str | None:
     text = _text_of_word(value) if is_set else None
     if text is None or len(text) <= _MOST_CHARACTERS:
         return text
-    return (
-        f"{text[:_MOST_CHARACTERS]}… ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
-    )
+    return f"{text[:_MOST_CHARACTERS]}… ({digest_of([text])})"
 
 
 def _text_of_word(value: Any) -> str | None:
@@ -200,18 +251,15 @@ def _text_of_word(value: Any) -> str | None:
         return str(value)
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
         return f"the function {value.__name__}"
-    items: list[Any] = []
-    if type(value) is dict:
-        items = [each for pair in value.items() for each in pair]
-    elif type(value) in _LISTS:
-        items = [*value]
-    texts = [text_of(each, is_set=True) for each in items]
+    items = [each for pair in value.items() for each in pair] if type(value) is dict else value
     # What is empty is filled while the program runs.
-    if not texts or None in texts:
+    if type(value) not in (dict, *_LISTS) or not value:
         return None
+    texts = [text_of(each, is_set=True) for each in items]
     if isinstance(value, (set, frozenset)):
         texts.sort(key=str)
-    return f"{type(value).__name__} of {', '.join(map(str, texts))}"
+    listed = f"{type(value).__name__} of {', '.join(map(str, texts))}"
+    return None if None in texts else listed
 
 
 def _text_of_tensor(tensor: Tensor) -> str | None:
@@ -226,87 +274,86 @@ def _text_of_tensor(tensor: Tensor) -> str | None:
         return f"{shape} with {float(content.norm()):.3g} and {float(content @ weights):.3g}"
 
 
-def top_level_of(module: str) -> list[ast.stmt]:
-    """The statements of a module's own code; none if its text is not there."""
+def digest_of(words: Iterable[str]) -> str:
+    """A short text that is another one for other words."""
+    return hashlib.blake2b("\0".join(words).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def text_of_module(module: str) -> str:
+    """The text of a module; empty if it is not there."""
     try:
-        return ast.parse(inspect.getsource(sys.modules[module])).body
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return []
-
-
-@cache
-def _set_in_module(module: str) -> frozenset[str]:
-    """The names that the top level of a module sets once, to what its text says."""
-    body = top_level_of(module)
-    classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
-    outside = [node for node in body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    others = (part for node in outside for part in ast.walk(node))
-    all_set = [name for node in others for name in _targets(node)]
-    found = _set_to_texts(body, classes | _CONTAINERS)
-    return frozenset(name for name in found if all_set.count(name) == 1)
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return ""
 
 
 @cache
 def _imported_by(module: str) -> dict[str, tuple[str, str]]:
     """The names that a module takes from others: each with the other's name, and its name there."""
     package = getattr(sys.modules.get(module), "__package__", None) or ""
-    found: dict[str, tuple[str, str]] = {}
-    for node in top_level_of(module):
-        if isinstance(node, ast.ImportFrom):
-            try:
-                home = resolve_name(f"{'.' * node.level}{node.module or ''}", package)
-            except ImportError:
-                continue
-            found |= {each.asname or each.name: (home, each.name) for each in node.names}
-    return found
+    return {
+        each.asname or each.name: (
+            resolve_name(f"{'.' * node.level}{node.module or ''}", package),
+            each.name,
+        )
+        for node in _statements_in(text_of_module(module))
+        if isinstance(node, ast.ImportFrom) and (package or not node.level)
+        for each in node.names
+    }
+
+
+@cache
+def _set_in_module(module: str) -> frozenset[str]:
+    """The names that the top level of a module sets once, to what its text says."""
+    return frozenset(_set_to_texts(_statements_in(text_of_module(module))))
 
 
 @cache
 def _set_in_class(kind: type) -> frozenset[str]:
-    """The names that the body of a class sets to what its text says."""
+    """The names that the body of a class sets once, to what its text says."""
     try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+        (tree,) = _statements_in(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, ValueError):
         return frozenset()
-    return frozenset(_set_to_texts(getattr(tree, "body", []), _CONTAINERS))
+    return frozenset(_set_to_texts(getattr(tree, "body", [])))
 
 
-def _set_to_texts(body: list[ast.stmt], makers: Collection[str]) -> set[str]:
-    statements = [node for node in body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-    return {
-        name
-        for node in statements
-        if node.value is not None and _says_itself(node.value, makers)
-        for name in _targets(node)
-    }
+def _statements_in(text: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(text).body
+    except SyntaxError:
+        return []
 
 
-def _targets(node: ast.AST) -> Iterator[str]:
+def _set_to_texts(body: list[ast.stmt]) -> Iterator[str]:
+    makers = _CONTAINERS | {node.name for node in body if isinstance(node, ast.ClassDef)}
+    outside = [node for node in body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    all_set = [name for node in outside for part in ast.walk(node) for name in _targets(part)]
+    for node in outside:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and _says_itself(node.value, makers):
+            yield from (name for name in _targets(node) if all_set.count(name) == 1)
+
+
+def _targets(node: ast.AST) -> list[str]:
     """The names that a statement sets."""
-    found: list[ast.expr] = []
-    if isinstance(node, ast.Assign):
-        found = node.targets
-    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
-        found = [node.target]
-    names = (each for target in found for each in ast.walk(target))
-    yield from (each.id for each in names if isinstance(each, ast.Name))
+    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+    names = (each for target in targets if target is not None for each in ast.walk(target))
+    return [each.id for each in names if isinstance(each, ast.Name)]
 
 
-def _says_itself(value: ast.expr, makers: Collection[str]) -> bool:
+def _says_itself(value: ast.expr | None, makers: Collection[str]) -> bool:
     """Whether an expression has the same value on every machine.
 
     Args:
         value: The expression.
         makers: The names of what it may call.
     """
-    nodes = [*ast.walk(value)]
-    named = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    for node in nodes:
-        if isinstance(node, ast.Name) and node.id not in makers:
-            if id(node) not in named or node.id in _OF_MACHINE:
-                return False
-        elif isinstance(node, ast.Call):
-            steps = _path(node.func)
-            if not steps or steps[-1] not in makers:
-                return False
-    return True
+    nodes = [] if value is None else [*ast.walk(value)]
+    known = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id not in makers]
+    calls = [_path(node.func)[-1:] for node in nodes if isinstance(node, ast.Call)]
+    return (
+        value is not None
+        and all(id(node) in known and node.id not in _OF_MACHINE for node in names)
+        and all(each and each[0] in makers for each in calls)
+    )

@@ -226,23 +226,18 @@ class _OwnCopies:
         if module not in self._copies:
             made: nn.Module = object.__new__(type(module))
             vars(made).update(vars(module))
-            frozen = {
-                name: self._copied(parameter, (module, name))
-                for name, parameter in module._parameters.items()
-                if parameter is not None
-            }
-            absent = {name: None for name, p in module._parameters.items() if p is None}
+            frozen = {name: p for name, p in module._parameters.items() if p is not None}
             buffers = {
-                name: None if buffer is None else self._copied(buffer, (module, name))
-                for name, buffer in module._buffers.items()
+                name: None if tensor is None else self._copied(tensor, (module, name))
+                for name, tensor in (*frozen.items(), *module._buffers.items())
             }
             children = {
                 name: None if child is None else self._copy(child)
                 for name, child in module._modules.items()
             }
             vars(made).update(
-                _parameters=absent,
-                _buffers={**frozen, **buffers},
+                _parameters={name: None for name in module._parameters if name not in frozen},
+                _buffers=buffers,
                 _modules=children,
                 _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -252,28 +252,30 @@ def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
             set_tensor(layers, name, torch.empty_like(tensor, device="meta"))
 
 
-@contextmanager
-def emptied(layer: nn.Module) -> Iterator[None]:
+def emptied(layer: nn.Module) -> AbstractContextManager[None]:
     """Inside, ``meta`` tensors stand for the parameters and buffers of a layer, which stay as they
     are."""
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    places: list[dict[str, Any]] = [
-        tensors for module in layer.modules() for tensors in (module._parameters, module._buffers)
-    ]
-    try:
-        for tensors in places:
-            held.append((tensors, dict(tensors)))
-            tensors.update({leaf: _on_meta(t) for leaf, t in tensors.items()})
-        yield
-    finally:
-        for tensors, before in held:
-            tensors.update(before)
+    tables: Any = (t for module in layer.modules() for t in (module._parameters, module._buffers))
+    return _standing_in((t, leaf, _on_meta(old)) for t in tables for leaf, old in [*t.items()])
 
 
 @contextmanager
+def _standing_in(places: Iterable[tuple[dict[str, Any], str, Tensor | None]]) -> Iterator[None]:
+    """Inside, other tensors are in the tables of modules, each under its name."""
+    held: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for table, leaf, tensor in places:
+            held.append((table, leaf, table[leaf]))
+            table[leaf] = tensor
+        yield
+    finally:
+        for table, leaf, before in reversed(held):
+            table[leaf] = before
+
+
 def filled(
     layers: Mapping[int, nn.Module], contents: Mapping[str, Tensor], device: torch.device
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, other parameters and buffers with this content are in the places of those of layers,
     which stay as they are.
 
@@ -284,22 +286,19 @@ def filled(
         contents: The content of all their tensors by name, flattened.
         device: The device for the content.
     """
-    held: list[tuple[dict[str, Any], str, Tensor]] = []
     made: dict[int, Tensor] = {}
-    try:
+
+    def places() -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         for name, tensor in list(named_tensors(layers)):
             owner, leaf, _ = locate(layers, name)
-            places: Any = owner._parameters if leaf in owner._parameters else owner._buffers
+            table: Any = owner._parameters if leaf in owner._parameters else owner._buffers
             if id(tensor) not in made:
                 content = contents[name].to(device)
                 state = {part: each.to(device) for part, each in state_in(contents, name).items()}
                 made[id(tensor)] = _like(owner, leaf, tensor, content, state)
-            held.append((places, leaf, tensor))
-            places[leaf] = made[id(tensor)]
-        yield
-    finally:
-        for places, leaf, tensor in held:
-            places[leaf] = tensor
+            yield table, leaf, made[id(tensor)]
+
+    return _standing_in(places())
 
 
 def _like(owner: nn.Module, leaf: str, tensor: Tensor, content: Tensor, state: State) -> Tensor:

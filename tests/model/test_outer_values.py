@@ -61,6 +61,10 @@ unread = 1
 kept = {}
 
 
+class Names:
+    mode = "first"
+
+
 class Layer(nn.Module):
     windows = (1, 2)
     order = Order.BEFORE
@@ -77,7 +81,7 @@ class Layer(nn.Module):
         kept[device, has_gpu, is_linux] = x
         unread = 2
         if is_wide and kind == "narrow" and nothing is None and self.order is order and config.rope:
-            x = act(x).to(dtype)
+            x = act(x).to(dtype) if Names.mode == "first" else x
         if not config.fast:
             x = x * scale * sizes[0] * table["gain"] * options.power * random[0] * unread
         return self.mix(x) * settings.config.factor * self.windows[0]
@@ -116,7 +120,7 @@ def set_at(module: ModuleType, path: str, value: Any) -> None:
         ("is_wide", False, "layers.is_wide"),
         ("kind", "wide", "layers.kind"),
         ("sizes", (2, 2), "layers.sizes[0]"),
-        ("table", {"gain": 2.0, "folder": "/here"}, "layers.table['gain']"),
+        ("table", {"gain": 2.0, "folder": "/here"}, "layers.table.gain"),
         ("dtype", torch.float64, "layers.dtype"),
         ("order", None, "layers.order"),
         ("act", torch.tanh, "layers.act"),
@@ -125,6 +129,7 @@ def set_at(module: ModuleType, path: str, value: Any) -> None:
         ("nothing", 1, "layers.nothing"),
         ("config.rope", False, "layers.config.rope"),
         ("settings.config.factor", 2.0, "settings.config.factor"),
+        ("Names.mode", "second", "layers.Names.mode"),
         ("Layer.windows", (2, 2), "layers.Layer.windows"),
         ("Layer.order", None, "layers.Layer.order"),
     ],
