@@ -17,19 +17,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from ..coordinator.deployment import Deployment
 from ..coordinator.optimizers import RemoteOptimizer
 from ..errors import ModelError
-from ..pipeline.microbatch import GO_ON, CheckFirstBatch
+from ..pipeline.microbatch import CheckFirstBatch
 from ..pipeline.optimizer import Stepped, is_of_a_library
+from ..pipeline.tolerance import compare, end_or_warn
 from ..plan import Plan
 from .check_schedule import CheckSchedule, ordinal
-
-# A run ends at a difference of this part of the step.
-_STOPPING_DIFFERENCE = 1e-3
 
 
 def audited_layers(plan: Plan) -> list[int]:
@@ -163,27 +161,20 @@ class Audit:
             elif difference > worst:
                 worst, what = difference, f"the step of {each.name.partition('.')[2]}"
         if worst:
-            kind = type(remote.optimizer).__name__
-            self._tell(
+            kind, judged = type(remote.optimizer).__name__, compare("optimizer step", worst)
+            end_or_warn(
                 f"At the {self._which} batch {what} of layer {number} on "
                 f"{_workers(deployment, number)} is not what {kind} makes of this parameter "
-                f"alone, with its present code and options: {_percent(worst)} apart. It seems that "
+                f"alone, with its present code and options: {judged} apart. It seems that "
                 "the optimizer makes what it does to one parameter depend on others, as one that "
                 "clips by a common norm does, or that its code, defaults or attributes were "
                 "changed after the layers were sent. Clip with `gradient_clip_val`, set options "
-                "in its parameter groups, and use an optimizer that steps each parameter by itself",
-                is_large=worst > _STOPPING_DIFFERENCE,
+                "in its parameter groups, and use an optimizer that steps each parameter by "
+                "itself.",
+                self.mode,
+                ends=judged.is_large,
+                error=ModelError,
             )
-
-    def _tell(self, text: str, *, is_large: bool) -> None:
-        """End the run, or warn.
-
-        Raises:
-            ModelError: If the difference is large and the mode is ``"stop"``.
-        """
-        if self.mode == "stop" and is_large:
-            raise ModelError(f"{text}. {GO_ON}")
-        rank_zero_warn(f"{text}.")
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -233,7 +224,3 @@ def _fetched(
 def _workers(deployment: Deployment, number: int) -> str:
     stage = next(each for each in deployment.plan.remote_stages if number in each.layer_indices)
     return " or ".join(stage.remote_workers)
-
-
-def _percent(difference: float) -> str:
-    return f"{100 * difference:.3g} %"

@@ -35,10 +35,9 @@ from ..pipeline.results import loss_of
 from ..pipeline.tolerance import (
     Comparison,
     RehearsalVerdict,
+    Rounding,
     Worst,
-    coarsest,
     relative_error,
-    tolerance,
     worst_gradient,
 )
 from ..plan import COORDINATOR, Plan, StagePlan
@@ -299,7 +298,7 @@ class Rehearsal:
         widest_sum: int,
     ) -> Comparison:
         first, end = stages[0].layers[0], stages[-1].layers[1]
-        dtype = coarsest(self._dtypes(stages))
+        rounding = Rounding.of([], self._dtypes(stages), widest_sum)
         gradient = None
         # An embedding's input does not have a gradient.
         if first in expected.before and not stages[0].embedding:
@@ -312,7 +311,7 @@ class Rehearsal:
             activation=relative_error(found.activations[end - 1], expected.activations[end - 1]),
             gradient=gradient,
             parameters=_worst(found, expected, [n for s in stages for n, _ in self._held(s)]),
-            tolerance=tolerance(dtype, len(self.layers), widest_sum),
+            tolerance=rounding.of_numbers(len(self.layers)),
         )
 
     def _dtypes(self, stages: Sequence[StagePlan]) -> Iterator[torch.dtype]:

@@ -11,13 +11,11 @@ import torch
 from lightning_hetero.pipeline.tolerance import (
     Comparison,
     RehearsalVerdict,
+    Rounding,
     Worst,
     coarsest,
     norm_error,
     relative_error,
-    rounding_of_hidden,
-    rounding_of_loss,
-    tolerance,
     worst_gradient,
 )
 
@@ -50,10 +48,10 @@ def test_the_coarsest_dtype_rounds_most() -> None:
 
 
 def test_more_layers_and_coarser_numbers_round_more() -> None:
-    fine = rounding_of_hidden(torch.float32, 4, 1024)
-    assert fine < rounding_of_hidden(torch.float32, 16, 1024) < 1e-3
-    assert rounding_of_hidden(torch.bfloat16, 32, 4096) < 0.1
-    assert rounding_of_loss(torch.float32, 4096) < 1e-4 < rounding_of_loss(torch.bfloat16, 16)
+    fine = Rounding(torch.float32, 1024)
+    assert fine.of_hidden(4) < fine.of_hidden(16) < 1e-3
+    assert Rounding(torch.bfloat16, 4096).of_hidden(32) < 0.1
+    assert Rounding(torch.float32, 4096).of_loss < 1e-4 < Rounding(torch.bfloat16, 16).of_loss
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
@@ -63,7 +61,7 @@ def test_products_of_fewer_rows_are_within_the_tolerance(rows: int) -> None:
     hidden = torch.randn(8, 64, generator=generator)
     whole = hidden @ matrix
     cut = torch.cat([piece @ matrix for piece in hidden.split(rows)])
-    assert norm_error(cut, whole) <= rounding_of_hidden(torch.float32, 1, 64)
+    assert norm_error(cut, whole) <= Rounding(torch.float32, 64).of_hidden(1)
 
 
 RIGHT = Comparison("a:1", (0, 2), 0.0, 1e-7, None, Worst(1e-7, "layer 0: w"), 1e-5)
@@ -99,11 +97,11 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_held_against_its_layer() ->
 
 
 def test_the_tolerance_grows_with_roots() -> None:
-    one = tolerance(torch.float32, 1, 1)
-    assert tolerance(torch.float32, 16, 1) == pytest.approx(4 * one)
-    assert one < tolerance(torch.float32, 1, 4096) < 10 * one
-    assert tolerance(torch.float64, 1, 4096) < 1e-6
-    assert tolerance(torch.bfloat16, 4, 4096) < 0.2
+    one = Rounding(torch.float32, 1).of_numbers(1)
+    assert Rounding(torch.float32, 1).of_numbers(16) == pytest.approx(4 * one)
+    assert one < Rounding(torch.float32, 4096).of_numbers(1) < 10 * one
+    assert Rounding(torch.float64, 4096).of_numbers(1) < 1e-6
+    assert Rounding(torch.bfloat16, 4096).of_numbers(4) < 0.2
     assert coarsest([torch.float32, torch.bfloat16, torch.uint8]) == torch.bfloat16
     assert coarsest([]) == torch.float32
 
