@@ -45,7 +45,14 @@ from ..pipeline.microbatch import BatchOptions
 from ..pipeline.random_numbers import FIRST_TRIAL
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Key
-from ..pipeline.tolerance import GO_ON, Compared, Rounding, compare, end_or_warn, norm_error
+from ..pipeline.tolerance import (
+    GO_ON,
+    HIDDEN_STATES,
+    Compared,
+    Rounding,
+    end_or_warn,
+    norm_error,
+)
 from ..pipeline.trial_backward import (
     TRIED,
     TriedBackward,
@@ -339,7 +346,7 @@ class WholeBatches:
         rounding = Rounding.of(parameters, dtypes).of_hidden(len(self._layers))
         pairs = zip(found.tensors, expected.tensors, strict=True)
         error = max(norm_error(mine, other) for mine, other in pairs)
-        return compare("hidden states", error, rounding)
+        return HIDDEN_STATES.compare(error, rounding)
 
 
 _CALL_LATER = (

@@ -38,7 +38,7 @@ from ..pipeline.microbatch import (
 )
 from ..pipeline.parameter_hooks import ParameterHooks
 from ..pipeline.results import BatchMetrics, StepLog, loss_of
-from ..pipeline.tolerance import Compared, compare, end_or_warn, loss_error
+from ..pipeline.tolerance import LOSS, Compared, end_or_warn, loss_error
 from .check_schedule import RunChecks
 from .first_gradients import RunGradients, WatchesBackwards
 from .first_logs import Logged, LoggedPieces, metrics_of
@@ -86,7 +86,7 @@ class Losses:
         """The difference of both losses, relative to the size of the summands."""
         parts = sum(map(abs, self._counted(weights)))
         error = loss_error(self.whole, self.combined(weights), parts, self.rounding)
-        return compare("loss", error, self.rounding)
+        return LOSS.compare(error, self.rounding)
 
     def fit(self, weights: Sequence[float]) -> bool:
         """Whether these weights give the loss of the whole batch."""
@@ -125,7 +125,8 @@ class FirstBatchCheck:
         trial: Where ``training_step`` runs.
         weighting: How micro-batch losses combine.
         checks: All of the run, with this one.
-        one_run: A block in which ``training_step`` runs and leaves nothing behind.
+        one_run: A block in which ``training_step`` runs and leaves nothing behind: a layer in this
+            process may count its calls, and a module may carry a state from one call to the next.
     """
 
     trial: Trial
@@ -191,15 +192,15 @@ class FirstBatchCheck:
     def _compare(self, batch: CutBatch) -> _Problem | None:
         if self.checks.takes_few:
             batch = batch.first(_FEWEST_COMPARED)
-        metrics, shares = metrics_of(self.trial.module), [0.0]
+        metrics = metrics_of(self.trial.module)
         pieces = LoggedPieces(StepLog(BatchMetrics(), self.weighting == "sum"), metrics)
-        with self._from_the_start():
-            first, most = self._metered(batch, pieces, shares)
+        with self.one_run():
+            first, most = self._metered(batch, pieces)
             batch = batch.first(most)
             others = enumerate(batch.microbatches[1:], 1)
-            cut = [first, *(self._loss_of_piece(piece, n, pieces, shares) for n, piece in others)]
+            cut = [first, *(self._loss_of_piece(piece, n, pieces) for n, piece in others)]
         whole = Logged(metrics)
-        with self._from_the_start():
+        with self.one_run():
             losses = Losses(self._loss(batch.whole, whole), cut, self.trial.rounding.of_loss)
         if losses.skips_only_whole:
             if self.checks.is_new("skipped"):
@@ -210,7 +211,6 @@ class FirstBatchCheck:
                 )
             return None
         weights = self._weights(batch, self.weighting)
-        shares[:] = self._weights(batch, "samples") if self.weighting == "sum" else weights
         difference = losses.difference(weights)
         problem = None
         if not difference.is_other:
@@ -228,8 +228,10 @@ class FirstBatchCheck:
                 for (kind, _), shown in whole.found.items()
                 if kind == "log" and shown.words == repr(shown.name) and shown.value == losses.whole
             )
-        pieces.merge(shares)
-        return problem or self._compare_values(batch, whole, pieces, losses.rounding)
+        if problem is not None:
+            return problem
+        pieces.merge(self._weights(batch, "samples") if self.weighting == "sum" else weights)
+        return self._compare_values(batch, whole, pieces, losses.rounding)
 
     def _compare_values(
         self, batch: CutBatch, whole: Logged, cut: Logged, rounding: float
@@ -324,7 +326,7 @@ class FirstBatchCheck:
     ) -> RunGradients:
         """The gradients of a loss for the hidden states that come back from the layers, and for
         the coordinator's parameters."""
-        from_the_start = self._from_the_start(puts_draws_back=puts_draws_back)
+        one_run = self.one_run(puts_draws_back=puts_draws_back)
         module, deployment = self.trial.module, self.trial.deployment
         plugin = module.trainer.precision_plugin
         scaler = scaler_of(plugin)
@@ -336,7 +338,7 @@ class FirstBatchCheck:
         hooks = ParameterHooks()
         hooks.take_off(own)
         try:
-            with from_the_start, torch.enable_grad(), trying as tried:
+            with one_run, torch.enable_grad(), trying as tried:
                 with plugin.train_step_context(), WatchesBackwards(tried):
                     loss = loss_of(module.training_step(batch, *self.trial.rest))
                 deployment.check_forward_finished()
@@ -345,11 +347,9 @@ class FirstBatchCheck:
             hooks.put_back()
             put_back()
 
-    def _loss_of_piece(
-        self, piece: Any, number: int, pieces: LoggedPieces, shares: list[float]
-    ) -> float | None:
-        """The loss of a micro-batch; its share, which is not known yet, will be in ``shares``."""
-        pieces.step_log.weigh(lambda: shares[number], number)
+    def _loss_of_piece(self, piece: Any, number: int, pieces: LoggedPieces) -> float | None:
+        """The loss of a micro-batch."""
+        pieces.begin(number)
         return self._loss(piece, pieces)
 
     def _loss(
@@ -370,13 +370,11 @@ class FirstBatchCheck:
             logged.end(result)
         return None if loss is None else float(loss.detach())
 
-    def _metered(
-        self, batch: CutBatch, pieces: LoggedPieces, shares: list[float]
-    ) -> tuple[float | None, int]:
+    def _metered(self, batch: CutBatch, pieces: LoggedPieces) -> tuple[float | None, int]:
         """The loss of the first micro-batch, and how many may be one batch for the memory."""
         device = device_for(self.trial.module.trainer.strategy.root_device)
         with device.metering() as meter:
-            loss = self._loss_of_piece(batch.microbatches[0], 0, pieces, shares)
+            loss = self._loss_of_piece(batch.microbatches[0], 0, pieces)
             peak_bytes = meter.peak_bytes()
         if not device.overcommits:
             return loss, len(batch.microbatches)  # more than there is raises an error
@@ -414,13 +412,8 @@ class FirstBatchCheck:
 
     def _redrawn(self, batch: Any, logged: Logged | None = None) -> float | None:
         """The loss with the next random numbers, and with nothing else of the run before."""
-        with self._from_the_start(puts_draws_back=False):
+        with self.one_run(puts_draws_back=False):
             return self._loss(batch, logged)
-
-    def _from_the_start(self, *, puts_draws_back: bool = True) -> AbstractContextManager[None]:
-        """Inside, forwards have no side effects: a layer in this process may count its calls, and
-        a module may carry a state from one call to the next."""
-        return self.one_run(puts_draws_back=puts_draws_back)
 
     def _remedies(self, losses: Losses, batch: CutBatch) -> list[Remedy]:
         return (
@@ -455,7 +448,7 @@ class FirstBatchCheck:
         samples = Samples(shapes[0][other], other)
         try:
             again = CutBatch.of(batch.whole, len(batch.microbatches), samples)
-            with self._from_the_start():
+            with self.one_run():
                 cut = [self._loss(piece) for piece in again.microbatches]
         except Exception:
             # The user's code may refuse a batch that is cut along a wrong dimension.
@@ -467,7 +460,7 @@ class FirstBatchCheck:
     def _boundary(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
         with (
             self.trial.deployment.hand_overs.batch_of(sum(batch.num_samples)),
-            self._from_the_start(),
+            self.one_run(),
         ):
             found = self._loss(batch.whole, is_cut=True)
         if replace(losses, cut=[found]).fit([1.0]):

@@ -26,10 +26,12 @@ from typing_extensions import override
 from ..coordinator.handover import TriedHandOver
 from ..pipeline.microbatch import inner_backward
 from ..pipeline.tolerance import (
+    GRADIENTS,
+    GRADIENTS_OF_OUTPUTS,
+    MADE_UP_GRADIENTS,
     NOISE_OF_GRADIENTS,
     NOISE_OF_OUTPUTS,
     Compared,
-    compare,
     dim_of_cut,
     gradient_error,
     joined,
@@ -240,10 +242,10 @@ class RunGradients:
             which: The batch, as a word.
         """
         for_outputs, kind = self.difference_for_outputs(cut)
-        outputs = compare("gradients for outputs", for_outputs, rounding)
-        loss = compare("gradients", self.difference_for_loss(cut), rounding)
+        outputs = GRADIENTS_OF_OUTPUTS.compare(for_outputs, rounding)
+        loss = GRADIENTS.compare(self.difference_for_loss(cut), rounding)
         error = self.difference_before_layers(cut) if self.is_cut_into(cut) else 0.0
-        before = compare("gradients before layers", error, rounding)
+        before = MADE_UP_GRADIENTS.compare(error, rounding)
         of_layers = [each.of_layers for each in cut]
         layers = difference_of_backwards(self.of_layers, of_layers, rounding)
         found = [

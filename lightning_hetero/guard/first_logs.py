@@ -15,7 +15,7 @@ from typing_extensions import override
 from ..coordinator.dry_run import loose_modules
 from ..errors import BatchError
 from ..pipeline.results import StepLog, loss_of, merge_results
-from ..pipeline.tolerance import compare, number_error
+from ..pipeline.tolerance import LOG, number_error
 
 Kind = Literal["log", "result"]
 
@@ -46,7 +46,7 @@ class Shown(NamedTuple):
         else:
             # Each of the two is rounded to its dtype.
             rounding = max(rounding, self.resolution + other.resolution)
-            is_other = compare("log", number_error(self.value, other.value), rounding).is_other
+            is_other = LOG.compare(number_error(self.value, other.value), rounding).is_other
             values = f"{self.value:.6g}", f"{other.value:.6g}"
         return f"{self.words} ({self.head}{values[0]} and {values[1]})" if is_other else ""
 
@@ -145,6 +145,11 @@ class LoggedPieces(Logged):
         super().__init__(metrics)
         self.step_log = step_log
         self._results: list[Any] = []
+        self._shares: Sequence[float] = ()
+
+    def begin(self, number: int) -> None:
+        """Begin a micro-batch; `merge` brings its share."""
+        self.step_log.weigh(lambda: self._shares[number], number)
 
     @override
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,6 +164,7 @@ class LoggedPieces(Logged):
 
     def merge(self, shares: Sequence[float]) -> None:
         """Note their logs and results as of one batch, by their shares."""
+        self._shares = shares
         self.step_log.publish(self.note)
         if all(isinstance(result, Mapping) for result in self._results):
             losses = (result["loss"] for result in self._results)

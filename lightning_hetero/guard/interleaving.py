@@ -20,7 +20,7 @@ from torch import Tensor
 from ..coordinator.deployment import Deployment
 from ..pipeline.microbatch import CheckFirstBatch, CutBatch, CutWindow
 from ..pipeline.results import loss_of
-from ..pipeline.tolerance import Compared, compare, end_or_warn, lone_loss_error
+from ..pipeline.tolerance import LEAST_LOSS, LOSS_ALONE, Compared, end_or_warn, number_error
 from .check_schedule import RunChecks
 from .trial import Trial
 
@@ -62,7 +62,9 @@ class LossesAlone:
             others: Losses of the same micro-batches, and perhaps of more.
         """
         all_found = (
-            Difference(*each, compare("loss alone", lone_loss_error(*each[1:]), self.rounding))
+            Difference(
+                *each, LOSS_ALONE.compare(number_error(*each[1:], LEAST_LOSS), self.rounding)
+            )
             for each in zip(range(len(others)), others, self.found, strict=False)
         )
         worst = max(all_found, key=lambda each: each.compared.found, default=None)

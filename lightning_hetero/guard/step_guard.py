@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from ..coordinator.optimizers import RemoteOptimizer
 from ..errors import WorkerError
 from ..pipeline.microbatch import CutBatch, CutWindow
 from ..pipeline.results import StepLog
-from .audit import Audit, DeploymentAudit
+from .audit import Audit
 from .check_schedule import BatchKindReader, BatchKinds, KeptBatch, RunChecks
 from .first_batch import FirstBatchCheck, tensors_of
 from .interleaving import InterleavingCheck
@@ -45,9 +45,9 @@ class RunGuard:
         if self._audit is not None:
             self._audit.begin_batch(deployment, optimizers)
 
-    def watch(self, deployment: Deployment) -> DeploymentAudit | None:
+    def watch(self, deployment: Deployment) -> Audit | None:
         """The watch over the optimizers' steps, if there is one."""
-        return None if self._audit is None else DeploymentAudit(self._audit, deployment)
+        return self._audit
 
     def of_steps(self, deployment: Deployment) -> CheckedSteps:
         """The checks of the steps of a deployment."""
@@ -156,10 +156,12 @@ class CheckedSteps:
         """Note that the micro-batches of the batch run next."""
         self._own_attributes.begin_step()
 
-    def part(self, microbatch: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def part(self, microbatch: int) -> Iterator[None]:
         """Inside, a part of a micro-batch runs, up to its next hand-over."""
-        own = self._own_attributes.part(microbatch)
-        return own if self._changes is None else _both(self._changes.part(), own)
+        changes = nullcontext() if self._changes is None else self._changes.part()
+        with changes, self._own_attributes.part(microbatch):
+            yield
 
     def note_changes(self) -> None:
         """Look at what the code between two hand-overs has changed."""
@@ -245,11 +247,3 @@ class TwinCheck:
                 f"{type(error).__name__}: {error}"
             )
         self.trial.deployment.hand_overs.twins.settle(is_first)
-
-
-@contextmanager
-def _both(
-    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
-) -> Iterator[None]:
-    with outer, inner:
-        yield

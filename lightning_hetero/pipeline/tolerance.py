@@ -1,6 +1,6 @@
 """How far apart two results of one computation are, and how much of that rounding explains.
 
-A check measures a relative difference, and `compare` judges it by the rule of its kind:
+A check measures a relative difference, and the `Rule` of its kind judges it:
 
     0 ────── rounding ──────┃ allowed ────── a warning ──────┃ ends ────── the run ends ──────▶
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -36,7 +36,7 @@ _ONE_OPERATION = {
 # error of their own, so their scale is at least this part of the largest gradient in their layer.
 _LEAST_PART = 0.1
 # A loss below this has no relative error of its own, or below this multiple of the rounding error.
-_LEAST_LOSS = 1e-3
+LEAST_LOSS = 1e-3
 _LEAST_ROUNDINGS = 10
 # Losses may cancel each other to almost nothing, and so may the numbers within each loss. So an
 # absolute difference below this part of the relative rounding error is rounding too.
@@ -52,65 +52,6 @@ NOISE_OF_GRADIENTS = 1e-4
 NOISE_IN_LAYERS = 1e-5
 # A small part of a loss, as one that balances experts, may make all gradients of an output.
 NOISE_OF_OUTPUTS = 1e-6
-
-
-class Limit(NamedTuple):
-    """A relative difference: the larger of a number, and of a multiple of the rounding error."""
-
-    least: float
-    roundings: float = 1.0
-
-    def at(self, rounding: float) -> float:
-        """The limit where rounding explains this relative difference."""
-        return max(self.least, self.roundings * rounding)
-
-
-class Rule(NamedTuple):
-    """The rule of a kind of differences.
-
-    Args:
-        allowed: Rounding explains a difference up to it.
-        ends: A larger difference ends a run.
-    """
-
-    allowed: Limit
-    ends: Limit = Limit(math.inf)
-
-
-Kind = Literal[
-    "loss",
-    "loss alone",
-    "log",
-    "hidden states",
-    "gradients",
-    "gradients before layers",
-    "gradients of layers",
-    "gradients for outputs",
-    "results of a layer",
-    "gradients of a layer",
-    "optimizer step",
-]
-_RULES: Mapping[Kind, Rule] = {
-    # The rounding error of a loss has its margin already.
-    "loss": Rule(Limit(0.0), Limit(_ONE_PERCENT)),
-    # Both are results of the same operations, so a run ends at a small difference already.
-    "loss alone": Rule(Limit(0.0), Limit(1e-4, 10.0)),
-    # One sample that rounding has moved changes an accuracy by about as much.
-    "log": Rule(Limit(1e-3)),
-    "hidden states": Rule(Limit(0.0), Limit(_ONE_PERCENT)),
-    # The numbers within a gradient cancel each other more than those of hidden states do.
-    "gradients": Rule(Limit(1e-4, 4.0), Limit(_ONE_PERCENT)),
-    # Gradients that were made up show a number of the batch, or rounding: nothing is between.
-    "gradients before layers": Rule(Limit(_ONE_PERCENT), Limit(_ONE_PERCENT)),
-    "gradients of layers": Rule(Limit(_ONE_PERCENT), Limit(_ONE_PERCENT)),
-    # Whatever makes these is a small part of the loss.
-    "gradients for outputs": Rule(Limit(_ONE_PERCENT)),
-    # Other kernels order sums otherwise; smaller differences do not come from other code.
-    "results of a layer": Rule(Limit(1e-4)),
-    "gradients of a layer": Rule(Limit(4e-4, 4.0)),
-    # `Stepped.difference` leaves rounding out.
-    "optimizer step": Rule(Limit(0.0), Limit(1e-3)),
-}
 
 
 @dataclass(frozen=True)
@@ -141,10 +82,45 @@ class Compared:
         return f"{100 * self.found:.3g} %"
 
 
-def compare(kind: Kind, found: float, rounding: float = 0.0) -> Compared:
-    """Judge a relative difference, given the one that rounding explains."""
-    rule = _RULES[kind]
-    return Compared(found, rule.allowed.at(rounding), rule.ends.at(rounding))
+class Rule(NamedTuple):
+    """When a relative difference of a kind counts.
+
+    Args:
+        least: Rounding explains a difference up to it,
+        roundings: or up to so many times the rounding error.
+        ends: A larger difference ends a run,
+        ends_roundings: if it is larger than so many times the rounding error, too.
+    """
+
+    least: float = 0.0
+    roundings: float = 1.0
+    ends: float = math.inf
+    ends_roundings: float = 1.0
+
+    def compare(self, found: float, rounding: float = 0.0) -> Compared:
+        """Judge a relative difference, given the one that rounding explains."""
+        allowed = max(self.least, self.roundings * rounding)
+        return Compared(found, allowed, max(self.ends, self.ends_roundings * rounding))
+
+
+# The rounding error of a loss has its margin already.
+LOSS = Rule(ends=_ONE_PERCENT)
+# Both are results of the same operations, so a run ends at a small difference already.
+LOSS_ALONE = Rule(ends=1e-4, ends_roundings=10.0)
+# One sample that rounding has moved changes an accuracy by about as much.
+LOG = Rule(1e-3)
+HIDDEN_STATES = Rule(ends=_ONE_PERCENT)
+# The numbers within a gradient cancel each other more than those of hidden states do.
+GRADIENTS = Rule(1e-4, 4.0, ends=_ONE_PERCENT)
+# Gradients of made-up ones show a number of the batch, or rounding: nothing is between.
+MADE_UP_GRADIENTS = Rule(_ONE_PERCENT, ends=_ONE_PERCENT)
+# Whatever makes these is a small part of the loss.
+GRADIENTS_OF_OUTPUTS = Rule(_ONE_PERCENT)
+# The twin test. Other kernels order sums otherwise; smaller differences are not of other code.
+RESULTS_OF_LAYER = Rule(1e-4)
+GRADIENTS_OF_LAYER = Rule(4e-4, 4.0)
+# `Stepped.difference` leaves rounding out.
+OPTIMIZER_STEP = Rule(ends=1e-3)
 
 
 def end_or_warn(
@@ -248,13 +224,8 @@ def loss_error(whole: float | None, together: float, parts: float, rounding: flo
     """
     if whole is None or abs(together - whole) <= _NOISE_OF_LOSSES * rounding:
         return 0.0
-    least = max(_LEAST_LOSS, _LEAST_ROUNDINGS * rounding)
+    least = max(LEAST_LOSS, _LEAST_ROUNDINGS * rounding)
     return number_error(whole, together, max(parts, least))
-
-
-def lone_loss_error(one: float | None, other: float | None) -> float:
-    """The relative difference of two losses of one micro-batch."""
-    return number_error(one, other, _LEAST_LOSS)
 
 
 def norm_error(found: Tensor, expected: Tensor) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..model.captured_outputs import collecting
 from ..model.layer_call import LayerCall, put_hidden, tensors_of
 from ..model.layers import describe_layer
-from .tolerance import FINE, NOISE_IN_LAYERS, Compared, compare, dim_of_cut, joined
+from .tolerance import FINE, MADE_UP_GRADIENTS, NOISE_IN_LAYERS, Compared, dim_of_cut, joined
 from .twin import made_up, numbers_of, rows_of
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def difference_of_backwards(
             found.append(_difference_of_rows(one.rows, rows, dim))
             if has_exact_sums:
                 found.append(_difference_of_sums(one, pieces))
-    return compare("gradients of layers", max(found), rounding)
+    return MADE_UP_GRADIENTS.compare(max(found), rounding)
 
 
 def _difference_of_rows(whole: Tensor, pieces: Sequence[Tensor], dim: int) -> float:

@@ -29,7 +29,7 @@ from ..model.captured_outputs import collecting
 from ..model.layer_call import LayerCall, put_hidden, tensors_of
 from ..model.layers import describe_layer
 from ..model.tensors import may_have_gradient
-from .tolerance import FINE, Compared, Kind, compare
+from .tolerance import FINE, GRADIENTS_OF_LAYER, RESULTS_OF_LAYER
 
 logger = logging.getLogger(__name__)
 
@@ -241,14 +241,9 @@ def difference_of(
         rounding: The relative difference of results that rounding explains.
     """
 
-    def judged(difference: TwinDifference, kind: Kind) -> tuple[TwinDifference, Compared]:
-        return difference, compare(kind, difference.relative, rounding)
-
     results = _pairs(here.results, there.results)
-    found = [
-        judged(TwinDifference("its results", _error_of_rows(*pair)), "results of a layer")
-        for pair in results
-    ]
+    allowed = RESULTS_OF_LAYER.compare(0.0, rounding).allowed
+    found = [(TwinDifference("its results", _error_of_rows(*pair)), allowed) for pair in results]
     if not (here.has_failed or there.has_failed):
         pairs = _pairs(here.gradients, there.gradients)
         others = [
@@ -256,11 +251,11 @@ def difference_of(
             for pair in pairs[:1]
         ]
         # Where rows take other experts, sums over all rows cannot be compared.
-        if all(_are_alike(*pair, found[0][1].allowed) for pair in results):
+        if all(_are_alike(*pair, allowed) for pair in results):
             others += [_error_of_parameters(*pair, names, rounding) for pair in pairs[1:]]
-        found += [judged(each, "gradients of a layer") for each in others]
-    worst, compared = max(found, key=lambda each: each[1].found / each[1].allowed)
-    return worst if compared.is_other else None
+        found += [(each, GRADIENTS_OF_LAYER.compare(0.0, rounding).allowed) for each in others]
+    worst, allowed = max(found, key=lambda each: each[0].relative / each[1])
+    return worst if worst.relative > allowed else None
 
 
 _MISSING = torch.full((1, _NUM_PROJECTIONS + 1), math.nan)

@@ -8,13 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_hetero.errors import BatchError, ModelError
+from lightning_hetero.pipeline import tolerance
 from lightning_hetero.pipeline.tolerance import (
+    GO_ON,
+    LOSS,
     Comparison,
     RehearsalVerdict,
     Rounding,
+    Rule,
     Worst,
     coarsest,
+    end_or_warn,
+    loss_error,
     norm_error,
+    number_error,
     relative_error,
     worst_gradient,
 )
@@ -115,3 +123,74 @@ def test_the_verdict_names_who_is_wrong() -> None:
     between = RehearsalVerdict([RIGHT], replace(together, loss=1.0))
     assert not between.is_right
     assert "between the workers" in between.sentence
+
+
+# By rule: what is allowed and what ends a run in single and in half precision.
+LIMITS = {
+    "LOSS": (1e-5, 0.01, 5e-3, 0.01),
+    "LOSS_ALONE": (1e-5, 1e-4, 5e-3, 0.05),
+    "LOG": (1e-3, math.inf, 5e-3, math.inf),
+    "HIDDEN_STATES": (1e-5, 0.01, 5e-3, 0.01),
+    "GRADIENTS": (1e-4, 0.01, 0.02, 0.01),
+    "MADE_UP_GRADIENTS": (0.01, 0.01, 0.01, 0.01),
+    "GRADIENTS_OF_OUTPUTS": (0.01, math.inf, 0.01, math.inf),
+    "RESULTS_OF_LAYER": (1e-4, math.inf, 5e-3, math.inf),
+    "GRADIENTS_OF_LAYER": (4e-4, math.inf, 0.02, math.inf),
+    "OPTIMIZER_STEP": (1e-5, 1e-3, 5e-3, 5e-3),
+}
+
+
+def test_every_rule_has_its_limits() -> None:
+    rules = [name for name, value in vars(tolerance).items() if isinstance(value, Rule)]
+    assert sorted(rules) == sorted(LIMITS)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("is_half", [False, True])
+def test_half_of_a_limit_is_rounding_and_twice_of_it_is_not(name: str, is_half: bool) -> None:
+    rule, rounding = getattr(tolerance, name), 5e-3 if is_half else 1e-5
+    allowed, ends = LIMITS[name][2:] if is_half else LIMITS[name][:2]
+    assert not rule.compare(min(allowed, ends) / 2, rounding).is_other
+    assert rule.compare(2 * allowed, rounding).is_other
+    assert rule.compare(2 * min(ends, 1e9), rounding).is_large == (ends < math.inf)
+    assert not rule.compare(ends / 2 if ends < math.inf else 1e9, rounding).is_large
+
+
+def test_a_difference_is_said_in_percent() -> None:
+    assert str(LOSS.compare(0.012345)) == "1.23 %"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "error"),
+    [
+        (1.0, 1.1, 0.1 / 1.1),
+        (1e-9, 0.0, 1e-6),
+        (None, None, 0.0),
+        (None, 1.0, math.inf),
+        (UNDEFINED, UNDEFINED, 0.0),
+        (UNDEFINED, 1.0, math.inf),
+        (1.0, INFINITE, math.inf),
+        (INFINITE, INFINITE, 0.0),
+    ],
+)
+def test_numbers_differ_relative_to_the_larger(
+    one: float | None, other: float | None, error: float
+) -> None:
+    assert number_error(one, other, 1e-3) == pytest.approx(error)
+    assert number_error(other, one, 1e-3) == pytest.approx(error)
+
+
+def test_losses_that_cancel_have_no_error_of_their_own() -> None:
+    assert loss_error(1e-8, 2e-8, 5e-8, 1e-5) == 0.0
+    assert loss_error(1e-4, 0.0, 2e-4, 1e-5) == pytest.approx(0.1)
+    assert loss_error(None, 1.0, 1.0, 1e-5) == 0.0
+
+
+def test_the_answer_is_an_error_or_a_warning() -> None:
+    with pytest.raises(BatchError, match=f"It differs. {GO_ON}"):
+        end_or_warn("It differs.", "stop", ends=True)
+    with pytest.raises(ModelError):
+        end_or_warn("It differs.", "stop", ends=True, error=ModelError)
+    for mode, ends in (("stop", False), ("warn", True)):
+        with pytest.warns(UserWarning, match="It differs.$"):
+            end_or_warn("It differs.", mode, ends=ends)  # type: ignore[arg-type]
